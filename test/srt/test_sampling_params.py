@@ -65,23 +65,41 @@ def test_values_at_the_bounds_are_taken(name: str, value: Any) -> None:
     assert getattr(SamplingParams.from_dict({name: value}), name) == value
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("max_new_tokens", 2.0, 2),
+        ("max_new_tokens", "2", 2),
+        ("sampling_seed", 3.0, 3),
+        ("n", True, 1),
+        ("temperature", "0.5", 0.5),
+        ("top_p", True, 1.0),
+        ("ignore_eos", 1, True),
+        ("ignore_eos", "false", False),
+    ],
+)
+def test_what_can_mean_one_thing_only_is_taken(name: str, given: Any, value: Any) -> None:
+    taken = getattr(SamplingParams.from_dict({name: given}), name)
+    assert (taken, type(taken)) == (value, type(value))
+
+
 BAD_VALUES: dict[str, list[Any]] = {
-    "max_new_tokens": [-1, 1.5, "8", True, 2**63],
+    "max_new_tokens": [-1, 1.5, "8.5", "eight", "", 2**63, "9" * 19, 1e300],
     "min_new_tokens": [-1],
-    "temperature": [-0.1, math.nan, math.inf, "hot", False, 10**400],
+    "temperature": [-0.1, math.nan, math.inf, "hot", "nan", "1e999", 10**400],
     "top_p": [0, 1.01],
-    "top_k": [0, -2, 1.0],
+    "top_k": [0, -2, 1.5],
     "min_p": [-0.01, 1.01],
     "frequency_penalty": [2.1],
     "presence_penalty": [-2.1],
     "repetition_penalty": [0, 2.1],
     "stop": ["", ["a", ""], ["a", 1], 7, ["x"] * 33],
     "stop_token_ids": [7, ["7"], [True], [-1]],
-    "ignore_eos": [1],
-    "n": [0, True],
+    "ignore_eos": [2, "maybe"],
+    "n": [0, False],
     "stream_interval": [0],
     "logit_bias": [[1], {"x": 1}, {"-1": 1}, {"1": "2"}, {"1": math.inf}, {"9" * 30: 1}],
-    "sampling_seed": [2**63, 1.0],
+    "sampling_seed": [2**63, 1.5],
     "custom_params": [[]],
     "beam_width": [2, True],
     "structural_tag": [5, ["a"], {1: {2}}],

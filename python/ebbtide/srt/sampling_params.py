@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Final, Self
 
 from ebbtide.srt.errors import RequestRejected, first_few
+from ebbtide.srt.lossless import as_bool, as_float, as_int
 
 GREEDY_BELOW_TEMPERATURE = 1e-6
 # A key of `custom_params`.
@@ -193,28 +194,31 @@ def _is_int(value: Any) -> bool:
 
 def _integer(minimum: int, expected: str, *, also: int | None = None) -> _Check:
     def check(name: str, value: Any) -> int:
-        if not _is_int(value) or not (minimum <= value <= _INT64_MAX or value == also):
+        number = as_int(value)
+        if not _is_int(number) or not (minimum <= number <= _INT64_MAX or number == also):
             raise _rejected(name, expected, value)
-        return int(value)
+        return int(number)
 
     return check
 
 
 def _number(low: float, high: float, expected: str, *, above_low: bool = False) -> _Check:
     def check(name: str, value: Any) -> float:
-        is_number = _is_int(value) or isinstance(value, float)
+        number = as_float(value)
+        is_number = _is_int(number) or isinstance(number, float)
         # NaN fails both comparisons, so it is refused without a case of its own.
-        if not is_number or not (low <= value <= high) or (above_low and value == low):
+        if not is_number or not (low <= number <= high) or (above_low and number == low):
             raise _rejected(name, expected, value)
-        return value if type(value) is float else float(value)
+        return number if type(number) is float else float(number)
 
     return check
 
 
 def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+    flag = as_bool(value)
+    if not isinstance(flag, bool):
         raise _rejected(name, "true or false", value)
-    return value
+    return flag
 
 
 def _stop(name: str, value: Any) -> tuple[str, ...] | None:

@@ -83,8 +83,8 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("$.text", [{"text": 3}]),
     ("$.input_ids[0]", [{"input_ids": ["a"]}]),
     ("$.input_ids[1][0]", [{"input_ids": [[1], [True]]}]),
-    ("$.stream", [{"text": "a", "stream": "yes"}]),
-    ("$.timeout_s", [{"text": "a", "timeout_s": "1"}]),
+    ("$.stream", [{"text": "a", "stream": "perhaps"}]),
+    ("$.timeout_s", [{"text": "a", "timeout_s": "nan"}]),
     ("$.rid", [{"text": "a", "rid": 7}]),
     ("$.top_logprobs_num", [{"text": "a", "top_logprobs_num": 1.5}]),
     # Ids outside the vocabulary, in one prompt of a batch too; more positions or tokens than there are.

@@ -13,6 +13,7 @@ from msgspec import UNSET, Struct, UnsetType, ValidationError, convert
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.lossless import read_losslessly
 
 R = TypeVar("R", bound=Struct)
 
@@ -168,7 +169,8 @@ def parse(kind: type[R], fields: Mapping[str, Any]) -> R:
         RequestRejected: 400, with the field's path and what was expected.
     """
     try:
-        return convert({name: value for name, value in fields.items() if value is not None}, kind)
+        given = {name: value for name, value in fields.items() if value is not None}
+        return convert(read_losslessly(given, kind), kind)
     except ValidationError as error:
         is_of_part = ".content[" in str(error)
         hint = "; in a message, only parts with text are supported" if is_of_part else ""

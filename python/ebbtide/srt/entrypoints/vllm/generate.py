@@ -37,6 +37,7 @@ from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
     TokensRequest,
 )
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.lossless import read_losslessly
 from ebbtide.srt.managers.api.generate_fields import PASSED_ON_FIELDS
 from ebbtide.srt.managers.api.live_generation import Triple
 
@@ -98,7 +99,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
     refuse_unsupported(fields, _UNSUPPORTED, "body")
     try:
         given = {name: value for name, value in with_headers(fields, headers).items() if value is not None}
-        request = msgspec.convert(given, TokensRequest)
+        request = msgspec.convert(read_losslessly(given, TokensRequest), TokensRequest)
     except msgspec.ValidationError as error:
         raise RequestRejected(str(error), param="body") from None
     given_params = request.sampling_params or {}

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.lossless import reader_of
 from ebbtide.srt.managers.api.request_fields import refuse_misspelt
 from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, PauseMode
 
@@ -187,7 +188,8 @@ def _of_query(query: QueryParams, name: str, annotation: Any) -> Any:
 
 def _converted(value: Any, annotation: Any, where: str, *, strict: bool) -> Any:
     try:
-        return msgspec.convert(value, annotation, strict=strict)
+        read = reader_of(annotation)
+        return msgspec.convert(value if read is None else read(value), annotation, strict=strict)
     except msgspec.ValidationError as error:
         values = _choices(annotation)
         hint = f"; expected one of {', '.join(values)}" if values else ""

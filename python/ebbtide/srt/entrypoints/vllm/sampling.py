@@ -7,6 +7,7 @@ from typing import Any
 
 from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.lossless import as_int
 
 Fields = dict[str, Any]
 
@@ -73,10 +74,10 @@ def count_of(given: Mapping[str, Any], name: str) -> int | None:
     Raises:
         RequestRejected: 400.
     """
-    value = given.get(name)
+    value = as_int(given.get(name))
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+    if not isinstance(value, int) or value < -1:
         raise RequestRejected(
             f"{name}: expected null or a number of tokens from 0, or -1 for all, got {value!r}",
             param=f"body.sampling_params.{name}",

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, cast
 import msgspec
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.lossless import read_losslessly
 
 # Fields of features that this version lacks. They would change the tokens, or clients read them back: so a
 # value that asks for one is refused, while null, false and empty values, which clients send anyway, are not.
@@ -104,7 +105,7 @@ def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
         if not asks_for_nothing(fields[name]):
             raise RequestRejected(f"{name}: not supported in this version")
     try:
-        request = msgspec.convert(dict(fields), GenerateReqInput)
+        request = msgspec.convert(read_losslessly(fields, GenerateReqInput), GenerateReqInput)
     except msgspec.ValidationError as error:
         raise RequestRejected(str(error)) from None
     if request.sampling_logprobs_mode not in (None, "selected"):

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.lossless import read_losslessly
 from ebbtide.srt.managers.io_struct import ControlRequest
 
 R = TypeVar("R", bound=ControlRequest)
@@ -46,7 +47,7 @@ def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str
     ignored = [name[:MAX_CHARACTERS] for name in sorted(set(fields) - set(known))[:MAX_IGNORED]]
     refuse_misspelt(kind, given, ignored)
     try:
-        return msgspec.convert({"type": kind.__name__, **given}, kind), ignored
+        return msgspec.convert({"type": kind.__name__, **read_losslessly(given, kind)}, kind), ignored
     except msgspec.ValidationError as error:
         raise RequestRejected(f"{kind.__name__}: {explain(error, kind)}") from None
 
