@@ -39,13 +39,15 @@ OF_HTTP = {"status", "error", "ignored_fields"}
 @pytest.fixture(scope="module")
 def server(checkpoints: tuple[Path, Path]) -> Iterator[httpx.Client]:
     """A server in a process of its own."""
-    with running_server(checkpoints[0], "--log-level", "warning") as server:
+    with running_server(checkpoints[0], "--log-level", "warning", "--served-model-name", "*") as server:
         yield server.client
 
 
 @pytest.fixture(scope="module")
 def engine(checkpoints: tuple[Path, Path]) -> Iterator[Engine]:
-    with Engine(model_path=str(checkpoints[0]), max_total_tokens=4096, log_level="error") as engine:
+    with Engine(
+        model_path=str(checkpoints[0]), max_total_tokens=4096, log_level="error", served_model_name="*"
+    ) as engine:
         yield engine
 
 

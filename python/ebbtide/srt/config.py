@@ -38,12 +38,17 @@ CUDA_GRAPH_MAX_BS = 512
 DIST_TIMEOUT_S = 600.0
 
 
+ANY_NAME: Final = "*"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The model and its tokenizer.
 
     Attributes:
         path, tokenizer_path: local folders.
+        served_model_name: what the model is called in answers.
+        names_answered: what requests may call it; with `ANY_NAME` among them, anything.
         hf_config: the fields of transformers' config, overrides merged in.
         dtype: float32, bfloat16 or float16.
         context_len: tokens of prompt and output together.
@@ -71,6 +76,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     load_format: str
     served_model_name: str
+    names_answered: frozenset[str]
     weight_version: str
     skip_tokenizer_init: bool
     fp32_lm_head: bool = False
@@ -296,6 +302,7 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
         folder, trust_remote_code=args.trust_remote_code, overrides_json=args.json_model_override_args
     )
     names = hf_folder.architectures(folder, hf_config)
+    names_served = [name for name in (args.served_model_name or "").split(",") if name]
     num_heads = hf_folder.positive_int(folder, hf_config, "num_attention_heads")
     hidden_size = hf_folder.positive_int(folder, hf_config, "hidden_size")
     longest = hf_folder.positive_int(folder, hf_config, "max_position_embeddings")
@@ -319,7 +326,8 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
         head_dim=getattr(hf_config, "head_dim", None) or hidden_size // num_heads,
         eos_token_ids=hf_folder.eos_token_ids(folder, hf_config),
         load_format=args.load_format,
-        served_model_name=args.served_model_name if args.served_model_name is not None else args.model_path,
+        served_model_name=next((name for name in names_served if name != ANY_NAME), args.model_path),
+        names_answered=frozenset((args.model_path, str(folder), *names_served)),
         weight_version=args.weight_version,
         skip_tokenizer_init=args.skip_tokenizer_init,
         fp32_lm_head=args.enable_fp32_lm_head,

@@ -36,9 +36,7 @@ def as_int(value: Any) -> Any:
 
 
 def as_float(value: Any) -> Any:
-    """A number where the value stands for one."""
-    if isinstance(value, bool):
-        return int(value)
+    """A number where the text stands for one; a time or a probability is no boolean."""
     if isinstance(value, str) and _NUMBER.fullmatch(value) and math.isfinite(number := float(value)):
         return number
     return value

@@ -85,7 +85,11 @@ class ServerArgs(SglangArguments):
     ] = "auto"
     json_model_override_args: Annotated[str, Arg("JSON object merged into the model's config.")] = "{}"
     served_model_name: Annotated[
-        str | None, Arg("Model name shown to clients (default: the model path).")
+        str | None,
+        Arg(
+            "Model name shown to clients (default: the model path). Several, divided by commas, are all answered "
+            "to; with * among them, any name is."
+        ),
     ] = None
     chat_template: Annotated[
         str | None, Arg("Chat template: a file, or the Jinja text itself (default: the tokenizer's).")

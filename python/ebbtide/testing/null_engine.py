@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ebbtide.srt.argument_checks import settled
-from ebbtide.srt.config import EngineConfig, ModelConfig, resolve_for
+from ebbtide.srt.config import ANY_NAME, EngineConfig, ModelConfig, resolve_for
 from ebbtide.srt.entrypoints.engine import Engine
 from ebbtide.srt.entrypoints.http_server import serve
 from ebbtide.srt.entrypoints.log_format import configure_logging
@@ -82,6 +82,7 @@ def null_config(args: ServerArgs) -> EngineConfig:
             eos_token_ids=frozenset(),
             load_format="dummy",
             served_model_name="null",
+            names_answered=frozenset({ANY_NAME}),
             weight_version=args.weight_version,
             skip_tokenizer_init=True,
         ),

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ebbtide.srt.config import EngineConfig
+from ebbtide.srt.config import ANY_NAME, EngineConfig
 from ebbtide.srt.entrypoints.drain import DRAINING, Drain, DrainReply
 from ebbtide.srt.entrypoints.information import StartupTime, model_info, server_info
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
@@ -269,6 +269,23 @@ class EngineService:
         state = self.manager.state
         assert state is not None, "the first report comes ahead of the reply that `open` waits for"
         return state
+
+    def require_model(self, name: object) -> None:
+        """Refuse a request for another model than this one; it names it by a name or a path.
+
+        Raises:
+            RequestRejected: 404.
+        """
+        model = self.config.model
+        known = {*model.names_answered, self.state.model_path}
+        if name is None or ANY_NAME in known or str(name).rstrip("/") in {one.rstrip("/") for one in known}:
+            return
+        raise RequestRejected(
+            f"model: there is no {str(name)[:200]!r} here: {model.served_model_name!r} is served "
+            "(--served-model-name '*' has any name mean it)",
+            404,
+            param="body.model",
+        )
 
     async def control(self, kind: type[Any], fields: Mapping[str, Any], vote: Vote | None = None) -> Any:
         """Carry out a control request given as loose fields; returns the body of the reply.

@@ -348,3 +348,18 @@ def test_ids_that_may_come_and_ids_that_are_told(server: Server) -> None:
         refused = server.post("/v1/completions", {"prompt": PROMPT, **wrong})
         assert refused.status_code == 400
         assert message in refused.json()["message"]
+
+
+def test_another_model_is_not_answered_by_this_one(server: Server, checkpoints: Any) -> None:
+    """A name that an adapter might have had: the base weights in its place would be the wrong policy."""
+    bodies = {
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 1}},
+        "/v1/tokenize": {"prompt": "a"},
+    }
+    for path, body in bodies.items():
+        for name in (NAME, str(checkpoints.a), f"{checkpoints.a}/", None):
+            assert server.post(path, body | {"model": name}).status_code == 200, (path, name)
+        refused = server.post(path, body | {"model": "adapter-7"})
+        assert (refused.status_code, NAME in refused.json()["message"]) == (404, True), path

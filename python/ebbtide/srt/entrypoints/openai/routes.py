@@ -83,10 +83,12 @@ class OpenAIApi:
 
     async def _tokenize(self, request: Request) -> Response:
         fields, tokenization = await read_fields(request.stream()), self._tokenization
+        self._service.require_model(fields.get("model"))
         return Json(await self._service.manager.in_thread(lambda: tokenization.tokenize(fields)))
 
     async def _detokenize(self, request: Request) -> Response:
         fields, tokenization = await read_fields(request.stream()), self._tokenization
+        self._service.require_model(fields.get("model"))
         return Json(await self._service.manager.in_thread(lambda: tokenization.detokenize(fields)))
 
     async def _answer(
@@ -101,6 +103,7 @@ class OpenAIApi:
         fields = await read_fields(request.stream())
         if self._service.config.server_args.return_tokens_as_token_ids:
             fields.setdefault("return_tokens_as_token_ids", True)
+        self._service.require_model(fields.get("model"))
         return with_headers(fields, request.headers)
 
     def _within_limits(self, call: OpenAICall) -> OpenAICall:

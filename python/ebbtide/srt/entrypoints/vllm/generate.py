@@ -75,6 +75,7 @@ class TokensApi:
 
     async def generate(self, request: Request) -> Response:
         fields = await read_fields(request.stream())
+        self._service.require_model(fields.get("model"))
         call = tokens_call(fields, request.headers, self._service.config.model.served_model_name)
         args = self._service.config.server_args
         common = within_limits(call.common, args.max_logprobs, self._service.manager.limits.vocab_size)
