@@ -87,8 +87,8 @@ class ServerArgs(SglangArguments):
     served_model_name: Annotated[
         str | None,
         Arg(
-            "Model name shown to clients (default: the model path). Several, divided by commas, are all answered "
-            "to; with * among them, any name is."
+            "Model name shown to clients (default: the model path). Several, divided by commas, are all "
+            "answered to; with * among them, any name is."
         ),
     ] = None
     chat_template: Annotated[
