@@ -97,7 +97,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "ignore_eos": [2, "maybe"],
     "n": [0, False],
     "stream_interval": [0],
-    "logit_bias": [[1], {"x": 1}, {"-1": 1}, {"1": "2"}, {"1": math.inf}, {"9" * 30: 1}],
+    "logit_bias": [[1], {"x": 1}, {"-1": 1}, {"1": "2"}, {"1": math.inf}, {"1": 10**400}, {"9" * 30: 1}],
     "sampling_seed": [2**63, 1.5],
     "custom_params": [[]],
     "beam_width": [2, True],

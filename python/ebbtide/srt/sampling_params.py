@@ -263,7 +263,9 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     for key, bias in value.items():
         # Keys of a JSON object are strings; Python callers pass ints.
         is_id = key.isascii() and key.isdecimal() if isinstance(key, str) else _is_int(key) and key >= 0
-        is_finite = (_is_int(bias) or isinstance(bias, float)) and math.isfinite(bias)
+        is_finite = (
+            abs(bias) <= _INT64_MAX if _is_int(bias) else isinstance(bias, float) and math.isfinite(bias)
+        )
         if not is_id or len(str(key)) > 18 or not is_finite:
             raise _rejected(name, expected, {key: bias})
         biases[int(key)] = float(bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ def with_headers(fields: Mapping[str, Any], headers: Mapping[str, str]) -> dict[
         given = headers.get(header.lower())
         if given is None or merged.get(name) is not None:
             continue
-        if not given.removeprefix("-").isdecimal():
+        if re.fullmatch(r"-?\d{1,19}", given) is None:
             raise RequestRejected(f"{header}: expected a number, got {given[:100]!r}")
         merged[name] = int(given)
     request_id = headers.get("x-request-id")

@@ -117,6 +117,21 @@ def test_a_bad_parameter_is_named(client: Client, path: str, body: Any, param: s
     assert client.engine.memory_occupation()["can_run"]
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/inference/v1/generate"])
+@pytest.mark.parametrize("name", ["priority", "max_version_lag"])
+def test_a_number_that_no_message_has_room_for_is_the_callers_fault(
+    client: Client, path: str, name: str
+) -> None:
+    prompts = {"/generate": {"input_ids": [1]}, "/v1/completions": {"prompt": [1]}}
+    assert f"$.{name}" in client.post(path, {**prompts.get(path, PROMPT), name: 2**64}, status=400)["message"]
+
+
+def test_a_field_of_sampling_params_of_the_wrong_type_is_the_callers_fault(client: Client) -> None:
+    for ids in (5, [[1]], [2**64]):
+        body = {**PROMPT, "sampling_params": {"stop_token_ids": ids}}
+        assert "a list of token ids" in client.post("/inference/v1/generate", body, status=400)["message"]
+
+
 def test_sleep_drops_or_keeps_the_weights_by_its_level(client: Client) -> None:
     before = client.post("/inference/v1/generate", PROMPT)["choices"][0]["token_ids"]
     slept = client.post("/sleep?level=1")

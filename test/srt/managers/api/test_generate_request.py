@@ -97,6 +97,11 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("rid", [{**TWO, "rid": rid} for rid in ("", "x" * 257, ["a", "a"])]),
     ("timeout_s", [{**ONE, "timeout_s": value} for value in (0, -1, float("nan"), float("inf"))]),
     ("truncate_prompt_tokens", [{**ONE, "truncate_prompt_tokens": -2}]),
+    # What no message has room for.
+    *[
+        (name, [{**ONE, name: value} for value in (2**63, -(2**63) - 1, 10**400)])
+        for name in ("priority", "max_version_lag", "min_weight_version", "truncate_prompt_tokens")
+    ],
     # Lists have one entry for each prompt, and n is the same for all.
     ("n must be the same", [{**TWO, "sampling_params": [{"n": 1}, {"n": 2}]}]),
     ("rid", [{**TWO, "rid": ["a"]}]),

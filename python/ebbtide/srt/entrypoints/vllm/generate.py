@@ -40,6 +40,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import read_losslessly
 from ebbtide.srt.managers.api.generate_fields import PASSED_ON_FIELDS
 from ebbtide.srt.managers.api.live_generation import Triple
+from ebbtide.srt.sampling_params import SamplingParams
 
 _UNSUPPORTED = (
     *("features", "content_parts", "token_offsets"),
@@ -146,7 +147,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         return_weight_versions=True,
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
-        stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
+        stop_token_ids=SamplingParams(stop_token_ids=params.get("stop_token_ids")).stop_token_id_set,
     )
     return TokensCall(request, common, ignored, _support_width(request, given_params))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal, TypeAlias, cast
 
 import msgspec
 
@@ -51,6 +51,10 @@ PASSED_ON_FIELDS: Final = (
 )
 
 
+# What a message between processes has room for; JSON and Python have more.
+Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class GenerateReqInput(msgspec.Struct, kw_only=True):
     """The fields of `/generate`; None means "not given". In a batch, a list has one entry per prompt.
 
@@ -64,7 +68,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Int64 | None = None
     sampling_params: Any = None
     rid: str | list[str] | None = None
     stream: bool | None = None
@@ -78,10 +82,10 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     extra_key: str | list[str | None] | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
-    priority: int | None = None
-    max_version_lag: int | None = None
-    min_weight_version: str | int | None = None
-    exact_weight_version: str | int | None = None
+    priority: Int64 | None = None
+    max_version_lag: Int64 | None = None
+    min_weight_version: str | Int64 | None = None
+    exact_weight_version: str | Int64 | None = None
     on_update: Literal["continue", "recompute", "abort"] | None = None
     timeout_s: float | None = None
     return_routed_experts: bool | None = None
