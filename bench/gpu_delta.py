@@ -41,10 +41,10 @@ from gpu_machine import GIB, synchronize
 from watched_streams import Streams, Update, repeated, timed
 
 from ebbtide import Engine
+from ebbtide.formats.delta import bits_of
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.delta.patch import Patch, Place, PlaceTable
-from ebbtide.srt.weight_sync.delta.state_sum import bits_of
 from ebbtide.trainer.delta import ServedWeights
 from ebbtide.trainer.gathering import Bucket
 

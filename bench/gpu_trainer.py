@@ -173,7 +173,7 @@ class _Worker:
         return len(self._buckets)
 
     def bucket(self, index: int) -> bytes:
-        from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
+        from ebbtide.formats.bucket import FlattenedTensorBucket
         from ebbtide.trainer.payload_encoding import serialize_bucket
 
         self._held = None

@@ -175,7 +175,7 @@ class _Worker:
         self._encoder.close()
 
     def start_buckets(self, max_bytes: int) -> None:
-        from ebbtide.srt.weight_sync.payload.bucket import pack_buckets
+        from ebbtide.formats.bucket import pack_buckets
 
         self._rest = pack_buckets(self._weights, max_bytes)
 

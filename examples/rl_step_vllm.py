@@ -26,8 +26,8 @@ import requests
 import tiny_rl
 import torch
 
-from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress, connect, host_store
-from ebbtide.srt.weight_sync.broadcast.weight_group import WeightGroup
+from ebbtide.formats.rendezvous import GroupAddress, connect, host_store
+from ebbtide.formats.weight_group import WeightGroup
 
 TIMEOUT_S, POLL_S = 120, 0.1
 SAMPLING = {"max_tokens": tiny_rl.NUM_TOKENS, "ignore_eos": True, "temperature": 1.0}

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from ebbtide.formats.allowed_globals import kind_of
+from ebbtide.formats.pickle_reader import Record
+from ebbtide.formats.stored_tensor import whole
+from ebbtide.formats.tensor_refs import AnyStorageRef, CudaStorageRef, TensorRef, TensorTable
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
-from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.payload.allowed_globals import kind_of
-from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
-from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
-from ebbtide.srt.weight_sync.payload.pickle_reader import Record
-from ebbtide.srt.weight_sync.payload.tensor_refs import AnyStorageRef, CudaStorageRef, TensorRef, TensorTable
+from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.tensor_source import (
     as_metadata,
     decode_by_slices,

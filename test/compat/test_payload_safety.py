@@ -17,8 +17,8 @@ from sglang.srt.model_executor.model_runner import LocalSerializedTensor
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.stored_tensor import whole
 
 MIB = 1 << 20
 # What Python does when something is run, and nothing that reading a payload may do.

@@ -17,8 +17,8 @@ from fixtures.deadlines import HANG_S
 from fixtures.payloads import open_payload
 from fixtures.trainer_process import sample_tensors
 
+from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
-from ebbtide.srt.stored_tensor import whole
 from ebbtide.trainer.payload_encoding import serialize_tensors
 
 # A trainer that answers each line, a kind of payload, with that payload.

@@ -8,13 +8,13 @@ import pytest
 import torch
 from fixtures.payloads import open_payload
 
+from ebbtide.formats.stored_tensor import whole
 from ebbtide.ray import joint_engine
 from ebbtide.ray.joint_engine import JointEngine, WeightBucket
 from ebbtide.ray.node_loans import NodeLender, NodeLoans
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import WeightPiece
-from ebbtide.srt.stored_tensor import whole
 
 PARAMETERS = {
     "embedding": torch.arange(10.0),

@@ -13,11 +13,11 @@ import torch.multiprocessing
 from fixtures.gpu_memory import UUID, Gpu
 from fixtures.payloads import open_payload
 
+from ebbtide.formats.bucket import FlattenedTensorBucket
+from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
+from ebbtide.srt.weight_sync.kept_memory import KeptMemory
 from ebbtide.trainer import lending
 from ebbtide.trainer.lending import LentTensors
 from ebbtide.trainer.payload_encoding import (

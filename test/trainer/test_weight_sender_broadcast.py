@@ -10,7 +10,7 @@ import pytest
 import torch
 from fixtures.servers import Server, free_port, running_server, url_of, wait_until
 
-from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
+from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.trainer import WeightSender, WeightSendError
 from ebbtide.trainer.targets import EngineTarget
 

@@ -15,7 +15,7 @@ from ebbtide.demo.memory import MemoryProbe, MemorySample
 from ebbtide.demo.ratios import Ratios
 from ebbtide.demo.task import EOS_ID, MAX_ANSWER_TOKENS, Problem, ProblemSet, encode
 from ebbtide.demo.trainer import Sample, Trainer
-from ebbtide.srt.weight_sync.payload.bucket import pack_buckets
+from ebbtide.formats.bucket import pack_buckets
 from ebbtide.trainer.payload_encoding import serialize_bucket
 
 if TYPE_CHECKING:

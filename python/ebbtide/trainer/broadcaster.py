@@ -18,12 +18,11 @@ from uuid import uuid4
 
 import torch
 
+from ebbtide.formats.announcement import Announcement
+from ebbtide.formats.bucket import FlattenedTensorBucket
+from ebbtide.formats.rendezvous import SOURCE_RANK, GroupAddress, connect, host_store
+from ebbtide.formats.weight_group import FIRST_LOOK_S, LOOK_S, Broadcasts, InThread, WeightGroup
 from ebbtide.srt.errors import EbbtideError, EngineError
-from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
-from ebbtide.srt.weight_sync.broadcast.background import InThread
-from ebbtide.srt.weight_sync.broadcast.rendezvous import SOURCE_RANK, GroupAddress, connect, host_store
-from ebbtide.srt.weight_sync.broadcast.weight_group import FIRST_LOOK_S, LOOK_S, Broadcasts, WeightGroup
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
 from ebbtide.trainer.standing_loans import NamedTensors
 from ebbtide.trainer.targets import EngineSize, Target
 

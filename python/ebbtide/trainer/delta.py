@@ -12,11 +12,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
-from ebbtide.srt.weight_sync.delta.gap_coding import encode_positions
-from ebbtide.srt.weight_sync.delta.state_sum import (
+from ebbtide.formats.announcement import ChangedTensor
+from ebbtide.formats.delta import (
     as_hex,
     bits_of,
+    encode_positions,
     matrix_shape,
     state_sum,
     sum_of_changes,

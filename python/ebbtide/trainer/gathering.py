@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
+from ebbtide.formats.announcement import ChangedTensor
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ebbtide.formats.shared_memory import HEADER_BYTES, object_path
+from ebbtide.formats.tensor_list import DeviceStorage, Listing
+from ebbtide.formats.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, object_path
-from ebbtide.srt.weight_sync.payload.tensor_list import DeviceStorage, Listing
-from ebbtide.srt.weight_sync.payload.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS
 
 _COUNTER: Final = struct.Struct("=q")
 # CU_POINTER_ATTRIBUTE_CONTEXT

@@ -37,10 +37,10 @@ import safetensors.torch
 import torch
 from torch.multiprocessing import reductions
 
+from ebbtide.formats.bucket import FlattenedTensorBucket
+from ebbtide.formats.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
+from ebbtide.formats.tensor_list import HostStorage, Listing
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
-from ebbtide.srt.weight_sync.payload.tensor_list import HostStorage, Listing
 from ebbtide.trainer.lending import Lender, LentTensors, Payload, remove_own, uuid_of
 from ebbtide.trainer.standing_loans import StandingLoans
 

@@ -26,9 +26,9 @@ import msgspec
 import psutil
 import torch
 
+from ebbtide.formats.announcement import Announcement
+from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
-from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
-from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.trainer.gathering import ChangeHeader
 from ebbtide.trainer.payload_encoding import PayloadEncoder, safetensors_image
 from ebbtide.trainer.standing_loans import NamedTensors

@@ -17,6 +17,7 @@ from fixtures.real_rank import RealRank
 from msgspec import structs
 from safetensors.torch import load_file
 
+from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.managers.io_struct import (
@@ -39,7 +40,6 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
-from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 
 
 class Fault(Exception):

@@ -24,6 +24,8 @@ from fixtures.real_rank import RealRank
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
+from ebbtide.formats.announcement import ChangedTensor
+from ebbtide.formats.delta import encode_positions
 from ebbtide.srt.distributed.parallel_group import SoloGroup
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.layers.fp8 import FP8, SCALE_LAYOUTS, quantize_into
@@ -41,10 +43,8 @@ from ebbtide.srt.model_executor.batch_plan import LogprobSpec
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.quantizing import Quantization
 from ebbtide.srt.models.registry import build_model
-from ebbtide.srt.weight_sync.broadcast.memberships import Memberships
 from ebbtide.srt.weight_sync.custom_loader import StagedModel
-from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
-from ebbtide.srt.weight_sync.delta.gap_coding import encode_positions
+from ebbtide.srt.weight_sync.memberships import Memberships
 from ebbtide.trainer.payload_encoding import serialize
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"

@@ -22,12 +22,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.multiprocessing import reductions
 from torch.storage import TypedStorage, UntypedStorage
 
+from ebbtide.formats.bucket import FlattenedTensorMetadata
+from ebbtide.formats.stored_tensor import whole
+from ebbtide.formats.tensor_list import TensorForms
+from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorMetadata
-from ebbtide.srt.weight_sync.payload.tensor_list import TensorForms
-from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 from ebbtide.trainer.payload_encoding import serialize
 
 

@@ -13,14 +13,14 @@ from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
 from fixtures.servers import free_port
 from safetensors.torch import load_file, save_file
 
+from ebbtide.formats import weight_group
+from ebbtide.formats.announcement import packed_slices
+from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import Destination
-from ebbtide.srt.weight_sync.broadcast import background
-from ebbtide.srt.weight_sync.broadcast.announcement import packed_slices
-from ebbtide.srt.weight_sync.broadcast.memberships import Memberships
-from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
+from ebbtide.srt.weight_sync.memberships import Memberships
 
 ALL = 60.0
 
@@ -224,13 +224,13 @@ def test_a_rank_that_has_everything_leaves_where_another_has_not(
 
 
 def test_a_group_counts_as_left_though_a_peer_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "LEAVE_S", 0.1)
+    monkeypatch.setattr(weight_group, "LEAVE_S", 0.1)
     never = threading.Event()
 
     def hang() -> None:
         never.wait()
 
-    leaving = background.Leaving("g", hang)
+    leaving = weight_group.Leaving("g", hang)
     assert not leaving.is_done
     wait_for(lambda: leaving.is_done)
     never.set()

@@ -10,12 +10,12 @@ import pytest
 import torch
 from fixtures.gpu_memory import UUID, Counters, Gpu
 
+from ebbtide.formats.announcement import LentTensor
+from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
-from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.handle_source import open_handles
-from ebbtide.srt.weight_sync.payload.lent_tensor import LentTensor
 from ebbtide.srt.weight_sync.source import WeightSource
 
 OTHER = "00000000-1111-4222-8333-444444444444"

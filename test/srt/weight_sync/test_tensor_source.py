@@ -10,10 +10,10 @@ import torch
 from fixtures.payloads import open_payload
 from fixtures.trainer_process import TrainerProcess, sample_tensors
 
+from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.slices import finish
-from ebbtide.srt.stored_tensor import whole
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
 

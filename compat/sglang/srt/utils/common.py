@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 # NeMo-RL's worker looks through this file for its entry of SGLang's allowlist, and would write it here:
 # "nemo_rl.models.generation.sglang.utils.train_utils."
 # "nemo_rl.models.policy.torch_reductions_utils."
-# What may be unpickled is decided in ebbtide.srt.weight_sync.payload.allowed_globals.
+# What may be unpickled is decided in ebbtide.formats.allowed_globals.
 
 MAX_OPEN_FILES = 65535
 # Nothing is sent there: the operating system only says which of its addresses it would send from.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.srt.weight_sync.payload import bucket
+from ebbtide.formats import bucket
 
 
 @dataclass(frozen=True)

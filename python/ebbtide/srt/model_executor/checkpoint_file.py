@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ebbtide.formats.stored_tensor import StoredTensor, read_exactly
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
-from ebbtide.srt.stored_tensor import StoredTensor, read_exactly
 
 SAFETENSORS_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,

@@ -11,13 +11,13 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import CacheConfig, ModelConfig
 from ebbtide.srt.distributed.division import Division, part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError, first_few
 from ebbtide.srt.mem_cache.kv_scales import KVScales, scale_place
 from ebbtide.srt.model_executor.loader import Checkpoint
-from ebbtide.srt.stored_tensor import whole
 
 logger = logging.getLogger(__name__)
 

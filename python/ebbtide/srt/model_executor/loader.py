@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
+from ebbtide.formats.stored_tensor import StoredTensor
 from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
 from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
 from ebbtide.srt.model_executor.weight_store import WeightStore
-from ebbtide.srt.stored_tensor import StoredTensor
 
 CHECKPOINT_FORMATS = ("auto", "safetensors", "pt")
 DUMMY_SEED = 0

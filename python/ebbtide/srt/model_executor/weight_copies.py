@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ebbtide.formats.stored_tensor import StoredTensor, copy_into, whole
 from ebbtide.srt.layers.fp8 import BLOCK, BLOCKS, CHANNELS, FP8, ScaleLayout, quantize_into
 from ebbtide.srt.model_executor.host_copies import download
 from ebbtide.srt.models.sharding import Part
-from ebbtide.srt.stored_tensor import StoredTensor, copy_into, whole
 
 if TYPE_CHECKING:
     from ebbtide.srt.layers.kernels.copy_spans import SpanCopies

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebbtide.formats.stored_tensor import StoredTensor, copy_into
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, FP8, SCALE_LAYOUTS, dequantize
@@ -30,7 +31,6 @@ from ebbtide.srt.model_executor.weight_copies import (
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.quantizing import Quantization, quantize
 from ebbtide.srt.models.sharding import Placement, replace_parameter, shard
-from ebbtide.srt.stored_tensor import StoredTensor, copy_into
 
 ALIGNMENT_BYTES = 256
 LOCAL_SLICE_BYTES = 64 << 20

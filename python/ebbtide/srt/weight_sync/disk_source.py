@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.model_executor.loader import Checkpoint
-from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 from ebbtide.srt.weight_sync.source import WeightSource
 
 

@@ -8,15 +8,15 @@ from typing import Final
 
 import torch
 
+from ebbtide.formats.announcement import Announcement, packed_slices
+from ebbtide.formats.bucket import tensors_in, without_padding
+from ebbtide.formats.stored_tensor import whole
+from ebbtide.formats.tensor_refs import TensorHeader
+from ebbtide.formats.weight_group import Broadcasts, TensorKinds, WeightGroup
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.model_executor.weight_copies import Destination
-from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.broadcast.announcement import Announcement, packed_slices
-from ebbtide.srt.weight_sync.broadcast.receive_plan import packed_plan, receive_plan
-from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, TensorKinds, WeightGroup
 from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights
-from ebbtide.srt.weight_sync.payload.bucket import tensors_in, without_padding
-from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
+from ebbtide.srt.weight_sync.receive_plan import packed_plan, receive_plan
 from ebbtide.srt.weight_sync.source import NamedTensor, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import (
     MAX_ELEMENTS,

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Final
 
-from ebbtide.srt.config import ParallelConfig
-from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.allowed_globals import (
+from ebbtide.formats.allowed_globals import (
     kind_of,
     lent_tensor,
     offered_tensor,
     resolve_global,
 )
-from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
-from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.payload.lent_tensor import LentTensor
-from ebbtide.srt.weight_sync.payload.pickle_reader import Global, read_by_slices
-from ebbtide.srt.weight_sync.payload.tensor_list import TensorForms
-from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader, TensorRef, dtype_named
+from ebbtide.formats.announcement import LentTensor
+from ebbtide.formats.pickle_reader import Global, read_by_slices
+from ebbtide.formats.tensor_list import TensorForms
+from ebbtide.formats.tensor_refs import TensorHeader, TensorRef, dtype_named
+from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.source import PackedTensors, WeightSource, borrowed_source, packed_source
 
 IPC_HANDLES: Final = "ipc_handles"

@@ -13,8 +13,7 @@ from typing import Any, Final
 import torch
 import zmq
 
-from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.allowed_globals import (
+from ebbtide.formats.allowed_globals import (
     SenderFailure,
     kind_of,
     offered_tensor,
@@ -23,11 +22,12 @@ from ebbtide.srt.weight_sync.payload.allowed_globals import (
     tensor_dtype,
     text,
 )
-from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
-from ebbtide.srt.weight_sync.payload.bucket import tensors_in
-from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.payload.pickle_reader import read_pickle
-from ebbtide.srt.weight_sync.payload.tensor_refs import CudaStorageRef, TensorHeader, natural, tensor_shape
+from ebbtide.formats.bucket import tensors_in
+from ebbtide.formats.pickle_reader import read_pickle
+from ebbtide.formats.tensor_refs import CudaStorageRef, TensorHeader, natural, tensor_shape
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.source import WeightSource
 
 MAX_MESSAGE_BYTES: Final = 64 << 20

@@ -12,6 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ebbtide.formats.delta import BITS
+from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.delta.folder import (
     PublishedDelta,
@@ -23,8 +25,6 @@ from ebbtide.srt.weight_sync.delta.folder import (
     read_chain,
 )
 from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, PatchKind
-from ebbtide.srt.weight_sync.delta.state_sum import BITS
-from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges, PlacedPatches
 
 # A name → shape and dtype of the parameter; None for one that the model does not have.

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ebbtide.srt.errors import EngineError
-from ebbtide.srt.stored_tensor import StoredTensor
-from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
-from ebbtide.srt.weight_sync.payload.bucket import Places, tensors_in
-from ebbtide.srt.weight_sync.payload.tensor_list import TensorForms
-from ebbtide.srt.weight_sync.payload.tensor_refs import (
+from ebbtide.formats.bucket import Places, tensors_in
+from ebbtide.formats.stored_tensor import StoredTensor
+from ebbtide.formats.tensor_list import TensorForms
+from ebbtide.formats.tensor_refs import (
     TensorForm,
     TensorHeader,
     TensorRef,
     TensorTable,
 )
+from ebbtide.srt.errors import EngineError
+from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
 
 NamedTensor: TypeAlias = tuple[str, torch.Tensor | StoredTensor]
 

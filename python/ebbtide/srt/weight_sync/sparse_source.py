@@ -13,16 +13,15 @@ from typing import Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from ebbtide.formats.announcement import ChangedTensor
+from ebbtide.formats.delta import BITS, ESCAPES, decode_positions
+from ebbtide.formats.stored_tensor import whole
+from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import NonFinite
-from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
-from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES, decode_positions
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, Place
-from ebbtide.srt.weight_sync.delta.state_sum import BITS
-from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, is_safetensors, open_by_slices
 
@@ -119,7 +118,7 @@ _Placing: TypeAlias = Callable[[PatchedWeights], PlacedChanges]
 
 
 class CodedSource(DeltaSource):
-    """Changes as the trainer's `WeightSender` codes them: see `gap_coding`.
+    """Changes as the trainer's `WeightSender` codes them: see `encode_positions`.
 
     Args:
         payload: of two tensors, the codes and the values of all of `changed`.

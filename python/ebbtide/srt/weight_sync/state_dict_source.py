@@ -13,11 +13,11 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
+from ebbtide.formats.allowed_globals import kind_of, resolve_global, text
+from ebbtide.formats.pickle_reader import read_pickle
+from ebbtide.formats.tensor_refs import TensorHeader, dtype_named, natural, tensor_shape
+from ebbtide.formats.weight_group import Broadcasts, TensorKinds, WeightGroup
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, TensorKinds, WeightGroup
-from ebbtide.srt.weight_sync.payload.allowed_globals import kind_of, resolve_global, text
-from ebbtide.srt.weight_sync.payload.pickle_reader import read_pickle
-from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader, dtype_named, natural, tensor_shape
 from ebbtide.srt.weight_sync.source import WeightSource
 
 MAX_STATE_DICTS: Final = 1 << 16

@@ -10,27 +10,21 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from ebbtide.srt.config import ONE_RANK, ParallelConfig
-from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.payload.allowed_globals import (
+from ebbtide.formats.allowed_globals import (
     kind_of,
     record_fields,
     recording,
     tensor_dtype,
     text,
 )
-from ebbtide.srt.weight_sync.payload.borrowed_memory import BorrowedMemory
-from ebbtide.srt.weight_sync.payload.bucket import (
+from ebbtide.formats.bucket import (
     FlattenedTensorMetadata,
     check_bucket,
     check_bytes,
 )
-from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
-from ebbtide.srt.weight_sync.payload.pickle_reader import Budget, LastList, Record, read_by_slices
-from ebbtide.srt.weight_sync.payload.tensor_list import MAGIC_STAYS, MAGICS, TensorForms, decode_tensors
-from ebbtide.srt.weight_sync.payload.tensor_refs import (
+from ebbtide.formats.pickle_reader import Budget, LastList, Record, read_by_slices
+from ebbtide.formats.tensor_list import MAGIC_STAYS, MAGICS, TensorForms, decode_tensors
+from ebbtide.formats.tensor_refs import (
     AnyStorageRef,
     TensorHeader,
     TensorRef,
@@ -38,6 +32,12 @@ from ebbtide.srt.weight_sync.payload.tensor_refs import (
     natural,
     tensor_shape,
 )
+from ebbtide.srt.config import ONE_RANK, ParallelConfig
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.slices import finish
+from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
+from ebbtide.srt.weight_sync.kept_memory import KeptMemory
 from ebbtide.srt.weight_sync.source import (
     PackedTensors,
     TableSource,

@@ -7,6 +7,7 @@ import torch
 from fixtures.checkpoints import make_checkpoint
 from transformers import AutoConfig
 
+from ebbtide.formats.delta import bits_of, decode_positions, encode_positions, state_sum
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
@@ -16,9 +17,7 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.models.sharding import Part
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.delta.gap_coding import decode_positions, encode_positions
 from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, PatchKind, Place, PlaceTable
-from ebbtide.srt.weight_sync.delta.state_sum import bits_of, state_sum
 
 Tensors = list[torch.Tensor]
 

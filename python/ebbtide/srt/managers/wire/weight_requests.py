@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from ebbtide.formats.announcement import ChangedTensor, LentTensor
 from ebbtide.srt.managers.wire import merge_rules as merge
 from ebbtide.srt.managers.wire.control_request import (
     POST_OR_GET,
@@ -20,8 +21,6 @@ from ebbtide.srt.managers.wire.control_request import (
 )
 from ebbtide.srt.managers.wire.message import Reply, TotalsReply
 from ebbtide.srt.managers.wire.reports import ChecksumAlgorithm, PauseMode, RankChecksums
-from ebbtide.srt.weight_sync.delta.changed_tensor import ChangedTensor
-from ebbtide.srt.weight_sync.payload.lent_tensor import LentTensor
 
 # A weight update group has this name where none is given.
 DEFAULT_GROUP = "weight_update_group"

@@ -17,18 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.model_executor.host_copies import download, upload
-from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.delta.gap_coding import ESCAPES
-from ebbtide.srt.weight_sync.delta.patch import PlaceTable
-from ebbtide.srt.weight_sync.delta.state_sum import (
+from ebbtide.formats.delta import (
     BITS,
     COLUMN_SEED,
+    ESCAPES,
     LOW_32_BITS,
     MIXING_FACTORS,
     ROW_SEED,
     bits_of,
 )
+from ebbtide.srt.model_executor.host_copies import download, upload
+from ebbtide.srt.slices import finish
+from ebbtide.srt.weight_sync.delta.patch import PlaceTable
 
 # Twice as many codes take 1.6 times as long to sum up: the scans over a block spill.
 BLOCK = 512

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ebbtide.formats.delta import bits_of, matrix_shape, state_sum, sum_of_changes
+from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.model_executor.weight_store import WeightStore
-from ebbtide.srt.weight_sync.delta.state_sum import bits_of, matrix_shape, state_sum, sum_of_changes
-from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 
 # `Place.numbers` of a tensor that is not there.
 _NOWHERE: Final = [0] * 8

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from ebbtide.formats.bucket import FlattenedTensorBucket
+from ebbtide.formats.tensor_list import DeviceStorage, Listing, TensorForms
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.managers.scheduling.weights.incoming_weights import IncomingTensors, InPlace
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
@@ -25,8 +27,6 @@ from ebbtide.srt.model_executor.weight_copies import EXPONENTS, WeightCopies
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.payload.tensor_list import DeviceStorage, Listing, TensorForms
 
 Named = list[tuple[str, torch.Tensor]]
 NORM = "model.norm.weight"

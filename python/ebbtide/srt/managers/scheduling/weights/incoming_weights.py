@@ -10,6 +10,8 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ebbtide.formats.stored_tensor import StoredTensor, whole
+from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.layers.fp8 import are_scales
@@ -25,11 +27,9 @@ from ebbtide.srt.model_executor.weight_copies import (
     WeightCopies,
 )
 from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
-from ebbtide.srt.stored_tensor import StoredTensor, whole
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
 from ebbtide.srt.weight_sync.delta.patch import PatchedWeights
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
-from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 from ebbtide.srt.weight_sync.source import NamedTensor, TableSource, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges
 

@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ebbtide.formats.announcement import Announcement
+from ebbtide.formats.rendezvous import GroupAddress, decode_id
+from ebbtide.formats.tensor_list import TensorForms
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
@@ -30,19 +33,15 @@ from ebbtide.srt.managers.scheduling.weights.incoming_weights import (
 )
 from ebbtide.srt.managers.scheduling.weights.parameter_checker import ParameterChecker
 from ebbtide.srt.model_executor.weight_store import WeightStore
-from ebbtide.srt.weight_sync.broadcast.announcement import Announcement
-from ebbtide.srt.weight_sync.broadcast.memberships import Joining, Memberships
-from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress
-from ebbtide.srt.weight_sync.broadcast.stateless import decode_id
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, import_loaders
 from ebbtide.srt.weight_sync.delta.folder import read_state
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import open_broadcast
 from ebbtide.srt.weight_sync.handle_source import open_handles
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
-from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, TorchCudaIpc
-from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory
-from ebbtide.srt.weight_sync.payload.tensor_list import TensorForms
+from ebbtide.srt.weight_sync.kept_memory import KeptMemory
+from ebbtide.srt.weight_sync.memberships import Joining, Memberships
 from ebbtide.srt.weight_sync.published_source import PublishedSource
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse

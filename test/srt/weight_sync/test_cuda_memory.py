@@ -16,12 +16,12 @@ import torch
 from fixtures.gpu_memory import OFFSET_BYTES, UUID, Call, Counters, Gpu
 from fixtures.payloads import open_payload as opened
 
+from ebbtide.formats.bucket import FlattenedTensorBucket
+from ebbtide.formats.stored_tensor import whole
+from ebbtide.formats.tensor_refs import CudaStorageRef
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.stored_tensor import whole
-from ebbtide.srt.weight_sync.payload.bucket import FlattenedTensorBucket
-from ebbtide.srt.weight_sync.payload.cuda_memory import PEER_COST, TorchCudaIpc
-from ebbtide.srt.weight_sync.payload.tensor_refs import CudaStorageRef
+from ebbtide.srt.weight_sync.cuda_memory import PEER_COST, TorchCudaIpc
 from ebbtide.srt.weight_sync.source import WeightSource
 
 

@@ -14,14 +14,14 @@ from fixtures.deadlines import HANG_S
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ebbtide.formats import weight_group
+from ebbtide.formats.rendezvous import GroupAddress, connect
+from ebbtide.formats.weight_group import Broadcasts, Transfer, WeightGroup
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.models.sharding import Part
-from ebbtide.srt.weight_sync.broadcast import receive_plan as plans, transfers as broadcast_transfers
-from ebbtide.srt.weight_sync.broadcast.receive_plan import receive_plan
-from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress, connect
-from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
-from ebbtide.srt.weight_sync.broadcast.weight_group import Broadcasts, WeightGroup
+from ebbtide.srt.weight_sync import receive_plan as plans
+from ebbtide.srt.weight_sync.receive_plan import receive_plan
 
 CPU = torch.device("cpu")
 
@@ -170,7 +170,7 @@ def test_parts_fused_rows_and_other_types_arrive_through_little_memory(
         whole(torch.zeros(40, 30, dtype=torch.bfloat16)),
     ]
     for max_under_way in (1, 3, 100):
-        monkeypatch.setattr(broadcast_transfers, "MAX_UNDER_WAY", max_under_way)
+        monkeypatch.setattr(weight_group, "MAX_UNDER_WAY", max_under_way)
         for destination in destinations:
             if destination is not None:
                 destination.region.zero_()

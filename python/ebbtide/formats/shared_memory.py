@@ -18,9 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
+from ebbtide.formats.stored_tensor import read_exactly
+from ebbtide.formats.tensor_refs import StorageRef
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.stored_tensor import read_exactly
-from ebbtide.srt.weight_sync.payload.tensor_refs import StorageRef
 
 HEADER_BYTES: Final = 64
 SHARED_MEMORY: Final = Path("/dev/shm")

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from ebbtide.formats.shared_memory import SharedBlock
+from ebbtide.formats.stored_tensor import StoredTensor
+from ebbtide.formats.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef, TensorRef
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.stored_tensor import StoredTensor
-from ebbtide.srt.weight_sync.payload.cuda_memory import Counters, CudaIpc, Mapping, check_extent, told
-from ebbtide.srt.weight_sync.payload.kept_memory import KeptMemory, KeptPayload
-from ebbtide.srt.weight_sync.payload.shared_memory import SharedBlock
-from ebbtide.srt.weight_sync.payload.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef, TensorRef
+from ebbtide.srt.weight_sync.cuda_memory import Counters, CudaIpc, Mapping, check_extent, told
+from ebbtide.srt.weight_sync.kept_memory import KeptMemory, KeptPayload
 
 
 class BorrowedMemory:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ebbtide.formats.stored_tensor import StoredTensor, copy_into, whole
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.stored_tensor import StoredTensor, copy_into, whole
 
 
 class Bytes:

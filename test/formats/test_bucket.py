@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.bucket import (
+from ebbtide.formats.bucket import (
     FlattenedTensorBucket,
     FlattenedTensorMetadata,
     pack_buckets,
 )
+from ebbtide.srt.errors import RequestRejected
 
 DTYPES = [
     torch.float32,

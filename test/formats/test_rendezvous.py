@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from fixtures.servers import free_port
 
+from ebbtide.formats import nccl
+from ebbtide.formats.rendezvous import ID_KEY, GroupAddress, connect, decode_id, read_id
+from ebbtide.formats.weight_group import WeightGroup
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.broadcast import nccl
-from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress, connect
-from ebbtide.srt.weight_sync.broadcast.stateless import ID_KEY, decode_id, read_id
-from ebbtide.srt.weight_sync.broadcast.weight_group import WeightGroup
 
 CPU = torch.device("cpu")
 ID = bytes(range(128))

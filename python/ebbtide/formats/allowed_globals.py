@@ -10,9 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.pickle_reader import Global, Record
-from ebbtide.srt.weight_sync.payload.tensor_refs import (
+from ebbtide.formats.pickle_reader import Global, Record
+from ebbtide.formats.tensor_refs import (
     DTYPES,
     AnyStorageRef,
     StorageRef,
@@ -24,6 +23,7 @@ from ebbtide.srt.weight_sync.payload.tensor_refs import (
     sizes,
     tensor_within,
 )
+from ebbtide.srt.errors import RequestRejected
 
 # These are arguments of rebuild_cuda_tensor.
 _DEVICE_SLOT: Final = 6

@@ -11,9 +11,9 @@ from typing import ClassVar, Self, TypeAlias, TypeVar
 
 import torch
 
+from ebbtide.formats.stored_tensor import StoredTensor
+from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.stored_tensor import StoredTensor
-from ebbtide.srt.weight_sync.payload.tensor_refs import TensorHeader
 
 AnyTensor = TypeVar("AnyTensor", torch.Tensor, torch.Tensor | StoredTensor)
 

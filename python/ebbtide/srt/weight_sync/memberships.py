@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ebbtide.formats.rendezvous import GroupAddress, Member, abort, connect
+from ebbtide.formats.weight_group import GroupLeft, InThread, Leaving, WeightGroup
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.broadcast.background import InThread, Leaving
-from ebbtide.srt.weight_sync.broadcast.rendezvous import GroupAddress, Member, abort, connect
-from ebbtide.srt.weight_sync.broadcast.weight_group import GroupLeft, WeightGroup
 
 
 class Joining:

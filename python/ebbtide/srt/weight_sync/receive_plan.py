@@ -9,10 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ebbtide.formats.bucket import Places, tensors_in
+from ebbtide.formats.weight_group import TensorKinds, Transfer
 from ebbtide.srt.model_executor.weight_copies import Destination
-from ebbtide.srt.weight_sync.broadcast.transfers import Transfer
-from ebbtide.srt.weight_sync.broadcast.weight_group import TensorKinds
-from ebbtide.srt.weight_sync.payload.bucket import Places, tensors_in
 
 # How much may be on its way at a time of what cannot be received where it belongs.
 IN_FLIGHT_BYTES: Final = 1 << 30

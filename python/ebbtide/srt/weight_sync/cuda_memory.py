@@ -20,9 +20,9 @@ from typing import Any, Final, Protocol, Self
 
 import torch
 
+from ebbtide.formats.shared_memory import HEADER_BYTES, KEEP_ALIVE, object_path
+from ebbtide.formats.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS, CudaStorageRef
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.weight_sync.payload.shared_memory import HEADER_BYTES, KEEP_ALIVE, object_path
-from ebbtide.srt.weight_sync.payload.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS, CudaStorageRef
 
 # Copies out of a peer's memory come at 320 GB/s by NVLink (H200), those within a device at 2 TB/s.
 PEER_COST: Final = 6

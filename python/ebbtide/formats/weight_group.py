@@ -11,16 +11,20 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, TypeAlias
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
+import torch.distributed
+from torch import Tensor
 
+from ebbtide.formats.rendezvous import SOURCE_RANK, Member, abort
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.broadcast.background import LEAVE_S, InThread, Leaving
-from ebbtide.srt.weight_sync.broadcast.rendezvous import SOURCE_RANK, Member, abort
-from ebbtide.srt.weight_sync.broadcast.transfers import BroadcastQueue, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,133 @@ FIRST_LOOK_S: Final = 2.5e-4
 LOOK_S: Final = 16e-3
 # A device goes from one broadcast to the next by itself: only the end of all of them is looked for.
 DEVICE_LOOK_S: Final = 1e-3
+# More would fill the driver's queue while the first waits for its source, and hold up other launches.
+MAX_UNDER_WAY: Final = 128
+# Longer than leaving takes, unless a peer does not let go. The thread that leaves outlives that.
+LEAVE_S: Final = 10.0
+
+T = TypeVar("T")
+_dist: Any = torch.distributed  # not all of it is exported
+
+
+class InThread(Generic[T]):
+    """A call in a thread of its own, which the end of the process does not wait for: its peer may hang."""
+
+    def __init__(self, name: str, call: Callable[[], T]) -> None:
+        self._future: Future[T] = Future()
+        threading.Thread(target=self._run, args=(call,), name=name, daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Wait for the end, but no longer than this; whether it has come."""
+        return bool(wait([self._future], timeout_s).done)
+
+    def result(self) -> T:
+        """What the call returned or raised; only once it is done."""
+        return self._future.result(timeout=0)
+
+    def _run(self, call: Callable[[], T]) -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            # The frames are taken off it: they hold a connection that is to end, and others wait for that.
+            # Whoever drops it last waits as long as a peer likes: neither this thread, nor who asks for the
+            # result.
+            held = [error.__traceback__]
+            threading.Thread(target=_drop, args=(threading.current_thread(), held), daemon=True).start()
+            self._future.set_exception(error.with_traceback(None))
+        else:
+            self._future.set_result(result)
+
+
+def _drop(user: threading.Thread, held: list[Any]) -> None:
+    """Let go of what a thread has used, once it has ended."""
+    user.join()
+    held.clear()
+
+
+class Leaving:
+    """A group that is being left; it counts as left after a while, whatever its peers do."""
+
+    def __init__(self, name: str, leave: Callable[[], None]) -> None:
+        self._thread = InThread(f"leave-{name}", leave)
+        self._until_s = time.monotonic() + LEAVE_S
+
+    @property
+    def is_done(self) -> bool:
+        return self._thread.is_done or time.monotonic() > self._until_s
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One broadcast.
+
+    Attributes:
+        tensor: what is sent, or where it is received.
+        is_in_place: whether `tensor` is memory that was there before and is read by others.
+        deliver: copies what was received to such memory; None: nothing does.
+        round: of the buffers. Before the first transfer of a round, those of the round before the last must
+            have been received and copied: their memory is used again.
+    """
+
+    tensor: Tensor
+    is_in_place: bool = False
+    deliver: Callable[[], object] | None = None
+    round: int = 0
+
+
+class BroadcastQueue:
+    """The broadcasts of one update.
+
+    Args:
+        backend: torch's.
+        timeout_s: how long all of them may take.
+        keeps: whether their tensors are to be kept.
+
+    Attributes:
+        under_way: those that were begun and not yet seen to their end, the oldest first.
+        kept: the tensors.
+        until_s: when they must have ended, of the monotonic clock.
+    """
+
+    def __init__(self, backend: Any, source_rank: int, timeout_s: float, *, keeps: bool) -> None:
+        self.under_way: deque[tuple[Transfer, Any]] = deque()
+        self.kept: list[Tensor] = []
+        self.until_s = time.monotonic() + timeout_s
+        self._backend = backend
+        self._keeps = keeps
+        self._options = _dist.BroadcastOptions()
+        self._options.rootRank, self._options.rootTensor = source_rank, 0
+        self._options.timeout = timedelta(seconds=timeout_s)
+
+    def begin(self, transfer: Transfer) -> None:
+        """Launch the next one. In a group whose members have not met this waits for them."""
+        tensor = transfer.tensor
+        if tensor.is_cpu and tensor.dtype == torch.float8_e4m3fn:
+            # gloo knows no numbers of 8 bits but integers.
+            tensor = tensor.view(torch.uint8)
+        self.under_way.append((transfer, self._backend.broadcast([tensor], self._options)))
+        if self._keeps:
+            self.kept.append(transfer.tensor)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the oldest must have ended before another one begins."""
+        return len(self.under_way) >= MAX_UNDER_WAY
+
+    def must_end_before(self, transfer: Transfer) -> bool:
+        """Whether the oldest uses memory that this one is received in."""
+        return bool(self.under_way) and self.under_way[0][0].round < transfer.round - 1
+
+    def wait_for_kernels(self) -> None:
+        """Have the current stream wait for all that was launched, however it ends."""
+        for _, work in self.under_way:
+            with suppress(Exception):
+                work.wait()
+        self.under_way.clear()
 
 
 class WeightGroup:

@@ -17,9 +17,8 @@ import torch
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.payload.pickle_reader import KeptLists
-from ebbtide.srt.weight_sync.payload.tensor_refs import (
+from ebbtide.formats.pickle_reader import KeptLists
+from ebbtide.formats.tensor_refs import (
     AnyStorageRef,
     TensorForm,
     TensorHeader,
@@ -30,6 +29,7 @@ from ebbtide.srt.weight_sync.payload.tensor_refs import (
     device_storage,
     host_storage,
 )
+from ebbtide.srt.errors import RequestRejected
 
 # What no pickle, no base64 and no safetensors image of less than a petabyte begins with.
 MAGIC: Final = b"\xebEBT\x02\0\0\0"

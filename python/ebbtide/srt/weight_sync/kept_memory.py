@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from ebbtide.formats.shared_memory import object_path
+from ebbtide.formats.tensor_refs import CudaStorageRef
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.weight_sync.payload.cuda_memory import CudaIpc, Mapping
-from ebbtide.srt.weight_sync.payload.shared_memory import object_path
-from ebbtide.srt.weight_sync.payload.tensor_refs import CudaStorageRef
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, Mapping
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.payload.tensor_list import (
+from ebbtide.formats.tensor_list import (
     MAGIC,
     DeviceStorage,
     HostStorage,
@@ -18,13 +16,15 @@ from ebbtide.srt.weight_sync.payload.tensor_list import (
     TensorForms,
     decode_tensors,
 )
-from ebbtide.srt.weight_sync.payload.tensor_refs import (
+from ebbtide.formats.tensor_refs import (
     AnyStorageRef,
     CudaStorageRef,
     StorageRef,
     TensorHeader,
     TensorTable,
 )
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.tensor_source import decode_by_slices
 
 HOST = HostStorage(b"/tmp/torch-shm-dir-aB3/manager.sock", b"/torch_12_34_5", 96)

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, strategies as st
 
-from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.payload.pickle_reader import (
+from ebbtide.formats.pickle_reader import (
     SLICE_OPCODES,
     Budget,
     Global,
@@ -22,6 +20,8 @@ from ebbtide.srt.weight_sync.payload.pickle_reader import (
     read_by_slices,
     read_pickle,
 )
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.slices import finish
 
 atoms = (
     st.none()

@@ -1,0 +1,1 @@
+"""What a trainer and an engine both speak."""
