@@ -12,9 +12,9 @@ BUDGETS = {
     "idle turn": 9,  # 9
     "first pass of a prompt": 48,  # 40
     "decode step": 31,  # 28
-    "release kv_cache": 31,  # 24
-    "resume kv_cache": 28,  # 24
-    "pause retract": 25,  # 20
+    "release kv_cache": 28,  # 24
+    "resume kv_cache": 25,  # 24
+    "pause retract": 23,  # 20
     "tensors": 52,  # 35
     "bucket": 53,  # 38
     "folder": 49,  # 36

@@ -133,9 +133,11 @@ class NullChunks:
         self.num_spare -= len(returned)
 
     def remove(self, chunks: Sequence[int]) -> int:
-        assert self.is_resident, "memory that is not there was given up"
         assert not (self.lent | self.removed) & set(chunks), "a chunk was given up that is not there"
         self.removed.update(chunks)
+        if not self.is_resident:
+            self._memory.wanted_bytes -= len(chunks) * CHUNK_BYTES
+            return 0
         self._kv.lose(chunks)
         return self._memory.give(len(chunks) * CHUNK_BYTES)
 
@@ -145,12 +147,6 @@ class NullChunks:
         taken_bytes = self._memory.take(len(chunks) * CHUNK_BYTES)
         self.removed -= set(chunks)
         return taken_bytes
-
-    def hold_back(self, chunks: Sequence[int]) -> None:
-        assert not self.is_resident, "memory was held back that is there"
-        assert not (self.lent | self.removed) & set(chunks)
-        self.removed.update(chunks)
-        self._memory.wanted_bytes -= len(chunks) * CHUNK_BYTES
 
     def expect(self, chunks: Sequence[int]) -> None:
         assert self.removed >= set(chunks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ebbtide.srt.config import EngineConfig, ScheduleConfig
 from ebbtide.srt.managers.control.control_plane import ControlPlane
@@ -22,10 +22,7 @@ from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport, StateReport
 from ebbtide.srt.managers.scheduler import Scheduler
-from ebbtide.srt.managers.scheduling.kv.compaction import KVCompaction
-from ebbtide.srt.managers.scheduling.kv.lender import KVLender, LendableMemory
-from ebbtide.srt.managers.scheduling.kv.resizer import KVResizer, ResizableMemory
-from ebbtide.srt.managers.scheduling.kv.resume import KVResume, ResumableMemory
+from ebbtide.srt.managers.scheduling.kv_chunks import ChunkMemory, KVChunks
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
@@ -87,10 +84,6 @@ class SchedulerConfig:
         )
 
 
-class KVMemory(LendableMemory, ResizableMemory, ResumableMemory, Protocol):
-    """The KV pool's memory, whose chunks come and go one by one."""
-
-
 @dataclass(frozen=True)
 class RankParts:
     """What one rank brings along.
@@ -121,7 +114,7 @@ class RankParts:
     uuid: str | None
     tokenizer: Tokenizer | None
     page_ids: PageIds | None = None
-    kv_memory: KVMemory | None = None
+    kv_memory: ChunkMemory | None = None
     num_weight_chunks: int = 0
     kv_scales: KVScales | None = None
     gc_pause_s: Callable[[], float] = lambda: 0.0
@@ -148,17 +141,10 @@ def assemble_scheduler(
     processor = OutputProcessor(policy, step_log, inbox.dp_rank)
     requests = LiveRequests(policy, processor, outputs, parts.kv_scales)
     pace = Pace()
-    compaction = KVCompaction(policy)
-    lender = KVLender(
-        policy,
-        compaction,
-        parts.kv_memory,
-        parts.num_weight_chunks,
-        may_retract=config.retracts_for_copies,
+    chunks = KVChunks(
+        policy, parts.kv_memory, parts.num_weight_chunks, may_retract=config.retracts_for_copies
     )
-    control = _control_plane(
-        config, parts, requests, inbox, processor.meter, pace, lender, policy, compaction
-    )
+    control = _control_plane(config, parts, requests, inbox, processor.meter, pace, chunks, policy)
     eos_token_ids = config.eos_token_ids
     if parts.tokenizer is not None:
         eos_token_ids |= parts.tokenizer.eos_token_ids
@@ -202,15 +188,14 @@ def _control_plane(
     inbox: RankInbox,
     meter: LoadMeter,
     pace: Pace,
-    lender: KVLender,
+    chunks: KVChunks,
     policy: SchedulePolicy,
-    compaction: KVCompaction,
 ) -> ControlPlane:
     operations = Operations(inbox.reply)
     generation = Generation(requests, operations)
     memory = MemoryOccupation(
         parts.memories,
-        KVResume(policy, parts.kv_memory),
+        chunks,
         parts.page_store,
         WeightContent(parts.weights.names),
         requests,
@@ -222,7 +207,7 @@ def _control_plane(
     )
     updates = WeightUpdates(
         parts.weights,
-        lender,
+        chunks,
         memory,
         generation,
         requests,
@@ -237,12 +222,11 @@ def _control_plane(
         load_format=config.load_format,
         timeout_s=config.update_timeout_s,
     )
-    resizer = KVResizer(policy, compaction, parts.kv_memory)
     others = (
         CacheFlush(requests),
-        KVSize(resizer, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks),
+        KVSize(chunks, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks),
         WeightChecks(parts.weights.parameters, memory, inbox.ranks, pace, lambda: updates.is_under_way),
-        _load_reports(parts, inbox, meter, generation, lender, operations),
+        _load_reports(parts, inbox, meter, generation, chunks, operations),
     )
     return ControlPlane(
         generation,
@@ -261,14 +245,14 @@ def _load_reports(
     inbox: RankInbox,
     meter: LoadMeter,
     generation: Generation,
-    lender: KVLender,
+    chunks: KVChunks,
     operations: Operations,
 ) -> LoadReports:
     return LoadReports(
         meter,
         inbox.dp_rank,
         is_paused=lambda: isinstance(generation.state, Paused),
-        lent_bytes=lambda: lender.lent_bytes,
+        lent_bytes=lambda: chunks.lent_bytes,
         stalls=operations.stalls,
         gc_pause_s=parts.gc_pause_s,
     )

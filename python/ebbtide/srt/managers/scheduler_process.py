@@ -19,15 +19,15 @@ from ebbtide.srt.layers.attention.registry import name_of
 from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.control.ports import TagMemory
 from ebbtide.srt.managers.scheduling.ranks.channels import open_rank_channels
-from ebbtide.srt.managers.scheduling.tag_memory import ArenaMemory, BackedUpWeights
 from ebbtide.srt.managers.scheduling.watchdog import Watchdog, dump_stacks, end_hung_process
 from ebbtide.srt.managers.scheduling.weights.weight_io import EngineWeights
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_store import HostPageStore
-from ebbtide.srt.memory_saver.chunk_pool import ChunkArena
+from ebbtide.srt.memory_saver.backup import ArenaMemory, BackedUpMemory
 from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import ChunkArena
 from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
 from ebbtide.srt.model_executor.builder import build_model_runner, expert_slots
 from ebbtide.srt.model_executor.model_runner import ModelRunner
@@ -175,8 +175,11 @@ def _memories(
         cuda_graph = saver.arena(MemoryTag.CUDA_GRAPH, 0)
         cuda_graph.resume()
     return {
-        MemoryTag.WEIGHTS: BackedUpWeights(
-            store, device.host_pinning(), keeps_contents=config.memory.enable_weights_cpu_backup
+        MemoryTag.WEIGHTS: BackedUpMemory(
+            store.arena,
+            lambda: store.generation,
+            device.host_pinning(),
+            keeps_contents=config.memory.enable_weights_cpu_backup,
         ),
         # What activations have left in torch's allocator goes back with the cache that they belong to.
         MemoryTag.KV_CACHE: ArenaMemory(runner.kv_pool.arena, device.trim),

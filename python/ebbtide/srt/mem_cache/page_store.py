@@ -32,9 +32,10 @@ class HostPageStore:
     def __init__(self, pool: KVPool, max_bytes: int, pinning: HostPinning | None = None) -> None:
         self._pool = pool
         self._pinning = pinning
-        self._max_slots = min(max_bytes // pool.layout.page_bytes, pool.num_pages)
+        self._page_bytes, self._word = pool.layout.page_bytes, pool.layout.word
+        self._max_slots = min(max_bytes // self._page_bytes, pool.num_pages)
         piece_bytes = UNPINNED_PIECE_BYTES if pinning is None else PIECE_BYTES
-        self._slots_per_buffer = max(1, min(piece_bytes // pool.layout.page_bytes, self._max_slots))
+        self._slots_per_buffer = max(1, min(piece_bytes // self._page_bytes, self._max_slots))
         self._keeps_buffers = pinning is not None
         self._buffers: list[HostBuffer] = []
         self._free = list(range(self._max_slots - 1, -1, -1))
@@ -49,7 +50,7 @@ class HostPageStore:
     @property
     def num_bytes(self) -> int:
         """What the pages held now take."""
-        return (self._max_slots - len(self._free)) * self._pool.layout.page_bytes
+        return (self._max_slots - len(self._free)) * self._page_bytes
 
     @property
     def page_s(self) -> float | None:
@@ -78,7 +79,7 @@ class HostPageStore:
             room.copy_(self._pool.read(pages[part]), non_blocking=self._is_pinned)
         for buffer in self._buffers[:1]:
             buffer.synchronize()
-        if len(pages) * self._pool.layout.page_bytes >= MEASURED_BYTES:
+        if len(pages) * self._page_bytes >= MEASURED_BYTES:
             self._page_s = (time.perf_counter() - started) / len(pages)
         taken = set(slots)
         self._free = [slot for slot in self._free if slot not in taken]
@@ -130,21 +131,21 @@ class HostPageStore:
 
     def _runs(self, slots: Sequence[int]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Adjacent slots of one buffer at a time: their places in `slots`, and their memory."""
-        layout, step = self._pool.layout, self._slots_per_buffer
+        step = self._slots_per_buffer
         start = 0
         while start < len(slots):
             first, end = slots[start], start + 1
             while end < len(slots) and slots[end] == slots[end - 1] + 1 and slots[end] % step:
                 end += 1
-            shape = (end - start, layout.page_bytes // layout.word.itemsize)
+            shape = (end - start, self._page_bytes // self._word.itemsize)
             buffer = self._buffers[first // step]
-            yield slice(start, end), buffer.view(first % step * layout.page_bytes, shape, layout.word)
+            yield slice(start, end), buffer.view(first % step * self._page_bytes, shape, self._word)
             start = end
 
     def _allocate(self, num_slots: int) -> None:
         """Take memory for the slots below."""
         while len(self._buffers) * self._slots_per_buffer < num_slots:
-            num_bytes = self._slots_per_buffer * self._pool.layout.page_bytes
+            num_bytes = self._slots_per_buffer * self._page_bytes
             buffer = HostBuffer(self._pool.arena.tag, num_bytes, self._pinning)
             buffer.allocate()
             self._buffers.append(buffer)

@@ -78,10 +78,6 @@ class Arena(ABC):
         """
 
     @abstractmethod
-    def repay(self) -> None:
-        """Give up what was lent for a shadow's memory; for most arenas nothing ever is."""
-
-    @abstractmethod
     def shrink(self, num_bytes: int) -> int:
         """Give up for good the chunks that lie wholly behind `num_bytes`; later resumes do not take them.
 
@@ -205,6 +201,10 @@ class Arena(ABC):
         if not shadow.twin.is_whole:
             raise EngineError(f"the shadow is {shadow.twin.state.name.lower()}")
         self._exchange(shadow.twin, maps_former=maps_former)
+
+    def repay(self) -> None:
+        """Give up the chunks that were lent for a shadow; for most arenas there are none."""
+        return
 
     def require_resident(self) -> None:
         """Raises EngineError if memory is missing, or the arena is closed."""

@@ -1,9 +1,10 @@
-"""A copy of an arena in host memory, for contents that must survive a release."""
+"""The memory of a tag as it is released and resumed, with a copy on the host of what must survive that."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from enum import Enum, auto
 from typing import Protocol
@@ -196,3 +197,89 @@ class HostBackup:
     def _require_resident(self) -> None:
         if not self._arena.is_resident:
             raise EngineError(f"{self._arena.tag} is released: there is nothing to copy from or to")
+
+
+class ArenaMemory:
+    """An arena whose contents are lost when it is released.
+
+    Args:
+        arena: the memory.
+        trim: called after a release, to give memory back that was only kept for reuse; `Device.trim`.
+        is_needed: no forward pass may run without it.
+    """
+
+    keeps_contents: bool = False
+
+    def __init__(
+        self, arena: Arena, trim: Callable[[], None] | None = None, *, is_needed: bool = True
+    ) -> None:
+        self.is_needed = is_needed
+        self._arena = arena
+        self._trim = trim
+
+    @property
+    def virtual_bytes(self) -> int:
+        return self._arena.virtual_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._arena.resident_bytes
+
+    @property
+    def backup_bytes(self) -> int:
+        return 0
+
+    def prepare_release(self, keep: bool) -> None:
+        """Nothing survives, so nothing is saved."""
+        assert not keep, "only weights are kept"
+
+    def release(self) -> int:
+        freed_bytes = self._arena.release()
+        if self._trim is not None:
+            self._trim()
+        return freed_bytes
+
+    def resume(self) -> int:
+        return self._arena.resume()
+
+
+class BackedUpMemory(ArenaMemory):
+    """An arena with a copy in host memory, so that a release can keep its contents.
+
+    Args:
+        generation: of the contents; it rises with every change.
+        pinning: of the device. Where there is one, and every release keeps the contents, the copy's memory is
+            taken from now on in the background: pinned memory takes seconds to get.
+        keeps_contents: whether releases that do not say keep them.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        generation: Callable[[], int],
+        pinning: HostPinning | None = None,
+        *,
+        keeps_contents: bool,
+    ) -> None:
+        super().__init__(arena)
+        self.keeps_contents = keeps_contents
+        self._is_saved = False
+        self._generation = generation
+        self._backup = HostBackup(arena, pinning)
+        if keeps_contents and pinning is not None:
+            self._backup.start_allocating()
+
+    @property
+    def backup_bytes(self) -> int:
+        return self._backup.num_bytes
+
+    def prepare_release(self, keep: bool) -> None:
+        if keep:
+            self._backup.save(self._generation())
+        self._is_saved = keep
+
+    def resume(self) -> int:
+        mapped_bytes = super().resume()
+        if self._is_saved:
+            self._backup.restore()
+        return mapped_bytes

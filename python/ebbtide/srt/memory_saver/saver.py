@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from ebbtide.srt.memory_saver.arena import Arena
-from ebbtide.srt.memory_saver.chunk_pool import ChunkPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.torch_arena import TORCH_GRANULARITY, TorchArena, TorchMemory
-from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
+from ebbtide.srt.memory_saver.virtual_arena import ChunkPool, VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
 
 

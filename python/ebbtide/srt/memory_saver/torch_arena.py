@@ -67,9 +67,6 @@ class TorchArena(Arena):
     def address(self) -> int:
         return self._bytes.data_ptr()
 
-    def repay(self) -> None:
-        """Nothing was lent."""
-
     def shrink(self, num_bytes: int) -> int:
         return 0
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver.chunk_pool import ChunkPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
+from ebbtide.srt.memory_saver.virtual_arena import ChunkPool, VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning, CudaVirtualMemory
 from ebbtide.srt.memory_saver.virtual_memory.cuda_driver import CudaDriver
 

@@ -17,9 +17,9 @@ from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import (
     Activity,
-    ChunkedKV,
     DeadlinePassed,
     HandlerTable,
+    KVMemory,
     Operation,
     PageStore,
     ParkingPlan,
@@ -60,7 +60,7 @@ class MemoryOccupation:
     def __init__(
         self,
         memories: Mapping[MemoryTag, TagMemory],
-        kv: ChunkedKV,
+        kv: KVMemory,
         page_store: PageStore,
         content: WeightContent,
         requests: Requests,

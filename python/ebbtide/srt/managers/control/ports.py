@@ -324,34 +324,6 @@ class PageStore(Protocol):
         ...
 
 
-class ChunkedKV(Protocol):
-    """The KV cache as its memory comes back in parts. All but `map` comes out alike on all ranks."""
-
-    def hold_back(self, pages: Sequence[int]) -> None:
-        """Before a resume: hold back all chunks but those that get memory at once, with these pages."""
-        ...
-
-    def next_part(self) -> list[int]:
-        """The chunks to be mapped next; none: nothing is held back any more."""
-        ...
-
-    def map(self, chunks: Sequence[int] | None = None) -> Slices[None]:
-        """Take memory for these chunks, or for all that are held back; none where they are not any more.
-
-        Raises:
-            OutOfDeviceMemory: what was taken before is kept.
-        """
-        ...
-
-    def put_back(self, chunks: Sequence[int]) -> None:
-        """Put chunks that are mapped on all ranks back into the pool."""
-        ...
-
-    def give_up(self) -> None:
-        """Hold nothing back any more: the memory is released, or about to be."""
-        ...
-
-
 @dataclass(frozen=True)
 class ShrinkingPlan:
     """How the KV cache gets smaller.
@@ -367,10 +339,10 @@ class ShrinkingPlan:
     retracted: list[str]
 
 
-class ResizableKV(Protocol):
-    """The KV cache as its size changes, in whole chunks.
+class KVMemory(Protocol):
+    """The chunks of the KV cache as they change hands: at a resize, and at a resume in parts.
 
-    All but `save` and `add` comes out alike on all ranks.
+    All but `save`, `add` and `map` comes out alike on all ranks.
     """
 
     @property
@@ -443,4 +415,28 @@ class ResizableKV(Protocol):
 
     def restore(self) -> None:
         """Put the added chunks to use."""
+        ...
+
+    def hold_back(self, pages: Sequence[int]) -> None:
+        """Before a resume: hold back all chunks but those that get memory at once, with these pages."""
+        ...
+
+    def next_part(self) -> list[int]:
+        """The chunks to be mapped next; none: nothing is held back any more."""
+        ...
+
+    def map(self, chunks: Sequence[int] | None = None) -> Slices[None]:
+        """Take memory for these chunks, or for all that are held back; none where they are not any more.
+
+        Raises:
+            OutOfDeviceMemory: what was taken before is kept.
+        """
+        ...
+
+    def put_back(self, chunks: Sequence[int]) -> None:
+        """Put chunks that are mapped on all ranks back into the pool."""
+        ...
+
+    def give_up(self) -> None:
+        """Hold nothing back any more: the memory is released, or about to be."""
         ...

@@ -14,9 +14,9 @@ from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,
     HandlerTable,
+    KVMemory,
     Operation,
     Ranks,
-    ResizableKV,
     ShrinkingPlan,
     Work,
 )
@@ -41,7 +41,7 @@ class KVSize:
 
     def __init__(
         self,
-        pool: ResizableKV,
+        pool: KVMemory,
         memory: MemoryOccupation,
         num_running: Callable[[], int],
         free_bytes: Callable[[], int],

@@ -135,6 +135,11 @@ class RequestPages:
         start = len(req.kv.lease.pages) * self.page_size
         return (start, req.namespace, *req.tokens(start, min(start + self.page_size, req.num_tokens)))
 
+    def held(self, req: Req) -> list[int]:
+        """All pages of a running request."""
+        assert req.kv is not None
+        return req.kv.pages
+
     def computed(self, req: Req) -> list[int]:
         """The pages that hold KV of a running request."""
         assert req.kv is not None

@@ -97,6 +97,19 @@ class SchedulePolicy:
         return self.pages.commit
 
     @property
+    def longest_pages(self) -> int:
+        """Pages of the longest request that there can be."""
+        return int(self.table.array.shape[1])
+
+    def pages_of(self, num_tokens: int) -> int:
+        """Pages that so many tokens of a request fill."""
+        return -(-num_tokens // self.page_size)
+
+    def tokens_of(self, num_pages: int) -> int:
+        """Tokens that so many pages hold."""
+        return num_pages * self.page_size
+
+    @property
     def has_work(self) -> bool:
         return bool(self.running or (self.waiting and not self.holds_admission))
 

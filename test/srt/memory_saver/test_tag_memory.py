@@ -1,11 +1,9 @@
 """Releasing the memory of a tag, and what goes with it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from ebbtide.srt.managers.scheduling.tag_memory import ArenaMemory, BackedUpWeights
+from ebbtide.srt.memory_saver.backup import ArenaMemory, BackedUpMemory
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
@@ -43,7 +41,7 @@ class Pinning:
 
 @pytest.mark.parametrize("pinning", [None, Pinning()], ids=["host", "pinned"])
 def test_backed_up_weights_come_back_bit_for_bit(arena, pinning):
-    weights = BackedUpWeights(SimpleNamespace(arena=arena, generation=4), pinning, keeps_contents=True)
+    weights = BackedUpMemory(arena, lambda: 4, pinning, keeps_contents=True)
     contents = arena.view(0, (SIZE,), torch.uint8)
     original = torch.randint(256, (SIZE,), dtype=torch.uint8)
     contents.copy_(original)

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.arena import Shadow
-from ebbtide.srt.memory_saver.chunk_pool import ChunkPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver.virtual_arena import ChunkPool
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 CHUNK = HostVirtualMemory.granularity
