@@ -52,10 +52,10 @@ ADDITIONS = {
 +        return io_struct.CountQueuedReqOutput(num_queued=num_queued, num_ranks=1)
 +
      def resume(self,
---- entrypoints/engine.py
+--- entrypoints/engine_methods.py
 @@
 +    async def async_count_queued(self, at_least: int = 0) -> dict[str, Any]:
-+        return await self._control(io_struct.CountQueuedReqInput, at_least=at_least)
++        return await self._control(io_struct.CountQueuedReqInput, locals())
 +
 +    count_queued = blocking(async_count_queued)
 +

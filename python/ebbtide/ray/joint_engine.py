@@ -252,10 +252,9 @@ class JointEngine(Engine):
         with await asyncio.to_thread(self._loans.encode_each, by_rank) as payload:
             await self.async_update_weights_from_tensor(payload.entries, load_format="direct")
 
-    @cached_property
-    def _encoder(self) -> PayloadEncoder:
+    async def _payload_encoder(self) -> PayloadEncoder:
         # Ranks of another machine open neither what is shared with this one nor what lies on its GPUs.
-        return self._loans if self._others else super()._encoder
+        return self._loans if self._others else await super()._payload_encoder()
 
     @cached_property
     def _loans(self) -> NodeLoans:
@@ -264,6 +263,5 @@ class JointEngine(Engine):
         args = self.server_args
         return NodeLoans(NodeLender(), self._others, args.tp_size * args.dp_size, args.tp_size)
 
-    async def _control(self, kind: type[Any], **fields: Any) -> dict[str, Any]:
-        body: dict[str, Any] = await self._in_loop(self._service.control(kind, fields, _vote.get()))
-        return body
+    async def _carry_out(self, kind: type[Any], fields: Mapping[str, Any]) -> Any:
+        return await self._in_loop(self._service.control(kind, fields, _vote.get()))

@@ -23,11 +23,15 @@ class LoopThread:
     """An event loop in a daemon thread.
 
     What belongs to it can be asked for from any other loop, and from threads without one.
+
+    Args:
+        owner: whose it is, for messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "engine") -> None:
+        self._owner = owner
         self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="ebbtide-engine", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"ebbtide-{owner}", daemon=True)
         # Finalizers that the collector runs may ask for it again.
         self._lock = threading.RLock()
         self._is_open = True
@@ -46,10 +50,10 @@ class LoopThread:
     def check_open(self) -> None:
         if not self._is_ours:
             raise EngineError(
-                f"the engine belongs to process {self._owner_pid}, and this is a fork of it: ask it there"
+                f"the {self._owner} belongs to process {self._owner_pid}, and this is a fork: ask it there"
             )
         if not self._is_open:
-            raise EngineError("the engine has been shut down")
+            raise EngineError(f"the {self._owner} has been shut down")
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the loop. Raises `EngineError` once that has been closed, and in a fork."""
@@ -159,9 +163,11 @@ def blocking(
     @functools.wraps(method)
     def call(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
         refuse_in_event_loop(method.__name__)
-        answer: Any = self._runner.wait(method(self, *args, **kwargs))
+        # By its name: the method may be another one where the class of `self` has its own.
+        answer: Any = self._runner.wait(getattr(self, method.__name__)(*args, **kwargs))
         return self._runner.iterate(answer) if isinstance(answer, AsyncGenerator) else answer  # type: ignore[return-value]
 
+    vars(call).pop("__isabstractmethod__", None)
     call.__name__ = method.__name__.removeprefix("async_")
     call.__qualname__ = method.__qualname__.replace(method.__name__, call.__name__)
     return call
@@ -174,7 +180,7 @@ def refuse_in_event_loop(twin: str) -> None:
     except RuntimeError:
         return
     raise RuntimeError(
-        f"a plain call would block the event loop of this thread: use `await engine.{twin}(...)`"
+        f"a plain call would block the event loop of this thread: await its twin `{twin}(...)`"
     )
 
 

@@ -1,0 +1,249 @@
+"""An engine that somebody else serves: the methods of `Engine`, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import weakref
+from collections.abc import AsyncGenerator, Generator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import httpx
+import msgspec
+
+from ebbtide.srt.entrypoints.engine_methods import EngineMethods
+from ebbtide.srt.entrypoints.loop_thread import LoopThread
+from ebbtide.srt.errors import EngineDown, EngineError, RequestRejected
+from ebbtide.srt.managers import io_struct
+
+if TYPE_CHECKING:
+    from ebbtide.trainer.payload_encoding import PayloadEncoder
+
+DEFAULT_URL: Final = "http://127.0.0.1:30000"
+# A server that listens answers the connection at once; how long it may work on a request is for the request.
+CONNECT_TIMEOUT_S: Final = 10.0
+
+
+class ServerUnreachable(EngineDown):
+    """No server answers at the URL, or it went away in the middle of an answer."""
+
+
+class Client(EngineMethods):
+    """The methods of `Engine` for a server that runs, from any host.
+
+    Tensors of an update travel in memory if the server is on this host, else in the body of the request.
+
+    Args:
+        url: of the server.
+        api_key: the key for generation, if the server has one.
+        admin_api_key: the key for control requests, if it has one; None: `api_key`.
+
+    Raises:
+        ValueError: `url` is none of a server.
+        RequestRejected: from methods: the request was refused, and nothing has changed.
+        EngineError: from methods: the engine failed. `ServerUnreachable` if nothing answers.
+    """
+
+    def __init__(
+        self, url: str = DEFAULT_URL, *, api_key: str | None = None, admin_api_key: str | None = None
+    ) -> None:
+        self.url = url.rstrip("/")
+        parsed = httpx.URL(self.url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ValueError(f"url: expected one such as {DEFAULT_URL}, got {url!r}")
+        self._is_local = parsed.host in ("127.0.0.1", "localhost", "::1")
+        self._keys = {False: api_key, True: admin_api_key or api_key}
+        self._runner = LoopThread("client")
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None),
+            # Between this and the server stands nobody that the environment names.
+            trust_env=not self._is_local,
+        )
+        self._finalizer = weakref.finalize(self, self._runner.end, self._http.aclose, lambda: None)
+
+    async def async_memory_occupation(self) -> dict[str, Any]:
+        return await self._read("/memory_occupation")
+
+    async def async_model_info(self) -> dict[str, Any]:
+        return await self._read("/model_info")
+
+    async def async_server_info(self) -> dict[str, Any]:
+        return await self._read("/server_info")
+
+    async def async_loads(self, include: str = "core", dp_rank: int | None = None) -> dict[str, Any]:
+        return await self._read("/v1/loads", include=include, dp_rank=dp_rank)
+
+    async def async_metrics(self) -> dict[str, float]:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        text = await self._runner.run(self._send("GET", "/metrics"))
+        return {
+            sample.name + _shown(sample.labels): sample.value
+            for family in text_string_to_metric_families(text.decode())
+            for sample in family.samples
+        }
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the serving weights."""
+        version: str = self.model_info()["weight_version"]
+        return version
+
+    def close(self) -> None:
+        """Close the connections. Idempotent; the server goes on."""
+        self._finalizer()
+        self.forget_mapped()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # ---------------------------------------------------------------------------------------- how it is asked
+
+    async def _generate(self, fields: Mapping[str, Any]) -> Any:
+        given = {name: value for name, value in fields.items() if value is not None}
+        if not given.get("stream"):
+            return await self._ask("/generate", given, is_admin=False)
+        chunks = self._chunks(given)
+        return self._runner.stream(chunks, lambda: asyncio.ensure_future(chunks.aclose()))
+
+    async def _carry_out(self, kind: type[io_struct.ControlRequest], fields: Mapping[str, Any]) -> Any:
+        row = kind.row
+        assert row.path is not None, f"{kind.__name__} has no endpoint"
+        given = {name: value for name, value in fields.items() if value is not None}
+        if row.body_if is not None:
+            given[row.body_if] = True
+        return await self._ask(row.path, given)
+
+    async def _transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        body: dict[str, Any] = await self._ask("/transition", fields)
+        return body
+
+    async def _payload_encoder(self) -> PayloadEncoder:
+        if self._encoder is None:
+            from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
+
+            args = await self.async_server_info()
+            ranks = range(args["tp_size"] * args["dp_size"])
+            if not self._is_local or args["nnodes"] > 1:
+                self._encoder = WholeEncoder()
+            elif args["device"] == "cpu":
+                self._encoder = PayloadEncoder(["cpu" for _ in ranks], args["tp_size"])
+            else:
+                gpus = [f"cuda:{args['base_gpu_id'] + rank * args['gpu_id_step']}" for rank in ranks]
+                self._encoder = PayloadEncoder(gpus, args["tp_size"])
+        return self._encoder
+
+    async def _read(self, path: str, **query: Any) -> dict[str, Any]:
+        given = {name: value for name, value in query.items() if value is not None}
+        body: dict[str, Any] = json.loads(await self._runner.run(self._send("GET", path, params=given)))
+        return body
+
+    async def _ask(self, path: str, fields: Mapping[str, Any], *, is_admin: bool = True) -> Any:
+        body = await asyncio.to_thread(_encode, fields)
+        return json.loads(await self._runner.run(self._send("POST", path, body, is_admin=is_admin)))
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        params: Mapping[str, Any] | None = None,
+        *,
+        is_admin: bool = True,
+    ) -> bytes:
+        with self._explained():
+            response = await self._http.request(
+                method, path, content=body, params=params, headers=self._headers(is_admin)
+            )
+        _raise_for(response, response.content)
+        return response.content
+
+    async def _chunks(self, fields: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        with self._explained():
+            async with self._http.stream(
+                "POST", "/generate", content=_encode(fields), headers=self._headers(False)
+            ) as response:
+                if response.is_error:
+                    _raise_for(response, await response.aread())
+                is_whole = False
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data: ")
+                    if data == line:
+                        continue
+                    if data == "[DONE]":
+                        is_whole = True
+                        break
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise _error_of(chunk, chunk["error"].get("code", 500), is_refusal=False)
+                    yield chunk
+        if not is_whole:
+            raise ServerUnreachable(f"the server at {self.url} went away in the middle of a stream")
+
+    def _headers(self, is_admin: bool) -> dict[str, str]:
+        key = self._keys[is_admin]
+        authorization = {} if key is None else {"authorization": f"Bearer {key}"}
+        return {"content-type": "application/json", **authorization}
+
+    @contextlib.contextmanager
+    def _explained(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise ServerUnreachable(
+                f"no server answers at {self.url} ({error or 'no connection'}): "
+                "is `ebbtide serve` running there?"
+            ) from None
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise ServerUnreachable(f"the server at {self.url} went away: {reason}") from None
+
+
+def _encode(fields: Mapping[str, Any]) -> bytes:
+    return msgspec.json.encode(fields, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: sampling parameters, arrays of ids, dtypes."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
+
+
+def _raise_for(response: httpx.Response, content: bytes) -> None:
+    if not response.is_error:
+        return
+    try:
+        body = json.loads(content)
+        body["message"]
+    except (ValueError, TypeError, KeyError):
+        body = {"message": f"{response.url} answers {response.status_code}: {content[:200]!r}"}
+    # A server that is down for good does not say when to come back.
+    is_refusal = response.status_code < 500 or "retry-after" in response.headers
+    raise _error_of(body, response.status_code, is_refusal=is_refusal)
+
+
+def _error_of(body: Mapping[str, Any], status: int, *, is_refusal: bool) -> Exception:
+    message = body.get("message") or body["error"]["message"]
+    fields = {name: value for name, value in body.items() if name not in ("success", "message", "error")}
+    if is_refusal:
+        return RequestRejected(message, status, **fields)
+    return EngineDown(message, **fields) if status == 503 else EngineError(message, **fields)
+
+
+def _shown(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}" if labels else ""

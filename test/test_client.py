@@ -1,0 +1,130 @@
+"""`Client`: the methods of `Engine` over HTTP, and its errors where a server refuses, fails or goes away."""
+
+import asyncio
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fixtures.servers import Server, free_port, null_server, url_of
+
+from ebbtide import Client, Engine, SamplingParams
+from ebbtide.client import ServerUnreachable
+from ebbtide.srt.errors import EngineError, RequestRejected
+
+PROMPT = [1, 2, 3]
+GREEDY = {"max_new_tokens": 4, "sampling_seed": 1}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with null_server("--weight-version", "0", "--enable-metrics") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Client]:
+    with Client(url_of(server)) as client:
+        yield client
+
+
+def public_methods(kind: type) -> set[str]:
+    return {name for name, _ in inspect.getmembers(kind, callable) if not name.startswith("_")}
+
+
+def test_it_has_the_methods_of_engine() -> None:
+    of_the_process = {"serve_dashboard", "shutdown", "async_shutdown"}
+    assert public_methods(Engine) - of_the_process == public_methods(Client) - {"close"}
+
+
+def test_a_step_of_reinforcement_learning(client: Client) -> None:
+    before = client.generate(input_ids=PROMPT, sampling_params=SamplingParams(**GREEDY))
+    assert before["meta_info"]["weight_version"] == client.weight_version
+    freed = client.release_memory_occupation()["freed_bytes"]
+    assert freed["weights"] > 0
+    assert client.memory_occupation()["can_run"] is False
+    client.resume_memory_occupation(["weights"])
+    client.update_weights_from_disk("5", weight_version="5")
+    client.resume_memory_occupation(tags=["kv_cache", "cuda_graph"])
+    after = client.generate(input_ids=[PROMPT, PROMPT], sampling_params=GREEDY)
+    assert [one["meta_info"]["weight_version"] for one in after] == ["5", "5"]
+    assert client.abort_request("nobody")["num_aborted"] == 0
+    assert client.model_info()["weight_version"] == "5"
+    assert client.server_info()["weight_version"] == "0"
+    assert len(client.loads()["loads"]) == 1
+    assert any(name.startswith("ebbtide:") for name in client.metrics())
+
+
+def test_a_session_that_an_exception_leaves_is_discarded(client: Client) -> None:
+    def update() -> None:
+        with client.weight_update(weight_version="no"):
+            client.update_weights_from_disk("6")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        update()
+    assert client.weight_version != "no"
+
+
+def test_streams_are_read_in_threads_and_in_loops(client: Client) -> None:
+    whole = client.generate(input_ids=PROMPT, sampling_params=GREEDY)["output_ids"]
+    chunks = list(client.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True))
+    assert chunks[-1]["output_ids"][-1:] == whole[-1:]
+
+    async def read() -> list[Any]:
+        stream = await client.async_generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True)
+        return [chunk async for chunk in stream]
+
+    assert len(asyncio.run(read())) == len(chunks)
+
+
+def test_a_refusal_is_that_of_engine(client: Client) -> None:
+    with pytest.raises(RequestRejected, match="begin_weight_update first") as caught:
+        client.end_weight_update(weight_version="9")
+    assert caught.value.status == 409
+    with pytest.raises(RequestRejected, match="max_new_tokens"):
+        client.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": -1})
+    with pytest.raises(RequestRejected, match="max_new_tokens"):
+        list(client.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": -1}, stream=True))
+
+
+def test_plain_calls_do_not_block_a_loop(client: Client) -> None:
+    async def ask() -> Any:
+        return client.model_info()
+
+    with pytest.raises(RuntimeError, match="async_model_info"):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "", "http://"])
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="expected one such as http://"):
+        Client(url)
+
+
+def test_where_no_server_is_the_error_names_the_url() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with Client(url) as client, pytest.raises(ServerUnreachable, match=f"{url} .*ebbtide serve"):
+        client.model_info()
+
+
+def test_keys_are_sent_and_a_wrong_one_is_named() -> None:
+    with null_server("--api-key", "user", "--admin-api-key", "admin", is_ready=False) as server:
+        with Client(url_of(server), api_key="user", admin_api_key="admin") as client:
+            server.wait_ready()
+            assert client.generate(input_ids=PROMPT, sampling_params=GREEDY)["output_ids"]
+            assert client.pause_generation("in_place")["mode"] == "in_place"
+            client.continue_generation()
+        with Client(url_of(server), api_key="user") as client:
+            with pytest.raises(RequestRejected, match="key") as caught:
+                client.pause_generation("in_place")
+            assert caught.value.status in (401, 403)
+
+
+def test_a_server_that_goes_away_in_the_middle_of_a_stream_is_an_error() -> None:
+    with null_server() as server, Client(url_of(server)) as client:
+        client.pause_generation("in_place")
+        stream = client.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True)
+        server.process.kill()
+        with pytest.raises(EngineError, match="went away"):
+            list(stream)
