@@ -67,15 +67,15 @@ def test_a_session_that_an_exception_leaves_is_discarded(client: Client) -> None
 
 
 def test_streams_are_read_in_threads_and_in_loops(client: Client) -> None:
-    whole = client.generate(input_ids=PROMPT, sampling_params=GREEDY)["output_ids"]
-    chunks = list(client.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True))
-    assert chunks[-1]["output_ids"][-1:] == whole[-1:]
+    asked = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    whole = client.generate(**asked)["output_ids"]
 
-    async def read() -> list[Any]:
-        stream = await client.async_generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True)
-        return [chunk async for chunk in stream]
+    async def read() -> list[int]:
+        stream = await client.async_generate(**asked, stream=True)
+        return [token_id async for chunk in stream for token_id in chunk["output_ids"]]
 
-    assert len(asyncio.run(read())) == len(chunks)
+    assert asyncio.run(read()) == whole
+    assert [one for chunk in client.generate(**asked, stream=True) for one in chunk["output_ids"]] == whole
 
 
 def test_a_refusal_is_that_of_engine(client: Client) -> None:
