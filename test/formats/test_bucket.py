@@ -1,5 +1,7 @@
 """Buckets: what goes in comes out, bit by bit, whatever the dtypes, shapes and alignments."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -104,6 +106,24 @@ def test_room_for_tensors_to_be_received_has_their_index() -> None:
     assert room.metadata == sent.metadata
     room.flattened_tensor.copy_(sent.flattened_tensor)
     assert_same(room.reconstruct_tensors(), sent.reconstruct_tensors())
+
+
+@pytest.mark.parametrize(
+    ("names", "dtypes", "shapes", "message"),
+    [
+        (["a"], ["float32", "float32"], [[1]], "expected lists of one length, got 1 names, 2 dtypes and 1"),
+        (["a"], ["float31"], [[1]], "expected a dtype of torch or its name, got 'float31'"),
+        (["a"], ["nn"], [[1]], "expected a dtype of torch or its name, got 'nn'"),
+        (["a"], [32], [[1]], "expected a dtype of torch or its name, got 32"),
+        (["a"], ["int8"], [[-1]], "expected a shape of integers from 0"),
+        (["a"], ["int8"], [[1.5]], "expected a shape of integers from 0"),
+    ],
+)
+def test_there_is_no_room_for_tensors_that_cannot_be(
+    names: Any, dtypes: Any, shapes: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        FlattenedTensorBucket.empty(names, dtypes, shapes)
 
 
 def test_aligned_tensors_are_views() -> None:

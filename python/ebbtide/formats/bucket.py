@@ -105,12 +105,17 @@ class FlattenedTensorBucket:
         shapes: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Room for tensors that are still to be received, with their index; what it holds is undefined."""
-        kinds = (
-            one if isinstance(one, torch.dtype) else getattr(torch, one.removeprefix("torch."))
-            for one in dtypes
-        )
-        listed = zip(names, map(tuple, shapes), kinds, strict=True)
+        """Room for tensors that are still to be received, with their index; what it holds is undefined.
+
+        Raises:
+            ValueError: the lists differ in length, or hold what is no dtype or no shape.
+        """
+        if not len(names) == len(dtypes) == len(shapes):
+            raise ValueError(
+                f"expected lists of one length, got {len(names)} names, {len(dtypes)} dtypes and "
+                f"{len(shapes)} shapes"
+            )
+        listed = zip(names, map(_shape, shapes), map(_dtype, dtypes), strict=True)
         metadata = _index([TensorHeader(*one) for one in listed])
         return cls(flattened_tensor=_room(metadata, device), metadata=metadata)
 
@@ -156,6 +161,20 @@ def _index(headers: Sequence[TensorHeader]) -> list[FlattenedTensorMetadata]:
         )
         for one, start in without_padding(headers)
     ]
+
+
+def _dtype(given: torch.dtype | str) -> torch.dtype:
+    kind = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"expected a dtype of torch or its name, got {given!r}")
+    return kind
+
+
+def _shape(given: Sequence[int]) -> tuple[int, ...]:
+    shape = tuple(given)
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ValueError(f"expected a shape of integers from 0, got {given!r}")
+    return shape
 
 
 def _room(metadata: Sequence[FlattenedTensorMetadata], device: torch.device | str) -> torch.Tensor:

@@ -183,11 +183,14 @@ async def _last(stream: Any) -> Any:
 
 def test_other_dialects_tell_them_in_their_own_forms(engine: Engine, routers: Routers) -> None:
     client = Client(engine)
-    body = {"prompt": PROMPT, "max_tokens": 4, "return_token_ids": True, "routed_experts_prompt_start": 2}
-    [choice] = client.post("/v1/completions", {**body, "ignore_eos": True})["choices"]
+    body = {"prompt": PROMPT, "max_tokens": 4, "return_token_ids": True, "ignore_eos": True}
+    [choice] = client.post("/v1/completions", {**body, "routed_experts_prompt_start": 2})["choices"]
+    [whole] = client.post("/v1/completions", body)["choices"]
+    [none] = client.post("/v1/completions", {**body, "return_routed_experts": False})["choices"]
+    assert none["routed_experts"] is None
     tokens = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
     [other] = client.post("/inference/v1/generate", tokens)["choices"]
-    for told, start in ((choice, 2), (other, 0)):
+    for told, start in ((choice, 2), (whole, 0), (other, 0)):
         rows = np.load(io.BytesIO(base64.b64decode(told["routed_experts"])), allow_pickle=False)
         expected = routers.rows([*PROMPT, *told["token_ids"]][:-1])[start:]
         assert rows.dtype == np.uint8

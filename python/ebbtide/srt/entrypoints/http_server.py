@@ -51,7 +51,7 @@ from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
 from ebbtide.srt.entrypoints.openapi import openapi_document
 from ebbtide.srt.entrypoints.request_body import read_fields
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.entrypoints.vllm.information import vllm_sections
+from ebbtide.srt.entrypoints.vllm.information import ServerInfoQuery, vllm_sections
 from ebbtide.srt.entrypoints.vllm.routes import VllmApi
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
 from ebbtide.srt.file_limit import raise_file_limit
@@ -196,7 +196,7 @@ class _Endpoints:
         return Json(self._service.model_info())
 
     async def _server_info(self, request: Request) -> Response:
-        config_format = request.query_params.get("config_format", "json")
+        config_format = request.query_params.get("config_format", ServerInfoQuery().config_format)
         info = await self._service.server_info()
         return Json({**info, **vllm_sections(self._service.config, config_format)})
 

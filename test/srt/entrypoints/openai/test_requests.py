@@ -1,5 +1,6 @@
 """OpenAI's requests and answers without a server: chat templates, streams, engines without a tokenizer."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,15 @@ METADATA = {
     "precision": {"weights": "fp8", "kv_cache": "bfloat16"},
 }
 
+# OpenAI's clients expect texts alone there.
+METADATA_TEXTS = {
+    "weight_version": "7",
+    "weight_versions": '[{"version":"7","start":0,"end":1}]',
+    "kv_weight_versions": '["6","7"]',
+    "prefill_weight_versions": '[{"version":"6","start":0,"end":2}]',
+    "precision": '{"weights":"fp8","kv_cache":"bfloat16"}',
+}
+
 
 def meta(ids: list[int], finish: Any = None) -> dict[str, Any]:
     return {
@@ -160,8 +170,8 @@ def test_metadata_say_which_weights_in_which_precision_once_an_output_has_ended(
             output = {"text": "a", "output_ids": [1], "meta_info": meta([1], finish)}
             [piece] = whole_pieces(output)
             chunk = msgspec.to_builtins(writer.chunk(piece, None))
-            assert chunk.get("metadata") == (None if finish is None else METADATA)
-        assert msgspec.to_builtins(write_answer(writer, call, output))["metadata"] == METADATA
+            assert chunk.get("metadata") == (None if finish is None else METADATA_TEXTS)
+        assert msgspec.to_builtins(write_answer(writer, call, output))["metadata"] == METADATA_TEXTS
 
 
 def test_a_stream_tells_what_is_new_whatever_the_servers_streams_do() -> None:
@@ -195,6 +205,80 @@ def test_a_stream_tells_what_is_new_whatever_the_servers_streams_do() -> None:
             ]
 
     run(script, incremental=False)
+
+
+def answer_and_chunk(call: OpenAICall, output: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an output becomes as a whole, and as the first chunk of a stream."""
+    answers = []
+    for make in (write_answer, lambda writer, call, output: ChunkWriter(writer, call).event(output)):
+        is_chat = call.id.startswith("chat")
+        writer = ChatWriter(call, return_meta_info=False) if is_chat else CompletionWriter(call)
+        answers.append(msgspec.to_builtins(make(writer, call, output)))
+    return answers
+
+
+ENDED = {"text": "a", "output_ids": [1], "meta_info": meta([1], {"type": "length"})}
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_fields_that_nothing_is_known_of_are_named_in_the_answer(kind: str) -> None:
+    known = {"user": "u", "n": None, "guided_choice": [], "lora_path": None, "function_call": "none"}
+    for answer in answer_and_chunk(call_of(kind, request_id="r", **known), ENDED):
+        assert "ignored_fields" not in answer
+    call = call_of(kind, request_id="r", max_token=3, foo=None, **known)
+    for answer in answer_and_chunk(call, ENDED):
+        assert answer["ignored_fields"] == ["foo", "max_token"]
+    writer = ChunkWriter(ChatWriter(call, return_meta_info=False), call)
+    assert ["ignored_fields" in msgspec.to_builtins(writer.event(ENDED)) for _ in range(2)] == [True, False]
+
+
+def test_a_chat_has_its_prompts_ids_at_the_top_in_streams_too() -> None:
+    output = {**ENDED, "prompt_token_ids": [5, 6]}
+    for answer in answer_and_chunk(call_of("chat", request_id="r", return_token_ids=True), output):
+        assert answer["prompt_token_ids"] == answer["choices"][0]["prompt_token_ids"] == [5, 6]
+
+
+def test_reasoning_has_its_older_and_its_newer_name() -> None:
+    fields = {"messages": [USER], "request_id": "r"}
+    call = chat_call(fields, "tide", template(), {}, Parsers(None, "qwen3"))
+    for answer in answer_and_chunk(call, {**ENDED, "text": "<think>hm</think>a"}):
+        message = answer["choices"][0].get("message") or answer["choices"][0]["delta"]
+        assert message["reasoning"] == message["reasoning_content"] == "hm"
+
+
+def test_an_echo_has_no_candidates_for_its_first_token_however_few_are_asked_for() -> None:
+    top: list[Any]
+    for number, top in ((0, []), (1, [None, [(-0.5, 9, None)], [(-3.0, 3, None)]])):
+        info = meta([3], {"type": "length"})
+        info["input_token_logprobs"] = [(None, 1, None), (-1.0, 2, None)]
+        if top:
+            info |= {"input_top_logprobs": top[:2], "output_top_logprobs": top[2:]}
+        output = {"text": "b", "output_ids": [3], "meta_info": info, "prompt_token_ids": [1, 2]}
+        for answer in answer_and_chunk(call_of("completion", echo=True, logprobs=number), output):
+            first, second, _ = answer["choices"][0]["logprobs"]["top_logprobs"]
+            assert (first, len(second)) == (None, 1 + number)
+
+
+def test_ids_that_are_named_take_the_place_of_the_most_likely_ones() -> None:
+    info = meta([3], {"type": "length"})
+    info |= {
+        "output_top_logprobs": [[(-0.1, 9, None), (-0.2, 8, None)]],
+        "output_token_ids_logprobs": [[(-5.0, 7, None), (-3.0, 3, None)]],
+    }
+    for kind, fields in {
+        "completion": {"logprobs": 2},
+        "chat": {"logprobs": True, "top_logprobs": 2},
+    }.items():
+        call = call_of(kind, request_id="r", logprob_token_ids=[7, 3], prompt_logprobs=1, **fields)
+        call = within_limits(call, 20, 500)
+        assert call.generate["top_logprobs_num"] == 1
+        for answer in answer_and_chunk(replace(call, num_prompt_logprobs=None), {**ENDED, "meta_info": info}):
+            logprobs = answer["choices"][0]["logprobs"]
+            if kind == "completion":
+                assert logprobs["top_logprobs"] == [{"token_id:3": -3.0, "token_id:7": -5.0}]
+            else:
+                [token] = logprobs["content"]
+                assert [other["token"] for other in token["top_logprobs"]] == ["token_id:7", "token_id:3"]
 
 
 # ------------------------------------------------------------------------- fields of other servers' dialects
@@ -270,6 +354,10 @@ def test_what_cannot_be_kept_is_refused_by_name(kinds: list[str], fields: dict[s
         ("chat", {"messages": [{"content": "a"}]}, "missing required field `role`"),
         ("chat", {"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "only parts with text"),
         ("chat", {"logprobs": False, "top_logprobs": 2}, "top_logprobs: needs logprobs"),
+        *(
+            (kind, {"stream_options": {"include_usage": True}}, "stream_options: expected null, or stream")
+            for kind in ("chat", "completion")
+        ),
     ],
 )
 def test_what_is_wrong_is_refused(kind: str, fields: dict[str, Any], message: str) -> None:

@@ -81,5 +81,7 @@ def test_chunks_tell_the_tokens_of_their_choice_and_the_last_one_those_of_all(
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * len(STEPS)
     told = [chunk.get("usage") for chunk in chunks]
     assert told == [usage(number) if is_continuous else None for _, number in STEPS]
+    modes = [event.get("output_mode") for event in map(msgspec.to_builtins, events)]
+    assert set(modes) == {"tokens" if endpoint == "tokens" else None}
     if last is not None:
         assert (last["choices"], last["usage"]) == ([], usage(3 + 5))

@@ -176,18 +176,23 @@ def test_a_prompt_can_be_cut_to_its_last_tokens(kept: int | None, ids: list[int]
     context=st.integers(21, 60),
     pool=st.integers(20, 60),
 )
-def test_max_and_min_new_tokens_are_cut_to_what_fits(
+def test_max_new_tokens_are_cut_to_what_fits_and_more_min_new_tokens_are_refused(
     length: int, asked: int | None, least: int, context: int, pool: int
 ) -> None:
     least = least if asked is None else min(least, asked)
-    (output,) = plan(
-        input_ids=[1] * length,
-        sampling_params={"max_new_tokens": asked, "min_new_tokens": least},
-        limits=replace(LIMITS, context_len=context, max_total_num_tokens=pool),
-    ).outputs
     room = min(context - length, pool - (length - 1))
+    given: dict[str, Any] = {
+        "input_ids": [1] * length,
+        "sampling_params": {"max_new_tokens": asked, "min_new_tokens": least},
+        "limits": replace(LIMITS, context_len=context, max_total_num_tokens=pool),
+    }
+    if least > room:
+        with pytest.raises(RequestRejected, match=f"min_new_tokens: expected at most {room}, "):
+            plan(**given)
+        return
+    (output,) = plan(**given).outputs
     assert output.max_new_tokens == (room if asked is None else min(asked, room))
-    assert output.sampling_params.min_new_tokens == min(least, output.max_new_tokens)
+    assert output.sampling_params.min_new_tokens == least
 
 
 def test_limits_come_from_the_config_and_the_size_of_the_pool(tmp_path: Path) -> None:

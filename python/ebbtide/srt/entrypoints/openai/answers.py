@@ -177,9 +177,20 @@ class ChunkWriter:
         return [self._writer.last_chunk(self._counter.usage)]
 
 
-def _head(call: OpenAICall) -> dict[str, Any]:
-    """What all answers and chunks begin with."""
-    return {"id": call.id, "created": call.created, "model": call.model}
+def _head(call: OpenAICall, piece: Piece | None = None) -> dict[str, Any]:
+    """What all answers and chunks have.
+
+    Args:
+        piece: the one that it is about, or its first one; None: it is about the usage alone.
+    """
+    head: dict[str, Any] = {"id": call.id, "created": call.created, "model": call.model}
+    if piece is None:
+        return head
+    if not isinstance(metadata := piece.metadata, UnsetType):
+        head["metadata"] = metadata.as_texts()
+    if call.ignored_fields and piece.is_first:
+        head["ignored_fields"] = call.ignored_fields
+    return head
 
 
 def _usage_of_chunk(call: OpenAICall, piece: Piece) -> Usage | UnsetType | None:
@@ -201,11 +212,11 @@ class CompletionWriter:
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> Completion:
         choices = [self._choice(piece, absent=None) for piece in pieces]
-        return Completion(**_head(self._call), choices=choices, usage=usage, metadata=pieces[0].metadata)
+        return Completion(**_head(self._call, pieces[0]), choices=choices, usage=usage)
 
     def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> Completion:
         choices = [self._choice(piece, absent=UNSET)]
-        return Completion(**_head(self._call), choices=choices, usage=usage, metadata=piece.metadata)
+        return Completion(**_head(self._call, piece), choices=choices, usage=usage)
 
     def last_chunk(self, usage: Usage) -> Completion:
         return Completion(**_head(self._call), choices=[], usage=usage)
@@ -248,7 +259,10 @@ class CompletionWriter:
         return CompletionLogprobs(
             tokens=tokens,
             token_logprobs=[None if triple[0] is None else floored(triple[0]) for triple, _ in positions],
-            top_logprobs=[None if top is None else _by_text([own, *top]) for own, top in positions],
+            # Nothing predicts the first token of a prompt.
+            top_logprobs=[
+                None if own[0] is None or top is None else _by_text([own, *top]) for own, top in positions
+            ],
             text_offset=offsets,
         )
 
@@ -323,14 +337,11 @@ class ChatWriter:
         self._readers: defaultdict[int, AnswerReader] = defaultdict(lambda: AnswerReader(call.form))
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> ChatCompletion:
-        metadata = pieces[0].metadata
-        assert not isinstance(metadata, UnsetType), "an answer that is not streamed has ended"
         choices = [self._choice(piece) for piece in pieces]
         return ChatCompletion(
-            **_head(self._call),
+            **_head(self._call, pieces[0]),
             choices=choices,
             usage=usage,
-            metadata=metadata,
             prompt_logprobs=_prompt_logprobs(self._call, pieces[0]),
             prompt_token_ids=_prompt_token_ids(self._call, pieces[0], None),
         )
@@ -343,6 +354,7 @@ class ChatWriter:
                 content=parts.content,
                 role="assistant" if piece.is_first else UNSET,
                 reasoning_content=parts.reasoning or UNSET,
+                reasoning=parts.reasoning or UNSET,
                 tool_calls=parts.calls or UNSET,
             ),
             logprobs=self._logprobs(piece),
@@ -356,18 +368,25 @@ class ChatWriter:
             routed_experts=piece.meta.get("routed_experts", UNSET),
             sampling_mask=piece.meta.get("output_token_sampling_mask", UNSET),
         )
-        return ChatCompletionChunk(**_head(call), choices=[choice], usage=usage, metadata=piece.metadata)
+        return ChatCompletionChunk(
+            **_head(call, piece),
+            choices=[choice],
+            usage=usage,
+            prompt_token_ids=choice.prompt_token_ids,
+        )
 
     def last_chunk(self, usage: Usage) -> ChatCompletionChunk:
         return ChatCompletionChunk(**_head(self._call), choices=[], usage=usage)
 
     def _choice(self, piece: Piece) -> ChatChoice:
         call, parts = self._call, self._parts(piece)
+        reasoning = UNSET if call.form.reasoning is None else parts.reasoning or None
         return ChatChoice(
             index=piece.index,
             message=AssistantMessage(
                 content=parts.content,
-                reasoning_content=UNSET if call.form.reasoning is None else parts.reasoning or None,
+                reasoning_content=reasoning,
+                reasoning=reasoning,
                 tool_calls=parts.calls or UNSET,
             ),
             logprobs=self._logprobs(piece),

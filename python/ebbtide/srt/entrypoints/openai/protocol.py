@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeVar
 
-from msgspec import UNSET, Struct, UnsetType, ValidationError, convert
+from msgspec import UNSET, Struct, UnsetType, ValidationError, convert, json, structs
 
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs
@@ -205,6 +205,13 @@ class AnswerMetadata(Struct, kw_only=True):
     prefill_weight_versions: list[VersionSpan]
     precision: dict[str, str]
 
+    def as_texts(self) -> dict[str, str]:
+        """OpenAI's `metadata` maps texts to texts: what is none is JSON in a text."""
+        return {
+            name: value if isinstance(value, str) else json.encode(value).decode()
+            for name, value in structs.asdict(self).items()
+        }
+
 
 class CompletionLogprobs(Struct, kw_only=True):
     """Per token: its text, its logprob, the most likely ones by their text, and where it begins in the text.
@@ -238,7 +245,18 @@ class CompletionChoice(Struct, kw_only=True):
     sampling_mask: list[list[int]] | UnsetType = UNSET
 
 
-class Completion(Struct, kw_only=True):
+class Answer(Struct, kw_only=True):
+    """What answers and chunks have in common.
+
+    `metadata`: see `AnswerMetadata`. `ignored_fields`: of the request, those that nothing is known of; in a
+    stream its first chunks have them.
+    """
+
+    metadata: dict[str, str] | UnsetType = UNSET
+    ignored_fields: list[str] | UnsetType = UNSET
+
+
+class Completion(Answer, kw_only=True):
     """An answer of `/v1/completions`, or a chunk of its stream."""
 
     id: str
@@ -247,7 +265,6 @@ class Completion(Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    metadata: AnswerMetadata | UnsetType = UNSET
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -284,12 +301,13 @@ class ToolCallBody(Struct, kw_only=True):
 
 
 class AssistantMessage(Struct, kw_only=True):
-    """`reasoning_content`: with a reasoning parser; null where there was none."""
+    """`reasoning_content` and `reasoning`, its newer name: with a parser of it; null where there was none."""
 
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
     reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
 
 
@@ -311,7 +329,7 @@ class ChatChoice(Struct, kw_only=True):
     meta_info: dict[str, Any] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, kw_only=True):
+class ChatCompletion(Answer, kw_only=True):
     """An answer of `/v1/chat/completions`."""
 
     id: str
@@ -320,7 +338,6 @@ class ChatCompletion(Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    metadata: AnswerMetadata
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType | None = None
 
@@ -329,6 +346,7 @@ class ChatDelta(Struct, kw_only=True):
     content: str
     role: Literal["assistant"] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
 
 
@@ -347,7 +365,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     sampling_mask: list[list[int]] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Struct, kw_only=True):
+class ChatCompletionChunk(Answer, kw_only=True):
     """A chunk of the stream of `/v1/chat/completions`."""
 
     id: str
@@ -356,7 +374,7 @@ class ChatCompletionChunk(Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    metadata: AnswerMetadata | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
 class ModelCard(Struct, kw_only=True):

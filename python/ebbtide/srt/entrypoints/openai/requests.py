@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 )
 from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
 from ebbtide.srt.entrypoints.openai.tool_use import NO_PARSERS, PLAIN, AnswerForm, Parsers, answer_form
-from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported
+from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported, unknown_fields
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_form
 from ebbtide.srt.managers.api.generate_fields import PASSED_ON_FIELDS, UNSUPPORTED_FIELDS
@@ -74,6 +74,7 @@ class OpenAICall:
         stop_token_ids: those that the request itself brought.
         form: how the text of a chat's answers is taken apart.
         flat_top: how the `meta_info` of a chat tells the most likely tokens.
+        ignored_fields: those of the request that nothing is known of.
         echo: tells what is to be put in front of a prompt's samples; None if nothing is.
     """
 
@@ -93,6 +94,7 @@ class OpenAICall:
     echo: Echo | None = None
     form: AnswerForm = PLAIN
     flat_top: FlatForm | None = None
+    ignored_fields: Sequence[str] = ()
 
 
 def completion_call(
@@ -108,6 +110,7 @@ def completion_call(
     """
     request = parse(CompletionRequest, fields)
     refuse_unsupported(fields, is_chat=False)
+    _check_stream_options(request)
     if request.suffix:
         raise RequestRejected("suffix: not supported in this version")
     if request.best_of is not None and request.best_of != (request.n or 1):
@@ -119,7 +122,8 @@ def completion_call(
     generate["return_text_in_logprobs"] = generate["return_text_in_logprobs"] and template is not None
     generate["sampling_params"] = params
     echo = _echo(generate, template) if request.echo else None
-    return _call(request, generate, default_model, "cmpl-", request.logprobs, echo=echo)
+    call = _call(request, generate, default_model, "cmpl-", request.logprobs, echo=echo)
+    return replace(call, ignored_fields=unknown_fields(CompletionRequest, fields, is_chat=False))
 
 
 def chat_call(
@@ -140,11 +144,13 @@ def chat_call(
     """
     request = parse(ChatCompletionRequest, fields)
     refuse_unsupported(fields, is_chat=True)
+    _check_stream_options(request)
     if template is None:
         raise RequestRejected("chat needs a tokenizer: the engine runs with skip_tokenizer_init")
     if request.top_logprobs and not request.logprobs:
         raise RequestRejected("top_logprobs: needs logprobs to be true")
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    ignored_fields = unknown_fields(ChatCompletionRequest, fields, is_chat=True)
     form = answer_form(request, parsers)
     params = {**defaults, **_sampling_params(request), "max_new_tokens": limit}
     if form.calls_schema is not None:
@@ -159,7 +165,7 @@ def chat_call(
     if request.input_ids is not None:
         generate["input_ids"] = request.input_ids
         call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, form=form)
-        return replace(call, flat_top=flat_form(request))
+        return replace(call, flat_top=flat_form(request), ignored_fields=ignored_fields)
     # The template writes the special tokens.
     generate["add_special_tokens"] = bool(request.add_special_tokens)
     continues = bool(request.continue_final_message)
@@ -174,7 +180,7 @@ def chat_call(
         add_special_tokens=generate["add_special_tokens"],
     )
     call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=render, form=form)
-    return replace(call, flat_top=flat_form(request))
+    return replace(call, flat_top=flat_form(request), ignored_fields=ignored_fields)
 
 
 def _call(
@@ -210,7 +216,7 @@ def _call(
 
 
 def within_limits(call: OpenAICall, max_logprobs: int, vocab_size: int) -> OpenAICall:
-    """The call with -1 logprobs, which are all, in numbers.
+    """The call with -1 logprobs, which are all, in numbers; ids that it names come in their place.
 
     Args:
         max_logprobs: -1: any number may be asked for.
@@ -226,12 +232,19 @@ def within_limits(call: OpenAICall, max_logprobs: int, vocab_size: int) -> OpenA
                 f"{name}: expected at most {max_logprobs} (--max-logprobs), got {number}",
                 param=f"body.{name}",
             )
+    if call.generate["token_ids_logprob"] and counts["logprobs"] is not None:
+        counts["logprobs"] = 0
     return replace(
         call,
         num_logprobs=counts["logprobs"],
         num_prompt_logprobs=counts["prompt_logprobs"],
         generate={**call.generate, "top_logprobs_num": max(count or 0 for count in counts.values())},
     )
+
+
+def _check_stream_options(request: OpenAIRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise RequestRejected("stream_options: expected null, or stream to be true")
 
 
 def _refuse_other_grammar(params: Fields) -> None:

@@ -99,10 +99,16 @@ class OpenAIApi:
         return await answer_call(self._service, request, call, writer, form)
 
     async def _fields_of(self, request: Request) -> dict[str, Any]:
-        """The body, and what headers say; the server says how tokens are named."""
+        """The body, and what headers say; where it says nothing, the server's flags do."""
         fields = await read_fields(request.stream())
-        if self._service.config.server_args.return_tokens_as_token_ids:
-            fields.setdefault("return_tokens_as_token_ids", True)
+        service = self._service
+        by_default = {
+            "return_tokens_as_token_ids": service.config.server_args.return_tokens_as_token_ids,
+            "return_routed_experts": service.manager.limits.records_routes,
+        }
+        for name, is_default in by_default.items():
+            if is_default and fields.get(name) is None:
+                fields[name] = True
         self._service.require_model(fields.get("model"))
         return with_headers(fields, request.headers)
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from msgspec import Struct
+
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.generate_fields import asks_for_nothing
+from ebbtide.srt.managers.api.generate_fields import UNSUPPORTED_FIELDS, asks_for_nothing
 
 _OLDER: Final = "structured_outputs takes its place"
 _ONLY_TEXT: Final = "prompts are texts or token ids"
 _ONLY_BIAS: Final = "of single tokens, logit_bias changes the odds and allowed_token_ids says which may come"
 
 MAX_SALT_LENGTH: Final = 1024
+# Taken where they say what is so anyway.
+_CHECKED: Final = frozenset(("function_call", "tool_choice", "truncation_side"))
 
 # Field → what there is instead.
 _UNSUPPORTED: Final[Mapping[str, str]] = {
@@ -64,6 +68,12 @@ def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
     _expect(fields, "function_call", ("none", "auto"), "tool_choice takes its place")
     _expect(fields, "truncation_side", ("left",), "the last tokens of a prompt are kept")
     check_salt(fields.get("cache_salt"))
+
+
+def unknown_fields(kind: type[Struct], fields: Mapping[str, Any], *, is_chat: bool) -> list[str]:
+    """The names of those that have no effect because nothing is known of them."""
+    empty = _UNSUPPORTED.keys() | (_OF_CHATS if is_chat else _OF_COMPLETIONS).keys() | UNSUPPORTED_FIELDS
+    return sorted(fields.keys() - set(kind.__struct_fields__) - empty - _CHECKED)
 
 
 def check_salt(salt: Any) -> None:

@@ -58,13 +58,11 @@ class TokensCall:
     """A request as `/generate` takes it, and what its answer has to know of it.
 
     Attributes:
-        ignored: sampling parameters that nothing is known of.
         support_width: places in a row of the packed supports; 0: they are not asked for.
     """
 
     request: TokensRequest
     common: OpenAICall
-    ignored: list[str]
     support_width: int = 0
 
 
@@ -85,7 +83,7 @@ class TokensApi:
             ended, names = self._service.manager.ended, meant_by(call.request.continue_from)
             common.generate["continue_from"] = ended.find(names, client_of(request)) or names[0]
         # Nothing in a request asks for them: the server's flag does.
-        common.generate["return_routed_experts"] = args.enable_return_routed_experts
+        common.generate["return_routed_experts"] = self._service.manager.limits.records_routes
         if call.request.return_sampling_mask is None and not call.support_width:
             common.generate["return_sampling_mask"] = args.return_sampling_mask
         form = "canonical" if request.url.path.startswith("/skyrl") else args.routed_experts_format
@@ -107,6 +105,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
     given_params = request.sampling_params or {}
     if request.sampling_params is None and request.continue_from is None:
         raise RequestRejected("sampling_params: is needed", param="body.sampling_params")
+    unknown = fields.keys() - {*TokensRequest.__struct_fields__, *_UNSUPPORTED}
     params, ignored = sampling_params(given_params)
     num_logprobs = count_of(given_params, "logprobs")
     num_prompt_logprobs = count_of(given_params, "prompt_logprobs")
@@ -148,8 +147,9 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
         stop_token_ids=SamplingParams(stop_token_ids=params.get("stop_token_ids")).stop_token_id_set,
+        ignored_fields=[*sorted(unknown), *ignored],
     )
-    return TokensCall(request, common, ignored, _support_width(request, given_params))
+    return TokensCall(request, common, _support_width(request, given_params))
 
 
 def _support_width(request: TokensRequest, params: Mapping[str, Any]) -> int:
@@ -170,6 +170,7 @@ class TokensWriter:
 
     def __init__(self, call: TokensCall) -> None:
         self._call = call
+        self._head = {"request_id": call.common.id, "output_mode": call.request.output_mode}
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         call, first = self._call, pieces[0]
@@ -183,15 +184,19 @@ class TokensWriter:
             prompt_logprobs=self._prompt_logprobs(first),
             prompt_token_ids=first.prompt_token_ids if call.request.return_token_ids else None,
         )
-        ignored = {"ignored_fields": call.ignored} if call.ignored else {}
-        return {**msgspec.structs.asdict(answer), **ignored}
+        return {**msgspec.structs.asdict(answer), **self._ignored_fields(first)}
 
     def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> dict[str, Any]:
         told = {"usage": usage} if isinstance(usage, Usage) else {}
-        return {"request_id": self._call.common.id, "choices": [_without_nulls(self._choice(piece))], **told}
+        choices = [_without_nulls(self._choice(piece))]
+        return {**self._head, "choices": choices, **told, **self._ignored_fields(piece)}
 
     def last_chunk(self, usage: Usage) -> dict[str, Any]:
-        return {"request_id": self._call.common.id, "choices": [], "usage": usage}
+        return {**self._head, "choices": [], "usage": usage}
+
+    def _ignored_fields(self, piece: Piece) -> dict[str, Any]:
+        ignored = self._call.common.ignored_fields
+        return {"ignored_fields": ignored} if ignored and piece.is_first else {}
 
     def _choice(self, piece: Piece) -> TokensOutput:
         metadata, width = piece.metadata, self._call.support_width

@@ -17,7 +17,7 @@ VLLM_VERSION: Final = "0.33.0"
 class ServerInfoQuery(Struct, kw_only=True):
     """`config_format`: of `vllm_config`, an object or its JSON as text."""
 
-    config_format: Literal["json", "text"] = "json"
+    config_format: Literal["json", "text"] = "text"
 
 
 def vllm_sections(config: EngineConfig, config_format: str) -> dict[str, Any]:

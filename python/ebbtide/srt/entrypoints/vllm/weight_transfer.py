@@ -384,7 +384,9 @@ class VllmWeightTransfer:
         session = self._state().session
         if session is not None and not self._is_started:
             raise RequestRejected(
-                "a weight update session is open that was not started by /start_weight_update: end it first",
+                "the weight update session that is open was begun by /begin_weight_update: "
+                "/update_weights_from_* take its parts, /end_weight_update commits it, and "
+                "/abort_weight_update discards it",
                 409,
             )
         if session is None and self._failure is not None:

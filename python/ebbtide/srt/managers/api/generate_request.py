@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -310,14 +310,16 @@ class RequestNormalizer:
                 asked = before.num_left
             max_new_tokens = room if asked is None else min(asked, room)
             max_new_tokens += num_before
-            min_new_tokens = min(params.min_new_tokens, max_new_tokens)
+            if params.min_new_tokens > max_new_tokens:
+                raise RequestRejected(
+                    f"sampling_params.min_new_tokens: expected at most {max_new_tokens}, which is what fits "
+                    f"behind a prompt of {len(prompt)} tokens, got {params.min_new_tokens}"
+                )
             start = own.logprob_start_len
             yield TokenizedGenerateReqInput(
                 rid="",
                 input_ids=prompt,
-                sampling_params=replace(params, min_new_tokens=min_new_tokens)
-                if min_new_tokens < params.min_new_tokens
-                else params,
+                sampling_params=params,
                 max_new_tokens=max_new_tokens,
                 seed=0,
                 continued_ids=[] if before is None else list(before.output_ids),
