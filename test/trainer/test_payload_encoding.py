@@ -2,6 +2,7 @@
 
 import gc
 import os
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,9 @@ from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.kept_memory import KeptMemory
-from ebbtide.trainer import lending
-from ebbtide.trainer.lending import LentTensors
+from ebbtide.trainer import cuda_ipc
 from ebbtide.trainer.payload_encoding import (
     PayloadEncoder,
-    SharedTensors,
     WholeEncoder,
     serialize,
     serialize_bucket,
@@ -66,6 +65,11 @@ def received(
     tensors = {name: whole(tensor).clone() for name, tensor in source}
     source.close()
     return tensors
+
+
+def references_at(counts: Path) -> list[int]:
+    """What each of two readers has yet to give back."""
+    return list(struct.unpack_from("=2q", counts.read_bytes(), 64))
 
 
 def assert_received(tensors: dict[str, torch.Tensor]) -> None:
@@ -271,18 +275,18 @@ def gpu() -> Gpu:
     return Gpu()
 
 
-Lend = Callable[[list[tuple[str, torch.Tensor]]], HostDriver]
+OnGpu = Callable[[list[tuple[str, torch.Tensor]]], HostDriver]
 
 
 @pytest.fixture
-def lend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Lend:
+def on_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> OnGpu:
     """Makes these tensors count as those of the engine's GPU."""
 
     def install(tensors: list[tuple[str, torch.Tensor]]) -> HostDriver:
         driver = HostDriver(gpu, tensors)
-        monkeypatch.setattr(PayloadEncoder, "_can_lend", lambda *_: True)
-        monkeypatch.setattr(lending, "driver", lambda: driver)
-        monkeypatch.setattr(lending, "uuid_of", lambda device: UUID)
+        monkeypatch.setattr(PayloadEncoder, "_can_share", lambda *_: True)
+        monkeypatch.setattr(cuda_ipc, "driver", lambda: driver)
+        monkeypatch.setattr(cuda_ipc, "uuid_of", lambda device: UUID)
         return driver
 
     return install
@@ -292,28 +296,29 @@ def test_tensors_that_are_not_on_the_engines_gpu_are_copied() -> None:
     for device in ("cpu", "cuda:0"):
         tensors = named()
         with PayloadEncoder(device).encode(iter(tensors)) as sent:
-            assert isinstance(sent, SharedTensors)
             with torch.no_grad():
                 tensors[0][1].zero_()  # a copy has been made of it
             assert_received(received(sent.payload))
 
 
-def test_lent_tensors_arrive_and_stay_as_they_are(gpu: Gpu, lend: Lend, left_behind: LeftBehind) -> None:
+def test_exported_tensors_arrive_and_stay_as_they_are(
+    gpu: Gpu, on_gpu: OnGpu, left_behind: LeftBehind
+) -> None:
     base = torch.arange(24).reshape(6, 4)
     tensors = [*named(), ("rows", base[2:4]), ("tied", base)]
-    lend(tensors)
+    on_gpu(tensors)
     addresses = [tensor.data_ptr() for _, tensor in tensors]
     with PayloadEncoder(["cuda:0"] * 2).encode(iter(tensors)) as sent:
-        assert isinstance(sent, LentTensors)
+        [counts] = left_behind()
         for rank, entry in enumerate(sent.entries):
-            assert sent.is_read is False
+            assert references_at(counts) == [0] * rank + [5] * (2 - rank)
             place = ParallelConfig(tp_rank=rank, tp_size=2)
             arrived = received(*sent.entries, place=place, gpu=gpu)
             assert entry != sent.entries[1 - rank]
             assert torch.equal(arrived.pop("tied"), base)
             assert torch.equal(arrived.pop("rows"), base[2:4])
             assert_received(arrived)
-        assert sent.is_read
+        assert references_at(counts) == [0, 0]
     assert left_behind() == set()
     assert [tensor.data_ptr() for _, tensor in tensors] == addresses
     assert not any(tensor.is_shared() for _, tensor in tensors)
@@ -321,11 +326,11 @@ def test_lent_tensors_arrive_and_stay_as_they_are(gpu: Gpu, lend: Lend, left_beh
 
 
 def test_handles_are_asked_for_again_where_tensors_lie_elsewhere(
-    gpu: Gpu, lend: Lend, left_behind: LeftBehind
+    gpu: Gpu, on_gpu: OnGpu, left_behind: LeftBehind
 ) -> None:
     tensors = [("a", torch.ones(4)), ("b", torch.ones(6)[2:]), ("none", torch.empty(0, 3))]
     elsewhere = torch.ones(4)
-    driver = lend([*tensors, ("elsewhere", elsewhere)])
+    driver = on_gpu([*tensors, ("elsewhere", elsewhere)])
     encoder = PayloadEncoder("cuda:0")
 
     def sent(tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
@@ -351,10 +356,10 @@ def test_handles_are_asked_for_again_where_tensors_lie_elsewhere(
 
 
 def test_what_may_be_read_still_is_held_until_it_was_given_back(
-    gpu: Gpu, lend: Lend, left_behind: LeftBehind
+    gpu: Gpu, on_gpu: OnGpu, left_behind: LeftBehind
 ) -> None:
     named_tensors = [("w", torch.ones(8))]
-    lend(named_tensors)
+    on_gpu(named_tensors)
     encoder = PayloadEncoder("cuda:0")
     with pytest.raises(TimeoutError), encoder.encode(named_tensors) as sent:
         raise TimeoutError  # the engine may be reading still
@@ -367,13 +372,12 @@ def test_what_may_be_read_still_is_held_until_it_was_given_back(
 
 
 def test_memory_that_cannot_be_shared_is_copied_and_the_log_says_so_once(
-    lend: Lend, caplog: pytest.LogCaptureFixture
+    on_gpu: OnGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lend([])
+    on_gpu([])
     encoder = PayloadEncoder("cuda:0")
     for _ in range(2):
         with encoder.encode(named()) as sent:
-            assert isinstance(sent, SharedTensors)
             assert_received(received(sent.payload))
     [record] = caplog.records
     assert record.levelname == "WARNING"
@@ -381,11 +385,11 @@ def test_memory_that_cannot_be_shared_is_copied_and_the_log_says_so_once(
 
 
 def test_what_stays_where_it_is_is_mapped_once_until_it_goes(
-    gpu: Gpu, lend: Lend, left_behind: LeftBehind
+    gpu: Gpu, on_gpu: OnGpu, left_behind: LeftBehind
 ) -> None:
     tensors = [("a", torch.ones(4)), ("b", torch.ones(6)[2:]), ("none", torch.empty(0, 3))]
     elsewhere = torch.ones(4)
-    driver = lend([*tensors, ("elsewhere", elsewhere)])
+    driver = on_gpu([*tensors, ("elsewhere", elsewhere)])
     encoder, keeper = PayloadEncoder("cuda:0"), KeptMemory(gpu)
 
     def sent(tensors: list[tuple[str, torch.Tensor]]) -> int:
@@ -423,9 +427,11 @@ def test_what_stays_where_it_is_is_mapped_once_until_it_goes(
     assert (len(keeper), left_behind()) == (0, set())
 
 
-def test_what_stays_and_may_be_read_still_is_lent_anew(gpu: Gpu, lend: Lend, left_behind: LeftBehind) -> None:
+def test_what_stays_and_may_be_read_still_is_exported_anew(
+    gpu: Gpu, on_gpu: OnGpu, left_behind: LeftBehind
+) -> None:
     named_tensors = [("w", torch.ones(8))]
-    lend(named_tensors)
+    on_gpu(named_tensors)
     encoder, keeper = PayloadEncoder("cuda:0"), KeptMemory(gpu)
     with pytest.raises(TimeoutError), encoder.encode(named_tensors, keep_mapped=True) as first:
         raise TimeoutError  # the engine may be reading still

@@ -17,8 +17,8 @@ import torch
 from ray.exceptions import RayError
 
 from ebbtide.ray.errors import translated
-from ebbtide.trainer.lending import Payload
-from ebbtide.trainer.payload_encoding import PayloadEncoder, SharedTensors, serialize_tensors
+from ebbtide.trainer.cuda_ipc import Payload
+from ebbtide.trainer.payload_encoding import PayloadEncoder, serialize_tensors
 
 NamedTensors: TypeAlias = list[tuple[str, torch.Tensor]]
 
@@ -27,7 +27,7 @@ class NodeLender:
     """What an actor has lent to the ranks of its node."""
 
     def __init__(self) -> None:
-        self._open: dict[str, list[SharedTensors]] = {}
+        self._open: dict[str, list[Payload]] = {}
         self._lock = threading.Lock()
 
     def lend(self, loan: str, tensors: Mapping[int, NamedTensors], takers: Sequence[int]) -> list[bytes]:
@@ -44,7 +44,7 @@ class NodeLender:
         Raises:
             RequestRejected: shared memory is short, or they are no plain tensors; nothing is lent.
         """
-        shared: dict[int, SharedTensors] = {}
+        shared: dict[int, Payload] = {}
         try:
             for key in dict.fromkeys(takers):
                 shared[key] = serialize_tensors(tensors[key], takers.count(key))
@@ -109,7 +109,7 @@ class NodeLoans(PayloadEncoder):
             except Exception as error:
                 # The others are waited for: what they lend later nobody would take back.
                 failures.append(error)
-        payload = _Loan(entries, partial(self._take_back, loan))
+        payload = Payload(entries, release=partial(self._take_back, loan))
         if failures:
             payload.close()
             raise failures[0]
@@ -120,19 +120,6 @@ class NodeLoans(PayloadEncoder):
         for actor in self._others:
             # One that has died has nothing any more.
             actor.take_back.remote(loan)
-
-
-class _Loan(Payload):
-    """Entries for all ranks, and what lets go of the memory behind them."""
-
-    def __init__(self, entries: Sequence[bytes], take_back: partial[None]) -> None:
-        super().__init__(entries)
-        self._take_back: partial[None] | None = take_back
-
-    def close(self) -> None:
-        take_back, self._take_back = self._take_back, None
-        if take_back is not None:
-            take_back()
 
 
 def _answer(answer: Any, node: int) -> list[bytes]:
@@ -147,6 +134,6 @@ def _on_host(tensor: Any) -> Any:
     return tensor.detach().cpu() if isinstance(tensor, torch.Tensor) else tensor
 
 
-def _close(shared: Iterable[SharedTensors]) -> None:
+def _close(shared: Iterable[Payload]) -> None:
     for one in shared:
         one.close()

@@ -23,7 +23,7 @@ from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.rendezvous import SOURCE_RANK, GroupAddress, connect, host_store
 from ebbtide.formats.weight_group import FIRST_LOOK_S, LOOK_S, Broadcasts, InThread, WeightGroup
 from ebbtide.srt.errors import EbbtideError, EngineError
-from ebbtide.trainer.standing_loans import NamedTensors
+from ebbtide.trainer.cuda_ipc import NamedTensors
 from ebbtide.trainer.targets import EngineSize, Target
 
 logger = logging.getLogger(__name__)

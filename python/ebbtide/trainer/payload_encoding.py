@@ -25,9 +25,8 @@ Source: wire_api sections 4.1 to 4.3.
 import io
 import logging
 import os
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -41,8 +40,7 @@ from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
 from ebbtide.formats.tensor_list import HostStorage, Listing
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.trainer.lending import Lender, LentTensors, Payload, remove_own, uuid_of
-from ebbtide.trainer.standing_loans import StandingLoans
+from ebbtide.trainer.cuda_ipc import IpcExporter, NamedTensors, Payload, remove_own, uuid_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,31 +74,6 @@ def serialize_bucket(bucket: FlattenedTensorBucket) -> bytes:
     return serialize({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()})
 
 
-class SharedTensors(Payload):
-    """Entries and the shared memory behind them; close it once the update is answered, whatever it says."""
-
-    def __init__(self, entries: Sequence[bytes], storage: torch.UntypedStorage, handle: bytes) -> None:
-        super().__init__(entries)
-        self._storage: torch.UntypedStorage | None = storage
-        # Also where nobody closes it: a caller that is interrupted may never get to see it.
-        self._remove = weakref.finalize(self, remove_own, object_path(handle), os.getpid())
-
-    def close(self) -> None:
-        """Frees the shared memory, also when an entry was never opened. Idempotent."""
-        self._storage = None
-        # What is left now is the reference of a receiver that never took it.
-        self._remove()
-
-
-class WholeTensors(Payload):
-    """An entry for all ranks that holds the tensors themselves."""
-
-    load_format = "safetensors"
-
-    def close(self) -> None:
-        """There is no memory behind it."""
-
-
 class PayloadEncoder:
     """Makes payloads of (name, tensor) pairs that reach the ranks of an engine by the shorter way.
 
@@ -118,20 +91,15 @@ class PayloadEncoder:
         self._devices = [torch.device(one) for one in ([device] if isinstance(device, str) else device)]
         self._tp_size = tp_size
         self._has_explained = False
-        self._unfinished: list[LentTensors] = []
-        self._lender = Lender(len(self._devices), self._unfinished.append)
-        self._loans = StandingLoans(len(self._devices), self._unfinished.append)
-        # Updates may be encoded in several threads at once.
-        self._lock = threading.Lock()
+        self._exporter = IpcExporter(len(self._devices))
 
     def serves(self, devices: Sequence[str], tp_size: int) -> bool:
         """Whether it is the one for these."""
         return self._devices == [torch.device(one) for one in devices] and self._tp_size == tp_size
 
     def close(self) -> None:
-        """Let go of memory that was lent for longer than an update. Idempotent; it may be used again."""
-        with self._lock:
-            self._loans.close()
+        """Have nothing stay mapped any more. Idempotent; it may be used again."""
+        self._exporter.close()
 
     def encode(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
@@ -139,39 +107,27 @@ class PayloadEncoder:
         """Makes a payload; close it once the update is answered. Until then the tensors must not change.
 
         Args:
-            keep_mapped: engines may keep the tensors' memory mapped afterwards, see `StandingLoans`: for
-                tensors that lie where they lay the next time, until `close`.
+            keep_mapped: engines may keep the tensors' memory mapped afterwards, see `cuda_ipc`: for tensors
+                that lie where they lay the next time, until `close`.
 
         Waits for all that was launched on their devices, on whatever stream. Raises `RequestRejected` for
         what is not a plain tensor, and when shared memory is short.
         """
-        with self._lock:
-            self._let_go()
-        tensors = list(named_tensors)
-        for item in tensors:
-            _check_named_tensor(item)
-        holders = {tensor.device for _, tensor in tensors}
-        if tensors and self._can_lend(tensors, holders):
-            _finish_work(holders)
+        self._exporter.let_go()
+        tensors = _checked(named_tensors)
+        if tensors and self._can_share(tensors):
+            _finish_work(tensors)
             try:
-                if keep_mapped:
-                    with self._lock:
-                        return self._loans.lend(tensors)
-                return self._lender.lend(tensors)
+                return self._exporter.export(tensors, keep_mapped=keep_mapped)
             except RuntimeError as error:  # for memory that cannot be shared
                 self._explain(error)
         return serialize_tensors(tensors, self._tp_size)
 
-    def _can_lend(self, tensors: Sequence[tuple[str, torch.Tensor]], holders: Iterable[torch.device]) -> bool:
+    def _can_share(self, tensors: NamedTensors) -> bool:
+        holders = {tensor.device for _, tensor in tensors}
         if not all(_reaches(device, holder) for device in self._devices for holder in holders):
             return False
         return all(_is_plain(tensor) for _, tensor in tensors)
-
-    def _let_go(self) -> None:
-        """Let go of what was given up while it may have been read, and has been given back since."""
-        for lent in [lent for lent in self._unfinished if lent.is_read]:
-            self._unfinished.remove(lent)
-            lent.close()
 
     def _explain(self, error: RuntimeError) -> None:
         if not self._has_explained:
@@ -190,11 +146,9 @@ class WholeEncoder(PayloadEncoder):
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
     ) -> Payload:
         """As `PayloadEncoder.encode`; the tensors may change at once."""
-        tensors = list(named_tensors)
-        for item in tensors:
-            _check_named_tensor(item)
-        _finish_work({tensor.device for _, tensor in tensors})
-        return WholeTensors([safetensors_image(tensors)])
+        tensors = _checked(named_tensors)
+        _finish_work(tensors)
+        return Payload([safetensors_image(tensors)], "safetensors")
 
 
 def safetensors_image(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
@@ -224,29 +178,25 @@ def _repeats_elements(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
-def _finish_work(devices: Iterable[torch.device]) -> None:
-    """Waits for what computes there: the stream that it was launched on is not this thread's."""
-    for device in devices:
+def _finish_work(tensors: NamedTensors) -> None:
+    """Waits for what computes them: the stream that it was launched on is not this thread's."""
+    for device in {tensor.device for _, tensor in tensors}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
-def serialize_tensors(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], num_entries: int = 1
-) -> SharedTensors:
+def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], num_entries: int = 1) -> Payload:
     """Copies tensors, of any device, into one block of shared memory; makes the entries that refer to it.
 
     The caller's tensors stay as they are and may be overwritten at once. The block takes the sum of their
-    bytes until it is closed. Raises `RequestRejected` for what is not a plain tensor, and when shared memory
-    is short.
+    bytes until the payload is closed, or lost. Raises `RequestRejected` for what is not a plain tensor, and
+    when shared memory is short.
 
     Args:
         num_entries: how many ranks read the block, each by an entry of its own.
     """
-    tensors = list(named_tensors)
-    for item in tensors:
-        _check_named_tensor(item)
-    _finish_work({tensor.device for _, tensor in tensors})
+    tensors = _checked(named_tensors)
+    _finish_work(tensors)
     sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for _, tensor in tensors]
     storage, handle = _allocate(max(sum(sizes), _ALIGNMENT))
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -261,7 +211,8 @@ def serialize_tensors(
     offset_T = np.array(starts, dtype=np.int64) // listing.itemsize_T
     storages = [[_shared_storage(storage)] for _ in range(num_entries)]
     entries = listing.encode(storages, storage_T, offset_T)
-    return SharedTensors(entries, storage, handle)
+    # What is left at its end is the reference of a receiver that never took it.
+    return Payload(entries, memory=storage, release=partial(remove_own, object_path(handle), os.getpid()))
 
 
 def _shared_storage(storage: torch.UntypedStorage) -> HostStorage:
@@ -270,19 +221,20 @@ def _shared_storage(storage: torch.UntypedStorage) -> HostStorage:
     return HostStorage(manager, handle, num_bytes)
 
 
-def _check_named_tensor(item: object) -> None:
-    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[1], torch.Tensor):
-        raise _refused_item(item)
-    name, tensor = item
-    if not isinstance(name, str):
-        raise _refused_item(item)
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
-        raise RequestRejected(f"{name}: expected a dense tensor with data, got {described}")
-
-
-def _refused_item(item: object) -> RequestRejected:
-    return RequestRejected(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
+def _checked(named_tensors: Iterable[object]) -> NamedTensors:
+    checked = []
+    for item in named_tensors:
+        match item:
+            case (str(name), torch.Tensor() as tensor):
+                checked.append((name, tensor))
+            case _:
+                raise RequestRejected(
+                    f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}"
+                )
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
+            raise RequestRejected(f"{name}: expected a dense tensor with data, got {described}")
+    return checked
 
 
 def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, bytes]:

@@ -16,8 +16,9 @@ import socket
 import sys
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, get_args
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -29,9 +30,9 @@ import torch
 from ebbtide.formats.announcement import Announcement
 from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
+from ebbtide.trainer.cuda_ipc import NamedTensors
 from ebbtide.trainer.gathering import ChangeHeader
 from ebbtide.trainer.payload_encoding import PayloadEncoder, safetensors_image
-from ebbtide.trainer.standing_loans import NamedTensors
 
 Transport = Literal["auto", "memory", "body", "broadcast"]
 
@@ -46,75 +47,6 @@ class AnswerLost(EbbtideError):
     """No answer came: whether the request was carried out is unknown."""
 
 
-class Target(Protocol):
-    """One engine that takes new weights.
-
-    The methods raise `RequestRejected` for a refusal, `EngineError` when the engine failed, `AnswerLost`.
-    """
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        ...
-
-    def begin(self, session_timeout_s: float | None) -> None:
-        """Open a session; None: for as long as the engine allows by itself."""
-        ...
-
-    def stage(
-        self, tensors: NamedTensors, timeout_s: float, changes: ChangeHeader | None = None
-    ) -> Mapping[str, Any]:
-        """Hand tensors over, which may change once this has returned; the body of the reply."""
-        ...
-
-    def end(
-        self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
-    ) -> Mapping[str, Any]:
-        """Commit the session; the body of the reply."""
-        ...
-
-    def abort(self) -> None:
-        """Discard the open session, if there is one."""
-        ...
-
-    def has_session(self) -> bool:
-        """Whether a session is open."""
-        ...
-
-    def close(self) -> None:
-        """Give up what is held from one update to the next. Idempotent."""
-        ...
-
-    def serving_version(self) -> str:
-        """The version of the weights that serve."""
-        ...
-
-    def has_all_weights(self) -> bool:
-        """Whether no parameter is stale."""
-        ...
-
-    @property
-    def location(self) -> tuple[str, int] | None:
-        """Host and port; None for an engine of this process."""
-        ...
-
-    def size(self) -> EngineSize:
-        """How many ranks take part in a broadcast."""
-        ...
-
-    def join_group(self, address: GroupAddress, timeout_s: float) -> None:
-        """Make all ranks join a group, the first one as `address.rank`; returns when it is complete."""
-        ...
-
-    def leave_group(self, name: str) -> None:
-        """Make all ranks leave a group; what waits for a broadcast in it is refused."""
-        ...
-
-    def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
-        """Take what is broadcast at the same time into the session; the body of the reply."""
-        ...
-
-
 @dataclass(frozen=True)
 class EngineSize:
     """How many ranks an engine has, and on how many hosts these are."""
@@ -124,98 +56,56 @@ class EngineSize:
 
 
 class UpdatableEngine(Protocol):
-    """What is asked of an engine in this process: `ebbtide.Engine` has it."""
+    """An engine in this process, as `ebbtide.Engine` is one: its methods take the fields of the requests."""
 
-    def begin_weight_update(self, *, timeout_s: float | None, session_id: str | None) -> dict[str, Any]: ...
-
-    def update_weights_from_tensor(
-        self,
-        named_tensors: list[tuple[str, torch.Tensor]],
-        load_format: str | None = None,
-        *,
-        timeout_s: float | None,
-        session_id: str | None,
-        changed: list[Any] | None = None,
-        base_version: str | int | None = None,
-        keep_mapped: bool = False,
-    ) -> dict[str, Any]: ...
-
-    def forget_mapped(self) -> None: ...
-
-    def end_weight_update(
-        self,
-        *,
-        weight_version: str | None,
-        flush_cache: bool | None,
-        pause_mode: str | None,
-        timeout_s: float | None,
-        session_id: str | None,
-    ) -> dict[str, Any]: ...
-
+    def begin_weight_update(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
+    def update_weights_from_tensor(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
+    def end_weight_update(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
     def abort_weight_update(self) -> dict[str, Any]: ...
-
-    def init_weights_update_group(
-        self,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        *,
-        group_name: str,
-        backend: str,
-        timeout_s: float,
-    ) -> dict[str, Any]: ...
-
-    def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        *,
-        group_name: str,
-        load_format: str | None,
-        timeout_s: float | None,
-        session_id: str | None,
-    ) -> dict[str, Any]: ...
-
-    def destroy_weights_update_group(self, group_name: str) -> dict[str, Any]: ...
-
+    def init_weights_update_group(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
+    def update_weights_from_distributed(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
+    def destroy_weights_update_group(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
+    def forget_mapped(self) -> None: ...
     def server_info(self) -> dict[str, Any]: ...
-
     @property
     def weight_version(self) -> str: ...
 
 
-class EngineTarget:
-    """An engine of this process, which chooses by itself how tensors reach its ranks."""
+class Target(ABC):
+    """One engine that takes new weights.
 
-    def __init__(
-        self, engine: UpdatableEngine, name: str = "the engine", *, keep_mapped: bool = False
-    ) -> None:
+    The methods raise `RequestRejected` for a refusal, `EngineError` when the engine failed, `AnswerLost`.
+
+    Attributes:
+        name: what messages call it.
+        location: host and port; None for an engine of this process.
+    """
+
+    def __init__(self, name: str, location: tuple[str, int] | None, *, keep_mapped: bool) -> None:
         self.name = name
-        self._keeps: dict[str, Any] = {"keep_mapped": True} if keep_mapped else {}
-        self._engine = engine
+        self.location = location
+        self._keep_mapped = keep_mapped
         self._session_id: str | None = None
 
     def begin(self, session_timeout_s: float | None) -> None:
+        """Open a session; None: for as long as the engine allows by itself."""
+        # What names a session is refused outside of it; without the name it would be served by itself.
         self._session_id = uuid4().hex
-        self._engine.begin_weight_update(timeout_s=session_timeout_s, session_id=self._session_id)
+        self._call("begin_weight_update", session_id=self._session_id, timeout_s=session_timeout_s)
 
+    @abstractmethod
     def stage(
         self, tensors: NamedTensors, timeout_s: float, changes: ChangeHeader | None = None
     ) -> Mapping[str, Any]:
-        return self._engine.update_weights_from_tensor(
-            list(tensors),
-            **_change_fields(changes),
-            **self._keeps,
-            timeout_s=timeout_s,
-            session_id=self._session_id,
-        )
+        """Hand tensors over, which may change once this has returned; the body of the reply."""
 
     def end(
         self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
     ) -> Mapping[str, Any]:
-        return self._engine.end_weight_update(
+        """Commit the session; the body of the reply."""
+        return self._call(
+            "end_weight_update",
+            timeout_s + MARGIN_S,
             weight_version=version,
             flush_cache=flush_cache,
             pause_mode=pause_mode,
@@ -224,47 +114,110 @@ class EngineTarget:
         )
 
     def abort(self) -> None:
-        self._engine.abort_weight_update()
+        """Discard the open session, if there is one."""
+        self._call("abort_weight_update")
 
     def has_session(self) -> bool:
-        return bool(self._engine.server_info()["weight_update"]["session_open"])
+        """Whether a session is open."""
+        return bool(self._server_info()["weight_update"]["session_open"])
+
+    def has_all_weights(self) -> bool:
+        """Whether no parameter is stale."""
+        return bool(self._server_info()["state"]["tags"]["weights"]["content"] == "valid")
+
+    @abstractmethod
+    def serving_version(self) -> str:
+        """The version of the weights that serve."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what is held from one update to the next. Idempotent."""
+
+    def size(self) -> EngineSize:
+        """How many ranks take part in a broadcast."""
+        info = self._server_info()
+        return EngineSize(info["tp_size"] * info["dp_size"], info["nnodes"])
+
+    def join_group(self, address: GroupAddress, timeout_s: float) -> None:
+        """Make all ranks join a group, the first one as `address.rank`; returns when it is complete."""
+        self._call(
+            "init_weights_update_group",
+            timeout_s + MARGIN_S,
+            master_address=address.host,
+            master_port=address.port,
+            rank_offset=address.rank,
+            world_size=address.world_size,
+            group_name=address.name,
+            backend=address.backend,
+            timeout_s=timeout_s,
+        )
+
+    def leave_group(self, name: str) -> None:
+        """Make all ranks leave a group; what waits for a broadcast in it is refused."""
+        self._call("destroy_weights_update_group", group_name=name)
+
+    def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
+        """Take what is broadcast at the same time into the session; the body of the reply."""
+        return self._call(
+            "update_weights_from_distributed",
+            timeout_s + MARGIN_S,
+            names=announced.names,
+            dtypes=announced.dtypes,
+            shapes=announced.shapes,
+            load_format=announced.load_format,
+            group_name=group,
+            session_id=self._session_id,
+            timeout_s=timeout_s,
+        )
+
+    @abstractmethod
+    def _call(self, operation: str, wait_s: float = STATE_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
+        """Have a control request carried out; the body of the reply.
+
+        Args:
+            operation: its path, and the name of the engine's method.
+            wait_s: how long a server's answer is awaited.
+        """
+
+    @abstractmethod
+    def _server_info(self) -> Mapping[str, Any]: ...
+
+
+class EngineTarget(Target):
+    """An engine of this process, which chooses by itself how tensors reach its ranks."""
+
+    def __init__(
+        self, engine: UpdatableEngine, name: str = "the engine", *, keep_mapped: bool = False
+    ) -> None:
+        super().__init__(name, None, keep_mapped=keep_mapped)
+        self._engine = engine
+
+    def stage(
+        self, tensors: NamedTensors, timeout_s: float, changes: ChangeHeader | None = None
+    ) -> Mapping[str, Any]:
+        fields = _change_fields(changes)
+        if self._keep_mapped:
+            fields["keep_mapped"] = True
+        return self._engine.update_weights_from_tensor(
+            list(tensors), **fields, timeout_s=timeout_s, session_id=self._session_id
+        )
 
     def close(self) -> None:
-        if self._keeps:
+        if self._keep_mapped:
             self._engine.forget_mapped()
 
     def serving_version(self) -> str:
         return self._engine.weight_version
 
-    def has_all_weights(self) -> bool:
-        return _has_all_weights(self._engine.server_info())
+    def _call(self, operation: str, wait_s: float = STATE_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
+        body: dict[str, Any] = getattr(self._engine, operation)(**fields)
+        return body
 
-    @property
-    def location(self) -> None:
-        return None
-
-    def size(self) -> EngineSize:
-        return _size_of(self._engine.server_info())
-
-    def join_group(self, address: GroupAddress, timeout_s: float) -> None:
-        self._engine.init_weights_update_group(**_join_fields(address), timeout_s=timeout_s)
-
-    def leave_group(self, name: str) -> None:
-        self._engine.destroy_weights_update_group(name)
-
-    def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
-        return self._engine.update_weights_from_distributed(
-            announced.names,
-            announced.dtypes,
-            announced.shapes,
-            group_name=group,
-            load_format=announced.load_format,
-            timeout_s=timeout_s,
-            session_id=self._session_id,
-        )
+    def _server_info(self) -> Mapping[str, Any]:
+        return self._engine.server_info()
 
 
-class ServerTarget:
+class ServerTarget(Target):
     """A server.
 
     Args:
@@ -288,8 +241,8 @@ class ServerTarget:
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ValueError(f"expected a URL as http://HOST:PORT, got {url!r}")
         check_transport(transport)
-        self.name = url.rstrip("/")
-        self.location = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        location = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        super().__init__(url.rstrip("/"), location, keep_mapped=keep_mapped)
         self._host = parts.hostname
         self._transport = transport
         self._headers = {"Content-Type": "application/json"}
@@ -298,84 +251,38 @@ class ServerTarget:
         # Straight to it: what the environment names as a proxy is for other traffic.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._encoder: PayloadEncoder | None = None
-        self._keep_mapped = keep_mapped
-        self._session_id: str | None = None
 
     def begin(self, session_timeout_s: float | None) -> None:
         self._encoder = self._find_encoder()
-        # What names a session is refused outside of it; without the name it would be served by itself.
-        self._session_id = uuid4().hex
-        fields = {"session_id": self._session_id, "timeout_s": session_timeout_s}
-        self._call("/begin_weight_update", fields, STATE_TIMEOUT_S)
+        super().begin(session_timeout_s)
 
     def stage(
         self, tensors: NamedTensors, timeout_s: float, changes: ChangeHeader | None = None
     ) -> Mapping[str, Any]:
+        fields = _change_fields(changes)
         if self._encoder is None:
-            fields = {"load_format": "safetensors", **_change_fields(changes)}
+            fields = {"load_format": "safetensors", **fields}
             return self._update([safetensors_image(tensors)], fields, timeout_s)
         keep_mapped = self._keep_mapped and changes is None
         with self._encoder.encode(tensors, keep_mapped=keep_mapped) as payload:
-            return self._update(payload.entries, _change_fields(changes), timeout_s)
-
-    def end(
-        self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
-    ) -> Mapping[str, Any]:
-        fields = {
-            "session_id": self._session_id,
-            "weight_version": version,
-            "flush_cache": flush_cache,
-            "pause_mode": pause_mode,
-            "timeout_s": timeout_s,
-        }
-        body: Mapping[str, Any] = self._call("/end_weight_update", fields, timeout_s + MARGIN_S)
-        return body
-
-    def abort(self) -> None:
-        self._call("/abort_weight_update", {})
-
-    def has_session(self) -> bool:
-        return bool(self._call("/server_info")["weight_update"]["session_open"])
+            return self._update(payload.entries, fields, timeout_s)
 
     def close(self) -> None:
         if self._encoder is not None:
             self._encoder.close()
 
     def serving_version(self) -> str:
-        return str(self._call("/model_info")["weight_version"])
-
-    def has_all_weights(self) -> bool:
-        return _has_all_weights(self._call("/server_info"))
-
-    def size(self) -> EngineSize:
-        return _size_of(self._call("/server_info"))
-
-    def join_group(self, address: GroupAddress, timeout_s: float) -> None:
-        fields = {**_join_fields(address), "timeout_s": timeout_s}
-        self._call("/init_weights_update_group", fields, timeout_s + MARGIN_S)
-
-    def leave_group(self, name: str) -> None:
-        self._call("/destroy_weights_update_group", {"group_name": name})
-
-    def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
-        fields = {
-            **asdict(announced),
-            "group_name": group,
-            "session_id": self._session_id,
-            "timeout_s": timeout_s,
-        }
-        body: Mapping[str, Any] = self._call("/update_weights_from_distributed", fields, timeout_s + MARGIN_S)
-        return body
+        return str(self._request("/model_info")["weight_version"])
 
     def _find_encoder(self) -> PayloadEncoder | None:
         """What shares memory with all ranks of the server; None where it does not reach all of them."""
         is_elsewhere = self._transport == "auto" and not _is_this_host(self._host)
         if is_elsewhere or self._transport in ("body", "broadcast"):
             return None
-        info = self._call("/server_info")
+        info = self._server_info()
         if info["nnodes"] > 1:
             return None
-        ranks = self._call("/memory_occupation")["ranks"]
+        ranks = self._request("/memory_occupation")["ranks"]
         ranks.sort(key=lambda rank: (rank["dp_rank"], rank["tp_rank"]))
         own = _own_devices()
         # A GPU that this process does not see is out of its reach, as the CPU is.
@@ -388,23 +295,31 @@ class ServerTarget:
     def _update(
         self, entries: Sequence[bytes], format_fields: Mapping[str, Any], timeout_s: float
     ) -> dict[str, Any]:
-        fields = {
+        return self._call(
+            "update_weights_from_tensor",
+            timeout_s + MARGIN_S,
             **format_fields,
-            "serialized_named_tensors": [base64.b64encode(entry).decode() for entry in entries],
-            "session_id": self._session_id,
-            "timeout_s": timeout_s,
-        }
-        body: dict[str, Any] = self._call("/update_weights_from_tensor", fields, timeout_s + MARGIN_S)
+            serialized_named_tensors=[base64.b64encode(entry).decode() for entry in entries],
+            session_id=self._session_id,
+            timeout_s=timeout_s,
+        )
+
+    def _call(self, operation: str, wait_s: float = STATE_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
+        body: dict[str, Any] = self._request(f"/{operation}", fields, wait_s)
         return body
 
-    def _call(
-        self, path: str, fields: Mapping[str, Any] | None = None, timeout_s: float = STATE_TIMEOUT_S
+    def _server_info(self) -> Mapping[str, Any]:
+        info: Mapping[str, Any] = self._request("/server_info")
+        return info
+
+    def _request(
+        self, path: str, fields: Mapping[str, Any] | None = None, wait_s: float = STATE_TIMEOUT_S
     ) -> Any:
         """POST these fields, or GET without any; the answer's JSON."""
         data = None if fields is None else json.dumps(fields).encode()
         request = urllib.request.Request(self.name + path, data, self._headers | _trace_headers())
         try:
-            with self._opener.open(request, timeout=timeout_s) as response:
+            with self._opener.open(request, timeout=wait_s) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             raise _as_error(error) from None
@@ -433,25 +348,6 @@ def check_transport(transport: str) -> None:
     """Raises `ValueError` for one that does not exist."""
     if transport not in get_args(Transport):
         raise ValueError(f"transport: expected one of {get_args(Transport)}, got {transport!r}")
-
-
-def _has_all_weights(server_info: Mapping[str, Any]) -> bool:
-    return bool(server_info["state"]["tags"]["weights"]["content"] == "valid")
-
-
-def _size_of(server_info: Mapping[str, Any]) -> EngineSize:
-    return EngineSize(server_info["tp_size"] * server_info["dp_size"], server_info["nnodes"])
-
-
-def _join_fields(address: GroupAddress) -> dict[str, Any]:
-    return {
-        "master_address": address.host,
-        "master_port": address.port,
-        "rank_offset": address.rank,
-        "world_size": address.world_size,
-        "group_name": address.name,
-        "backend": address.backend,
-    }
 
 
 def _as_error(answer: urllib.error.HTTPError) -> EbbtideError:

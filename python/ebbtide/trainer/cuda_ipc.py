@@ -1,7 +1,11 @@
-"""Payloads that refer to a trainer's tensors where they are, on a GPU: the engine reads them there.
+"""Payloads that refer to a trainer's tensors where they are, on a GPU (CUDA IPC), for engines to read there.
 
 Allocations are shared whole, by the driver's handles: a few hundred of them hold thousands of tensors. Each
 reader counts down, in a file in shared memory as torch makes them, as it gives references back.
+
+Engines may keep the memory of tensors that stay where they are mapped between updates: mapping and unmapping
+hundreds of allocations takes longer than copying what is in them. Memory that the trainer frees meanwhile
+goes back to the device only with an update in which the same names lie elsewhere, or at `IpcExporter.close`.
 """
 
 from __future__ import annotations
@@ -12,13 +16,12 @@ import functools
 import os
 import secrets
 import struct
+import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +32,10 @@ from ebbtide.formats.tensor_list import DeviceStorage, Listing
 from ebbtide.formats.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS
 from ebbtide.srt.errors import RequestRejected
 
+NamedTensors: TypeAlias = Sequence[tuple[str, torch.Tensor]]
+
+# Exports that stay mapped: the buckets of one update, and some more.
+MAX_STANDING: Final = 192
 _COUNTER: Final = struct.Struct("=q")
 # CU_POINTER_ATTRIBUTE_CONTEXT
 _CONTEXT_OF_POINTER: Final = 1
@@ -36,18 +43,35 @@ _CONTEXT_OF_POINTER: Final = 1
 _BUFFER_ID_OF_POINTER: Final = 7
 
 
-class Payload(ABC):
+class Payload:
     """What is sent, and the memory behind it for as long as it is open: until the update is answered.
+
+    Args:
+        load_format: with which the entries are sent.
+        memory: held until it is closed.
+        release: called once, when it is closed or lost. Must not refer to the payload.
+        abandon: called instead of closing it where its context is left by something else than an answer
+            (`RequestRejected` is one): the engine may be reading still.
 
     Attributes:
         entries: of `serialized_named_tensors`.
-        load_format: with which they are sent.
     """
 
-    load_format: str | None = None
-
-    def __init__(self, entries: Sequence[bytes]) -> None:
+    def __init__(
+        self,
+        entries: Sequence[bytes],
+        load_format: str | None = None,
+        *,
+        memory: object = None,
+        release: Callable[[], object] | None = None,
+        abandon: Callable[[Payload], None] | None = None,
+    ) -> None:
         self.entries = list(entries)
+        self.load_format = load_format
+        self._memory = memory
+        # Also where nobody closes it: a caller that is interrupted may never get to see it.
+        self._release = None if release is None else weakref.finalize(self, release)
+        self._abandon = abandon
 
     @property
     def payload(self) -> bytes:
@@ -55,66 +79,27 @@ class Payload(ABC):
         [entry] = self.entries
         return entry
 
-    @abstractmethod
     def close(self) -> None:
-        """Gives the memory back. Idempotent."""
+        """Give the memory back. Idempotent."""
+        self._memory = None
+        if self._release is not None:
+            self._release()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class LentTensors(Payload):
-    """Entries that refer to the tensors themselves.
-
-    Left by something else than `RequestRejected`, which says that nothing is read any more, the engine may
-    be reading still: then whoever `keeps` it holds the tensors until it has finished.
-    """
-
-    def __init__(
-        self,
-        entries: Sequence[bytes],
-        tensors: object,
-        counts: Counts,
-        keep: Callable[[LentTensors], None],
-        *,
-        owns_counts: bool = True,
-    ) -> None:
-        super().__init__(entries)
-        self.owns_counts = owns_counts
-        self._tensors: object | None = tensors
-        self._counts = counts
-        self._keep = keep
-
-    @property
-    def is_read(self) -> bool:
-        """Whether every reader has given back what it was lent."""
-        return self._counts.are_zero
-
-    def close(self) -> None:
-        """Lets go of the tensors."""
-        self._tensors = None
-        if self.owns_counts:
-            self._counts.close()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None or issubclass(kind, RequestRejected):
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._abandon is None or kind is None or issubclass(kind, RequestRejected):
             self.close()
         else:
-            self._keep(self)
+            self._abandon(self)
 
 
 class Counts:
     """How many references each reader has yet to give back, in a file in shared memory.
 
     Args:
-        num_readers, num_references: so many readers are handed so many references each.
+        num_references: handed to each reader.
 
     Attributes:
         name: of the file, as payloads say it.
@@ -126,7 +111,7 @@ class Counts:
         self._num_readers, self._num_references = num_readers, num_references
         self._descriptor = os.open(object_path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.ftruncate(self._descriptor, HEADER_BYTES + NUM_COUNTERS * _COUNTER.size)
-        # Also where nobody closes it: what stays lent outlives the update, and may outlive the program.
+        # Also where nobody closes it: what stays mapped outlives the update, and may outlive the program.
         self._remove = weakref.finalize(self, _remove, self._descriptor, object_path(self.name), os.getpid())
         self.refill()
 
@@ -136,8 +121,7 @@ class Counts:
         os.pwrite(self._descriptor, counts, HEADER_BYTES)
 
     def hold(self, *, stays: bool) -> None:
-        """Say that the memory stays where it is; or that it does not any more, as the end of this process
-        says too."""
+        """Say that the memory stays where it is, or no longer does; the end of this process says so too."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX if stays else fcntl.LOCK_UN)
 
     @property
@@ -215,18 +199,6 @@ class Driver:
 driver: Final = functools.cache(Driver)
 
 
-@dataclass(frozen=True)
-class Loan:
-    """What is said of tensors that are lent.
-
-    Attributes:
-        entries: one for each reader.
-    """
-
-    entries: list[bytes]
-    counts: Counts
-
-
 class Places:
     """Names and shapes of tensors, and where they lie.
 
@@ -234,7 +206,7 @@ class Places:
         address_T: of each one's first element; 0 for what is empty.
     """
 
-    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, tensors: NamedTensors) -> None:
         self.listing = Listing(tensors)
         address_T = np.array([tensor.data_ptr() for _, tensor in tensors], dtype=np.int64)
         self.address_T = np.where(self.listing.num_bytes_T > 0, address_T, 0)
@@ -267,7 +239,7 @@ class Allocations:
     offset_T: NDArray[np.int64]
 
     @classmethod
-    def of(cls, tensors: Sequence[tuple[str, torch.Tensor]], places: Places) -> Self:
+    def of(cls, tensors: NamedTensors, places: Places) -> Self:
         """Ask the driver. Raises RuntimeError for memory that it does not share.
 
         Args:
@@ -292,57 +264,124 @@ class Allocations:
             raise RuntimeError(f"{tensors[index][0]} does not lie at a multiple of its elements' size")
         return cls(places, begins[1:], _ids(begins[1:]), storages, storage_T, offset_T)
 
-    @property
-    def are_there(self) -> bool:
-        """Whether they are still those that they were."""
-        return None not in self.ids and _ids(self.begins) == self.ids
-
-    def lent(self, num_readers: int, *, stays: bool = False) -> Loan:
-        """A loan of the tensors to so many readers.
-
-        Args:
-            stays: the memory stays where it is, and may stay mapped until the counts are let go of.
-        """
-        counts = Counts(num_readers, len(self.begins))
-        entries = [
-            [DeviceStorage(*storage, 0, counts.name, reader) for storage in self.storages]
-            for reader in range(num_readers)
-        ]
-        listing = self.places.listing
-        return Loan(listing.encode(entries, self.storage_T, self.offset_T, stays=stays), counts)
+    def are_at(self, places: Places) -> bool:
+        """Whether these places are in them, and they are still those that they were."""
+        return self.places == places and None not in self.ids and _ids(self.begins) == self.ids
 
 
 def _ids(begins: Sequence[int]) -> list[int | None]:
     return [driver().id_of(begin) for begin in begins]
 
 
-class Lender:
-    """Lends tensors for the time of an update.
+@dataclass(frozen=True, eq=False)
+class _Export:
+    """Allocations that readers have references to.
 
-    What the driver said of the last ones is kept: of the same tensors in the same allocations it would say
-    the same, and asking it for hundreds of handles takes milliseconds.
-
-    Args:
-        num_readers: of each loan.
-        keep: takes over what a reader may not have finished with.
+    Attributes:
+        entries: one for each reader.
+        names: of the tensors, where the allocations stay mapped.
     """
 
-    def __init__(self, num_readers: int, keep: Callable[[LentTensors], None]) -> None:
-        self._num_readers = num_readers
-        self._keep = keep
-        self._last: Allocations | None = None
+    allocations: Allocations
+    entries: list[bytes]
+    counts: Counts
+    names: tuple[str, ...]
 
-    def lend(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> LentTensors:
+
+class IpcExporter:
+    """Makes payloads of tensors on a GPU, for the time of an update or until their memory moves."""
+
+    def __init__(self, num_readers: int) -> None:
+        self._num_readers = num_readers
+        # What the driver said last: asking it for hundreds of handles takes milliseconds.
+        self._last: Allocations | None = None
+        # By each tensor's name; the first of a name's exports is the only one.
+        self._standing: dict[str, _Export] = {}
+        self._unfinished: list[tuple[Payload, Counts]] = []
+        # Updates may be encoded in several threads at once.
+        self._lock = threading.Lock()
+
+    def export(self, tensors: NamedTensors, *, keep_mapped: bool = False) -> Payload:
         """Entries, one for each reader, that refer to these tensors, whose contents are there.
+
+        Args:
+            keep_mapped: the memory may stay mapped afterwards. What stayed mapped under one of these names,
+                and lies elsewhere, does so no longer.
 
         Raises RuntimeError for memory that the driver does not share in this way.
         """
         places = Places(tensors)
+        if keep_mapped:
+            with self._lock:
+                export = self._standing_export(tensors, places)
+            return Payload(export.entries, memory=tensors, abandon=functools.partial(self._hold, export))
         last = self._last
-        if last is None or last.places != places or not last.are_there:
+        if last is None or not last.are_at(places):
             last = self._last = Allocations.of(tensors, places)
-        loan = last.lent(self._num_readers)
-        return LentTensors(loan.entries, tensors, loan.counts, self._keep)
+        export = self._share(last)
+        return Payload(
+            export.entries,
+            memory=tensors,
+            release=export.counts.close,
+            abandon=functools.partial(self._hold, export),
+        )
+
+    def let_go(self) -> None:
+        """Let go of what was abandoned and has been given back since."""
+        with self._lock:
+            for payload, counts in [each for each in self._unfinished if each[1].are_zero]:
+                self._unfinished.remove((payload, counts))
+                payload.close()
+                counts.close()
+
+    def close(self) -> None:
+        """Have nothing stay mapped any more. Idempotent."""
+        with self._lock:
+            for export in list(dict.fromkeys(self._standing.values())):
+                self._end(export)
+
+    def _standing_export(self, tensors: NamedTensors, places: Places) -> _Export:
+        export = self._standing.get(tensors[0][0])
+        if export is not None and export.allocations.are_at(places) and export.counts.are_zero:
+            export.counts.refill()
+            return export
+        names = tuple(name for name, _ in tensors)
+        for name in names:
+            if (former := self._standing.get(name)) is not None:
+                self._end(former)
+        exports = list(dict.fromkeys(self._standing.values()))
+        for oldest in exports[: max(0, len(exports) + 1 - MAX_STANDING)]:
+            self._end(oldest)
+        export = self._share(Allocations.of(tensors, places), names)
+        export.counts.hold(stays=True)
+        self._standing.update(dict.fromkeys(names, export))
+        return export
+
+    def _share(self, allocations: Allocations, names: tuple[str, ...] = ()) -> _Export:
+        counts = Counts(self._num_readers, len(allocations.begins))
+        storages = [
+            [DeviceStorage(*storage, 0, counts.name, reader) for storage in allocations.storages]
+            for reader in range(self._num_readers)
+        ]
+        listing, columns = allocations.places.listing, (allocations.storage_T, allocations.offset_T)
+        entries = listing.encode(storages, *columns, stays=bool(names))
+        return _Export(allocations, entries, counts, names)
+
+    def _hold(self, export: _Export, payload: Payload) -> None:
+        """It may be read still: hold the tensors until every reader has given its references back."""
+        with self._lock:
+            self._forget(export)
+            export.counts.hold(stays=False)
+            self._unfinished.append((payload, export.counts))
+
+    def _end(self, export: _Export) -> None:
+        self._forget(export)
+        export.counts.close()
+
+    def _forget(self, export: _Export) -> None:
+        for name in export.names:
+            if self._standing.get(name) is export:
+                del self._standing[name]
 
 
 @functools.cache
