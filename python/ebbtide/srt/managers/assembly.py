@@ -20,7 +20,7 @@ from ebbtide.srt.managers.control.weight_content import WeightContent
 from ebbtide.srt.managers.control.weight_ports import Weights
 from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
-from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport, StateReport
+from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport
 from ebbtide.srt.managers.scheduler import Scheduler
 from ebbtide.srt.managers.scheduling.kv_chunks import ChunkMemory, KVChunks
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
@@ -159,7 +159,6 @@ def assemble_scheduler(
         control,
         pace,
         step_log,
-        lambda: _report(control, parts, inbox),
         tokenizer=parts.tokenizer,
         eos_token_ids=eos_token_ids,
         overlap=config.schedule.overlap,
@@ -235,6 +234,15 @@ def _control_plane(
         operations,
         inbox.ranks,
         [other.handlers for other in others],
+        RankReport(
+            dp_rank=inbox.dp_rank,
+            tp_rank=inbox.tp_rank,
+            pid=os.getpid(),
+            device=parts.device,
+            uuid=parts.uuid,
+            tags={},
+        ),
+        lambda: parts.weights.group_names,
         inbox.reply,
         inbox.set_deadline,
     )
@@ -255,27 +263,4 @@ def _load_reports(
         lent_bytes=lambda: chunks.lent_bytes,
         stalls=operations.stalls,
         gc_pause_s=parts.gc_pause_s,
-    )
-
-
-def _report(control: ControlPlane, parts: RankParts, inbox: RankInbox) -> StateReport:
-    rank = RankReport(
-        dp_rank=inbox.dp_rank,
-        tp_rank=inbox.tp_rank,
-        pid=os.getpid(),
-        device=parts.device,
-        uuid=parts.uuid,
-        tags=control.memory.report(),
-    )
-    return StateReport(
-        dp_rank=inbox.dp_rank,
-        paused=control.paused,
-        can_run=control.can_run,
-        reason=control.reason,
-        ranks=[rank],
-        weight_version=control.updates.version,
-        model_path=control.updates.model_path,
-        load_format=control.updates.load_format,
-        session=control.updates.report(),
-        weight_groups=parts.weights.group_names,
     )

@@ -8,7 +8,6 @@ the same messages, and so makes the same forward passes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +21,6 @@ from ebbtide.srt.managers.io_struct import (
     Expire,
     FinishReason,
     LoadGrammar,
-    StateReport,
     TokenizedGenerateReqInput,
     Verdict,
     WeightUpdateRequest,
@@ -36,7 +34,6 @@ from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
-from ebbtide.srt.managers.scheduling.watchdog import Progress
 from ebbtide.srt.managers.text.grammar import GrammarShelf
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer
 from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
@@ -68,10 +65,9 @@ class Scheduler:
         overlap: whether a step is launched before the one before it is committed.
         pace: is told how long forward passes take.
         step_log: is told when none may run.
-        report: the state machines as they stand.
 
     Attributes:
-        progress: what the loop is at.
+        activity: what the loop is doing, and since when; None: it waits for messages. Its watchdog reads it.
     """
 
     def __init__(
@@ -86,7 +82,6 @@ class Scheduler:
         control: ControlPlane,
         pace: Pace,
         step_log: StepLog,
-        report: Callable[[], StateReport],
         *,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
@@ -101,14 +96,13 @@ class Scheduler:
         self._limits = limits
         self._runner = runner
         self.control = control
-        self._report = report
         self._tokenizer = tokenizer
         self.grammars = grammars
         self._eos_token_ids = eos_token_ids
         self._overlap = overlap
         self._pace = pace
         self._step_log = step_log
-        self.progress = Progress()
+        self.activity: tuple[str, float] | None = None
         self._in_flight: _Launched | None = None
         self._committed_s = 0.0
         self._num_arrived = 0
@@ -121,9 +115,9 @@ class Scheduler:
 
     def turn(self) -> None:
         """One turn, which all ranks make with the same messages; or this rank's own work between two."""
-        self.progress.rest()
+        self.activity = None
         messages = self._inbox.receive(self.demand)
-        self.progress.begin("a turn of the loop")
+        self._begin("a turn of the loop")
         if messages is not None:
             for message in messages:
                 self._handle(message)
@@ -133,17 +127,20 @@ class Scheduler:
                 # Whatever keeps the next pass from running may have been launched behind this one.
                 self._settle()
                 self._pace.note_idle()
-                if not self.control.can_run:
+                if not self.control.can_run and self.policy.has_work:
                     self._step_log.note_blocked(self.control.reason)
             if self.control.any_pending:
-                self.progress.begin("the work of control requests")
+                self._begin("the work of control requests")
                 self.control.advance(self._settle)
                 self.answer()
         self.control.ranks.work()
 
+    def _begin(self, what: str) -> None:
+        self.activity = (what, time.monotonic())
+
     def answer(self) -> None:
         """Send the state, if it has changed, and the replies that are due."""
-        self._inbox.answer(self._report(), self._processor.num_aborts)
+        self._inbox.answer(self.control.report(), self._processor.num_aborts)
 
     @property
     def demand(self) -> Demand:
@@ -167,7 +164,7 @@ class Scheduler:
             case LoadGrammar():
                 self._shelf().load(message)
             case ControlCall():
-                self.progress.begin(f"{type(message.request).__name__} {message.id}")
+                self._begin(f"{type(message.request).__name__} {message.id}")
                 if not isinstance(message.request, WeightUpdateRequest):
                     self._settle()
                 # What an update brings is read beside the pass under way.
@@ -197,7 +194,7 @@ class Scheduler:
     def _launch(self, batch: ScheduledBatch) -> _Launched:
         if self.control.memory.restore_cuda_graph():
             self.answer()
-        self.progress.begin(f"a forward pass (requests={len(batch.requests)})")
+        self._begin(f"a forward pass (requests={len(batch.requests)})")
         now = time.monotonic()
         for req in batch.admitted:
             if req.started_s is None:
@@ -214,7 +211,7 @@ class Scheduler:
     def _commit(self, launched: _Launched | None) -> None:
         if launched is None:
             return
-        self.progress.begin(f"a forward pass (requests={len(launched.batch.requests)})")
+        self._begin(f"a forward pass (requests={len(launched.batch.requests)})")
         result = launched.step.wait()
         now = time.monotonic()
         began = max(launched.at_s, self._committed_s, self._pace.copied_at_s)

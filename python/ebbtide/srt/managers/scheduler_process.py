@@ -87,7 +87,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     )
     args = config.server_args
     Watchdog(
-        scheduler.progress,
+        lambda: scheduler.activity,
         args.watchdog_timeout,
         args.soft_watchdog_timeout,
         end=lambda message: end_hung_process(lambda said: _say_last(ready, said), message),

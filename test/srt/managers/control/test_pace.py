@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from ebbtide.srt.managers.control import pace as pace_module
-from ebbtide.srt.managers.control.pace import COPY_BYTES_PER_S, LONGEST_TURN_S, SHARE, Pace
+from ebbtide.srt.managers.control.pace import COPY_BYTES_PER_S, LONGEST_TURN_S, SHARE, Pace, Stall
 from ebbtide.srt.managers.control.ports import Activity, Slices
-from ebbtide.srt.managers.control.stalls import Stall
 
 STEP_S = 6e-3
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ebbtide.srt.managers.scheduling import watchdog as module
-from ebbtide.srt.managers.scheduling.watchdog import Progress, Watchdog
+from ebbtide.srt.managers.scheduling.watchdog import Watchdog
 
 
 class Watched:
@@ -19,8 +19,11 @@ class Watched:
         self.num_dumps = 0
         clock: Any = type("Clock", (), {"monotonic": lambda: self.now_s, "sleep": time.sleep})
         monkeypatch.setattr(module, "time", clock)
-        self.progress = Progress()
-        self._watchdog = Watchdog(self.progress, 10.0, 2.0, self.ends.append, self._dump)
+        self.activity: tuple[str, float] | None = None
+        self._watchdog = Watchdog(lambda: self.activity, 10.0, 2.0, self.ends.append, self._dump)
+
+    def begin(self, what: str) -> None:
+        self.activity = (what, self.now_s)
 
     def _dump(self) -> None:
         assert self._caplog.messages[-1].endswith("where every thread stands:"), (
@@ -45,15 +48,15 @@ def test_long_work_is_told_once_and_then_ended_and_waiting_is_no_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = Watched(monkeypatch, caplog)
-    watched.progress.begin("a forward pass")
+    watched.begin("a forward pass")
     watched.after(1.9)
-    watched.progress.begin("a forward pass")
+    watched.begin("a forward pass")
     watched.after(1.9)
-    watched.progress.rest()
+    watched.activity = None
     watched.after(1000)
     assert (watched.num_dumps, caplog.messages, watched.ends) == (0, [], [])
 
-    watched.progress.begin("PauseGenerationReqInput 7")
+    watched.begin("PauseGenerationReqInput 7")
     watched.after(3)
     watched.after(3)
     [told] = caplog.messages
@@ -68,7 +71,7 @@ def test_time_in_which_the_whole_process_stood_still_is_not_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = Watched(monkeypatch, caplog)
-    watched.progress.begin("a forward pass")
+    watched.begin("a forward pass")
     watched.after(1)
     watched.frozen_for(3600)
     watched.after(0.6)

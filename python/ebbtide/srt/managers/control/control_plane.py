@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
+from msgspec import structs
+
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Operations, refusal
+from ebbtide.srt.managers.control.pace import Stall
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import HandlerTable, Operation, OutOfStep, Ranks
-from ebbtide.srt.managers.control.stalls import Stall
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
@@ -18,6 +20,8 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     PingReqInput,
     PingReqOutput,
+    RankReport,
+    StateReport,
     Verdict,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -33,6 +37,8 @@ class ControlPlane:
     Args:
         others: the handler tables of what has no state of its own here. All tables together cover every
             control request exactly once.
+        rank: this rank in reports of the state, but for its tags.
+        weight_groups: names of the groups that it has joined to receive weights.
     """
 
     def __init__(
@@ -43,6 +49,8 @@ class ControlPlane:
         operations: Operations,
         ranks: Ranks,
         others: Sequence[HandlerTable],
+        rank: RankReport,
+        weight_groups: Callable[[], list[str]],
         reply: Callable[[str, AnyReply], None],
         set_deadline: Callable[[str, float], None],
     ) -> None:
@@ -51,6 +59,7 @@ class ControlPlane:
         self.updates = updates
         self.operations = operations
         self.ranks = ranks
+        self._rank, self._weight_groups = rank, weight_groups
         self._held: deque[ControlCall | Verdict] = deque()
         self._reply = reply
         self._set_deadline = set_deadline
@@ -158,3 +167,18 @@ class ControlPlane:
         if self.operations.is_fenced:
             reasons.append("other replicas may serve an update that is ready here: its verdict has not come")
         return "; ".join(reasons)
+
+    def report(self) -> StateReport:
+        """The state machines as they stand."""
+        return StateReport(
+            dp_rank=self._rank.dp_rank,
+            paused=self.paused,
+            can_run=self.can_run,
+            reason=self.reason,
+            ranks=[structs.replace(self._rank, tags=self.memory.report())],
+            weight_version=self.updates.version,
+            model_path=self.updates.model_path,
+            load_format=self.updates.load_format,
+            session=self.updates.report(),
+            weight_groups=self._weight_groups(),
+        )

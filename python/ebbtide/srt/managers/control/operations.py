@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.pace import Stall, StallTally
 from ebbtide.srt.managers.control.ports import (
     BETWEEN_PASSES,
     Activity,
@@ -21,7 +22,6 @@ from ebbtide.srt.managers.control.ports import (
     Overruled,
     Work,
 )
-from ebbtide.srt.managers.control.stalls import Stall, StallTally
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
     ControlRequest,

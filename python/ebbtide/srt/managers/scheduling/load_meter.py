@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from msgspec import structs
 
+from ebbtide.srt.managers.control.pace import StallTally
 from ebbtide.srt.managers.control.ports import HandlerTable
-from ebbtide.srt.managers.control.stalls import StallTally
 from ebbtide.srt.managers.io_struct import GetLoadReqInput, GetLoadReqOutput, Load
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy

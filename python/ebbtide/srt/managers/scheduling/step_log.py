@@ -40,9 +40,9 @@ class StepLog:
             self._num_steps = self._num_sampled = 0
 
     def note_blocked(self, reason: str) -> None:
-        """No forward pass may run. The first time since the last one, a line says why, if requests wait."""
+        """No forward pass may run. The first time since the last one, a line says why."""
         policy = self._policy
-        if self._is_blocked or not self._interval or not policy.has_work:
+        if self._is_blocked or not self._interval:
             return
         self._is_blocked = True
         logger.info(

@@ -19,28 +19,14 @@ logger = logging.getLogger(__name__)
 _LOOKS_PER_LIMIT: Final = 10
 
 
-class Progress:
-    """What the loop is at, and since when. Written by the loop, read by the thread of its watchdog."""
-
-    def __init__(self) -> None:
-        self.current: tuple[str, float] | None = None
-
-    def begin(self, what: str) -> None:
-        """Note that this is being done from now on."""
-        self.current = (what, time.monotonic())
-
-    def rest(self) -> None:
-        """Nothing is being done: the loop waits for messages."""
-        self.current = None
-
-
 class Watchdog:
-    """A thread that looks at the progress of a loop.
+    """A thread that looks at what a loop is doing.
 
     Time in which it could not look is not counted: then the whole process stood still (SIGSTOP, a container
     that is frozen), and the loop had no chance to go on.
 
     Args:
+        activity: what the loop is doing, and since when, on the monotonic clock; None: it waits for messages.
         limit_s: when one thing takes longer, `end` is called with what to say of it.
         soft_limit_s: when it takes longer, that is logged once with the stacks of all threads; None: never.
         dump: writes the stacks of all threads.
@@ -48,13 +34,13 @@ class Watchdog:
 
     def __init__(
         self,
-        progress: Progress,
+        activity: Callable[[], tuple[str, float] | None],
         limit_s: float,
         soft_limit_s: float | None,
         end: Callable[[str], None],
         dump: Callable[[], None],
     ) -> None:
-        self._progress = progress
+        self._activity = activity
         self._limit_s = limit_s
         self._soft_limit_s = soft_limit_s
         self._end = end
@@ -70,8 +56,8 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def look(self) -> None:
-        """Compare what the loop is at with the limits."""
-        now, current = time.monotonic(), self._progress.current
+        """Compare what the loop is doing with the limits."""
+        now, current = time.monotonic(), self._activity()
         late_s, self._looked_s = now - self._looked_s - self._interval_s, now
         if current != self._seen:
             self._seen, self._stood_still_s = current, 0.0

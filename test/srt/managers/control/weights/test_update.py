@@ -8,7 +8,7 @@ import pytest
 from fixtures.control import IN_PLACE, PROMPT, Harness, updating
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control import pace, stalls
+from ebbtide.srt.managers.control import pace
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     AnyControlRequest,
@@ -155,8 +155,7 @@ def test_in_place_the_whole_time_from_the_first_write_to_the_commit_is_a_stall(
     """On a clock that ticks with every look of theirs at it: only a staged update lets forward passes in."""
     looks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(looks)), monotonic=lambda: float(next(looks)))
-    for module in (pace, stalls):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(pace, "time", clock)
     staged = harness.update(3)
     harness.weights.num_staged = 0
     in_place = harness.update(4)

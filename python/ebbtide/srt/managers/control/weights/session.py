@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
-from ebbtide.srt.managers.control.pace import Pace, is_burst
+from ebbtide.srt.managers.control.pace import Pace, Stall, is_burst
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import (
     Activity,
@@ -22,7 +22,6 @@ from ebbtide.srt.managers.control.ports import (
     Superseded,
     Work,
 )
-from ebbtide.srt.managers.control.stalls import Stall
 from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
 from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, Staging, Weights
 from ebbtide.srt.managers.control.weights.lacking import Lacking
