@@ -14,7 +14,7 @@ from ebbtide.formats.tensor_refs import AnyStorageRef, CudaStorageRef, TensorRef
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
-from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.tensor_source import (
     as_metadata,
     decode_by_slices,
@@ -81,4 +81,4 @@ def _ipc_of(refs: Sequence[AnyStorageRef]) -> CudaIpc | None:
         return None
     index = device_index(devices.pop())
     uuid = str(torch.get_device_module("cuda").get_device_properties(index).uuid)
-    return TorchCudaIpc(index, uuid, lasting=True)
+    return CudaIpc(index, uuid, lasting=True)

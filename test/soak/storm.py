@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ebbtide.srt.errors import EbbtideError
-from ebbtide.srt.weight_sync.kept_memory import LOOK_S
+from ebbtide.srt.weight_sync.borrowed_memory import LOOK_S
 from soak.doors import MAX_TOTAL_TOKENS, REPLY_TIMEOUT_S, Door
 from soak.model import SHAPE
 from soak.tally import Holdings, Tally, shared_objects

@@ -18,7 +18,7 @@ from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.kept_memory import KeptMemory
+from ebbtide.srt.weight_sync.borrowed_memory import KeptMemory
 from ebbtide.trainer import cuda_ipc
 from ebbtide.trainer.payload_encoding import (
     PayloadEncoder,

@@ -124,7 +124,7 @@ class Listing:
 
         Args:
             storage_T, offset_T: the number of each one's storage, and its place there, in elements.
-            stays: the memory stays where it is, and may stay mapped, see `kept_memory`.
+            stays: the memory stays where it is, and may stay mapped, see `borrowed_memory`.
         """
         columns = [column.astype("<i8").tobytes() for column in (storage_T, offset_T)]
         begin = MAGIC_STAYS if stays else MAGIC

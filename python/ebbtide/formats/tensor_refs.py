@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,9 @@ class CudaStorageRef:
     counter_file: bytes
     counter_index: int
     event: bytes | None
+
+    def __str__(self) -> str:
+        return f"CUDA memory counted in {os.fsdecode(self.counter_file)}[{self.counter_index}]"
 
 
 AnyStorageRef: TypeAlias = StorageRef | CudaStorageRef

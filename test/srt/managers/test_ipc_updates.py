@@ -89,7 +89,7 @@ class Sender(threading.Thread):
 
 @pytest.fixture
 def rank(checkpoints: tuple[Path, Path], gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealRank]:
-    monkeypatch.setattr(engine_weights, "TorchCudaIpc", lambda index, uuid: gpu)
+    monkeypatch.setattr(engine_weights, "CudaIpc", lambda index, uuid: gpu)
     rank = RealRank(checkpoints[0], StandInDevice())
     yield rank
     rank.store.arena.close()

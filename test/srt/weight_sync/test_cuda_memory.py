@@ -21,7 +21,7 @@ from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import CudaStorageRef
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.weight_sync.cuda_memory import PEER_COST, TorchCudaIpc
+from ebbtide.srt.weight_sync.cuda_memory import PEER_COST, CudaIpc
 from ebbtide.srt.weight_sync.source import WeightSource
 
 
@@ -317,8 +317,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
 
 
-def opener(driver: Driver) -> TorchCudaIpc:
-    ipc = TorchCudaIpc(0, f"GPU-{UUID}")
+def opener(driver: Driver) -> CudaIpc:
+    ipc = CudaIpc(0, f"GPU-{UUID}")
     ipc.__dict__["_driver"] = driver
     return ipc
 
@@ -405,13 +405,13 @@ def test_expandable_segments_are_left_to_torch_which_takes_a_reference_of_its_ow
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_shared)
     counter = (counters.name, counters.take())
     ref = CudaStorageRef(UUID, b"\x02e" + b"h" * 80, 8, 16, *counter, None)
-    mapping = TorchCudaIpc(0, UUID).open(ref)
+    mapping = CudaIpc(0, UUID).open(ref)
     assert mapping.address == storage.data_ptr() - 16
     assert mapping.storage(16, 8).data_ptr() == storage.data_ptr()
     assert asked == [(0, ref.handle, 8, 16, *counter, b"", False)]
     assert counters.values == [2]
     with pytest.raises(RequestRejected, match=r"cannot be opened \(CUDA error: invalid argument\)"):
-        TorchCudaIpc(0, UUID).open(ref)
+        CudaIpc(0, UUID).open(ref)
     assert counters.values == [2]
 
 
@@ -422,7 +422,7 @@ def test_a_gpu_reads_its_own_memory_and_that_of_visible_peers(monkeypatch: pytes
         torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index])
     )
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: (own, other) == (0, 1))
-    ipc = TorchCudaIpc(0, UUID)
+    ipc = CudaIpc(0, UUID)
     costs = [1, PEER_COST, None, None]
     assert [ipc.cost(index) for index in range(4)] == costs
     assert [ipc.cost(uuid.upper()) for uuid in uuids] == costs[:3]

@@ -1,19 +1,149 @@
-"""The memory behind one payload: a sender's, which is opened, read, and given back once."""
+"""The memory behind payloads: a sender's, which is opened, read, and given back once.
+
+GPU memory may stay mapped between updates, as long as the sender says that it stays where it is: a payload
+that says so is kept with its mappings, and the next one of the same bytes finds the memory open and itself
+decoded. The sender holds a lock on the file in which its references are counted, and lets go of it where the
+memory goes, or with its own end, however that comes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from ebbtide.formats.shared_memory import SharedBlock
+from ebbtide.formats.shared_memory import SharedBlock, object_path
 from ebbtide.formats.stored_tensor import StoredTensor
 from ebbtide.formats.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef, TensorRef
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.weight_sync.cuda_memory import Counters, CudaIpc, Mapping, check_extent, told
-from ebbtide.srt.weight_sync.kept_memory import KeptMemory, KeptPayload
+from ebbtide.srt.weight_sync.cuda_memory import Counters, CudaIpc, Mapping
+
+logger = logging.getLogger(__name__)
+
+# The buckets of one trainer, and some more: what comes after them takes the place of the oldest.
+MAX_PAYLOADS: Final = 256
+# How soon memory is let go of that a trainer does not hold on to any more.
+LOOK_S: Final = 1.0
+
+
+class KeptPayload:
+    """A payload whose memory stays mapped.
+
+    Attributes:
+        refs: to the sender's memory.
+        decoded: what the payload describes.
+        mapped: see `BorrowedMemory`, in part until it was opened for the first time.
+        ends: of the mappings, by their beginnings.
+        notes: what follows from the payload and from where its memory is mapped, for who works it out.
+    """
+
+    def __init__(self, refs: Sequence[CudaStorageRef], decoded: object) -> None:
+        self.refs = refs
+        self.decoded = decoded
+        self.mapped: dict[object, Mapping] = {}
+        self.ends: dict[int, int] = {}
+        self.notes: dict[object, Any] = {}
+        self.num_users = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody holds on to its memory."""
+        return not all(is_held(name) for name in {ref.counter_file for ref in self.refs})
+
+
+class KeptMemory:
+    """The payloads that are kept on a rank, the least recently used first."""
+
+    def __init__(self, ipc: CudaIpc) -> None:
+        self._ipc = ipc
+        self._payloads: dict[bytes, KeptPayload] = {}
+        # Ends are seen by a thread, while the loop may be asleep.
+        self._lock = threading.Lock()
+        self._watch: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def take(self, data: bytes) -> KeptPayload | None:
+        """The payload of these bytes, in use until `give_back`; None: it is not kept."""
+        with self._lock:
+            payload = self._payloads.pop(data, None)
+            if payload is None:
+                return None
+            if payload.num_users == 0 and payload.has_ended:
+                self._unmap([payload])
+                return None
+            self._payloads[data] = payload
+            payload.num_users += 1
+            return payload
+
+    def add(self, data: bytes, refs: Sequence[CudaStorageRef], decoded: object) -> KeptPayload | None:
+        """Keep a payload, in use until `give_back`; None: its sender holds nothing."""
+        payload = KeptPayload(refs, decoded)
+        if not refs or payload.has_ended:
+            return None
+        payload.num_users = 1
+        with self._lock:
+            idle = [key for key, one in self._payloads.items() if one.num_users == 0]
+            num_over = len(self._payloads) + 1 - MAX_PAYLOADS
+            self._unmap([self._payloads.pop(key) for key in idle[: max(0, num_over)]])
+            self._payloads[data] = payload
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._look, name="kept-memory", daemon=True)
+                self._watch.start()
+        return payload
+
+    def give_back(self, payload: KeptPayload) -> None:
+        """It is not in use any more."""
+        with self._lock:
+            payload.num_users -= 1
+
+    def drop_ended(self) -> None:
+        """Unmap what nobody holds on to."""
+        with self._lock:
+            ended = [key for key, one in self._payloads.items() if one.num_users == 0 and one.has_ended]
+            self._unmap([self._payloads.pop(key) for key in ended])
+
+    def _look(self) -> None:
+        self._ipc.enter_thread()
+        while True:
+            time.sleep(LOOK_S)
+            self.drop_ended()
+            with self._lock:
+                if not self._payloads:
+                    self._watch = None
+                    return
+
+    def _unmap(self, payloads: Iterable[KeptPayload]) -> None:
+        for payload in payloads:
+            while payload.mapped:
+                _, mapping = payload.mapped.popitem()
+                try:
+                    mapping.close()
+                except EngineError as error:
+                    logger.warning("memory that a trainer has given up stays mapped: %s", error)
+
+
+def is_held(counter_file: bytes) -> bool:
+    """Whether a sender holds the lock on a file of counts."""
+    try:
+        descriptor = os.open(object_path(counter_file), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 class BorrowedMemory:
@@ -44,7 +174,7 @@ class BorrowedMemory:
         self._wanted: dict[CudaStorageRef, None] = {}
         self._blocks: dict[bytes, SharedBlock] = {}
         self._mapped: dict[object, Mapping] = {}
-        # Where mappings end, by their beginnings; see `check_extent`.
+        # Where mappings end, by their beginnings.
         self._ends: dict[int, int] = {}
         self._opened: dict[object, list[CudaStorageRef]] = {}
         self._counters = Counters()
@@ -67,7 +197,7 @@ class BorrowedMemory:
         self._noted.append(ref)
 
     @property
-    def lent_by_device(self) -> list[CudaStorageRef]:
+    def device_refs(self) -> list[CudaStorageRef]:
         """The references to memory of devices that were noted."""
         return [ref for ref in self._noted if isinstance(ref, CudaStorageRef)]
 
@@ -104,13 +234,13 @@ class BorrowedMemory:
             assert self._cuda is not None
             counter = ref.counter_file, ref.counter_index
             if counter not in looked_at and not self._is_kept and self._counters.add(ref, 0) == 0:
-                raise RequestRejected(f"{told(ref)} was given back before: serialize the tensors anew")
+                raise RequestRejected(f"{ref} was given back before: serialize the tensors anew")
             looked_at.add(counter)
             key = self._cuda.key(ref)
             if key not in self._mapped:
                 self._mapped[key] = self._cuda.open(ref)
             self._opened.setdefault(key, []).append(ref)
-            check_extent(self._cuda, self._mapped[key].address, ref, self._ends)
+            self._check_extent(self._cuda, self._mapped[key].address, ref)
             yield ref.num_bytes
 
     def tensor(self, ref: TensorRef) -> torch.Tensor | StoredTensor:
@@ -204,17 +334,28 @@ class BorrowedMemory:
             raise RequestRejected("a CUDA tensor can be opened by one rank only: send one entry per rank")
         self._cost = max(self._cost, cost)
 
-    def _mapping(self, ref: CudaStorageRef) -> Mapping:
-        assert self._cuda is not None
-        mapping = self._mapped.get(self._cuda.key(ref))
-        if mapping is None:
-            raise EngineError(f"{told(ref)} is read before it was opened")
-        return mapping
+    def _check_extent(self, cuda: CudaIpc, begin: int, ref: CudaStorageRef) -> None:
+        """Refuse a storage that reaches beyond its mapping: reading there would end the engine's context."""
+        needed_end = begin + ref.offset_bytes + ref.num_bytes
+        end = self._ends.get(begin, begin)
+        while end < needed_end:
+            # An expandable segment is mapped in pieces that follow one another.
+            extent = cuda.extent(end)
+            if extent is None and end == begin:
+                return  # Nothing is known about this kind of mapping.
+            if extent is None or sum(extent) <= end or (end == begin and extent[0] != begin):
+                raise RequestRejected(
+                    f"{ref}: bytes {ref.offset_bytes} to {ref.offset_bytes + ref.num_bytes} do not "
+                    f"lie in the sender's allocation of {end - begin} bytes"
+                )
+            end = self._ends[begin] = sum(extent)
 
     def _awaited_mapping(self, ref: CudaStorageRef) -> Mapping:
         """What is launched from here on, on torch's current stream, runs after the sender's writes."""
         assert self._cuda is not None
-        mapping = self._mapping(ref)
+        mapping = self._mapped.get(self._cuda.key(ref))
+        if mapping is None:
+            raise EngineError(f"{ref} is read before it was opened")
         if ref.event is not None and ref not in self._awaited:
             self._cuda.wait(ref.event)
             self._awaited.add(ref)

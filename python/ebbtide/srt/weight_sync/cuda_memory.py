@@ -13,10 +13,9 @@ import stat
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import torch
 
@@ -30,81 +29,54 @@ PEER_COST: Final = 6
 _COUNTER: Final = struct.Struct("=q")
 
 
-class Mapping(Protocol):
-    """An allocation of another process, mapped here."""
+class Mapping:
+    """An allocation of another process, mapped here.
 
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        ...
+    Args:
+        opened: torch's storage of it, where torch has mapped it.
+
+    Attributes:
+        address: where it begins.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        device: torch.device,
+        unmap: Callable[[], None] | None = None,
+        opened: torch.UntypedStorage | None = None,
+    ) -> None:
+        self.address = address
+        self._device = device
+        self._unmap = unmap
+        self._opened = opened
 
     def storage(self, offset_bytes: int, num_bytes: int) -> torch.UntypedStorage:
-        """A part of it, to be used only until it is closed."""
-        ...
+        """A part of it, to be used only until it is closed; torch's own is the part that was asked for."""
+        if self._opened is not None:
+            return self._opened
+        address = self.address + offset_bytes
+        made = torch._C._construct_storage_from_data_pointer(address, self._device, num_bytes)
+        assert isinstance(made, torch.UntypedStorage)
+        return made
 
     def close(self) -> None:
         """End it, once all that reads it has run."""
-        ...
+        self._opened = None
+        if self._unmap is not None:
+            self._unmap()
 
 
-class CudaIpc(Protocol):
-    """What opens other processes' memory on one device of this process.
-
-    Attributes:
-        index: of the device, as this process counts them.
-        uuid: 36 characters.
-    """
-
-    index: int
-    uuid: str
-
-    def cost(self, device: int | str) -> int | None:
-        """How many times as long as its own kernels on this device take to read that one's memory.
-
-        1: it is this one. None: they cannot, it is no visible peer of it.
-
-        Args:
-            device: index as this process counts devices, or UUID.
-        """
-        ...
-
-    def key(self, ref: CudaStorageRef) -> object:
-        """The same for references that one mapping serves."""
-        ...
-
-    def open(self, ref: CudaStorageRef) -> Mapping:
-        """Map the sender's allocation that a reference leads into.
-
-        Raises:
-            RequestRejected: it cannot be mapped.
-        """
-        ...
-
-    def extent(self, address: int) -> tuple[int, int] | None:
-        """Begin and length of the mapped memory around an address; None if the driver does not know."""
-        ...
-
-    def wait(self, event: bytes) -> None:
-        """What is launched from here on, on torch's current stream, runs after the sender's event.
-
-        Raises:
-            RequestRejected: there is no such event.
-        """
-        ...
-
-    def enter_thread(self) -> None:
-        """Have this thread able to close mappings too."""
-        ...
-
-
-class TorchCudaIpc:
-    """CUDA IPC as torch shares memory, by calls of the driver.
+class CudaIpc:
+    """Opens other processes' memory on one device of this process, by calls of the driver.
 
     torch's own way opens and maps a file for each reference, and waits for the forward pass under way
     wherever it gives one back. So does the driver wherever it ends a mapping, even if the same allocation was
     opened once more and stays mapped: an allocation is opened once here, and closed with its last mapping.
 
     Args:
+        index: of the device, as this process counts them.
+        uuid: 36 characters, with or without `GPU-` before them.
         lasting: memory stays mapped, and counted as read, as long as there are storages of it: torch's way.
     """
 
@@ -114,9 +86,17 @@ class TorchCudaIpc:
         self.uuid = uuid.removeprefix("GPU-")
         # What a trainer has given up is closed by another thread.
         self._lock = threading.Lock()
-        self._opened: dict[bytes, _Allocation] = {}
+        # By handle: where an allocation is mapped, and how many mappings lead there.
+        self._opened: dict[bytes, tuple[int, int]] = {}
 
     def cost(self, device: int | str) -> int | None:
+        """How many times as long as its own kernels on this device take to read that one's memory.
+
+        1: it is this one. None: they cannot, it is no visible peer of it.
+
+        Args:
+            device: index as this process counts devices, or UUID.
+        """
         if isinstance(device, str):
             if device.lower() == self.uuid.lower():
                 return 1
@@ -138,21 +118,39 @@ class TorchCudaIpc:
         return import_module("cuda.bindings.driver")  # only machines with a GPU have it
 
     def key(self, ref: CudaStorageRef) -> object:
+        """The same for references that one mapping serves."""
         return ref if self._needs_torch(ref) else ref.handle
+
+    def open(self, ref: CudaStorageRef) -> Mapping:
+        """Map the sender's allocation that a reference leads into.
+
+        Raises:
+            RequestRejected: it cannot be mapped.
+        """
+        if self._needs_torch(ref):
+            return self._open_by_torch(ref)
+        with self._lock:
+            address, num_mappings = self._opened.get(ref.handle) or (self._mapped(ref), 0)
+            self._opened[ref.handle] = address, num_mappings + 1
+        return Mapping(address, torch.device("cuda", self.index), partial(self._close, ref.handle))
 
     def _needs_torch(self, ref: CudaStorageRef) -> bool:
         return self._is_lasting or is_expandable(ref.handle)
 
-    def open(self, ref: CudaStorageRef) -> Mapping:
-        if self._needs_torch(ref):
-            return _TorchMapping(self.index, ref)
-        with self._lock:
-            allocation = self._opened.get(ref.handle)
-            if allocation is None:
-                allocation = self._opened[ref.handle] = _Allocation(self._mapped(ref))
-            allocation.num_mappings += 1
-        close = partial(self._close, ref.handle)
-        return _DriverMapping(torch.device("cuda", self.index), allocation.address, close)
+    def _open_by_torch(self, ref: CudaStorageRef) -> Mapping:
+        """By torch: only that can map an expandable segment, by file descriptors of the sender's."""
+        memory = (ref.handle, ref.num_bytes, ref.offset_bytes)
+        counter = (ref.counter_file, ref.counter_index)
+        with Counters() as counters:
+            # torch takes a reference off the sender's count when it ends: it is given one of its own.
+            counters.add(ref, 1)
+            try:
+                opened = torch.UntypedStorage._new_shared_cuda(self.index, *memory, *counter, b"", False)
+            except RuntimeError as error:
+                counters.add(ref, -1)
+                reason = str(error).partition("\n")[0]
+                raise RequestRejected(f"{ref} cannot be opened ({reason}): {KEEP_ALIVE}") from error
+        return Mapping(opened.data_ptr() - ref.offset_bytes, opened.device, opened=opened)
 
     def _mapped(self, ref: CudaStorageRef) -> int:
         handle = self._driver.CUipcMemHandle()
@@ -160,28 +158,33 @@ class TorchCudaIpc:
         flags = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         status, address = self._driver.cuIpcOpenMemHandle(handle, flags)
         if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise RequestRejected(f"{told(ref)} cannot be opened ({status.name}): {KEEP_ALIVE}")
+            raise RequestRejected(f"{ref} cannot be opened ({status.name}): {KEEP_ALIVE}")
         return int(address)
 
     def _close(self, handle: bytes) -> None:
         """End one of an allocation's mappings."""
         with self._lock:
-            allocation = self._opened[handle]
-            allocation.num_mappings -= 1
-            if allocation.num_mappings:
+            address, num_mappings = self._opened.pop(handle)
+            if num_mappings > 1:
+                self._opened[handle] = address, num_mappings - 1
                 return
-            del self._opened[handle]
-        (status,) = self._driver.cuIpcCloseMemHandle(allocation.address)
+        (status,) = self._driver.cuIpcCloseMemHandle(address)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise EngineError(f"cuIpcCloseMemHandle: {status.name}")
 
     def extent(self, address: int) -> tuple[int, int] | None:
+        """Begin and length of the mapped memory around an address; None if the driver does not know."""
         status, begin, num_bytes = self._driver.cuMemGetAddressRange(address)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             return None
         return int(begin), int(num_bytes)
 
     def wait(self, event: bytes) -> None:
+        """What is launched from here on, on torch's current stream, runs after the sender's event.
+
+        Raises:
+            RequestRejected: there is no such event.
+        """
         handle = self._driver.CUipcEventHandle()
         ctypes.memmove(handle.getPtr(), event, len(event))
         status, opened = self._driver.cuIpcOpenEventHandle(handle)
@@ -195,93 +198,14 @@ class TorchCudaIpc:
             raise EngineError(f"cuStreamWaitEvent: {status.name}")
 
     def enter_thread(self) -> None:
+        """Have this thread able to close mappings too."""
         torch.cuda.set_device(self.index)
         torch.cuda.synchronize(self.index)
-
-
-def check_extent(ipc: CudaIpc, begin: int, ref: CudaStorageRef, ends: dict[int, int]) -> None:
-    """Refuse a storage that reaches beyond its mapping: reading there would end the engine's context.
-
-    Args:
-        begin: of the mapping, an address.
-        ends: of the mappings that have been looked at, by their beginnings; added to.
-    """
-    needed_end = begin + ref.offset_bytes + ref.num_bytes
-    end = ends.get(begin, begin)
-    while end < needed_end:
-        # An expandable segment is mapped in pieces that follow one another.
-        extent = ipc.extent(end)
-        if extent is None and end == begin:
-            return  # Nothing is known about this kind of mapping.
-        if extent is None or sum(extent) <= end or (end == begin and extent[0] != begin):
-            raise RequestRejected(
-                f"{told(ref)}: bytes {ref.offset_bytes} to {ref.offset_bytes + ref.num_bytes} do not "
-                f"lie in the sender's allocation of {end - begin} bytes"
-            )
-        end = ends[begin] = sum(extent)
-
-
-@dataclass(slots=True)
-class _Allocation:
-    """An allocation of the sender's, mapped by the driver."""
-
-    address: int
-    num_mappings: int = 0
-
-
-@dataclass(frozen=True)
-class _DriverMapping:
-    """A whole allocation of the sender's."""
-
-    device: torch.device
-    address: int
-    close: Callable[[], None]
-
-    def storage(self, offset_bytes: int, num_bytes: int) -> torch.UntypedStorage:
-        made = torch._C._construct_storage_from_data_pointer(
-            self.address + offset_bytes, self.device, num_bytes
-        )
-        assert isinstance(made, torch.UntypedStorage)
-        return made
-
-
-class _TorchMapping:
-    """One reference by torch: only that can map an expandable segment, by file descriptors of the sender's.
-
-    torch takes a reference off the sender's count when it ends: it is given one of its own.
-    """
-
-    def __init__(self, index: int, ref: CudaStorageRef) -> None:
-        with Counters() as counters:
-            counters.add(ref, 1)
-        memory = (ref.handle, ref.num_bytes, ref.offset_bytes)
-        counter = (ref.counter_file, ref.counter_index)
-        try:
-            opened = torch.UntypedStorage._new_shared_cuda(index, *memory, *counter, b"", False)
-        except RuntimeError as error:
-            with Counters() as counters:
-                counters.add(ref, -1)
-            reason = str(error).partition("\n")[0]
-            raise RequestRejected(f"{told(ref)} cannot be opened ({reason}): {KEEP_ALIVE}") from error
-        self._storage: torch.UntypedStorage | None = opened
-        self.address = opened.data_ptr() - ref.offset_bytes
-
-    def storage(self, offset_bytes: int, num_bytes: int) -> torch.UntypedStorage:
-        assert self._storage is not None
-        return self._storage
-
-    def close(self) -> None:
-        self._storage = None
 
 
 def is_expandable(handle: bytes) -> bool:
     """Whether it is torch's handle of an expandable segment."""
     return len(handle) != DRIVER_HANDLE_BYTES and handle[1:2] == b"e"
-
-
-def told(ref: CudaStorageRef) -> str:
-    """A reference, for people."""
-    return f"CUDA memory counted in {os.fsdecode(ref.counter_file)}[{ref.counter_index}]"
 
 
 class Counters:

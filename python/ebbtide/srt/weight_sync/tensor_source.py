@@ -35,9 +35,8 @@ from ebbtide.formats.tensor_refs import (
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
+from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory, KeptMemory
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.kept_memory import KeptMemory
 from ebbtide.srt.weight_sync.source import (
     PackedTensors,
     TableSource,
@@ -184,7 +183,7 @@ def _decode_kept(
     kept = keeper.take(data)
     if kept is None:
         decoded = yield from _decode(data, tp_rank, memory, forms)
-        kept = keeper.add(data, memory.lent_by_device, decoded)
+        kept = keeper.add(data, memory.device_refs, decoded)
         if kept is None:
             return decoded
     else:

@@ -33,14 +33,14 @@ from ebbtide.srt.managers.scheduling.weights.incoming_weights import (
 )
 from ebbtide.srt.managers.scheduling.weights.parameter_checker import ParameterChecker
 from ebbtide.srt.model_executor.weight_store import WeightStore
-from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, TorchCudaIpc
+from ebbtide.srt.weight_sync.borrowed_memory import KeptMemory
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, import_loaders
 from ebbtide.srt.weight_sync.delta.folder import read_state
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 from ebbtide.srt.weight_sync.distributed_source import open_broadcast
 from ebbtide.srt.weight_sync.handle_source import open_handles
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
-from ebbtide.srt.weight_sync.kept_memory import KeptMemory
 from ebbtide.srt.weight_sync.memberships import Joining, Memberships
 from ebbtide.srt.weight_sync.published_source import PublishedSource
 from ebbtide.srt.weight_sync.source import WeightSource
@@ -78,7 +78,7 @@ class EngineWeights:
             for dtype in {tensor.dtype for _, tensor in store.parameters()}:
                 compile_deltas(store.device, dtype)
             _, _, index = device.name.partition(":")
-            self._cuda = TorchCudaIpc(int(index), device.uuid)
+            self._cuda = CudaIpc(int(index), device.uuid)
         self._keeper = None if self._cuda is None else KeptMemory(self._cuda)
         self._forms = TensorForms()
 
