@@ -39,7 +39,7 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.control.weight_ports import IncomingWeights
+from ebbtide.srt.managers.control.weight_ports import WritePlan
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,
@@ -86,7 +86,7 @@ TIMEOUT_S = 300.0
 class ReferencedWeights(NullWeights):
     """Null weights that take any entry, unopened."""
 
-    def open(self, request: WeightUpdateRequest) -> IncomingWeights:
+    def open(self, request: WeightUpdateRequest) -> WritePlan:
         if isinstance(request, UpdateWeightsFromTensorReqInput):
             assert any(request.serialized_named_tensors)
             request = UpdateWeightFromDiskReqInput(model_path="1")

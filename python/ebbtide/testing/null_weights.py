@@ -10,7 +10,7 @@ from typing import Any
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.ports import Slices
-from ebbtide.srt.managers.control.weight_ports import Conversation, GroupJoining, IncomingWeights, Staging
+from ebbtide.srt.managers.control.weight_ports import Conversation, GroupJoining, How, Staging, WritePlan
 from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
     PiecewiseRequest,
@@ -117,14 +117,14 @@ class NullWeights:
     def copies(self) -> NullCopies:
         return NullCopies(self.runner)
 
-    def open(self, request: WeightUpdateRequest) -> Slices[IncomingWeights]:
+    def open(self, request: WeightUpdateRequest) -> Slices[WritePlan]:
         yield from ()
         if not isinstance(request, UpdateWeightFromDiskReqInput):
             raise RequestRejected("the null weights are updated from disk, with model_path an integer")
         if not request.model_path.isdigit():
             raise RequestRejected(f"model_path: expected an integer, got {request.model_path!r}")
         self.fail_at("open")
-        return _NullIncoming(self, int(request.model_path), request.manifest or {})
+        return _NullPlan(self, int(request.model_path), request.manifest or {})
 
     def converse(self, request: PiecewiseRequest) -> Conversation:
         if isinstance(request, UpdateWeightsFromIPCReqInput) and not request.zmq_handles:
@@ -200,7 +200,7 @@ class _NullConversation:
         sender.is_left = False
         self._weights = weights
         self._sender = sender
-        self._piece: _NullIncoming | None = None
+        self._piece: _NullPlan | None = None
         self._owes_answer = False
         self._refused = ""
 
@@ -214,10 +214,10 @@ class _NullConversation:
             raise RequestRejected(f"nothing of the update is served: {self._refused}")
         if said is not None:
             value, names = said
-            self._piece = _NullIncoming(self._weights, value, {"names": names})
+            self._piece = _NullPlan(self._weights, value, {"names": names})
         return True
 
-    def piece(self) -> Slices[IncomingWeights | None]:
+    def piece(self) -> Slices[WritePlan | None]:
         yield from ()
         assert self._owes_answer
         return self._piece
@@ -257,6 +257,15 @@ class _NullStaging:
         else:
             self._weights.write(dict.fromkeys(names, None))
 
+    def begin(self, plan: WritePlan) -> None:
+        """Nothing is kept of what was there."""
+
+    def end(self, plan: WritePlan) -> frozenset[str]:
+        return frozenset()
+
+    def require_complete(self) -> None:
+        """Every tensor is whole by itself."""
+
     def complete(self, written: frozenset[str]) -> Slices[None]:
         self._weights.fail_at("complete")
         for name in sorted(self._weights.names - written):
@@ -286,21 +295,22 @@ class _NullStaging:
         self.repay()
 
 
-class _NullIncoming:
-    is_delta = False
+class _NullPlan:
     base_version: str | None = None
+    incomplete = ""
 
     def __init__(self, weights: NullWeights, value: int, manifest: Mapping[str, Any]) -> None:
         names: Sequence[str] = manifest.get("names", sorted(weights.names))
         self.is_sent: bool = manifest.get("is_sent", False)
         self.near_bytes: int | None = manifest.get("near_bytes")
-        self.needs_copy: bool = manifest.get("needs_copy", False)
-        self.names = weights.names if self.needs_copy and names else frozenset(names) & weights.names
+        self.opens = not self.is_sent
+        adds: bool = manifest.get("needs_copy", False)
+        self.how = How.LOAD if adds else How.COPY
+        self.names = weights.names if adds and names else frozenset(names) & weights.names
+        self.touched = self.names
         self.sent = frozenset(names)
         self.num_tensors = len(names)
         self.num_ignored = 0
-        self.scales = frozenset[str]()
-        self.halves: dict[str, tuple[str, str]] = {}
         self.problems = [
             {"name": name, "reason": "the model has no parameter of this name"}
             for name in sorted(set(names) - weights.names)
@@ -328,10 +338,6 @@ class _NullIncoming:
         yield 0
         self._weights.fail_at("map")
 
-    def release(self) -> Slices[None]:
-        yield 0
-        self._weights.fail_at("release")
-
     def detach(self) -> Slices[None]:
         self._weights.fail_at("release")
         return self._unmap()
@@ -344,7 +350,7 @@ class _NullIncoming:
         for index, name in enumerate(sorted(self.names)):
             if index == self._fail_after:
                 raise EngineError("this update was told to fail")
-            staging.write(name, self._value, adds=self.needs_copy)
+            staging.write(name, self._value, adds=self.how is How.LOAD)
             yield from self._weights.slice()
         self._weights.fail_at("write")
 

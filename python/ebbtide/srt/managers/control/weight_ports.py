@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,37 +17,47 @@ from ebbtide.srt.managers.io_struct import (
 )
 
 
-class IncomingWeights(Protocol):
-    """One update's tensors: announced and checked, not read yet.
+class How(enum.Enum):
+    """How a plan writes."""
+
+    # Whole tensors: copied, converted or quantised. What it has touched counts as not written if it fails.
+    COPY = enum.auto()
+    # Some elements of what is there, checked against the sums that its tensors are to have.
+    PATCH = enum.auto()
+    # Whatever a custom loader writes, to a copy that holds everything.
+    LOAD = enum.auto()
+
+
+class WritePlan(Protocol):
+    """What one update writes, held against the model, and how that is checked, done and undone.
+
+    What `PATCH` and `LOAD` find in a copy is lost if they fail half-way.
 
     Attributes:
-        names: the checkpoint names that are valid once everything is written.
-        is_sent: whether it comes through a group, rather than out of memory of the sender.
-        near_bytes: how much is to be read (of a delta: moved), if all of it lies in memory that this device
+        names: the checkpoint names that are valid once it is written.
+        touched: the names whose old values are gone once it has begun.
+        sent: the names of what it holds; a name that the model does not know stands for itself.
+        incomplete: why it cannot be committed alone, as a refusal; empty if it can.
+        problems: what stands against writing it, as `{"name", "reason"}`; empty if nothing does.
+        base_version: of the weights that a patch changes; None: it does not say.
+        is_sent: it comes through a group, rather than out of memory of the sender.
+        opens: `open` has something to do.
+        near_bytes: how much is to be read (of a patch: moved), if all of it lies in memory that this device
             reads, in bytes of its own memory, which it reads soonest; None: it does not.
-        needs_copy: whether it is written by changing what is there: it is given a copy that holds everything,
-            and leaves it in an unknown state where it fails.
-        is_delta: whether it changes some of what is there, and says what its tensors are to come to.
-        base_version: of the weights that a delta changes; None: it does not say.
-        problems: what stands against writing them, as `{"name", "reason"}`; empty if nothing does.
-        sent: the names of what is to be written; a name that the model does not know stands for itself.
-        scales: the names among them of what `open` looks at, however it came: not every number is one.
-        halves: what is written by two tensors, of which it holds one: by the name of that one, the other's
-            and the weight's, which is not among `names`.
     """
 
+    how: How
     names: frozenset[str]
+    touched: frozenset[str]
     sent: frozenset[str]
-    is_sent: bool
-    near_bytes: int | None
-    needs_copy: bool
-    is_delta: bool
+    incomplete: str
+    problems: list[dict[str, str]]
     base_version: str | None
+    is_sent: bool
+    opens: bool
+    near_bytes: int | None
     num_tensors: int
     num_ignored: int
-    scales: frozenset[str]
-    halves: dict[str, tuple[str, str]]
-    problems: list[dict[str, str]]
 
     def receive_into(self, staging: Staging) -> bool:
         """Before the first `arrived`: have what others send received where it will serve.
@@ -83,7 +94,7 @@ class IncomingWeights(Protocol):
         ...
 
     def sum_up(self, staging: Staging) -> Slices[None]:
-        """Compute what the tensors of a delta are to come to. What it changes is there; writes nothing."""
+        """Compute what the tensors of a patch are to come to. What it changes is there; writes nothing."""
         ...
 
     def sums(self) -> Mapping[str, int]:
@@ -104,10 +115,6 @@ class IncomingWeights(Protocol):
 
     def nonfinite(self) -> list[str]:
         """Once the copies have run: which of the tensors hold NaN or Inf on this rank."""
-        ...
-
-    def release(self) -> Slices[None]:
-        """Every copy has run: give the sender's memory back."""
         ...
 
     def detach(self) -> Slices[None]:
@@ -133,7 +140,7 @@ class Conversation(Protocol):
         """
         ...
 
-    def piece(self) -> Slices[IncomingWeights | None]:
+    def piece(self) -> Slices[WritePlan | None]:
         """What has come, held against the model; None: everything has."""
         ...
 
@@ -154,6 +161,21 @@ class Staging(Protocol):
     """
 
     is_staged: bool
+
+    def begin(self, plan: WritePlan) -> None:
+        """What a plan touches is about to be overwritten. The same on all ranks."""
+        ...
+
+    def end(self, plan: WritePlan) -> frozenset[str]:
+        """A plan was written on all ranks; returns what is whole by it besides its `names`.
+
+        That is what it brought one part of, where the other had come before.
+        """
+        ...
+
+    def require_complete(self) -> None:
+        """Refuse (409) to commit parts of parameters whose other parts have not come."""
+        ...
 
     def complete(self, written: frozenset[str]) -> Slices[None]:
         """Launch the copies that fill all but `written` with the live weights."""
@@ -318,10 +340,10 @@ class Weights(Protocol):
 
     @property
     def copies(self) -> CopyStream:
-        """Where `IncomingWeights.write` and `Staging.complete` launch their copies."""
+        """Where `WritePlan.write` and `Staging.complete` launch their copies."""
         ...
 
-    def open(self, request: WeightUpdateRequest) -> Slices[IncomingWeights]:
+    def open(self, request: WeightUpdateRequest) -> Slices[WritePlan]:
         """Decode an update as far as its headers, and hold these against the model.
 
         Raises:

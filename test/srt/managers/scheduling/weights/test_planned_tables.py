@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.tensor_list import DeviceStorage, Listing, TensorForms
 from ebbtide.srt.device.cpu import CpuDevice
-from ebbtide.srt.managers.scheduling.weights.incoming_weights import IncomingTensors, InPlace
+from ebbtide.srt.managers.scheduling.weights.incoming_weights import IncomingTensors, InPlaceStaging
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor.weight_copies import EXPONENTS, WeightCopies
@@ -106,7 +106,7 @@ def write(
     incoming._copies = WeightCopies(torch.device("cpu"))
     finish(incoming.check())
     assert incoming.problems == []
-    staging = InPlace(store, device)
+    staging = InPlaceStaging(store, device)
     finish(incoming.open(staging))
     others = list(incoming._others)
     finish(incoming.write(staging))

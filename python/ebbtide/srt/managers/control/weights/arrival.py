@@ -1,4 +1,4 @@
-"""What updates bring, on all ranks: with the request, through a group, or piece by piece from senders."""
+"""What an update brings, on all ranks: one plan with the request, or one after the other from its senders."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from ebbtide.srt.errors import RequestRejected, drop_frames, first_few
 from ebbtide.srt.managers.control.pace import Pace, Wake, look_until
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, OutOfStep, Ranks, Work
-from ebbtide.srt.managers.control.weight_ports import Conversation, IncomingWeights, Weights
-from ebbtide.srt.managers.control.weights.commit_terms import check_fields
+from ebbtide.srt.managers.control.weight_ports import Conversation, Weights, WritePlan
+from ebbtide.srt.managers.control.weights.commit_terms import CommitTerms, check_fields, is_piecewise
 from ebbtide.srt.managers.control.weights.session import WeightSession
 from ebbtide.srt.managers.io_struct import PiecewiseRequest, Refusal, WeightUpdateRequest
 from ebbtide.srt.managers.wire.reply_merging import merge_refusals
 
 MAX_ERRORS: Final = 20
+
+Write: TypeAlias = Callable[[WritePlan], Work[None]]
 
 
 class Arrivals:
@@ -45,68 +47,61 @@ class Arrivals:
 
     def open(
         self, request: WeightUpdateRequest, opened: ExitStack, contents: Contents
-    ) -> Work[IncomingWeights]:
-        """What comes with the request, fit to be written on every rank."""
+    ) -> Work[Whole | Pieces]:
+        """What comes with the request, fit to be written on every rank, or the senders of its pieces."""
+        if is_piecewise(request):
+            return (yield from self._meet(request, opened))
 
         def read() -> Work[_Heard]:
             # It is read before anything is refused, so that closing it gives the sender's memory back, and
             # so that it is known what was refused.
             try:
-                _, incoming = yield from self._pace.turns(self._weights.open(request), Activity.COPYING)
+                _, plan = yield from self._pace.turns(self._weights.open(request), Activity.COPYING)
             except RequestRejected as refusal:
                 return _Heard(refusal=refusal)
-            opened.enter_context(closing(incoming))
-            try:
-                check_fields(request)
-                self._check(request)
-                _refuse_problems(incoming)
-            except RequestRejected as refusal:
-                return _Heard(incoming, refusal=refusal)
-            return _Heard(incoming)
+            opened.enter_context(closing(plan))
+            return _Heard.of(plan, lambda: self._check_request(request))
 
         heard, facts = yield from self._ranks.survey(Activity.COPYING, read(), lambda heard: heard.fact)
-        incoming = heard.incoming
-        if incoming is not None and _are_alike(facts):
-            contents.names = incoming.sent
+        if heard.plan is not None and _are_alike(facts):
+            contents.names = heard.plan.sent
         refusal = _refusal(facts)
         if refusal is not None:
             raise refusal
-        assert incoming is not None, "what cannot be read is refused"
-        return incoming
+        assert heard.plan is not None, "what cannot be read is refused"
+        return Whole(heard.plan)
 
-    def receive(self, incoming: IncomingWeights, session: WeightSession) -> Work[None]:
+    def receive(self, plan: WritePlan, session: WeightSession, terms: CommitTerms) -> Work[None]:
         """Wait for what others send, where the session has a place for it; forward passes go on meanwhile."""
-        if not incoming.is_sent:
+        if not plan.is_sent:
             return
-        overwritten = yield from session.expect(incoming)
+        overwritten = yield from session.expect(plan, terms)
         try:
-            yield from self._ranks.phase(Activity.WAITING, look_until(incoming.arrived, self._wake))
-        except DeadlinePassed:
-            incoming.abandon()
-            message = (
-                "the update was given up at its deadline, nothing of it is served: its tensors had not all "
-                "arrived, and their group was left. init_weights_update_group joins a new one"
-            )
-            raise RequestRejected(message + _loss(overwritten)) from None
-        except RequestRejected as refusal:
-            incoming.abandon()
-            raise RequestRejected(
-                refusal.message + _loss(overwritten), refusal.status, **refusal.fields
-            ) from None
-        except BaseException:
-            incoming.abandon()
+            yield from self._ranks.phase(Activity.WAITING, look_until(plan.arrived, self._wake))
+        except BaseException as error:
+            plan.abandon()
+            if isinstance(error, DeadlinePassed):
+                raise RequestRejected(
+                    "the update was given up at its deadline, nothing of it is served: its tensors had not "
+                    "all arrived, and their group was left. init_weights_update_group joins a new one"
+                    + _loss(overwritten)
+                ) from None
+            if isinstance(error, RequestRejected):
+                message = error.message + _loss(overwritten)
+                raise RequestRejected(message, error.status, **error.fields) from None
             raise
 
-    def meet(self, request: PiecewiseRequest, opened: ExitStack) -> Work[Pieces]:
-        """Every rank's sender."""
-
+    def _meet(self, request: PiecewiseRequest, opened: ExitStack) -> Work[Pieces]:
         def met() -> Conversation:
-            check_fields(request)
-            self._check(request)
+            self._check_request(request)
             return opened.enter_context(closing(self._weights.converse(request)))
 
         sender = yield from self._ranks.phase(Activity.COPYING, at_once(met))
         return Pieces(sender, self._ranks, self._pace, self._wake)
+
+    def _check_request(self, request: WeightUpdateRequest) -> None:
+        check_fields(request)
+        self._check(request)
 
 
 @dataclass
@@ -114,7 +109,7 @@ class Contents:
     """What an update is to write.
 
     Attributes:
-        names: as `IncomingWeights.sent`, the same on all ranks; None as long as they are not known.
+        names: as `WritePlan.sent`, the same on all ranks; None as long as they are not known.
     """
 
     names: frozenset[str] | None = None
@@ -125,18 +120,28 @@ class _Heard:
     """What a rank's sender has said.
 
     Attributes:
-        incoming: None at the end, or where it cannot be read.
+        plan: None at the end, or where it cannot be read.
         is_over: the sender says nothing more, and waits for nothing.
         refusal: why it cannot be taken.
     """
 
-    incoming: IncomingWeights | None = None
+    plan: WritePlan | None = None
     is_over: bool = False
     refusal: RequestRejected | None = None
 
+    @classmethod
+    def of(cls, plan: WritePlan, check: Callable[[], None] = lambda: None) -> _Heard:
+        """A plan, with what `check` or the model has against it."""
+        try:
+            check()
+            _refuse_problems(plan)
+        except RequestRejected as refusal:
+            return cls(plan, refusal=refusal)
+        return cls(plan)
+
     @property
     def fact(self) -> _Fact:
-        summary = "the end" if self.incoming is None else _summary_of(self.incoming)
+        summary = "the end" if self.plan is None else _summary_of(self.plan)
         if self.refusal is None:
             return summary, None
         return summary, (self.refusal.message, self.refusal.status, self.refusal.fields)
@@ -146,9 +151,23 @@ class _Heard:
 _Fact: TypeAlias = tuple[str, tuple[str, int, dict[str, Any]] | None]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """An update's only plan, known before anything is written."""
+
+    plan: WritePlan
+
+    def take(self, write: Write) -> Work[None]:
+        """Write it."""
+        yield from write(self.plan)
+
+    def finish(self) -> None:
+        """Nobody waits for an answer but the caller."""
+
+
 @dataclass
 class Pieces:
-    """An update's tensors as every rank's sender brings them.
+    """An update's plans as every rank's sender brings them.
 
     Senders wait for each other: one that has an answer may speak again only when all of them have one. So
     what is wrong on one rank is answered on all, and each sender is heard to its end.
@@ -160,15 +179,15 @@ class Pieces:
     _wake: Wake
     _heard: _Heard = field(default_factory=_Heard)
 
-    def take(self, write: Callable[[IncomingWeights], Work[None]]) -> Work[None]:
+    def take(self, write: Write) -> Work[None]:
         """Write each piece, and answer it. Returns when everything has come; `finish` answers that.
 
         Raises:
             RequestRejected: a sender gave up, or the deadline has passed, or a piece does not fit.
         """
-        while (incoming := (yield from self._next())) is not None:
-            with closing(incoming):
-                failure = yield from _failure_of(write(incoming))
+        while (plan := (yield from self._next())) is not None:
+            with closing(plan):
+                failure = yield from _failure_of(write(plan))
             if failure is not None:
                 yield from self._refuse(failure)
             self._sender.answer()
@@ -177,7 +196,7 @@ class Pieces:
         """The senders may go: what they brought serves, or is staged."""
         self._sender.answer()
 
-    def _next(self) -> Work[IncomingWeights | None]:
+    def _next(self) -> Work[WritePlan | None]:
         """The same on all ranks; None: everything has come."""
         try:
             _, facts = yield from self._ranks.survey(Activity.WAITING, self._hear(), lambda heard: heard.fact)
@@ -188,7 +207,7 @@ class Pieces:
         refusal = _refusal(facts)
         if refusal is not None:
             yield from self._refuse(refusal)
-        return self._heard.incoming
+        return self._heard.plan
 
     def _hear(self) -> Work[_Heard]:
         try:
@@ -196,13 +215,8 @@ class Pieces:
         except RequestRejected as refusal:
             self._heard = _Heard(is_over=True, refusal=refusal)
             return self._heard
-        _, incoming = yield from self._pace.turns(self._sender.piece(), Activity.COPYING)
-        self._heard = _Heard(incoming)
-        if incoming is not None:
-            try:
-                _refuse_problems(incoming)
-            except RequestRejected as refusal:
-                self._heard = _Heard(incoming, refusal=refusal)
+        _, plan = yield from self._pace.turns(self._sender.piece(), Activity.COPYING)
+        self._heard = _Heard() if plan is None else _Heard.of(plan)
         return self._heard
 
     def _refuse(self, failure: Exception) -> Work[NoReturn]:
@@ -216,9 +230,9 @@ class Pieces:
         if heard.is_over:
             return
         self._sender.answer(problem)
-        if heard.incoming is None:
+        if heard.plan is None:
             return
-        heard.incoming.close()
+        heard.plan.close()
         del heard
         with suppress(RequestRejected):
             while True:
@@ -226,10 +240,10 @@ class Pieces:
                 self._sender.answer(problem)
 
 
-def _summary_of(incoming: IncomingWeights) -> str:
+def _summary_of(plan: WritePlan) -> str:
     """What must be the same on every rank."""
-    names = _sum_of(incoming.names)
-    return f"{incoming.num_tensors} tensors ({incoming.num_ignored} ignored, names {names:08x})"
+    names = _sum_of(plan.names)
+    return f"{plan.num_tensors} tensors ({plan.num_ignored} ignored, names {names:08x})"
 
 
 @lru_cache(maxsize=16)
@@ -237,26 +251,16 @@ def _sum_of(names: frozenset[str]) -> int:
     return zlib.crc32("\n".join(sorted(names)).encode())
 
 
-def _refuse_problems(incoming: IncomingWeights) -> None:
+def _refuse_problems(plan: WritePlan) -> None:
     """Refuse tensors that do not fit the model, and list them."""
-    problems = incoming.problems
+    problems = plan.problems
     if problems:
         listed = first_few([f"{problem['name']}: {problem['reason']}" for problem in problems], "; ")
         raise RequestRejected(
-            f"{len(problems)} of {incoming.num_tensors + incoming.num_ignored} tensors do not fit the model, "
+            f"{len(problems)} of {plan.num_tensors + plan.num_ignored} tensors do not fit the model, "
             f"nothing was written: {listed}",
             errors=problems[:MAX_ERRORS],
             num_errors=len(problems),
-        )
-
-
-def refuse_halves(incoming: IncomingWeights) -> None:
-    """Refuse, where nothing follows, tensors of which others are a part."""
-    if incoming.halves:
-        lacking = sorted({other for other, _ in incoming.halves.values()})
-        raise RequestRejected(
-            f"{len(incoming.halves)} tensors do not come with what belongs to them, nothing was written: "
-            f"expected with them {first_few(lacking)}. In a session they may follow"
         )
 
 
@@ -278,9 +282,9 @@ def _are_alike(facts: list[_Fact]) -> bool:
 def _refusal(facts: list[_Fact]) -> RequestRejected | None:
     """What stands against what was given, on whichever rank: the same on all of them."""
     refusals = {
-        rank: Refusal(message=told[0], status=told[1], fields=told[2])
-        for rank, (_, told) in enumerate(facts)
-        if told is not None
+        rank: Refusal(message=refused[0], status=refused[1], fields=refused[2])
+        for rank, (_, refused) in enumerate(facts)
+        if refused is not None
     }
     if refusals:
         merged = merge_refusals(refusals, len(facts))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeAlias, TypeGuard
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
@@ -27,37 +28,46 @@ from ebbtide.srt.managers.control.ports import (
     Work,
 )
 from ebbtide.srt.managers.control.weight_content import Valid
-from ebbtide.srt.managers.control.weight_ports import TrialPass
-from ebbtide.srt.managers.control.weights.session import WeightSession
+from ebbtide.srt.managers.control.weight_ports import TrialPass, Weights
 from ebbtide.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     Canary,
     EndWeightUpdateReqInput,
     PauseMode,
+    PiecewiseRequest,
     RetractCause,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
     WeightUpdateRequest,
 )
 from ebbtide.srt.managers.wire.logprobs import LOWEST_LOGPROB
+from ebbtide.srt.managers.wire.weight_requests import STATE_DICTS
 
 logger = logging.getLogger(__name__)
+
+# Calls what it is given while the new weights serve, and brings the old ones back.
+Trial: TypeAlias = Callable[[Callable[[], list[float]]], Work[list[float]]]
 
 
 @dataclass(frozen=True)
 class CommitTerms:
-    """On what terms a session is committed.
+    """What an update, or the end of a session, asks for.
 
     Attributes:
         mode: what becomes of running requests if nobody has paused them.
         version: None keeps the one that serves.
         canary: what the new weights are tried with first.
+        refuses_nonfinite: an update that holds NaN or Inf is refused.
+        folder: (model_path, load_format) where the weights come from a folder.
     """
 
     mode: PauseMode
     flush_cache: bool
     version: str | None
     canary: Canary | None = None
+    refuses_nonfinite: bool = False
+    folder: tuple[str, str] | None = None
 
 
 def check_fields(
@@ -69,31 +79,19 @@ def check_fields(
     require_timeout(request.timeout_s)
 
 
-def mode_of(request: WeightUpdateRequest | EndWeightUpdateReqInput) -> PauseMode:
-    """What the request asks to do with running requests, if nobody has paused them."""
-    if isinstance(request, WeightUpdateRequest) and request.abort_all_requests:
-        return PauseMode.ABORT
-    return request.pause_mode if request.pause_mode is not None else PauseMode.WAIT
-
-
-def version_of(request: WeightUpdateRequest | EndWeightUpdateReqInput) -> str | None:
-    """The version that it gives the weights; None leaves it as it is."""
-    return None if request.weight_version is None else str(request.weight_version)
+def is_piecewise(request: WeightUpdateRequest) -> TypeGuard[PiecewiseRequest]:
+    """Whether its tensors come piece by piece, from senders that wait for answers or broadcast on."""
+    if isinstance(request, UpdateWeightsFromDistributedReqInput):
+        return request.load_format == STATE_DICTS
+    return isinstance(request, UpdateWeightsFromIPCReqInput)
 
 
 def announced_names(request: WeightUpdateRequest) -> frozenset[str] | None:
     """What a request says that it is to write, whether that can be had or not."""
-    if not isinstance(request, UpdateWeightsFromDistributedReqInput):
+    if not isinstance(request, UpdateWeightsFromDistributedReqInput) or is_piecewise(request):
         return None
     names = request.names if request.name is None else [request.name]
     return None if names is None else frozenset(names)
-
-
-def folder_of(request: WeightUpdateRequest) -> tuple[str, str] | None:
-    """(model_path, load_format) where the weights come from a folder."""
-    if isinstance(request, UpdateWeightFromDiskReqInput):
-        return request.model_path, request.load_format or "auto"
-    return None
 
 
 def require_base(base_version: str | None, serving: str, pending: str | None) -> None:
@@ -213,10 +211,13 @@ class CanaryTrials:
     """Tries staged weights out: exchanges them with the live ones for one forward pass.
 
     Args:
-        trial_pass: runs the forward pass.
+        weights: which say what an update refuses that does not say itself.
     """
 
-    def __init__(self, trial_pass: TrialPass, memory: MemoryOccupation, ranks: Ranks) -> None:
+    def __init__(
+        self, trial_pass: TrialPass, memory: MemoryOccupation, ranks: Ranks, weights: Weights
+    ) -> None:
+        self._weights = weights
         self._pass = trial_pass
         self._memory = memory
         self._ranks = ranks
@@ -229,7 +230,17 @@ class CanaryTrials:
         """
         if request.canary is not None:
             self._check(request.canary)
-        return CommitTerms(mode_of(request), flush_cache, version_of(request), request.canary)
+        mode = request.pause_mode if request.pause_mode is not None else PauseMode.WAIT
+        refuses_nonfinite, folder = False, None
+        if isinstance(request, WeightUpdateRequest):
+            if request.abort_all_requests:
+                mode = PauseMode.ABORT
+            asked = request.refuse_nonfinite
+            refuses_nonfinite = self._weights.refuses_nonfinite if asked is None else asked
+        if isinstance(request, UpdateWeightFromDiskReqInput):
+            folder = request.model_path, request.load_format or "auto"
+        version = None if request.weight_version is None else str(request.weight_version)
+        return CommitTerms(mode, flush_cache, version, request.canary, refuses_nonfinite, folder)
 
     def _check(self, canary: Canary) -> None:
         ids, logprobs, limits = canary.input_ids, canary.logprobs, self._pass
@@ -250,16 +261,16 @@ class CanaryTrials:
         if not (math.isfinite(canary.atol) and canary.atol >= 0):
             raise RequestRejected(f"canary.atol: expected a finite number from 0, got {canary.atol}")
 
-    def run(self, canary: Canary, session: WeightSession) -> Work[str]:
-        """Exchange the weights, run the pass, and exchange them back; says how it went.
+    def run(self, canary: Canary, trial: Trial) -> Work[str]:
+        """Run the pass by the new weights; says how it went.
 
         Raises:
             RequestRejected: 400, a rank found something else than was expected.
         """
         if self._memory.is_kv_released:
             raise RequestRejected("canary: its forward pass needs kv_cache: resume_memory_occupation first")
-        trial = session.trial(lambda: self._pass.logprobs(canary.input_ids))
-        logprobs, by_rank = yield from self._ranks.survey(Activity.ALONE, trial, lambda found: found)
+        passing = trial(lambda: self._pass.logprobs(canary.input_ids))
+        logprobs, by_rank = yield from self._ranks.survey(Activity.ALONE, passing, lambda found: found)
         misses = [_miss(canary, found) for found in by_rank]
         if any(misses):
             told = "; ".join(f"rank {rank}: {miss}" for rank, miss in enumerate(misses) if miss)

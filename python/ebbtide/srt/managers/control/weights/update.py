@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Final
@@ -32,8 +32,8 @@ from ebbtide.srt.managers.control.ports import (
     Superseded,
     Work,
 )
-from ebbtide.srt.managers.control.weight_ports import IncomingWeights, Lender, TrialPass, Weights
-from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces, refuse_halves
+from ebbtide.srt.managers.control.weight_ports import How, Lender, TrialPass, Weights, WritePlan
+from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces, Whole
 from ebbtide.srt.managers.control.weights.checks import WeightReading
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CanaryTrials,
@@ -41,19 +41,16 @@ from ebbtide.srt.managers.control.weights.commit_terms import (
     CommitTerms,
     announced_names,
     check_fields,
-    folder_of,
     require_base,
-    version_of,
 )
 from ebbtide.srt.managers.control.weights.groups import GroupRequests
-from ebbtide.srt.managers.control.weights.session import WeightSession
+from ebbtide.srt.managers.control.weights.session import Burst, Counts, InPlace, WeightSession
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     AnyReply,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     PauseMode,
-    PiecewiseRequest,
     RetractCause,
     SessionReport,
     UpdateWeightFromDiskReqInput,
@@ -66,7 +63,6 @@ from ebbtide.srt.managers.io_struct import (
     WeightSessionReqOutput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.wire.weight_requests import STATE_DICTS
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 logger = logging.getLogger(__name__)
@@ -122,13 +118,13 @@ class WeightUpdates:
         self._line = Line()
         self._conditions = CommitConditions(generation, memory, requests)
         self._awaits_verdict = False
-        self._trials = CanaryTrials(trial_pass, memory, ranks)
+        self._trials = CanaryTrials(trial_pass, memory, ranks, weights)
         self._arrivals = Arrivals(weights, ranks, pace, wake, self._require_open_for)
         self.handlers: HandlerTable = {
             UpdateWeightFromDiskReqInput: self.update,
             UpdateWeightsFromTensorReqInput: self.update,
             UpdateWeightsFromDistributedReqInput: self.update,
-            UpdateWeightsFromIPCReqInput: self.update_from_senders,
+            UpdateWeightsFromIPCReqInput: self.update,
             BeginWeightUpdateReqInput: self.begin,
             EndWeightUpdateReqInput: self.end,
             AbortWeightUpdateReqInput: self.abort,
@@ -143,16 +139,16 @@ class WeightUpdates:
 
     def update(self, request: WeightUpdateRequest) -> Operation:
         """One update: a session of its own, or a part of the open one."""
-        if isinstance(request, UpdateWeightsFromDistributedReqInput) and request.load_format == STATE_DICTS:
-            return self.update_from_senders(request)
         contents = Contents(announced_names(request))
-        operation = timed(partial(self._update, request, contents))
-        return self._noted(request, contents, self._conditions.guarded(operation))
-
-    def update_from_senders(self, request: PiecewiseRequest) -> Operation:
-        """As `update`, of tensors that come piece by piece: what was not brought is not known by name."""
-        operation = timed(partial(self._update_from_senders, request))
-        return self._noted(request, Contents(), self._conditions.guarded(operation))
+        operation = self._conditions.guarded(timed(partial(self._update, request, contents)))
+        try:
+            return (yield from operation)
+        except Exception as error:
+            # An update of the open session that is refused leaves the session incomplete.
+            session = self._session
+            if session is not None and request.session_id in (None, session.session_id):
+                session.note_refused(str(error), contents.names)
+            raise
 
     def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         """Open a session, behind the updates that came before."""
@@ -217,23 +213,13 @@ class WeightUpdates:
         session = self._session
         if session is None:
             return None
-        return SessionReport(opened_at=session.opened_at, num_tensors_staged=session.num_tensors)
+        return SessionReport(opened_at=session.opened_at, num_tensors_staged=session.counts.num_tensors)
 
     # ---------------------------------------------------------------------------------------- operations
 
-    def _noted(self, request: WeightUpdateRequest, contents: Contents, operation: Operation) -> Operation:
-        """An update of the open session that is refused leaves the session incomplete."""
-        try:
-            return (yield from operation)
-        except Exception as error:
-            session = self._session
-            if session is not None and request.session_id in (None, session.session_id):
-                session.lacks.note_refused(str(error), contents.names)
-            raise
-
     def _update(self, request: WeightUpdateRequest, contents: Contents, stages: Stages) -> Operation:
         with self._line.turn() as has_come, ExitStack() as opened:
-            incoming = yield from self._arrivals.open(request, opened, contents)
+            parts = yield from self._arrivals.open(request, opened, contents)
             stages.end("decode")
             terms = self._trials.terms(request, request.flush_cache)
             if self._session is None:
@@ -242,103 +228,85 @@ class WeightUpdates:
                 yield Activity.WAITING
             stages.end("wait")
             self._require_open_for(request)
-            pending = None if self._session is None else self._session.version
-            require_base(incoming.base_version, self.version, pending)
+            plans = [parts.plan] if isinstance(parts, Whole) else []
+            self._require_plans(plans)
             if self._session is not None:
-                self._session.heed(request)
-                yield from self._arrivals.receive(incoming, self._session)
-                staged = yield from self._stage(self._session, request, incoming)
-                return _with_base(staged, incoming)
-            refuse_halves(incoming)
-            session = opened.enter_context(closing(self._new_session()))
-            session.heed(request)
-            yield from self._arrivals.receive(incoming, session)
-            session.folder = folder_of(request)
-            with self._conditions.draining(terms):
-                nobody_waits = self._conditions.nobody_waits
-                yield from session.prepare(incoming, is_all=True, nobody_waits=nobody_waits)
-                if session.overwrites_what_serves:
-                    # There is no way back from the first byte on: other replicas are waited for before it.
-                    mode = yield from self._agree(session, terms, stages)
-                    yield from session.write(incoming, waits=False)
-                    stages.end("write")
-                else:
-                    yield from session.write(incoming)
-                    mode = yield from self._agree(session, terms, stages)
-                reply = self._commit(session, terms, mode)
-                stages.end("commit")
-                return (yield from self._breathe(session, _with_base(reply, incoming), incoming))
-
-    def _update_from_senders(self, request: PiecewiseRequest, stages: Stages) -> Operation:
-        with self._line.turn() as has_come, ExitStack() as opened:
-            pieces = yield from self._arrivals.meet(request, opened)
-            terms = self._trials.terms(request, request.flush_cache)
-            if self._session is None:
-                self._conditions.check(terms)
-            while not has_come():
-                yield Activity.WAITING
-            self._require_open_for(request)
-            if self._session is not None:
-                self._session.heed(request)
                 before = self._session.counts
-                yield from self._take(pieces, self._session, lambda: iter(()))
-                pieces.finish()
-                return self._staged(self._session, request, before)
+                yield from self._take(parts, self._session, terms)
+                parts.finish()
+                return _with_base(self._staged(self._session, terms, before), plans)
             session = opened.enter_context(closing(self._new_session()))
-            session.heed(request)
-
-            def ready_in_place() -> Iterator[Activity]:
-                opened.enter_context(self._conditions.draining(terms))
-                return self._conditions.ready(terms)
-
-            yield from self._take(pieces, session, ready_in_place)
-            session.lacks.require_nothing()
+            yield from self._take(parts, session, terms, opened)
+            session.require_complete()
             with self._conditions.draining(terms):
                 mode = yield from self._agree(session, terms, stages)
-                reply = self._commit(session, terms, mode)
+                if isinstance(session.state, Burst):
+                    # There is no way back from its first byte on: other replicas were waited for before it.
+                    yield from session.write(session.state.plan, terms)
+                    stages.end("write")
+                reply = _with_base(self._commit(session, terms, mode), plans)
                 stages.end("commit")
-                pieces.finish()
-                return (yield from self._breathe(session, reply))
+                parts.finish()
+                return (yield from self._conclude(session, reply, plans))
+
+    def _require_plans(self, plans: Sequence[WritePlan]) -> None:
+        """Refuse, ahead of the first byte, plans for other weights than these, or for parts of parameters."""
+        pending = None if self._session is None else self._session.version
+        for plan in plans:
+            require_base(plan.base_version, self.version, pending)
+            if self._session is None and plan.incomplete:
+                raise RequestRejected(plan.incomplete)
 
     def _take(
-        self, pieces: Pieces, session: WeightSession, ready_in_place: Callable[[], Iterator[Activity]]
+        self,
+        parts: Whole | Pieces,
+        session: WeightSession,
+        terms: CommitTerms,
+        opened: ExitStack | None = None,
     ) -> Work[None]:
-        """Write pieces as they come. Where there is no copy, what runs is waited for first."""
-        num_before = session.num_tensors
+        """Write what comes; but for a burst, which is only prepared.
 
-        def write(incoming: IncomingWeights) -> Work[None]:
-            yield from session.prepare(incoming)
-            if not session.is_staged and session.num_tensors == num_before:
-                yield from ready_in_place()
-            yield from session.write(incoming)
+        Args:
+            opened: of an update that is a session of its own. Where that has no copy, what runs is waited for
+                ahead of the first byte; of a single plan, which takes no time to come, while it is prepared.
+        """
+        before = session.counts.num_tensors
+        is_whole, is_alone = isinstance(parts, Whole), opened is not None
+
+        def write(plan: WritePlan) -> Work[None]:
+            yield from self._arrivals.receive(plan, session, terms)
+            if opened is not None and is_whole:
+                opened.enter_context(self._conditions.draining(terms))
+            nobody_waits = self._conditions.nobody_waits
+            yield from session.prepare(plan, terms, is_alone=is_alone and is_whole, nobody_waits=nobody_waits)
+            if isinstance(session.state, Burst):
+                return
+            if (
+                opened is not None
+                and isinstance(session.state, InPlace)
+                and session.counts.num_tensors == before
+            ):
+                opened.enter_context(self._conditions.draining(terms))
+                yield from self._conditions.ready(terms)
+            yield from session.write(plan, terms)
 
         try:
-            yield from pieces.take(write)
+            yield from parts.take(write)
         except RequestRejected as refusal:
-            if session.is_staged or session.num_tensors == num_before:
+            if session.is_staged or session.counts.num_tensors == before:
                 raise
             # A refusal would say that nothing was written.
             raise EngineError(f"the update broke off half-way: {refusal.message}") from refusal
 
-    def _stage(
-        self, session: WeightSession, request: WeightUpdateRequest, incoming: IncomingWeights
-    ) -> Work[UpdateWeightsReqOutput]:
-        """Take an update into the open session; nothing of it serves yet."""
-        before = session.counts
-        yield from session.prepare(incoming)
-        yield from session.write(incoming)
-        return self._staged(session, request, before)
-
-    def _staged(
-        self, session: WeightSession, request: WeightUpdateRequest, before: tuple[int, int, int]
-    ) -> UpdateWeightsReqOutput:
-        session.flush_cache |= request.flush_cache
-        session.version = version_of(request) or session.version
-        session.folder = folder_of(request) or session.folder
-        num_tensors, num_ignored, num_bytes = map(operator.sub, session.counts, before)
-        message, counts = f"Staged {num_tensors} tensors.", (num_tensors, num_ignored, num_bytes)
+    def _staged(self, session: WeightSession, terms: CommitTerms, before: Counts) -> UpdateWeightsReqOutput:
+        """The answer to an update of the open session; nothing of it serves yet."""
+        session.flush_cache |= terms.flush_cache
+        session.version = terms.version or session.version
+        session.folder = terms.folder or session.folder
+        counts = Counts(*map(operator.sub, session.counts, before))
+        message = f"Staged {counts.num_tensors} tensors."
         if not session.is_staged:
-            message = f"Wrote {num_tensors} tensors in place: nothing runs before end_weight_update."
+            message = f"Wrote {counts.num_tensors} tensors in place: nothing runs before end_weight_update."
         return session.with_outcome(session.reply(self.version, message, counts, is_committed=False))
 
     def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
@@ -360,7 +328,7 @@ class WeightUpdates:
             session = self._require_session()
             self._require_named(request, 409)
             if not request.allow_incomplete:
-                session.lacks.require_nothing()
+                session.require_complete()
             flush_cache = session.flush_cache if request.flush_cache is None else request.flush_cache
             terms = self._trials.terms(request, flush_cache)
             self._conditions.check(terms)
@@ -373,7 +341,7 @@ class WeightUpdates:
             self._session = None
             self._why_closed = "it was ended already"
             with closing(session):
-                return (yield from self._breathe(session, reply))
+                return (yield from self._conclude(session, reply))
 
     def _agree(self, session: WeightSession, terms: CommitTerms, stages: Stages) -> Work[PauseMode | None]:
         """Make the session whole, wait for the boundary, and for the verdict of all replicas.
@@ -383,11 +351,11 @@ class WeightUpdates:
         yield from session.complete()
         stages.end("stage")
         yield from self._conditions.ready(terms)
-        if not session.overwrites_what_serves:
+        if not isinstance(session.state, Burst):
             yield Activity.BOUNDARY
         stages.end("drain")
         if terms.canary is not None:
-            session.canary_message = yield from self._trials.run(terms.canary, session)
+            session.canary_message = yield from self._trials.run(terms.canary, session.trial)
             stages.end("canary")
         mode = self._conditions.mode(terms)
         yield from self._verdict()
@@ -399,17 +367,24 @@ class WeightUpdates:
     ) -> UpdateWeightsReqOutput:
         """Commit at a boundary: weights, version and cache together."""
         version = terms.version if terms.version is not None else session.version
+        folder = terms.folder or session.folder
+        message = [f"Updated {session.counts.num_tensors} tensors."]
+        if version is not None:
+            message.append(f"Weight version updated to {version}.")
+        if session.canary_message:
+            message.append(session.canary_message)
         with session.stall.measure():
             num_paused = self._requests.num_running
             self._conditions.stop_requests(terms, mode)
             session.commit()
             self._serve(version if version is not None else self.version)
-            if session.folder is not None:
-                self.model_path, self.load_format = session.folder
+            if folder is not None:
+                self.model_path, self.load_format = folder
             if terms.flush_cache:
                 self._requests.flush_cache()
-        reply = session.reply(self.version, session.message(version), session.counts, is_committed=True)
-        return structs.replace(reply, num_paused_requests=num_paused)
+        return session.reply(
+            self.version, " ".join(message), session.counts, is_committed=True, num_paused=num_paused
+        )
 
     def _verdict(self) -> Iterator[Activity]:
         """Refuse nothing from here on. Where several replicas commit together, wait until all are ready."""
@@ -454,16 +429,13 @@ class WeightUpdates:
                 "a weight update session is open: end_weight_update or abort_weight_update first", 409
             )
 
-    def _breathe(
-        self,
-        session: WeightSession,
-        reply: UpdateWeightsReqOutput,
-        incoming: IncomingWeights | None = None,
+    def _conclude(
+        self, session: WeightSession, reply: UpdateWeightsReqOutput, plans: Sequence[WritePlan] = ()
     ) -> Work[AnyReply]:
         """Let forward passes in between the commit and giving memory back; returns the reply.
 
         Where no request runs the copy goes in one piece: those that were retracted have prompts to compute
-        first. The driver takes milliseconds to end a sender's mappings, and is told behind the reply. What
+        first. The driver takes milliseconds to end a sender's mappings, which happens behind the reply. What
         is committed stays so, whatever deadline, cancellation or failure comes.
         """
         is_waited_for = not isinstance(self._generation.state, Paused) and self._requests.num_running > 0
@@ -472,15 +444,20 @@ class WeightUpdates:
                 # A pass is launched ahead of all that is left.
                 yield Activity.WORKING if session.is_staged else Activity.COPYING
             yield from session.finish()
-            if is_waited_for and session.is_staged:
+            if is_waited_for:
                 yield from session.release()
         except OutOfStep:
             raise
         except (DeadlinePassed, RequestRejected, EngineError) as error:
             logger.warning("the rest of a committed update is finished without further turns: %r", error)
             yield from session.finish()
-        self._operations.go_on(session.detach(incoming))
-        return session.concluded(reply)
+        self._operations.go_on(session.detach(plans))
+        stall_ms = session.stall.longest_s * 1e3
+        logger.info(
+            "weights updated: version=%s tensors=%d bytes=%d staged=%s stall_ms=%.1f",
+            *(reply.weight_version, reply.num_tensors, reply.num_bytes, reply.staged, stall_ms),
+        )
+        return session.with_outcome(reply)
 
     # -------------------------------------------------------------------------------------------- effects
 
@@ -506,8 +483,9 @@ class WeightUpdates:
         self._operations.cancel(WeightUpdateRequest, Superseded(f"{why}: resume them, then update again"))
 
 
-def _with_base(reply: UpdateWeightsReqOutput, incoming: IncomingWeights) -> UpdateWeightsReqOutput:
+def _with_base(reply: UpdateWeightsReqOutput, plans: Sequence[WritePlan]) -> UpdateWeightsReqOutput:
     """The reply, which says of a delta whether anybody has looked at what it is of."""
-    if not incoming.is_delta:
-        return reply
-    return structs.replace(reply, base_checked=incoming.base_version is not None)
+    for plan in plans:
+        if plan.how is How.PATCH:
+            return structs.replace(reply, base_checked=plan.base_version is not None)
+    return reply

@@ -16,7 +16,7 @@ from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.managers.control.ports import OutOfStep, Slices
-from ebbtide.srt.managers.control.weight_ports import Staging
+from ebbtide.srt.managers.control.weight_ports import How, Staging, WritePlan
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.weight_copies import (
     Destination,
@@ -40,15 +40,50 @@ T = TypeVar("T")
 PLANNED_AT_ONCE: Final = 64
 
 
-class InPlace:
-    """Writes go straight into the live weights."""
+class _Staging:
+    """What both places have: the parts of 8-bit weights that came without the other part."""
 
-    is_staged = False
-    shadow = None
+    shadow: Shadow | None = None
 
     def __init__(self, store: WeightStore, device: Device) -> None:
         self._store = store
         self._device = device
+        # By the name of a tensor that came, the name of the one that has not.
+        self._missing: dict[str, str] = {}
+
+    def begin(self, plan: WritePlan) -> None:
+        assert isinstance(plan, IncomingTensors)
+        for name in plan.halves:
+            self._missing.pop(name, None)
+
+    def end(self, plan: WritePlan) -> frozenset[str]:
+        assert isinstance(plan, IncomingTensors)
+        whole = set()
+        for name, (other, weight) in plan.halves.items():
+            if self._missing.pop(other, None) is None:
+                self._missing[name] = other
+            else:
+                whole.add(weight)
+        for name, other in list(self._missing.items()):
+            if name in plan.names or other in plan.names:
+                del self._missing[name]
+        return frozenset(whole)
+
+    def require_complete(self) -> None:
+        if self._missing:
+            missing = sorted(set(self._missing.values()))
+            raise RequestRejected(
+                f"the session is incomplete: {len(missing)} tensors that belong to others of 8 bits did not "
+                f"come: {first_few(missing)}. Send them, or abort_weight_update; allow_incomplete "
+                "leaves these weights as they were",
+                409,
+            )
+
+
+class InPlaceStaging(_Staging):
+    """Writes go straight into the live weights."""
+
+    is_staged = False
 
     def sums(self) -> Mapping[str, int]:
         """The known sums of the weights that are there, see `WeightStore.sums`."""
@@ -59,18 +94,16 @@ class InPlace:
         self._store.note_write(_sums_after(self._store.sums, names, sums))
 
     def complete(self, written: frozenset[str]) -> Slices[None]:
-        """There is no copy to complete."""
         yield from ()
 
     def repay(self) -> None:
         """There is no copy."""
 
     def release(self) -> Slices[None]:
-        """There is no copy."""
         yield from ()
 
     def commit(self) -> None:
-        """Have forward passes run behind the copies: after these, the live weights are the new ones."""
+        # Forward passes run behind the copies: after these, the live weights are the new ones.
         self._device.follow_copies()
 
     def roll_back(self) -> None:
@@ -80,16 +113,15 @@ class InPlace:
         """Nothing is held."""
 
 
-class Staged:
+class CopyStaging(_Staging):
     """Writes go into a second copy of the weights."""
 
     is_staged = True
 
-    def __init__(self, store: WeightStore, shadow: Shadow, device: Device) -> None:
-        self.shadow = shadow
+    def __init__(self, store: WeightStore, device: Device, shadow: Shadow) -> None:
+        super().__init__(store, device)
+        self.shadow: Shadow = shadow
         self.is_complete = False
-        self._store = store
-        self._device = device
         # What is not written is copied from the live weights, whose sums hold until somebody writes to them.
         self._generation, self._sums = store.generation, store.sums
 
@@ -159,6 +191,19 @@ class IncomingTensors:
         loader: writes them, to any parameters that it likes: nothing is checked then.
     """
 
+    how: How
+    names: frozenset[str]
+    touched: frozenset[str]
+    sent: frozenset[str]
+    incomplete: str
+    problems: list[dict[str, str]]
+    base_version: str | None
+    is_sent: bool
+    opens: bool
+    near_bytes: int | None
+    num_tensors: int
+    num_ignored: int
+
     def __init__(
         self,
         source: WeightSource,
@@ -167,23 +212,30 @@ class IncomingTensors:
         loader: CustomLoader | None = None,
     ) -> None:
         self.is_sent, self.near_bytes = source.is_sent, source.near_bytes
-        self.needs_copy = loader is not None
-        self.is_delta = isinstance(source, DeltaSource)
+        self.how = How.COPY
+        if loader is not None:
+            self.how = How.LOAD
+        elif isinstance(source, DeltaSource):
+            self.how = How.PATCH
         self.base_version = source.base_version
         self.num_ignored = 0
         self.halves: dict[str, tuple[str, str]] = {}
         self.num_tensors = len(source.entries)
         self.names = store.names if source.entries else frozenset[str]()
+        self.touched = self.names
+        self.opens = not source.is_sent
+        self.incomplete = ""
         self.sent = self.scales = frozenset[str]()
         self._runs: RunTable | None = None
         self._source = source
         self._store = store
         self._device = device
         self._loader = loader
-        self._receives_into: InPlace | Staged | None = None
+        self._receives_into: InPlaceStaging | CopyStaging | None = None
         self._received: list[tuple[str, Tensor]] | None = None
-        is_plain = loader is None and not self.is_delta
-        self._is_planned = is_plain and source.near_bytes is not None and store.device.type == "cuda"
+        self._is_planned = (
+            self.how is How.COPY and source.near_bytes is not None and store.device.type == "cuda"
+        )
         self._copies = WeightCopies(store.device)
         # Tensors on the device that no planned copy covers.
         self._others: dict[str, Tensor] = {}
@@ -193,7 +245,7 @@ class IncomingTensors:
         self._changes: PlacedChanges | None = None
         self._new_sums: Tensor | None = None
         self._sums: dict[str, int] = {}
-        self.problems: list[dict[str, str]] = []
+        self.problems = []
 
     def check(self) -> Slices[None]:
         """Find what stands against writing them, and what they cover."""
@@ -216,6 +268,15 @@ class IncomingTensors:
         self.names, self.sent, self.scales = found.names, found.sent, found.scales
         self.num_tensors, self.num_ignored = found.num_tensors, found.num_ignored
         self.halves, self._runs = found.halves, found.runs
+        self.opens = not self.is_sent or bool(self.scales)
+        self.touched = self.names
+        if self.halves:
+            self.touched |= {weight for _, weight in self.halves.values()}
+            others = first_few(sorted({other for other, _ in self.halves.values()}))
+            self.incomplete = (
+                f"{len(self.halves)} tensors do not come with what belongs to them, nothing was written: "
+                f"expected with them {others}. In a session they may follow"
+            )
 
     def _examine(self) -> Slices[_Checked]:
         """Hold each header against the model; adds to `problems`."""
@@ -272,7 +333,7 @@ class IncomingTensors:
         return store.check_scales(entry.name, entry.dtype, dtypes, source.direct)
 
     def receive_into(self, staging: Staging) -> bool:
-        assert isinstance(staging, InPlace | Staged)
+        assert isinstance(staging, InPlaceStaging | CopyStaging)
         source, store = self._source, self._store
         if not isinstance(source, BroadcastSource) or not source.can_receive_in_place(store.device):
             return False
@@ -306,7 +367,7 @@ class IncomingTensors:
 
     def open(self, staging: Staging) -> Slices[None]:
         """Also plans the copies of tensors on the device, so that a burst only has to launch them."""
-        assert isinstance(staging, InPlace | Staged)
+        assert isinstance(staging, InPlaceStaging | CopyStaging)
         yield from self._source.open()
         yield from self._check_scales()
         if not self._is_planned:
@@ -335,7 +396,7 @@ class IncomingTensors:
             )
         yield len(found)
 
-    def _plan(self, staging: InPlace | Staged) -> Iterator[int]:
+    def _plan(self, staging: InPlaceStaging | CopyStaging) -> Iterator[int]:
         (notes, origin), key = self._source.place_notes, (PlannedSpans, self._source.direct)
         address = self._store.address(staging.shadow)
         known: PlannedSpans | None = None if notes is None else notes.get(key)
@@ -366,7 +427,7 @@ class IncomingTensors:
 
     def write(self, staging: Staging) -> Slices[None]:
         """Launch the copies. What was received in place needs none."""
-        assert isinstance(staging, InPlace | Staged)
+        assert isinstance(staging, InPlaceStaging | CopyStaging)
         staging.note_write(self.names, self.sums())
         if self._received is not None:
             yield from self._look_at(self._received)
@@ -386,7 +447,7 @@ class IncomingTensors:
         return self._copies.nonfinite() + self._looked_at.names()
 
     def sum_up(self, staging: Staging) -> Slices[None]:
-        assert isinstance(staging, InPlace | Staged)
+        assert isinstance(staging, InPlaceStaging | CopyStaging)
         assert isinstance(self._source, DeltaSource), "only a delta has sums"
         weights = PatchedWeights(self._store, staging.shadow)
         yield from self._source.verify(weights)
@@ -423,13 +484,6 @@ class IncomingTensors:
             self._looked_at.add(name, region)
             yield region.nbytes
 
-    def release(self) -> Slices[None]:
-        """To be run before the commit, so that closing many mappings holds no forward pass up."""
-        # These hold references to the sender's memory.
-        self._changes = None
-        self._covered.clear()
-        yield from self._source.release()
-
     def detach(self) -> Slices[None]:
         self._changes = None
         self._covered.clear()
@@ -450,7 +504,7 @@ class IncomingTensors:
             self._source.close()
 
     def _write_each(
-        self, named: Iterable[tuple[str, Tensor | StoredTensor]], staging: InPlace | Staged
+        self, named: Iterable[tuple[str, Tensor | StoredTensor]], staging: InPlaceStaging | CopyStaging
     ) -> Slices[None]:
         store, shadow, direct = self._store, staging.shadow, self._source.direct
         try:
@@ -465,11 +519,11 @@ class IncomingTensors:
             # No refusal: that would say that nothing was written.
             raise EngineError(f"the update broke off half-way: {error.message}") from error
 
-    def _load(self, loader: CustomLoader, staging: InPlace | Staged) -> Slices[None]:
+    def _load(self, loader: CustomLoader, staging: InPlaceStaging | CopyStaging) -> Slices[None]:
         """Call the loader in one slice, since it cannot be left half-way; not at all without tensors."""
         if not self._source.entries:
             return
-        assert isinstance(staging, Staged), "a loader is given a copy"
+        assert isinstance(staging, CopyStaging), "a loader is given a copy"
         assert staging.is_complete, "a loader is given a whole copy"
         named = [(name, whole(tensor)) for name, tensor in self._source]
         loader.load(StagedModel(self._store, staging.shadow), named)

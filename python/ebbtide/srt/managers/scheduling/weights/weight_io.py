@@ -26,9 +26,9 @@ from ebbtide.srt.managers.io_struct import (
     WeightUpdateRequest,
 )
 from ebbtide.srt.managers.scheduling.weights.incoming_weights import (
+    CopyStaging,
     IncomingTensors,
-    InPlace,
-    Staged,
+    InPlaceStaging,
     paced_by_time,
 )
 from ebbtide.srt.managers.scheduling.weights.parameter_checker import ParameterChecker
@@ -102,7 +102,7 @@ class EngineWeights:
 
     def stage(self, *, in_place: bool, is_last: bool = True) -> Slices[Staging]:
         if in_place or self._config.update.staging == "never":
-            return InPlace(self._store, self._device)
+            return InPlaceStaging(self._store, self._device)
         try:
             shadow = yield from paced_by_time(self._store.arena.stage_by_chunks())
         except OutOfDeviceMemory as error:
@@ -114,8 +114,8 @@ class EngineWeights:
                     needed_bytes=error.needed_bytes,
                     free_bytes=error.free_bytes,
                 ) from error
-            return InPlace(self._store, self._device)
-        return Staged(self._store, shadow, self._device)
+            return InPlaceStaging(self._store, self._device)
+        return CopyStaging(self._store, self._device, shadow)
 
     @property
     def group_names(self) -> list[str]:
