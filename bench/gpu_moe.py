@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from ebbtide.srt.layers.kernels.moe_plan import (
 )
 from ebbtide.srt.layers.kernels.moe_routing import route
 from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
+from ebbtide.srt.layers.step import ON_GPU
 
 SHAPES = {
     "qwen30b": (2048, MoeConfig(128, 8, 768, renormalize=True)),
@@ -51,6 +53,7 @@ SHAPES = {
 NUM_TOKENS = (1, 32, 256, 1024, 4096, 8192)
 NUM_RUNS = 5
 DEVICE = torch.device("cuda")
+STEP: Any = SimpleNamespace(kernels=ON_GPU, given_TLK=None, routes_TLK=None)
 
 ALONE = [
     Tile(rows, step, warps, 1)
@@ -101,7 +104,7 @@ class Batch:
         self.sorted = [self._sorted(experts) for _, experts in self.routes]
 
     def _route(self, call: int) -> tuple[Tensor, Tensor]:
-        scores = self.layers[call % 2].scores(self.inputs[call])
+        scores = self.layers[call % 2].gate(self.inputs[call], STEP)
         return route(scores, self.config.num_experts_per_token, self.config.renormalize)
 
     def _sorted(self, experts: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +114,7 @@ class Batch:
         return flat.argsort() // experts.shape[1], counts.cumsum(0).int()
 
     def layer(self, call: int) -> Tensor:
-        out: Tensor = self.layers[call % 2](self.inputs[call])
+        out: Tensor = self.layers[call % 2](self.inputs[call], STEP).tensor()
         return out
 
     def experts(self, call: int, plan: Plan | None = None) -> Tensor:
@@ -167,7 +170,7 @@ def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def make_layer(hidden: int, config: MoeConfig) -> MoeMLP:
-    layer = MoeMLP(config, hidden, torch.bfloat16)
+    layer = MoeMLP(config, hidden, torch.bfloat16, layer=0)
     for module, name in (
         (layer.gate, "weight"),
         (layer.experts, "gate_up_proj"),

@@ -27,7 +27,8 @@ from common import write_result
 from gpu_machine import Machine
 from torch import Tensor
 
-from ebbtide.srt.layers.small_batch import Normed, multiply
+from ebbtide.srt.layers.norm import PartialNorm
+from ebbtide.srt.layers.small_batch import multiply
 from ebbtide.srt.layers.small_batch.tuning import (
     TILES_FILE,
     TOKEN_BUCKETS,
@@ -112,14 +113,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors with which one product is measured. Norms of several tokens are begun by the product before."""
+    """Tensors with which one product is measured. The product before may compute parts of norms."""
 
     product: Product
     x: Tensor
     norm: Tensor
     out: Tensor
     weights: list[Tensor]
-    begun: Normed | None
+    started: PartialNorm | None
 
     @classmethod
     def make(cls, product: Product, num_tokens: int, weights: Weights) -> Case:
@@ -133,7 +134,7 @@ class Case:
             norm,
             torch.zeros(num_tokens, shape.num_rows, device="cuda", dtype=torch.bfloat16),
             [weights.cut(shape) for _ in range(max(1, round(ROTATED_BYTES / shape.num_bytes)))],
-            Normed(x * norm, squares, EPS) if product.normed and num_tokens > 1 else None,
+            PartialNorm(x * norm, squares, EPS) if product.normed and num_tokens > 1 else None,
         )
 
     def run(self, weight: Tensor, config: Config | None, out: Tensor) -> None:
@@ -143,7 +144,7 @@ class Case:
         if add:
             # Of any weight: the first of them that is there.
             then = (weight.flatten()[: self.product.shape.num_rows], EPS)
-        switches = {"gated": gated, "add": add, "config": config, "begun": self.begun, "then": then}
+        switches = {"gated": gated, "add": add, "config": config, "started": self.started, "then": then}
         multiply(self.x, norm, EPS, weight, None, out, **switches)
 
     def run_torch(self, weight: Tensor) -> None:
@@ -329,25 +330,25 @@ def step_us(model: Model, num_tokens: int, weights: Weights, how: str, best: dic
     layers = [[weights.cut(product.shape) for product in model.layer] for _ in range(model.num_layers)]
     head = weights.cut(model.head.shape)
 
-    def run(product: Product, given: Tensor, weight: Tensor, begun: Any = None) -> tuple[Tensor, Any]:
-        """The product, and the norm that it has begun of the residual."""
+    def run(product: Product, given: Tensor, weight: Tensor, started: Any = None) -> tuple[Tensor, Any]:
+        """The product, and what it has computed of the residual's norm."""
         if how == "torch":
             return torch_product(product, given, norm, weight, x), None
         config = best.get(product.name)
         out = x if product.add else given.new_empty(num_tokens, product.shape.num_rows)
         switches = {"gated": "silu" if product.shape.gated else None, "add": product.add, "config": config}
-        switches |= {"overlapped": how != "serial", "begun": begun}
+        switches |= {"overlapped": how != "serial", "started": started}
         switches |= {"then": (norm, EPS) if product.add else None}
         return out, multiply(given, norm if product.normed else None, EPS, weight, None, out, **switches)
 
     def body() -> None:
         x.fill_(0.1)
-        begun = None
+        started = None
         for qkv, o, gate_up, down in layers:
-            run(model.layer[0], x, qkv, begun)
-            _, begun = run(model.layer[1], attended, o)
-            activated, _ = run(model.layer[2], x, gate_up, begun)
-            _, begun = run(model.layer[3], activated, down)
+            run(model.layer[0], x, qkv, started)
+            _, started = run(model.layer[1], attended, o)
+            activated, _ = run(model.layer[2], x, gate_up, started)
+            _, started = run(model.layer[3], activated, down)
         run(model.head, x, head)
 
     return graph_us(body)

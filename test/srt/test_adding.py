@@ -148,8 +148,8 @@ ADDITIONS = {
 +class FooForCausalLM(Qwen3ForCausalLM):
 +    '''The least likely token of Qwen3 is its most likely one.'''
 +
-+    def logits(self, hidden_TD):
-+        return -super().logits(hidden_TD)
++    def logits(self, hidden_TD, kernels):
++        return -super().logits(hidden_TD, kernels)
 --- models/registry.py
 @@
 +from ebbtide.srt.models.foo import FooForCausalLM

@@ -3,17 +3,28 @@
 Shapes: T tokens, D inputs, O outputs, I intermediate size.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import SoloGroup
-from ebbtide.srt.layers.linear import Linear
-from ebbtide.srt.layers.norm import RMSNorm
+from ebbtide.srt.layers.linear import Inputs, Linear
+from ebbtide.srt.layers.norm import NormedResidual, Residual, RMSNorm
+from ebbtide.srt.layers.step import Kernels, Step
 
 EPS = 1e-5
 T, D, O, I = 5, 24, 16, 12  # noqa: E741
+NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+NO_ATTENTION: Any = None
+STEP = Step(NO_TOKENS, NO_TOKENS, NO_ATTENTION, Kernels())
+
+
+def inputs_of(x: Tensor, norm: RMSNorm | None) -> Tensor | NormedResidual:
+    return x if norm is None else Residual(x).normed(norm)
 
 
 class Rank(SoloGroup):
@@ -57,7 +68,7 @@ def test_norm_and_product(dtype: torch.dtype, biased: bool, offset: float | None
     norm = make_norm(offset, dtype) if offset is not None else None
     before = x.clone()
 
-    out = linear.project(x, norm)
+    out = linear(inputs_of(x, norm), STEP)
 
     inputs = x if norm is None else normalised(x, norm)
     torch.testing.assert_close(out, F.linear(inputs, linear.weight, linear.bias))
@@ -70,7 +81,7 @@ def test_norm_and_gated_product(biased: bool, activation: str) -> None:
     torch.manual_seed(1)
     x, linear, norm = torch.randn(T, D), make_linear(2 * I, biased=biased), make_norm(0.0)
 
-    out = linear.project_gated(x, norm, activation)
+    out = linear.gated(inputs_of(x, norm), activation, STEP).tensor()
 
     gate, up = F.linear(normalised(x, norm), linear.weight, linear.bias).split(I, dim=1)
     active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
@@ -87,9 +98,10 @@ def test_a_product_is_added_up_and_in_place_with_the_bias_of_one_rank(biased: bo
         linear.group = Rank(rank, torch.randn(T, O))
         expected = expected + linear.group.other
 
-    summed = linear.project_summed(x)
-    added = residual.clone()
-    linear.add_to(added, x)
+    summed = linear.addend(x, STEP).tensor()
+    stream = Residual(residual.clone())
+    stream.add(linear.addend(x, STEP))
+    added, _ = stream.read()
 
     torch.testing.assert_close(summed, expected)
     torch.testing.assert_close(added, residual + expected)
@@ -101,16 +113,41 @@ def test_another_precision_is_one_subclass() -> None:
     class Bytes(Linear):
         scale = 0.05
 
-        def multiply(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
-            return F.linear(x_TD, self.weight.float() * self.scale, bias_O)
+        def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
+            return F.linear(x.tensor(), self.weight.float() * self.scale, bias_O)
 
     linear, norm, x = Bytes(D, D, bias=False, dtype=torch.int8), make_norm(0.0), torch.randn(T, D)
     linear.weight = nn.Parameter(torch.randint(-9, 9, (D, D), dtype=torch.int8), requires_grad=False)
     weight = linear.weight.float() * Bytes.scale
-    residual = torch.zeros(T, D)
+    stream = Residual(torch.zeros(T, D))
 
-    linear.add_to(residual, x)
+    stream.add(linear.addend(x, STEP))
 
-    torch.testing.assert_close(residual, x @ weight.T)
+    torch.testing.assert_close(stream.read()[0], x @ weight.T)
     gate, up = (normalised(x, norm) @ weight.T).chunk(2, dim=1)
-    torch.testing.assert_close(linear.project_gated(x, norm, "silu"), F.silu(gate) * up)
+    torch.testing.assert_close(linear.gated(inputs_of(x, norm), "silu", STEP).tensor(), F.silu(gate) * up)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes bfloat16 here")  # noqa: TID251
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_layers_of_few_tokens_give_what_libraries_give(num_tokens: int, offset: float) -> None:
+    """A product that is added computes a part of the next norm, and the one behind goes on from there."""
+    pytest.importorskip("triton")
+    torch.manual_seed(3)
+    given = torch.randn(num_tokens, D)
+    norms = [make_norm(offset) for _ in range(3)]
+    mixers = [make_linear(D, biased=biased) for biased in (False, True)]
+    gate_up, down = make_linear(2 * D, biased=False), make_linear(D, biased=False)
+
+    def layers(kernels: Kernels) -> Tensor:
+        stream, step = Residual(given.clone()), replace(STEP, kernels=kernels)
+        stream.add(mixers[0].addend(mixers[1](stream.normed(norms[0]), step), step))
+        stream.add(down.addend(gate_up.gated(stream.normed(norms[1]), "silu", step), step))
+        stream.keep(torch.tensor([num_tokens - 1]))
+        stream.add(mixers[1].addend(given[:1], step))
+        return stream.normed(norms[2]).tensor()
+
+    expected = layers(Kernels())
+    assert expected.shape == (1, D)
+    torch.testing.assert_close(layers(Kernels(few=8)), expected, rtol=2e-5, atol=2e-5)

@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, which computes no bfloat1
 
 import os
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.layers.moe import MoeConfig, MoeMLP, route, run_experts
+from ebbtide.srt.layers.step import Kernels, Step
 
 HAS_GPU = torch.cuda.is_available()  # noqa: TID251
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+NO_ATTENTION: Any = None
+STEP = Step(NO_TOKENS, NO_TOKENS, NO_ATTENTION, Kernels.for_(DEVICE, torch.bfloat16))
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +216,7 @@ def used(block_experts: list[int]) -> int:
 
 
 def moe_layer(config: MoeConfig, hidden: int, dtype: torch.dtype, device: torch.device) -> MoeMLP:
-    layer = MoeMLP(config, hidden, dtype)
+    layer = MoeMLP(config, hidden, dtype, layer=0)
     gate_up, down = random_experts(config.num_experts, hidden, config.inner_size, dtype, device)
     layer.experts.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
     layer.experts.down_proj = nn.Parameter(down, requires_grad=False)
@@ -225,7 +230,7 @@ def test_the_layer_routes_by_its_gate() -> None:
     layer = moe_layer(MoeConfig(8, 2, 24, renormalize=True), 32, torch.float32, torch.device("cpu"))
     x = torch.randn(7, 32)
 
-    out = layer(x)
+    out = layer(x, STEP).tensor()
 
     weights, experts = route(x @ layer.gate.weight.T, 2, True)
     expected = plain_experts(x, layer.experts.gate_up_proj, layer.experts.down_proj, weights, experts)
@@ -247,17 +252,17 @@ def test_on_a_gpu_at_real_sizes_in_bfloat16(
     layer = moe_layer(config, hidden, torch.bfloat16, DEVICE)
     x = torch.randn(num_tokens, hidden).to(DEVICE, torch.bfloat16)
 
-    out = layer(x)
+    out = layer(x, STEP).tensor()
 
     weights, experts = kernels.moe_routing.route(
-        layer.scores(x), config.num_experts_per_token, config.renormalize
+        layer.gate(x, STEP), config.num_experts_per_token, config.renormalize
     )
     wide = (x.float(), layer.experts.gate_up_proj.float(), layer.experts.down_proj.float())
     expected = run_experts(*wide, weights, experts.long())
     error = (out.float() - expected).norm() / expected.norm()
     # bfloat16 keeps 8 bits; the inner values and each expert's output are rounded to it.
     assert error < 6e-3
-    assert torch.equal(layer(x), out)
+    assert torch.equal(layer(x, STEP).tensor(), out)
 
 
 @pytest.mark.gpu
@@ -268,12 +273,12 @@ def test_a_captured_graph_follows_new_inputs(num_tokens: int) -> None:
     layer = moe_layer(MoeConfig(64, 4, 256, renormalize=True), 512, torch.bfloat16, DEVICE)
     first, second = torch.randn(2, num_tokens, 512).to(DEVICE, torch.bfloat16)
     x = first.clone()
-    layer(x)  # compiles
+    layer(x, STEP).tensor()  # compiles
     graph = torch.cuda.CUDAGraph()  # noqa: TID251
     with torch.cuda.graph(graph):  # noqa: TID251
-        out = layer(x)
+        out = layer(x, STEP).tensor()
 
     for values in (second, first):
         x.copy_(values)
         graph.replay()
-        assert torch.equal(out, layer(values))
+        assert torch.equal(out, layer(values, STEP).tensor())

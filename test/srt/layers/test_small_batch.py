@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ebbtide.srt.layers.norm import PartialNorm
 from ebbtide.srt.layers.small_batch.tuning import Config, MatvecConfig, ProductConfig
 
 ON_GPU = torch.cuda.is_available()  # noqa: TID251
@@ -77,7 +78,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 def check_all(num_tokens: int, num_rows: int, num_columns: int, **options: Any) -> None:
     """Every use of the kernels at one shape. `options`: of `multiply`."""
     pytest.importorskip("triton")
-    from ebbtide.srt.layers.small_batch import Normed, multiply
+    from ebbtide.srt.layers.small_batch import multiply
 
     given = Tensors(num_tokens, num_rows, num_columns)
     normalised = given.normalised()
@@ -91,8 +92,8 @@ def check_all(num_tokens: int, num_rows: int, num_columns: int, **options: Any) 
         multiply(given.x, given.norm, EPS, given.weight, None, out, gated=activation, **options)
         assert_near(out, gate(normalised @ half.T) * (normalised @ up.T))
     parts_TB = given.x.float().square().unflatten(1, (4, -1)).sum(-1)
-    begun = Normed(given.x * given.norm, parts_TB, EPS)
-    multiply(given.x, given.norm, EPS, given.weight, None, out, gated="silu", begun=begun, **options)
+    started = PartialNorm(given.x * given.norm, parts_TB, EPS)
+    multiply(given.x, given.norm, EPS, given.weight, None, out, gated="silu", started=started, **options)
     assert_near(out, F.silu(normalised @ half.T) * (normalised @ up.T))
     for bias, then in ((None, (1 + 0.1 * given.bias, EPS)), (given.bias, None)):
         out = given.residual.clone()
@@ -145,13 +146,13 @@ def test_a_chain_in_a_graph_gives_bit_for_bit_what_it_gives_outside(num_tokens: 
     residual = given[0].x.clone()
 
     def chain() -> Tensor:
-        begun = None
+        started = None
         for layer in range(24):
             tensors = given[layer % 2]
-            y = norm_linear(residual, tensors.norm, EPS, tensors.half, tensors.bias, begun=begun)
-            begun = linear_add_(y, tensors.half, None, residual, then=(tensors.norm, EPS))
-            gated = norm_gate_up(residual, tensors.norm, EPS, tensors.weight, begun=begun)
-            begun = linear_add_(gated, tensors.half, None, residual, then=(given[1 - layer % 2].norm, EPS))
+            y = norm_linear(residual, tensors.norm, EPS, tensors.half, tensors.bias, started=started)
+            started = linear_add_(y, tensors.half, None, residual, then=(tensors.norm, EPS))
+            gated = norm_gate_up(residual, tensors.norm, EPS, tensors.weight, started=started)
+            started = linear_add_(gated, tensors.half, None, residual, then=(given[1 - layer % 2].norm, EPS))
         return residual.clone()
 
     expected = chain()

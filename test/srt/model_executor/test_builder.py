@@ -161,11 +161,10 @@ def test_too_little_memory_for_graphs_is_a_configuration_error_that_names_the_fl
 
     runner = RunnerDriver(make_checkpoint(tmp_path, "LlamaForCausalLM")).runner
     monkeypatch.setattr(graph_runner, "DecodeGraphs", no_room)
-    backend: Any = None
 
     message = r"graphs of up to 512 requests: (needed 9|CUDA out).*[^\n]; lower cuda_graph_max_bs"
     with pytest.raises(ConfigurationError, match=message):
-        capture_graphs(runner, backend, VirtualMemorySaver(HostVirtualMemory()), (1, 512), torch.zeros(1))
+        capture_graphs(runner, VirtualMemorySaver(HostVirtualMemory()), (1, 512), torch.zeros(1))
 
 
 def with_scales(path: Path, scales: dict[str, torch.Tensor]) -> Path:
@@ -245,7 +244,7 @@ def test_logits_are_computed_in_float32_where_that_is_asked_for(
     store = runner.weight_store
     weight_VD = store.read("lm_head.weight", 10**6)
     hidden_TD = torch.randn(5, weight_VD.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
-    logits_TV = runner.model.logits(hidden_TD)
+    logits_TV = runner.model.logits(hidden_TD, runner.kernels)
     expected_TV = hidden_TD.float() @ weight_VD.T
     assert logits_TV.dtype == (torch.float32 if in_float32 else torch.bfloat16)
     tolerance = 1e-5 if in_float32 else 2e-2

@@ -13,7 +13,8 @@ from torch import Tensor
 from ebbtide.srt.distributed.parallel_group import SoloGroup
 from ebbtide.srt.layers.attention.base import AttentionShape
 from ebbtide.srt.layers.embedding import VocabEmbedding
-from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.linear import Inputs, Linear
+from ebbtide.srt.layers.step import Kernels
 from ebbtide.srt.model_executor import rehearsal
 from ebbtide.srt.models.dense import DenseCausalLM
 
@@ -41,19 +42,19 @@ def test_a_start_launches_products_of_all_sizes_in_a_layer_of_each_kind(
     logits_rows: set[int] = set()
     multiply, logits = Linear.multiply, VocabEmbedding.logits
 
-    def noting(layer: Linear, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
-        rows.setdefault(layer, set()).add(len(x_TD))
-        return multiply(layer, x_TD, bias_O)
+    def noting(layer: Linear, x: Inputs, *others: Any) -> Tensor:
+        rows.setdefault(layer, set()).add(len(x.x_TD))
+        return multiply(layer, x, *others)
 
-    def noting_logits(layer: VocabEmbedding, x_TD: Tensor) -> Tensor:
+    def noting_logits(layer: VocabEmbedding, x_TD: Tensor, kernels: Kernels) -> Tensor:
         logits_rows.add(len(x_TD))
-        return logits(layer, x_TD)
+        return logits(layer, x_TD, kernels)
 
     monkeypatch.setattr(Linear, "multiply", noting)
     monkeypatch.setattr(VocabEmbedding, "logits", noting_logits)
     monkeypatch.setattr(rehearsal, "_WithoutAttention", NoAttention)
     monkeypatch.setattr(rehearsal, "_EACH_UP_TO", 320)
-    rehearsal.load_kernels(model, shape, 900, 300, torch.device("cpu"))
+    rehearsal.load_kernels(model, Kernels(), shape, 900, 300, torch.device("cpu"))
 
     def are_met(sizes: set[int], most: int) -> bool:
         """Whether these stand for all numbers of rows: multiples of eight for themselves, and then for those

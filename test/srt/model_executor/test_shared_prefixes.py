@@ -139,7 +139,7 @@ class EagerGraphs:
         self.orders.append(plan.page_rows_R.tolist() if runs is not None else [])
         self.inputs.rows = batch.rows_T
         runner.attention.prepare(batch)
-        return runner.model.forward(batch.input_ids_T, batch.positions_T, runner.attention, None)
+        return runner.forward(batch.input_ids_T, batch.positions_T, runner.attention)
 
 
 def test_requests_that_are_computed_in_another_order_get_their_own_tokens(tmp_path: Path) -> None:

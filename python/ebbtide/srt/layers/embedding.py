@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ebbtide.srt.distributed.division import Division, part_of
-from ebbtide.srt.layers.linear import Linear, linear
+from ebbtide.srt.layers.linear import Inputs, Linear, linear
+from ebbtide.srt.layers.step import Kernels
 
 
 class VocabEmbedding(Linear):
@@ -27,7 +28,8 @@ class VocabEmbedding(Linear):
         self._vocab_size = vocab_size
         self.has_float32_logits = False
 
-    def forward(self, input_ids_T: Tensor) -> Tensor:
+    def embed(self, input_ids_T: Tensor) -> Tensor:
+        """The rows of these tokens, [T, D]."""
         if self.group.size == 1:
             return F.embedding(input_ids_T, self.weight)
         first, count = self._rows_of(self.group.rank)
@@ -37,9 +39,12 @@ class VocabEmbedding(Linear):
         x_TD = F.embedding(rows_T.clamp_(0, count - 1), self.weight)
         return self.group.all_reduce_(x_TD.masked_fill_(others_T.unsqueeze(1), 0.0))
 
-    def logits(self, x_TD: Tensor) -> Tensor:
+    def logits(self, x_TD: Tensor, kernels: Kernels) -> Tensor:
         """Scores of every token of the vocabulary, [T, V] in the parameters' dtype, or in float32."""
-        scores = self._float32_product(x_TD) if self.has_float32_logits else self.project(x_TD)
+        if self.has_float32_logits:
+            scores = self._float32_product(x_TD)
+        else:
+            scores = self.project(Inputs(x_TD), None, kernels)
         return scores if self.group.size == 1 else self._gather(scores)
 
     def _float32_product(self, x_TD: Tensor) -> Tensor:

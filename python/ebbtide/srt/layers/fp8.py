@@ -11,19 +11,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from ebbtide.srt.layers.activation import Activation
-from ebbtide.srt.layers.linear import Linear, QuantizedTokens, linear
+from ebbtide.srt.layers.linear import Gated, Inputs, Linear, linear
 from ebbtide.srt.layers.moe import Experts, run_experts
-from ebbtide.srt.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    from ebbtide.srt.layers.linear import Begun
+from ebbtide.srt.layers.norm import Activation, QuantizedTokens, RMSNorm, Started, tensor_of
+from ebbtide.srt.layers.step import Kernels
 
 BLOCK: Final = 128
 FP8: Final = torch.float8_e4m3fn
@@ -142,24 +138,21 @@ class EightBitLinear(Linear, ABC):
         self.bias = plain.bias
         self.weight = on_meta(tuple(plain.weight.shape), FP8)
 
-    def multiply(self, x_TK: Tensor, bias_O: Tensor | None) -> Tensor:
-        if x_TK.is_cuda:
-            return self._quantized_product(x_TK, None, bias_O)
+    def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
+        if x.x_TD.is_cuda:
+            product_TO = self._quantized_product(x, kernels)
+            return product_TO if bias_O is None else product_TO.add_(bias_O)
+        x_TK = x.tensor()
         bias_O = None if bias_O is None else bias_O.to(torch.float32)
         return linear(x_TK.to(torch.float32), self._dequantized(), bias_O).to(x_TK.dtype)
-
-    def multiply_normed(self, x_TK: Tensor, norm: RMSNorm, bias_O: Tensor | None) -> Tensor:
-        if x_TK.is_cuda:
-            return self._quantized_product(x_TK, norm, bias_O)
-        return self.multiply(norm(x_TK), bias_O)
 
     @abstractmethod
     def _dequantized(self) -> Tensor:
         """The weight in float32, [O, K]."""
 
     @abstractmethod
-    def _quantized_product(self, x_TK: Tensor, norm: RMSNorm | None, bias_O: Tensor | None) -> Tensor:
-        """The product on a GPU, [T, O]. Tokens are normalised first if there is a norm."""
+    def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
+        """The product on a GPU, [T, O], without the bias."""
 
 
 class Fp8Linear(EightBitLinear):
@@ -180,156 +173,121 @@ class Fp8Linear(EightBitLinear):
     def scales(self) -> Tensor | None:
         return self.weight_scale_inv
 
-    def multiply_onto(self, residual_TO: Tensor, x_TK: Tensor) -> None:
+    def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
+        return len(x_TD) <= kernels.few_fp8
+
+    def multiply_onto(self, residual_TO: Tensor, x_TK: Tensor, kernels: Kernels) -> None:
         if x_TK.is_cuda and self.bias is None:
-            self._quantized_product(x_TK, None, None, residual_TO)
+            self._product_of(_quantized(x_TK, None), len(x_TK), kernels, residual_TO)
         else:
-            residual_TO += self.multiply(x_TK, self.bias)
+            residual_TO += self.multiply(Inputs(x_TK), self.bias, kernels)
 
-    def project(self, x_TD: Tensor, norm: RMSNorm | None = None, begun: Begun | None = None) -> Tensor:
-        if not isinstance(begun, QuantizedTokens):
-            return super().project(x_TD, norm, begun)
-        product_TO = self._product_of(*begun, len(x_TD))
-        return product_TO if self.bias is None else product_TO.add_(self.bias)
-
-    def project_gated(
-        self, x_TD: Tensor, norm: RMSNorm, activation: Activation, begun: Begun | None = None
-    ) -> Tensor:
-        if not self._multiplies_few(x_TD) or self.bias is not None:
-            return super().project_gated(x_TD, norm, activation, begun)
+    def gate(self, x: Inputs, activation: Activation, kernels: Kernels) -> Tensor:
+        num_tokens = len(x.x_TD)
+        if self.bias is not None or not 1 < num_tokens <= kernels.few_quantized:
+            return super().gate(x, activation, kernels)
         from ebbtide.srt.layers.small_batch.fp8_products import multiply_quantized
 
-        tokens = _tokens_of(x_TD, norm, begun)
-        out_TI = x_TD.new_empty((len(x_TD), len(self.weight) // 2))
-        multiply_quantized(*tokens, self.weight, self.weight_scale_inv, None, out_TI, gated=activation)
+        out_TI = x.x_TD.new_empty((num_tokens, len(self.weight) // 2))
+        weight = (self.weight, self.weight_scale_inv)
+        multiply_quantized(*_tokens_of(x), *weight, None, out_TI, gated=activation)
         return out_TI
 
-    def add_to(self, residual_TO: Tensor, x_TD: Tensor, then: RMSNorm | None = None) -> Begun | None:
-        if not self._adds_in_eight_bits(residual_TO):
-            return super().add_to(residual_TO, x_TD, then)
-        return self._add_product(residual_TO, _tokens_of(x_TD), then)
-
-    def add_gated_to(
-        self,
-        residual_TO: Tensor,
-        norm: RMSNorm,
-        activation: Activation,
-        down: Linear,
-        begun: Begun | None = None,
-        then: RMSNorm | None = None,
-    ) -> Begun | None:
-        is_quantized = residual_TO.is_cuda and len(residual_TO) > 1 and self.bias is None
-        if not (is_quantized and isinstance(down, Fp8Linear) and down.bias is None):
-            return super().add_gated_to(residual_TO, norm, activation, down, begun, then)
-        tokens = self._gated_in_eight_bits(residual_TO, norm, activation, begun)
-        if down._adds_in_eight_bits(residual_TO):
-            return down._add_product(residual_TO, tokens, then)
-        down.group.add_reduced_(down._product_of(*tokens, len(residual_TO)), residual_TO)
+    def add_to(
+        self, residual_TO: Tensor, x: Tensor | Gated, then: RMSNorm | None, kernels: Kernels
+    ) -> Started | None:
+        num_tokens = len(residual_TO)
+        if not residual_TO.is_cuda or num_tokens == 1 or self.bias is not None:
+            return super().add_to(residual_TO, x, then, kernels)
+        gates = x.linear if isinstance(x, Gated) and x.linear.bias is None else None
+        if isinstance(x, Gated) and isinstance(gates, Fp8Linear):
+            tokens = gates._gated_in_eight_bits(x.x, x.activation, kernels)
+        elif self.group.size > 1:
+            return super().add_to(residual_TO, x, then, kernels)
+        else:
+            tokens = _tokens_of(Inputs(tensor_of(x)))
+        if self.group.size == 1:
+            return self._add_product(residual_TO, tokens, then, kernels)
+        self.group.add_reduced_(self._product_of(tokens, num_tokens, kernels), residual_TO)
         return None
 
-    def _gated_in_eight_bits(
-        self, x_TD: Tensor, norm: RMSNorm, activation: Activation, begun: Begun | None
-    ) -> QuantizedTokens:
+    def _gated_in_eight_bits(self, x: Inputs, activation: Activation, kernels: Kernels) -> QuantizedTokens:
         from ebbtide.srt.layers.kernels.fp8.product import quantize_gated, room_for_tokens
         from ebbtide.srt.layers.small_batch.fp8_products import gates_at_once, multiply_quantized
 
-        num_rows = len(self.weight) // 2
-        if not self._multiplies_few(x_TD):
-            tokens = _tokens_of(x_TD, norm, begun)
-            return QuantizedTokens(*quantize_gated(self._product_of(*tokens, len(x_TD)), activation))
-        if not gates_at_once(num_rows, x_TD.shape[1]):
-            return _tokens_of(self.project_gated(x_TD, norm, activation, begun))
-        tokens = _tokens_of(x_TD, norm, begun)
-        values_TI, scales_TG = room_for_tokens(len(x_TD), num_rows, x_TD.device)
+        (num_tokens, num_columns), num_rows = x.x_TD.shape, len(self.weight) // 2
+        if num_tokens > kernels.few_quantized:
+            product_TO = self._product_of(_tokens_of(x), num_tokens, kernels)
+            return QuantizedTokens(*quantize_gated(product_TO, activation))
+        if not gates_at_once(num_rows, num_columns):
+            return _tokens_of(Inputs(self.gate(x, activation, kernels)))
+        tokens = _tokens_of(x)
+        values_TI, scales_TG = room_for_tokens(num_tokens, num_rows, x.x_TD.device)
         operands = (*tokens, self.weight, self.weight_scale_inv)
-        multiply_quantized(*operands, None, values_TI[: len(x_TD)], gated=activation, out_scales_TG=scales_TG)
+        multiply_quantized(*operands, None, values_TI[:num_tokens], gated=activation, out_scales_TG=scales_TG)
         return QuantizedTokens(values_TI, scales_TG)
 
-    def _adds_in_eight_bits(self, residual_TO: Tensor) -> bool:
-        """Whether the product of tokens in 8 bits is added to the residual here."""
-        return residual_TO.is_cuda and len(residual_TO) > 1 and self.bias is None and self.group.size == 1
-
     def _add_product(
-        self, residual_TO: Tensor, tokens: QuantizedTokens, then: RMSNorm | None
+        self, residual_TO: Tensor, tokens: QuantizedTokens, then: RMSNorm | None, kernels: Kernels
     ) -> QuantizedTokens | None:
         """Add the product of tokens in 8 bits to the residual; returns the next norm, in 8 bits too."""
         from ebbtide.srt.layers.kernels.fp8.product import add_and_quantize
 
         num_tokens = len(residual_TO)
-        operands = (*tokens, self.weight, self.weight_scale_inv)
-        product_TO = None if then is None else _library_product(*operands, num_tokens)
+        product_TO = None if then is None else self._library_product(tokens, num_tokens, kernels)
         if then is None or product_TO is None:
             # A norm runs one program for each token. Few tokens are added quicker by one for each output.
-            self._product_of(*tokens, num_tokens, residual_TO)
-            return None if then is None else _tokens_of(residual_TO, then)
+            self._product_of(tokens, num_tokens, kernels, residual_TO)
+            return None if then is None else _quantized(residual_TO, then)
         return QuantizedTokens(*add_and_quantize(residual_TO, product_TO, then.weight, then.eps, then.offset))
 
     def _dequantized(self) -> Tensor:
         return dequantize(self.weight, self.weight_scale_inv)
 
-    def _quantized_product(
-        self, x_TK: Tensor, norm: RMSNorm | None, bias_O: Tensor | None, residual_TO: Tensor | None = None
-    ) -> Tensor:
-        product_TO = self._product_of(*_tokens_of(x_TK, norm), len(x_TK), residual_TO)
-        return product_TO if bias_O is None else product_TO.add_(bias_O)
+    def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
+        return self._product_of(_tokens_of(x), len(x.x_TD), kernels)
 
     def _product_of(
-        self, values_TK: Tensor, scales_TG: Tensor, num_tokens: int, residual_TO: Tensor | None = None
+        self, tokens: QuantizedTokens, num_tokens: int, kernels: Kernels, residual_TO: Tensor | None = None
     ) -> Tensor:
-        """The product of tokens in 8 bits, [T, O]; added to the residual if there is one.
-
-        Values and scales are those of T tokens or more.
-        """
-        from ebbtide.srt.layers.kernels.fp8.product import scaled_product
-        from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS, multiply_quantized
-
-        operands = (values_TK, scales_TG, self.weight, self.weight_scale_inv)
-        is_added = residual_TO is not None
-        product_TO = _library_product(*operands, num_tokens)
+        """The product of T or more tokens in 8 bits, [T, O]; added to the residual if there is one."""
+        product_TO = self._library_product(tokens, num_tokens, kernels)
         if product_TO is not None:
             product_TO = product_TO[:num_tokens]
             return product_TO if residual_TO is None else residual_TO.add_(product_TO)
+        is_added = residual_TO is not None
         if residual_TO is None:
             shape = num_tokens, len(self.weight)
-            residual_TO = torch.empty(shape, dtype=torch.bfloat16, device=values_TK.device)
-        if num_tokens > MAX_TOKENS:
+            residual_TO = torch.empty(shape, dtype=torch.bfloat16, device=self.weight.device)
+        operands = (*tokens, self.weight, self.weight_scale_inv)
+        if num_tokens > kernels.few_quantized:
+            from ebbtide.srt.layers.kernels.fp8.product import scaled_product
+
             scaled_product(*operands, residual_TO, add=is_added)
         else:
+            from ebbtide.srt.layers.small_batch.fp8_products import multiply_quantized
+
             multiply_quantized(*operands, None, residual_TO, add=is_added)
         return residual_TO
 
-    def _multiplies_few(self, x_TD: Tensor) -> bool:
-        """Whether our own kernels multiply tokens of 8 bits."""
-        if not x_TD.is_cuda:
-            return False
-        from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS
+    def _library_product(self, tokens: QuantizedTokens, num_tokens: int, kernels: Kernels) -> Tensor | None:
+        """The product by a library's kernel, with T rows or more; None where it is ours that is quicker."""
+        from ebbtide.srt.layers.kernels.fp8.blockscale import blockscale_product
+        from ebbtide.srt.layers.kernels.fp8.product import cublas_product
 
-        return 1 < len(x_TD) <= MAX_TOKENS
-
-    def few_token_kernels(self, x_TD: Tensor) -> ModuleType | None:
-        # One token's products take as long as reading the weight: it keeps its precision.
-        return super().few_token_kernels(x_TD) if len(x_TD) == 1 else None
-
-
-def _library_product(
-    values_TK: Tensor, scales_TG: Tensor, weight: Tensor, weight_scales: Tensor, num_tokens: int
-) -> Tensor | None:
-    """The product by a library's kernel, with T rows or more; None where it is ours that is quicker."""
-    from ebbtide.srt.layers.kernels.fp8.blockscale import blockscale_product
-    from ebbtide.srt.layers.kernels.fp8.product import cublas_product
-    from ebbtide.srt.layers.small_batch.fp8_products import MAX_TOKENS
-
-    operands = (values_TK, scales_TG, weight, weight_scales)
-    product_TO = blockscale_product(*operands, num_tokens)
-    if product_TO is None and num_tokens > MAX_TOKENS:
-        product_TO = cublas_product(*operands)
-    return product_TO
+        operands = (*tokens, self.weight, self.weight_scale_inv)
+        product_TO = blockscale_product(*operands, num_tokens)
+        if product_TO is None and num_tokens > kernels.few_quantized:
+            product_TO = cublas_product(*operands)
+        return product_TO
 
 
-def _tokens_of(x_TK: Tensor, norm: RMSNorm | None = None, begun: Begun | None = None) -> QuantizedTokens:
-    """norm(x), or x, in 8 bits: `begun`, if whoever wrote x has made that already."""
-    if isinstance(begun, QuantizedTokens):
-        return begun
+def _tokens_of(x: Inputs) -> QuantizedTokens:
+    """Inputs in 8 bits: as whoever wrote x has left them, if so."""
+    return x.started if isinstance(x.started, QuantizedTokens) else _quantized(x.x_TD, x.norm)
+
+
+def _quantized(x_TK: Tensor, norm: RMSNorm | None) -> QuantizedTokens:
     from ebbtide.srt.layers.kernels.fp8.product import quantize_tokens
 
     normed = () if norm is None else (norm.weight, norm.eps, norm.offset)
@@ -344,9 +302,8 @@ class EightBitExperts(Experts, ABC):
     """
 
     def __init__(self, plain: Experts) -> None:
-        super().__init__(plain.config, 1, FP8)
-        self.group, self.layer = plain.group, plain.layer
-        self.recorder, self.given = plain.recorder, plain.given
+        super().__init__(plain.config, 1, FP8, plain.layer)
+        self.group = plain.group
         self.gate_up_proj = on_meta(tuple(plain.gate_up_proj.shape), FP8)
         self.down_proj = on_meta(tuple(plain.down_proj.shape), FP8)
 

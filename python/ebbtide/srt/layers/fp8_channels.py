@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.layers.fp8 import CHANNELS, EightBitExperts, EightBitLinear, dequantize, on_meta
-from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.linear import Inputs, Linear
 from ebbtide.srt.layers.moe import Experts
-from ebbtide.srt.layers.norm import RMSNorm
+from ebbtide.srt.layers.step import Kernels
 
 
 class ChannelLinear(EightBitLinear):
@@ -28,23 +28,21 @@ class ChannelLinear(EightBitLinear):
         super().__init__(plain)
         self.weight_scale = on_meta(CHANNELS.shape(*self.weight.shape), torch.float32)
 
-    def multiply_onto(self, residual_TO: Tensor, x_TK: Tensor) -> None:
-        residual_TO += self.multiply(x_TK, self.bias)
+    def multiply_onto(self, residual_TO: Tensor, x_TK: Tensor, kernels: Kernels) -> None:
+        residual_TO += self.multiply(Inputs(x_TK), self.bias, kernels)
 
-    def few_token_kernels(self, x_TD: Tensor) -> None:
+    def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
         # None of these kernels knows scales of rows.
-        return None
+        return False
 
     def _dequantized(self) -> Tensor:
         return dequantize(self.weight, self.weight_scale, CHANNELS)
 
-    def _quantized_product(self, x_TK: Tensor, norm: RMSNorm | None, bias_O: Tensor | None) -> Tensor:
+    def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
         from ebbtide.srt.layers.kernels.fp8.rows import product_of_rows, quantize_tokens
 
-        product_TO = product_of_rows(*quantize_tokens(x_TK, norm), self.weight, self.weight_scale)[
-            : len(x_TK)
-        ]
-        return product_TO if bias_O is None else product_TO.add_(bias_O)
+        tokens = quantize_tokens(x.x_TD, x.norm)
+        return product_of_rows(*tokens, self.weight, self.weight_scale)[: len(x.x_TD)]
 
 
 class ChannelExperts(EightBitExperts):

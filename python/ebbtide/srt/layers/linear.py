@@ -5,22 +5,23 @@ Shapes: T tokens, D inputs, O outputs, I intermediate size.
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
-from ebbtide.srt.layers.activation import Activation, gated
-from ebbtide.srt.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    from ebbtide.srt.layers.small_batch import Normed
-
-    # A norm of the residual that whoever wrote it has begun with: what comes next takes what it knows.
-    Begun: TypeAlias = "Normed | QuantizedTokens"
+from ebbtide.srt.layers.norm import (
+    Activation,
+    NormedResidual,
+    PartialNorm,
+    RMSNorm,
+    Started,
+    gated,
+    tensor_of,
+)
+from ebbtide.srt.layers.step import Kernels, Step
 
 # Torch multiplies float32 by MKL, which leaves half of what a CPU can do unused where it does not know the
 # CPU: measured on AMD EPYC, oneDNN takes 0.5–0.7 of the time at every number of rows. Torch multiplies
@@ -37,16 +38,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-class QuantizedTokens(NamedTuple):
-    """norm(x) in 8 bits, of `layers.kernels.fp8.product`.
+class Inputs:
+    """What a product multiplies: x, or norm(x), of which the product before may have computed a part."""
 
-    Attributes:
-        values_TK: e4m3; more rows than there are tokens.
-        scales_TG: float32, of each group of 128 columns.
-    """
+    __slots__ = ("norm", "started", "x_TD")
 
-    values_TK: Tensor
-    scales_TG: Tensor
+    def __init__(self, x: Tensor | NormedResidual) -> None:
+        self.norm: RMSNorm | None = None
+        self.started: Started | None = None
+        if isinstance(x, Tensor):
+            self.x_TD = x
+        else:
+            self.norm = x.norm
+            self.x_TD, self.started = x.read()
+
+    def tensor(self) -> Tensor:
+        """norm(x), or x."""
+        return self.x_TD if self.norm is None else self.norm(self.x_TD)
 
 
 class Linear(nn.Module):
@@ -84,109 +92,125 @@ class Linear(nn.Module):
         """The factors of the weight's blocks; None: the weight needs none."""
         return None
 
-    def project(self, x_TD: Tensor, norm: RMSNorm | None = None, begun: Begun | None = None) -> Tensor:
-        """The product with norm(x), or x: [T, O] of this rank's outputs.
+    def forward(self, x: Tensor | NormedResidual, step: Step) -> Tensor:
+        """The product, [T, O] of this rank's outputs."""
+        return self.project(Inputs(x), self.bias, step.kernels)
 
-        Args:
-            begun: what `add_to` has returned for this norm of x.
-        """
-        return self._project(x_TD, norm, self.bias, begun)
+    def gated(self, x: Tensor | NormedResidual, activation: Activation, step: Step) -> Gated:
+        """activation(gate) · up, [T, I]; the gates' rows of the weight come first."""
+        return Gated(self, Inputs(x), activation, step.kernels)
 
-    def project_gated(
-        self, x_TD: Tensor, norm: RMSNorm, activation: Activation, begun: Begun | None = None
-    ) -> Tensor:
-        """activation(gate) · up of norm(x), [T, I]; the gates' rows of the weight come first."""
-        if self.bias is None and (kernels := self.few_token_kernels(x_TD)) is not None:
-            x_TD, weight = _foldable(x_TD, norm)
-            product: Tensor = kernels.norm_gate_up(
-                x_TD, weight, norm.eps, self.weight, activation, self.scales, _normed(kernels, begun)
-            )
-            return product
-        return gated(self.multiply_normed(x_TD, norm, self.bias), activation)
+    def addend(self, x: Tensor | Gated, step: Step) -> Product:
+        """The product, [T, O], for the residual. Each rank holds some of the inputs, and all of the bias."""
+        return Product(self, x, step.kernels)
 
-    def add_gated_to(
-        self,
-        residual_TO: Tensor,
-        norm: RMSNorm,
-        activation: Activation,
-        down: Linear,
-        begun: Begun | None = None,
-        then: RMSNorm | None = None,
-    ) -> Begun | None:
-        """residual += what `down` makes of the residual's `project_gated`, in place; see `add_to`."""
-        return down.add_to(residual_TO, self.project_gated(residual_TO, norm, activation, begun), then)
+    def project(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
+        """What `forward` gives."""
+        if self.takes_few(x.x_TD, kernels):
+            from ebbtide.srt.layers.small_batch import norm_linear
 
-    def project_summed(self, x_TD: Tensor) -> Tensor:
-        """The product, [T, O], where each rank holds some of the inputs: all ranks' products added up."""
-        return self.group.all_reduce_(self._part(x_TD))
+            return norm_linear(*_folded(x), self.weight, bias_O, self.scales, _partial(x))
+        return self.multiply(x, bias_O, kernels)
 
-    def add_to(self, residual_TO: Tensor, x_TD: Tensor, then: RMSNorm | None = None) -> Begun | None:
-        """residual += x Wᵀ (+ b), in place. Each rank holds some of the inputs, and all of the bias.
+    def gate(self, x: Inputs, activation: Activation, kernels: Kernels) -> Tensor:
+        """What `gated` gives."""
+        if self.bias is None and self.takes_few(x.x_TD, kernels):
+            from ebbtide.srt.layers.small_batch import norm_gate_up
 
-        Args:
-            then: the norm that the residual is given to next. Where that saves time it is begun here, and
-                what came of it is returned.
-        """
+            return norm_gate_up(*_folded(x), self.weight, activation, self.scales, _partial(x))
+        return gated(self.multiply(x, self.bias, kernels), activation)
+
+    def add_to(
+        self, residual_TO: Tensor, x: Tensor | Gated, then: RMSNorm | None, kernels: Kernels
+    ) -> Started | None:
+        """residual += the product, in place. See `Addend`."""
+        x_TD = tensor_of(x)
         if self.group.size > 1:
-            self.group.add_reduced_(self._part(x_TD), residual_TO)
-        elif (kernels := self.few_token_kernels(x_TD)) is not None:
+            self.group.add_reduced_(self._part(x_TD, kernels), residual_TO)
+        elif self.takes_few(x_TD, kernels):
+            from ebbtide.srt.layers.small_batch import linear_add_
+
+            # Those kernels know no offset.
             follows = None if then is None or then.offset != 0.0 else (then.weight, then.eps)
-            begun: Begun | None = kernels.linear_add_(
-                x_TD, self.weight, self.bias, residual_TO, self.scales, follows
-            )
-            return begun
+            return linear_add_(x_TD, self.weight, self.bias, residual_TO, self.scales, follows)
         else:
-            self.multiply_onto(residual_TO, x_TD)
+            self.multiply_onto(residual_TO, x_TD, kernels)
         return None
 
-    def multiply(self, x_TD: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x Wᵀ (+ b) for any number of tokens."""
-        return linear(x_TD, self.weight, bias_O)
+    def summed(self, x: Tensor | Gated, kernels: Kernels) -> Tensor:
+        """The product, [T, O], of all ranks' inputs."""
+        return self.group.all_reduce_(self._part(tensor_of(x), kernels))
 
-    def multiply_normed(self, x_TD: Tensor, norm: RMSNorm, bias_O: Tensor | None) -> Tensor:
-        """The same of norm(x)."""
-        return self.multiply(norm(x_TD), bias_O)
+    def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
+        """The product for any number of tokens."""
+        return linear(x.tensor(), self.weight, bias_O)
 
-    def multiply_onto(self, residual_TO: Tensor, x_TD: Tensor) -> None:
+    def multiply_onto(self, residual_TO: Tensor, x_TD: Tensor, kernels: Kernels) -> None:
         """residual += x Wᵀ (+ b) for any number of tokens."""
         if residual_TO.is_cuda and self.bias is None:
             # The product is added in the accumulator: one pass over the residual less, and one rounding.
             residual_TO.addmm_(x_TD, self.weight.t())
         else:
-            residual_TO += self.multiply(x_TD, self.bias)
+            residual_TO += self.multiply(Inputs(x_TD), self.bias, kernels)
 
-    def few_token_kernels(self, x_TD: Tensor) -> ModuleType | None:
-        """The kernels for few tokens, where they apply to this weight and these tokens."""
-        if not (x_TD.is_cuda and x_TD.dtype == torch.bfloat16):
-            return None
-        from ebbtide.srt.layers import small_batch
+    def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
+        """Whether the kernels for few tokens multiply these."""
+        return len(x_TD) <= kernels.few
 
-        return small_batch if len(x_TD) <= small_batch.MAX_TOKENS else None
-
-    def _part(self, x_TD: Tensor) -> Tensor:
+    def _part(self, x_TD: Tensor, kernels: Kernels) -> Tensor:
         """What this rank adds to the product: its inputs', and from the first rank the bias."""
-        return self._project(x_TD, None, self.bias if self.group.rank == 0 else None)
-
-    def _project(
-        self, x_TD: Tensor, norm: RMSNorm | None, bias_O: Tensor | None, begun: Begun | None = None
-    ) -> Tensor:
-        if (kernels := self.few_token_kernels(x_TD)) is not None:
-            x_TD, weight = (x_TD, None) if norm is None else _foldable(x_TD, norm)
-            eps = norm.eps if norm is not None else 0.0
-            known = _normed(kernels, begun)
-            product: Tensor = kernels.norm_linear(x_TD, weight, eps, self.weight, bias_O, self.scales, known)
-            return product
-        return self.multiply(x_TD, bias_O) if norm is None else self.multiply_normed(x_TD, norm, bias_O)
+        return self.project(Inputs(x_TD), self.bias if self.group.rank == 0 else None, kernels)
 
 
-def _foldable(x_TD: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | None]:
-    """Inputs and the norm's weight for kernels that apply the norm themselves.
+class Router(Linear):
+    """Scores of experts: so few outputs that kernels for few tokens gain nothing unless there is only one.
+
+    What they decide is not to be rounded.
+    """
+
+    is_quantizable = False
+
+    def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
+        return len(x_TD) <= kernels.few_router
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """A gated product that is computed by whoever reads it, perhaps in 8 bits."""
+
+    linear: Linear
+    x: Inputs
+    activation: Activation
+    kernels: Kernels
+
+    def tensor(self) -> Tensor:
+        return self.linear.gate(self.x, self.activation, self.kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product that is computed when it is added to the residual. An `Addend`."""
+
+    linear: Linear
+    x: Tensor | Gated
+    kernels: Kernels
+
+    def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> Started | None:
+        return self.linear.add_to(residual_TD, self.x, then, self.kernels)
+
+    def tensor(self) -> Tensor:
+        return self.linear.summed(self.x, self.kernels)
+
+
+def _folded(x: Inputs) -> tuple[Tensor, Tensor | None, float]:
+    """Inputs, and weight and eps of the norm, for kernels that apply it themselves.
 
     They know no offset: with one the inputs are normalised here, and there is no weight.
     """
-    return (x_TD, norm.weight) if norm.offset == 0.0 else (norm(x_TD), None)
+    if x.norm is None or x.norm.offset != 0.0:
+        return x.tensor(), None, 0.0
+    return x.x_TD, x.norm.weight, x.norm.eps
 
 
-def _normed(kernels: ModuleType, begun: Begun | None) -> Normed | None:
-    """What kernels for few tokens know how to go on with."""
-    return begun if isinstance(begun, kernels.Normed) else None
+def _partial(x: Inputs) -> PartialNorm | None:
+    return x.started if isinstance(x.started, PartialNorm) else None

@@ -3,15 +3,17 @@
 Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
-from ebbtide.srt.layers.activation import gated
-from ebbtide.srt.layers.linear import Linear, linear
-from ebbtide.srt.layers.norm import RMSNorm
+from ebbtide.srt.layers.linear import Router, linear
+from ebbtide.srt.layers.norm import NormedResidual, RMSNorm, gated, tensor_of
+from ebbtide.srt.layers.step import Step
 
 
 @dataclass(frozen=True)
@@ -29,60 +31,45 @@ class MoeConfig:
     renormalize: bool
 
 
-class RouteRecorder:
-    """Where every layer leaves the experts of a pass's tokens, at a fixed address: graphs write there too.
-
-    Args:
-        max_tokens: of a pass.
-        num_layers: all hidden layers; those without experts stay zero.
-    """
-
-    def __init__(self, max_tokens: int, num_layers: int, config: MoeConfig, device: torch.device) -> None:
-        dtype = torch.uint8 if config.num_experts <= 256 else torch.uint16
-        shape = (max_tokens, num_layers, config.num_experts_per_token)
-        self.routes_TLK = torch.zeros(shape, dtype=dtype, device=device)
-
-    def record(self, layer: int, experts_TK: Tensor) -> None:
-        """What the router of a layer has chosen."""
-        self.routes_TLK[: len(experts_TK), layer].copy_(experts_TK)
-
-
-class GivenRoutes:
-    """The experts that tokens of a pass take whatever the router would choose.
-
-    Attributes:
-        experts_TLK: int64, of all hidden layers; −1 where the router chooses; None: it does everywhere.
-    """
-
-    def __init__(self) -> None:
-        self.experts_TLK: Tensor | None = None
-
-
 class Experts(nn.Module):
     """The weights of all experts of a layer, expert below expert.
 
     `gate_up_proj` [E·2I, D] holds each expert's gate rows and then its up rows, `down_proj` [E·D, I].
 
+    Args:
+        layer: whose they are: its place among the layers of routes.
+
     Attributes:
         group: the ranks that divide every expert's inner columns among them.
-        recorder: is told the experts of each token in this `layer`; None: nobody wants to know.
-        given: what stands in place of the router's choice.
     """
 
-    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype, layer: int) -> None:
         super().__init__()
         num_experts, inner = config.num_experts, config.inner_size
-        self.config = config
+        self.config, self.layer = config, layer
         self.group: ParallelGroup = SoloGroup()
-        self.recorder: RouteRecorder | None = None
-        self.given = GivenRoutes()
-        self.layer = 0
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts * 2 * inner, hidden_size, dtype=dtype, device="meta"), requires_grad=False
         )
         self.down_proj = nn.Parameter(
             torch.empty(num_experts * hidden_size, inner, dtype=dtype, device="meta"), requires_grad=False
         )
+
+    def forward(self, x_TD: Tensor, logits_TE: Tensor, step: Step) -> ExpertSum:
+        """The weighted sum [T, D] of each token's experts, whom the router's scores choose."""
+        top_k, renormalize = self.config.num_experts_per_token, self.config.renormalize
+        if x_TD.is_cuda:
+            from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
+
+            weights_TK, experts_TK = route_at_once(logits_TE, top_k, renormalize)
+        else:
+            weights_TK, experts_TK = route(logits_TE, top_k, renormalize)
+        if step.given_TLK is not None:
+            given_TK = step.given_TLK[:, self.layer]
+            weights_TK, experts_TK = reroute(logits_TE, weights_TK, experts_TK, given_TK, renormalize)
+        if step.routes_TLK is not None:
+            step.routes_TLK[: len(experts_TK), self.layer].copy_(experts_TK)
+        return ExpertSum(self, x_TD, weights_TK, experts_TK)
 
     def run(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The weighted sum on a device without kernels of ours."""
@@ -97,69 +84,47 @@ class Experts(nn.Module):
         weights = (self.gate_up_proj, self.down_proj)
         return fused_experts(x_TD, *weights, weights_TK, experts_TK, residual_TD=residual_TD)
 
-    def forward(self, x_TD: Tensor, logits_TE: Tensor) -> Tensor:
-        """The weighted sum [T, D] of each token's experts, whom the router's scores choose."""
-        return self.group.all_reduce_(self._part(x_TD, logits_TE, None))
 
-    def add_to(self, residual_TD: Tensor, x_TD: Tensor, logits_TE: Tensor) -> None:
-        """residual += that sum, in place."""
-        if self.group.size > 1:
-            self.group.add_reduced_(self._part(x_TD, logits_TE, None), residual_TD)
+@dataclass(frozen=True, slots=True)
+class ExpertSum:
+    """The weighted sum of each token's experts, computed when it is added to the residual. An `Addend`."""
+
+    experts: Experts
+    x_TD: Tensor
+    weights_TK: Tensor
+    experts_TK: Tensor
+
+    def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> None:
+        group = self.experts.group
+        if group.size > 1:
+            group.add_reduced_(self._part(None), residual_TD)
         else:
-            self._part(x_TD, logits_TE, residual_TD)
+            self._part(residual_TD)
 
-    def _part(self, x_TD: Tensor, logits_TE: Tensor, residual_TD: Tensor | None) -> Tensor:
+    def tensor(self) -> Tensor:
+        return self.experts.group.all_reduce_(self._part(None))
+
+    def _part(self, residual_TD: Tensor | None) -> Tensor:
         """What this rank's columns add to the sum: in place where there is a residual."""
-        top_k, renormalize = self.config.num_experts_per_token, self.config.renormalize
-        if x_TD.is_cuda:
-            from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
-
-            routed = self._settle(logits_TE, *route_at_once(logits_TE, top_k, renormalize))
-            return self.run_fused(x_TD, *routed, residual_TD)
-        chosen = self._settle(logits_TE, *route(logits_TE, top_k, renormalize))
-        out_TD = self.run(x_TD, *chosen)
+        chosen = (self.x_TD, self.weights_TK, self.experts_TK)
+        if self.x_TD.is_cuda:
+            return self.experts.run_fused(*chosen, residual_TD)
+        out_TD = self.experts.run(*chosen)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
-
-    def _settle(self, logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights and numbers of each token's experts, as the router or somebody before it chose them."""
-        if self.given.experts_TLK is not None:
-            given_TK = self.given.experts_TLK[:, self.layer]
-            weights_TK, experts_TK = reroute(
-                logits_TE, weights_TK, experts_TK, given_TK, self.config.renormalize
-            )
-        if self.recorder is not None:
-            self.recorder.record(self.layer, experts_TK)
-        return weights_TK, experts_TK
 
 
 class MoeMLP(nn.Module):
-    """What stands in a decoder layer in place of the MLP."""
+    """What stands in a decoder layer in place of the MLP: a router, and the experts that it chooses from."""
 
-    takes_begun = False
-
-    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype, layer: int) -> None:
         super().__init__()
-        self.gate = Linear(hidden_size, config.num_experts, bias=False, dtype=dtype)
-        # Few outputs, and what they decide is not to be rounded.
-        self.gate.is_quantizable = False
-        self.experts = Experts(config, hidden_size, dtype)
+        self.gate = Router(hidden_size, config.num_experts, bias=False, dtype=dtype)
+        self.experts = Experts(config, hidden_size, dtype, layer)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """[T, D] of the normalised hidden states [T, D]."""
-        out_TD: Tensor = self.experts(x_TD, self.scores(x_TD))
-        return out_TD
-
-    def add_to(
-        self, residual_TD: Tensor, norm: RMSNorm, begun: object = None, then: RMSNorm | None = None
-    ) -> None:
-        """residual += what the experts make of norm(residual), in place."""
-        x_TD = norm(residual_TD)
-        self.experts.add_to(residual_TD, x_TD, self.scores(x_TD))
-
-    def scores(self, x_TD: Tensor) -> Tensor:
-        """The router's, [T, E]."""
-        # It has so few outputs that the kernels for few tokens gain nothing unless there is only one.
-        return self.gate.project(x_TD) if len(x_TD) == 1 else self.gate.multiply(x_TD, None)
+    def forward(self, x: Tensor | NormedResidual, step: Step) -> ExpertSum:
+        x_TD = tensor_of(x)
+        out: ExpertSum = self.experts(x_TD, self.gate(x_TD, step), step)
+        return out
 
 
 def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

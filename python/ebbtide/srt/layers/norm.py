@@ -1,8 +1,27 @@
-"""Root-mean-square normalisation."""
+"""What stands between products: norms, gates, and the residual stream.
+
+Shapes: T tokens, D hidden, I intermediate size, M rows that are wanted.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def gated(gate_up_T2I: Tensor, activation: Activation = "silu") -> Tensor:
+    """activation(gate) · up, [T, I]; the gates are the first half of each row."""
+    if gate_up_T2I.is_cuda:
+        from ebbtide.srt.layers.kernels.activation import gated as gated_at_once
+
+        return gated_at_once(gate_up_T2I, activation)
+    gate, up = gate_up_T2I.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -30,5 +49,108 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.offset = offset
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.offset)
+    def forward(self, x: Tensor | Addend) -> Tensor:
+        return rms_norm(tensor_of(x), self.weight, self.eps, self.offset)
+
+
+class PartialNorm(NamedTuple):
+    """rms_norm(x) without its last factor, left by the product that wrote x. See `layers.small_batch`.
+
+    Attributes:
+        x_TD: x · weight, rounded.
+        sums_TB: float32 sums of x², in a power of two of parts.
+        eps: the norm's.
+    """
+
+    x_TD: Tensor
+    sums_TB: Tensor
+    eps: float
+
+
+class QuantizedTokens(NamedTuple):
+    """Tokens in 8 bits. See `layers.kernels.fp8.product`.
+
+    Attributes:
+        values_TK: e4m3; more rows than there are tokens.
+        scales_TG: float32, of each group of 128 columns.
+    """
+
+    values_TK: Tensor
+    scales_TG: Tensor
+
+
+# What the product that writes x may leave of a norm of x, to the product that reads it.
+Started = PartialNorm | QuantizedTokens
+
+
+class Addend(Protocol):
+    """What will be added to the residual stream. It is computed when it is known which norm follows."""
+
+    def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> Started | None:
+        """Add it in place. Returns what was computed of `then` on the way."""
+        ...
+
+    def tensor(self) -> Tensor:
+        """Itself, [T, D]."""
+        ...
+
+
+class Deferred(Protocol):
+    """A tensor that is computed when somebody reads it."""
+
+    def tensor(self) -> Tensor: ...
+
+
+def tensor_of(x: Tensor | Deferred) -> Tensor:
+    return x if isinstance(x, Tensor) else x.tensor()
+
+
+class Residual:
+    """The residual stream of a forward pass.
+
+    The last addend waits until it is known which norm follows: one kernel may do both.
+
+    Args:
+        x_TD: owned by the stream, which is added up in place.
+    """
+
+    def __init__(self, x_TD: Tensor) -> None:
+        self._x_TD = x_TD
+        self._waiting: Addend | None = None
+
+    def add(self, addend: Addend | Tensor) -> None:
+        """residual += addend."""
+        x_TD, _ = self.read()
+        if isinstance(addend, Tensor):
+            x_TD += addend
+        else:
+            self._waiting = addend
+
+    def normed(self, norm: RMSNorm) -> NormedResidual:
+        """norm(residual)."""
+        return NormedResidual(self, norm)
+
+    def keep(self, rows_M: Tensor | None) -> None:
+        """Drop all rows but these; None: keep all."""
+        if rows_M is not None:
+            self._x_TD = self.read()[0][rows_M]
+
+    def read(self, then: RMSNorm | None = None) -> tuple[Tensor, Started | None]:
+        """The stream [T, D] with everything added, and what was computed of the norm that follows."""
+        addend, self._waiting = self._waiting, None
+        return self._x_TD, None if addend is None else addend.add_to(self._x_TD, then)
+
+
+class NormedResidual:
+    """norm(residual), to be read once: by a product that computes the norm itself, or as a tensor."""
+
+    def __init__(self, residual: Residual, norm: RMSNorm) -> None:
+        self._residual, self.norm = residual, norm
+
+    def read(self) -> tuple[Tensor, Started | None]:
+        """The residual [T, D], and what was computed of its norm."""
+        return self._residual.read(self.norm)
+
+    def tensor(self) -> Tensor:
+        """norm(residual), [T, D]."""
+        return self.norm(self._residual.read()[0])  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape, 
 from ebbtide.srt.layers.attention.registry import choose_backend
 from ebbtide.srt.layers.fp8 import SCALE_LAYOUTS
 from ebbtide.srt.layers.kernels.launch import card, has_fp8
+from ebbtide.srt.layers.step import Kernels
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.arena import Arena
@@ -97,7 +98,8 @@ def build_model_runner(
     if is_cuda:
         started = time.monotonic()
         num_rows = schedule_config.max_running_requests
-        load_kernels(model, shape, slices.longest_pass + num_rows, num_rows, torch_device)
+        longest = slices.longest_pass + num_rows
+        load_kernels(model, slices.kernels(torch_device), shape, longest, num_rows, torch_device)
         device.synchronize()
         logger.info("kernels loaded: s=%.1f", time.monotonic() - started)
     device.trim()  # What loading took is no reason for a smaller pool.
@@ -129,6 +131,9 @@ class _Slices:
     def longest_pass(self) -> int:
         """The tokens of prompts that a pass may compute."""
         return self.schedule.chunked_prefill_size or self.schedule.max_prefill_tokens
+
+    def kernels(self, device: torch.device) -> Kernels:
+        return Kernels.for_(device, DTYPES[self.model.dtype])
 
 
 def _model(config: ModelConfig, device: torch.device) -> CausalLM:
@@ -179,33 +184,31 @@ def _ready(
         slices.model.vocab_size,
         torch_device,
         next_tokens,
+        slices.kernels(torch_device),
         logprobs_mode=slices.runtime.logprobs_mode,
     )
-    _keep_routes(runner, slices, torch_device)
+    if slices.runtime.records_routes:
+        runner.routes_TLK = _room_for_routes(model, slices, torch_device)
     if torch_device.type == "cuda":
         warm_up(runner, slices.longest_pass, DTYPES[slices.model.dtype])
         batch_sizes = slices.runtime.cuda_graph_bs
         if batch_sizes and attention.captures:
-            runner.graphs = capture_graphs(runner, attention, saver, batch_sizes, next_tokens)
+            runner.graphs = capture_graphs(runner, saver, batch_sizes, next_tokens)
         _log_left(device, slices.cache)
     if kv_pool.scales is not None:
         kv_pool.scales.begin()  # Not earlier: what ran so far was of nobody's request.
     return runner
 
 
-def _keep_routes(runner: ModelRunner, slices: _Slices, device: torch.device) -> None:
-    """Connect what tells tokens their experts, and what records them, with a model that has some."""
-    model, schedule = runner.model, slices.schedule
-    if isinstance(model, MoeCausalLM):
-        runner.given_routes = model.given_routes
-    if not slices.runtime.records_routes:
-        return
+def _room_for_routes(model: CausalLM, slices: _Slices, device: torch.device) -> torch.Tensor:
+    """Where the longest pass may leave the experts of its tokens."""
+    schedule = slices.schedule
     if not isinstance(model, MoeCausalLM):
         raise ConfigurationError(f"enable_return_routed_experts: {slices.model.architecture} has no experts")
     # If prompts are not chunked, the last one of a pass comes whole, however little room is left.
     whole = schedule.max_prefill_tokens + slices.model.context_len
     max_tokens = schedule.chunked_prefill_size or whole
-    runner.recorder = model.record_routes(max_tokens + schedule.max_running_requests, device)
+    return model.room_for_routes(max_tokens + schedule.max_running_requests, device)
 
 
 def _rehearse(
@@ -214,7 +217,8 @@ def _rehearse(
     """Have the kernels of the passes compiled that `warm_up` and the graphs run one after the other."""
     sampler = Sampler(slices.model.vocab_size, device)
     lens = _warm_up_lens(slices.longest_pass, slices.model.context_len)
-    rehearse(model, sampler, shape, slices.runtime.cuda_graph_bs, lens, device, progress)
+    kernels = slices.kernels(device)
+    rehearse(model, kernels, sampler, shape, slices.runtime.cuda_graph_bs, lens, device, progress)
 
 
 def expert_slots(model: CausalLM) -> dict[str, Any] | None:
@@ -333,7 +337,6 @@ def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
 
 def capture_graphs(
     runner: ModelRunner,
-    attention: AttentionBackend,
     saver: MemorySaver,
     batch_sizes: tuple[int, ...],
     next_tokens: torch.Tensor,
@@ -353,7 +356,12 @@ def capture_graphs(
     try:
         with torch.inference_mode():
             return DecodeGraphs(
-                runner.model, attention, arena, batch_sizes, next_tokens, max_pages=batch_sizes[-1] * longest
+                runner.forward,
+                runner.attention,
+                arena,
+                batch_sizes,
+                next_tokens,
+                max_pages=batch_sizes[-1] * longest,
             )
     except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
         raise ConfigurationError(

@@ -20,14 +20,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import AttentionBackend, CapturedAttention, DecodeBuffers, StepKind
+from ebbtide.srt.layers.attention.base import (
+    AttentionBackend,
+    AttentionStep,
+    CapturedAttention,
+    DecodeBuffers,
+    StepKind,
+)
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
 from ebbtide.srt.model_executor.forward_batch import BatchLayout, resolve_tokens
 from ebbtide.srt.model_executor.host_copies import pinned, write_at
-from ebbtide.srt.models.base import CausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +127,7 @@ class DecodeGraphs:
     """Captured decode steps.
 
     Args:
+        forward: final hidden states, from token ids, positions and the attention of a pass.
         attention: a backend that can be captured.
         make_arena: a resident arena of at least so many bytes, for the tag `cuda_graph`.
         batch_sizes: to capture, ascending.
@@ -134,14 +140,14 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: CausalLM,
+        forward: Callable[[Tensor, Tensor, AttentionStep], Tensor],
         attention: AttentionBackend,
         make_arena: Callable[[int], Arena],
         batch_sizes: Sequence[int],
         next_tokens: Tensor,
         max_pages: int,
     ) -> None:
-        self._model = model
+        self._forward_pass = forward
         self._next_tokens = next_tokens
         device = next_tokens.device
         self.inputs = DecodeInputs(batch_sizes[-1], max_pages, len(next_tokens) - 1, device)
@@ -266,7 +272,7 @@ class DecodeGraphs:
     def _forward(self, captured: _Captured) -> Tensor:
         inputs, size = self.inputs, captured.size
         input_ids_B = resolve_tokens(inputs.input_ids[:size], inputs.rows[:size], self._next_tokens)
-        return self._model.forward(input_ids_B, inputs.positions[:size], captured.attention)
+        return self._forward_pass(input_ids_B, inputs.positions[:size], captured.attention)
 
 
 def _sizes_for_sharing(batch_sizes: Sequence[int]) -> list[int]:

@@ -5,8 +5,7 @@ Shapes: T tokens, R requests, S requests that sample, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import AttentionBackend
-from ebbtide.srt.layers.moe import GivenRoutes, RouteRecorder
+from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionStep
+from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.model_executor.batch_plan import (
@@ -140,12 +139,12 @@ class ModelRunner:
     Args:
         device: where all of it is.
         next_tokens: int64, the token sampled last for each row of the page table, and one row more.
-        graphs: decode steps that were captured; None to launch every kernel of every step.
+        kernels: which products take kernels of ours.
         logprobs_mode: what the logprobs of outputs are of; see `Sampler`.
 
     Attributes:
-        recorder: where the model leaves the experts of its tokens; None: nowhere.
-        given_routes: where it is told of experts that tokens must take; None: it has none.
+        graphs: decode steps that were captured; None to launch every kernel of every step.
+        routes_TLK: where the experts of a pass's tokens are left, at an address that stays; None: nowhere.
     """
 
     def __init__(
@@ -158,18 +157,18 @@ class ModelRunner:
         vocab_size: int,
         device: torch.device,
         next_tokens: Tensor,
-        graphs: DecodeGraphs | None = None,
+        kernels: Kernels,
         logprobs_mode: str = "scaled",
     ) -> None:
         self.model = model
         self.weight_store = weight_store
         self.kv_pool = kv_pool
         self.page_table = page_table
-        self.graphs = graphs
+        self.graphs: DecodeGraphs | None = None
         self.sampler = Sampler(vocab_size, device, logprobs_mode=logprobs_mode)
         self.attention = attention
-        self.recorder: RouteRecorder | None = None
-        self.given_routes: GivenRoutes | None = None
+        self.kernels = kernels
+        self.routes_TLK: Tensor | None = None
         self._device = device
         self._next_tokens = next_tokens
         self._prefixes = PrefixFinder(page_table.array, kv_pool.page_size, attention.is_worth_sharing)
@@ -211,9 +210,9 @@ class ModelRunner:
         Args:
             places_T: where the tokens of the plan stood in the pass; None: where they do in the plan.
         """
-        if self.recorder is None:
+        if self.routes_TLK is None:
             return None
-        routes_TLK = self.recorder.routes_TLK[:num_tokens]
+        routes_TLK = self.routes_TLK[:num_tokens]
         return download(routes_TLK.clone() if places_T is None else routes_TLK[places_T])
 
     def _run(self, plan: BatchPlan, before_masks: BeforeMasks) -> LaunchedStep:
@@ -223,10 +222,11 @@ class ModelRunner:
         # A prompt's last row alone is wanted, unless it asks for the logits of each row.
         wants_last = bool(batch.sampled_R) and not plan.is_decode and not batch.prompt_rows
         # Every row of the last layer has experts of its own.
-        wants_last = wants_last and self.recorder is None and not plan.given_routes
-        rows_S = batch.sampled_rows_S if wants_last else None
-        with self._routed(plan):
-            hidden_TD = self.model.forward(input_ids_T, batch.positions_T, self.attention, rows_S)
+        wants_last = wants_last and self.routes_TLK is None and not plan.given_routes
+        wanted_M = batch.sampled_rows_S if wants_last else None
+        hidden_TD = self.forward(
+            input_ids_T, batch.positions_T, self.attention, wanted_M, given_TLK=self._given(plan)
+        )
         step = LaunchedStep(len(plan.specs), batch.sampled_R)
         step.routes = self._routes(len(plan.input_ids_T))
         if batch.prompt_rows:
@@ -236,23 +236,28 @@ class ModelRunner:
             self._sample(plan, hidden_SD, batch.sampled_page_rows_S, step, before_masks)
         return step
 
-    @contextmanager
-    def _routed(self, plan: BatchPlan) -> Iterator[None]:
-        """Within, tokens take the experts that the plan gives them."""
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        attention: AttentionStep,
+        wanted_M: Tensor | None = None,
+        given_TLK: Tensor | None = None,
+    ) -> Tensor:
+        """Final hidden states; arguments as in `Step`."""
+        step = Step(input_ids_T, positions_T, attention, self.kernels, wanted_M, given_TLK, self.routes_TLK)
+        return self.model.forward(step)
+
+    def _given(self, plan: BatchPlan) -> Tensor | None:
+        """The experts that the plan gives to tokens, as `Step` has them."""
         if not plan.given_routes:
-            yield
-            return
-        assert self.given_routes is not None, "experts were given to a model without any"
+            return None
         firsts_R = plan.num_new_R.cumsum() - plan.num_new_R
         [(num_layers, top_k), *_] = [rows.shape[1:] for rows in plan.given_routes.values()]
         experts_TLK = np.full((len(plan.input_ids_T), num_layers, top_k), -1, dtype=np.int64)
         for request, rows_NLK in plan.given_routes.items():
             experts_TLK[firsts_R[request] :][: len(rows_NLK)] = rows_NLK
-        self.given_routes.experts_TLK = upload(experts_TLK, self._device)
-        try:
-            yield
-        finally:
-            self.given_routes.experts_TLK = None
+        return upload(experts_TLK, self._device)
 
     def _sample(
         self,
@@ -265,7 +270,7 @@ class ModelRunner:
         specs = plan.specs
         if len(step.sampled_R) < len(specs):
             specs = [specs[request] for request in step.sampled_R]
-        logits_SV = self.model.logits(hidden_SD)
+        logits_SV = self.model.logits(hidden_SD, self.kernels)
         if before_masks is not None and any(spec.mask is not None for spec in specs):
             before_masks()
         step.sample = self.sampler.launch(logits_SV, specs, plan.num_outputs_R[plan.samples_R])
@@ -287,7 +292,7 @@ class ModelRunner:
         tokens, norms, others = [], [], []
         for first in range(0, len(rows_M), PROMPT_LOGITS_ROWS):
             part = slice(first, first + PROMPT_LOGITS_ROWS)
-            logits_MV = self.model.logits(hidden_MD[part])
+            logits_MV = self.model.logits(hidden_MD[part], self.kernels)
             tokens_M, norm_M1 = token_logprobs(logits_MV, token_ids_M[part])
             tokens.append(tokens_M)
             norms.append(norm_M1)

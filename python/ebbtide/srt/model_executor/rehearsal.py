@@ -27,6 +27,7 @@ from ebbtide.srt.layers.attention.base import AttentionShape, LayerAttention, Pr
 from ebbtide.srt.layers.attention.few_requests import FewRequests, serves_few
 from ebbtide.srt.layers.attention.paged_kernel import DevicePages
 from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.models.base import CausalLM
 
@@ -46,6 +47,7 @@ _STEP = 0.03
 
 def rehearse(
     model: CausalLM,
+    kernels: Kernels,
     sampler: Sampler,
     shape: AttentionShape,
     decode_sizes: Sequence[int],
@@ -70,18 +72,23 @@ def rehearse(
         torch.inference_mode(),
     ):
         for num_tokens in _telling(decode_sizes):
-            _pass(model, shape, device, num_tokens)
+            _pass(model, kernels, shape, device, num_tokens)
         for num_tokens in prompt_lens:
-            _pass(model, shape, device, num_tokens, num_rows=1)
+            _pass(model, kernels, shape, device, num_tokens, num_rows=1)
         for num_rows in _FEW_ROWS:
-            model.logits(_pass(model, shape, device, _PROMPT_TOKENS, num_rows))
+            model.logits(_pass(model, kernels, shape, device, _PROMPT_TOKENS, num_rows), kernels)
         sampler.warm_up(shape.dtype)
         walked_s = time.monotonic() - started
     logger.info("kernels: walked_s=%.1f s=%.1f", walked_s, time.monotonic() - started)
 
 
 def load_kernels(
-    model: CausalLM, shape: AttentionShape, max_tokens: int, max_rows: int, device: torch.device
+    model: CausalLM,
+    kernels: Kernels,
+    shape: AttentionShape,
+    max_tokens: int,
+    max_rows: int,
+    device: torch.device,
 ) -> None:
     """Launch what libraries and Triton have for passes of up to so many tokens.
 
@@ -97,11 +104,11 @@ def load_kernels(
     with _apart(model), _one_layer_of_each_kind(model), torch.inference_mode():
         # The largest comes first: torch's allocator then has memory for all others.
         for num_tokens in _sizes(max_tokens):
-            hidden_TD = _pass(model, shape, device, num_tokens)
+            hidden_TD = _pass(model, kernels, shape, device, num_tokens)
             if num_tokens <= max_rows:
-                model.logits(hidden_TD)
+                model.logits(hidden_TD, kernels)
         for num_rows in _FEW_ROWS:
-            model.logits(_pass(model, shape, device, _PROMPT_TOKENS, num_rows))
+            model.logits(_pass(model, kernels, shape, device, _PROMPT_TOKENS, num_rows), kernels)
 
 
 def _sizes(most: int) -> Iterator[int]:
@@ -116,6 +123,7 @@ def _sizes(most: int) -> Iterator[int]:
 
 def _pass(
     model: CausalLM,
+    kernels: Kernels,
     shape: AttentionShape,
     device: torch.device,
     num_tokens: int,
@@ -123,8 +131,10 @@ def _pass(
 ) -> Tensor:
     """Hidden states of so many rows, of all where that is None."""
     zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    rows_M = None if num_rows is None else zeros_T[:num_rows]
-    return model.forward(zeros_T, zeros_T, _WithoutAttention(shape, num_tokens, device), rows_M)
+    wanted_M = None if num_rows is None else zeros_T[:num_rows]
+    return model.forward(
+        Step(zeros_T, zeros_T, _WithoutAttention(shape, num_tokens, device), kernels, wanted_M)
+    )
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.division import Division
-from ebbtide.srt.layers.attention.base import AttentionStep, LayerAttention
+from ebbtide.srt.layers.attention.base import LayerAttention
+from ebbtide.srt.layers.step import Kernels, Step
 
 # Dimensions of a projection's weight in a checkpoint.
 OUTPUTS, INPUTS = 0, 1
@@ -96,18 +97,8 @@ class CausalLM(nn.Module, ABC):
     """A decoder whose parameters are made on the meta device and get their memory from the weight store."""
 
     @abstractmethod
-    def forward(
-        self,
-        input_ids_T: Tensor,
-        positions_T: Tensor,
-        attention: AttentionStep,
-        rows_M: Tensor | None = None,
-    ) -> Tensor:
-        """Final hidden states [T, D]; `attention` has been prepared for the batch.
-
-        Args:
-            rows_M: int64, not empty: the rows that are wanted, [M, D]. The last layer is spared the others.
-        """
+    def forward(self, step: Step) -> Tensor:
+        """Final hidden states [T, D], or [M, D] of the rows that the step wants."""
 
     @property
     @abstractmethod
@@ -115,7 +106,7 @@ class CausalLM(nn.Module, ABC):
         """The attention of every layer that has one, for the backend to make ready."""
 
     @abstractmethod
-    def logits(self, hidden_TD: Tensor) -> Tensor:
+    def logits(self, hidden_TD: Tensor, kernels: Kernels) -> Tensor:
         """Scores [T, V] of the next token, in the model's dtype, or in float32 after `use_float32_logits`."""
 
     @abstractmethod

@@ -8,24 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.division import Division
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.activation import Activation
-from ebbtide.srt.layers.attention.base import AttentionKind, AttentionStep, LayerAttention
+from ebbtide.srt.layers.attention.base import AttentionKind, LayerAttention
 from ebbtide.srt.layers.embedding import VocabEmbedding
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.linear import Linear
-from ebbtide.srt.layers.norm import RMSNorm
+from ebbtide.srt.layers.norm import Activation, Addend, NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rope_config
+from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM, Split, WeightMap, divided, projection, stacked
-
-if TYPE_CHECKING:
-    from ebbtide.srt.layers.linear import Begun
 
 # What config.json calls them → what they are here.
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -162,13 +159,10 @@ class Attention(nn.Module):
         self.q_norm = config.norm(dtype, self.head_dim) if config.qk_norm else None
         self.k_norm = config.norm(dtype, self.head_dim) if config.qk_norm else None
 
-    def heads(
-        self, x_TD: Tensor, norm: RMSNorm, rope: Rope, step: AttentionStep, begun: Begun | None = None
-    ) -> Tensor:
-        """Attention of norm(x), [T, N·H]: what `o_proj` projects back. `begun`: see `Linear.project`."""
-        qkv_TO = self.qkv_proj.project(x_TD, norm, begun)
-        qkv_TNH = qkv_TO.view(len(x_TD), -1, self.head_dim)
-        return self.attention(qkv_TNH, rope, self.head_norms(), step).flatten(1)
+    def forward(self, x: NormedResidual, rope: Rope, step: Step) -> Addend:
+        qkv_TNH = self.qkv_proj(x, step).unflatten(1, (-1, self.head_dim))
+        heads_TNH = self.attention(qkv_TNH, rope, self.head_norms(), step.attention)
+        return self.o_proj.addend(heads_TNH.flatten(1), step)
 
     def head_norms(self) -> HeadNorms | None:
         """The norms, made anew each time: the weight store replaces their parameters after construction."""
@@ -177,22 +171,8 @@ class Attention(nn.Module):
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
 
 
-class MLP(Protocol):
-    """What stands behind a layer's attention. `takes_begun`: a norm that others have begun."""
-
-    takes_begun: bool
-
-    def add_to(
-        self, residual_TD: Tensor, norm: RMSNorm, begun: Begun | None, then: RMSNorm | None
-    ) -> Begun | None:
-        """residual += MLP of norm(residual), in place. `begun`, `then`: see `Linear`."""
-        ...
-
-
 class GatedMLP(nn.Module):
     """activation(gate(x)) · up(x), projected back; gate and up are one fused projection."""
-
-    takes_begun = True
 
     def __init__(self, config: DenseConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -201,53 +181,27 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
-    def inner(self, x_TD: Tensor, norm: RMSNorm, begun: Begun | None = None) -> Tensor:
-        """What `down_proj` projects back, of norm(x)."""
-        return self.gate_up_proj.project_gated(x_TD, norm, self.activation, begun)
-
-    def add_to(
-        self, residual_TD: Tensor, norm: RMSNorm, begun: Begun | None, then: RMSNorm | None
-    ) -> Begun | None:
-        return self.gate_up_proj.add_gated_to(residual_TD, norm, self.activation, self.down_proj, begun, then)
+    def forward(self, x: NormedResidual, step: Step) -> Addend:
+        return self.down_proj.addend(self.gate_up_proj.gated(x, self.activation, step), step)
 
 
 class Block(nn.Module):
     """One decoder layer with pre-normalisation; `mlp` None: the dense model's own."""
 
-    mlp: MLP
-
-    def __init__(self, config: DenseConfig, dtype: torch.dtype, layer: int, mlp: MLP | None = None) -> None:
+    def __init__(
+        self, config: DenseConfig, dtype: torch.dtype, layer: int, mlp: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.input_layernorm = config.norm(dtype)
         self.self_attn = Attention(config, layer, dtype)
         self.post_attention_layernorm = config.norm(dtype)
         self.mlp = GatedMLP(config, dtype) if mlp is None else mlp
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        rope: Rope,
-        step: AttentionStep,
-        rows_M: Tensor | None = None,
-        begun: Begun | None = None,
-        then: RMSNorm | None = None,
-    ) -> tuple[Tensor, Begun | None]:
-        """Adds to `x_TD` in place: nothing else refers to the residual stream.
-
-        Args:
-            begun: this layer's first norm, if the layer before has begun with it.
-            then: the first norm of the next layer.
-
-        Returns:
-            The rows wanted, and what is begun of the next layer's norm.
-        """
-        attention, norm = self.self_attn, self.post_attention_layernorm
-        heads_TO = attention.heads(x_TD, self.input_layernorm, rope, step, begun)
-        begun = attention.o_proj.add_to(x_TD, heads_TO, norm if self.mlp.takes_begun else None)
-        if rows_M is not None:
-            # All rows have left their keys and values.
-            x_TD, begun = x_TD[rows_M], None
-        return x_TD, self.mlp.add_to(x_TD, norm, begun, then)
+    def forward(self, x: Residual, rope: Rope, step: Step, wanted_M: Tensor | None = None) -> None:
+        """Add to the residual stream; `wanted_M`: the rows that are still needed behind the attention."""
+        x.add(self.self_attn(x.normed(self.input_layernorm), rope, step))
+        x.keep(wanted_M)
+        x.add(self.mlp(x.normed(self.post_attention_layernorm), step))
 
 
 MakeBlock = Callable[[int], Block]
@@ -269,21 +223,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(make_block(layer) for layer in range(config.num_layers))
         self.norm = config.norm(dtype)
 
-    def forward(
-        self, input_ids_T: Tensor, positions_T: Tensor, step: AttentionStep, rows_M: Tensor | None = None
-    ) -> Tensor:
-        x_TD = self.embed_tokens(input_ids_T)
+    def forward(self, step: Step) -> Tensor:
+        x_TD = self.embed_tokens.embed(step.input_ids_T)
         if self._scale != 1.0:
             x_TD *= self._scale
-        ropes = [rotary(positions_T, x_TD.dtype) for rotary in self.rotary]
-        last = len(self.layers) - 1
-        begun = None
+        ropes = [rotary(step.positions_T, x_TD.dtype) for rotary in self.rotary]
+        x, last = Residual(x_TD), len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            rope = ropes[self._rotary_of[number]]
-            then = self.layers[number + 1].input_layernorm if number < last else None
-            x_TD, begun = layer(x_TD, rope, step, rows_M if number == last else None, begun, then)
-        hidden_TD: Tensor = self.norm(x_TD)
-        return hidden_TD
+            layer(x, ropes[self._rotary_of[number]], step, step.wanted_M if number == last else None)
+        return x.normed(self.norm).tensor()
 
 
 class DenseCausalLM(CausalLM):
@@ -310,22 +258,16 @@ class DenseCausalLM(CausalLM):
             None if config.tied else VocabEmbedding(config.vocab_size, config.hidden_size, dtype=dtype)
         )
 
-    def forward(
-        self,
-        input_ids_T: Tensor,
-        positions_T: Tensor,
-        attention: AttentionStep,
-        rows_M: Tensor | None = None,
-    ) -> Tensor:
-        hidden_MD: Tensor = self.model(input_ids_T, positions_T, attention, rows_M)
+    def forward(self, step: Step) -> Tensor:
+        hidden_MD: Tensor = self.model(step)
         return hidden_MD
 
     @property
     def attention_layers(self) -> list[LayerAttention]:
         return [LayerAttention(layer, kind) for layer, kind in enumerate(self.config.kinds)]
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        return self._output_layer.logits(hidden_TD)
+    def logits(self, hidden_TD: Tensor, kernels: Kernels) -> Tensor:
+        return self._output_layer.logits(hidden_TD, kernels)
 
     def use_float32_logits(self) -> None:
         self._output_layer.has_float32_logits = True

@@ -3,59 +3,35 @@
 Shapes: T tokens, D hidden, V vocabulary, M rows that are wanted.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.attention.base import AttentionKind, AttentionStep
+from ebbtide.srt.layers.attention.base import AttentionKind
 from ebbtide.srt.layers.heads import Rope
-from ebbtide.srt.layers.norm import RMSNorm
+from ebbtide.srt.layers.norm import Residual
+from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.models.base import WeightMap
-from ebbtide.srt.models.dense import (
-    Block,
-    DenseCausalLM,
-    DenseConfig,
-    GatedMLP,
-    dense_config,
-    dense_layer_map,
-)
-
-if TYPE_CHECKING:
-    from ebbtide.srt.layers.linear import Begun
+from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, dense_config, dense_layer_map
 
 
 class GemmaBlock(Block):
     """One decoder layer whose attention and MLP are normalised again before they are added."""
 
-    mlp: GatedMLP
-
     def __init__(self, config: DenseConfig, dtype: torch.dtype, layer: int) -> None:
-        super().__init__(config, dtype, layer, GatedMLP(config, dtype))
+        super().__init__(config, dtype, layer)
         self.pre_feedforward_layernorm = config.norm(dtype)
         self.post_feedforward_layernorm = config.norm(dtype)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        rope: Rope,
-        step: AttentionStep,
-        rows_M: Tensor | None = None,
-        begun: Begun | None = None,
-        then: RMSNorm | None = None,
-    ) -> tuple[Tensor, Begun | None]:
-        attention, mlp = self.self_attn, self.mlp
-        heads_TO = attention.heads(x_TD, self.input_layernorm, rope, step)
-        x_TD += self.post_attention_layernorm(attention.o_proj.project_summed(heads_TO))
-        if rows_M is not None:
-            x_TD = x_TD[rows_M]
-        inner_TI = mlp.inner(x_TD, self.pre_feedforward_layernorm)
-        x_TD += self.post_feedforward_layernorm(mlp.down_proj.project_summed(inner_TI))
-        return x_TD, None
+    def forward(self, x: Residual, rope: Rope, step: Step, wanted_M: Tensor | None = None) -> None:
+        attended = self.self_attn(x.normed(self.input_layernorm), rope, step)
+        x.add(self.post_attention_layernorm(attended))
+        x.keep(wanted_M)
+        transformed = self.mlp(x.normed(self.pre_feedforward_layernorm), step)
+        x.add(self.post_feedforward_layernorm(transformed))
 
 
 class GemmaCausalLM(DenseCausalLM):
@@ -73,8 +49,8 @@ class GemmaCausalLM(DenseCausalLM):
         super().__init__(config, dtype, device, partial(GemmaBlock, config, dtype))
         self._logit_cap = hf_config.final_logit_softcapping
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        logits_TV = super().logits(hidden_TD)
+    def logits(self, hidden_TD: Tensor, kernels: Kernels) -> Tensor:
+        logits_TV = super().logits(hidden_TD, kernels)
         if self._logit_cap is not None:
             logits_TV.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
         return logits_TV

@@ -4,9 +4,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.moe import GivenRoutes, MoeConfig, MoeMLP, RouteRecorder
+from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, divided, stacked
 from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, dense_layer_map
 
@@ -31,9 +32,6 @@ class MoeCausalLM(DenseCausalLM):
         sparse_layers: the layers that have experts.
         dtype, device: as for `DenseCausalLM`.
 
-    Attributes:
-        given_routes: the experts that tokens of the next pass take in place of the routers' choice.
-
     Raises ConfigurationError where a token is to have more experts than there are, or they do not take silu.
     """
 
@@ -56,25 +54,18 @@ class MoeCausalLM(DenseCausalLM):
             raise ConfigurationError(f"hidden_act {config.activation} is not supported; experts take silu")
 
         def make_block(layer: int) -> Block:
-            experts = MoeMLP(moe, config.hidden_size, dtype) if layer in sparse_layers else None
+            experts = MoeMLP(moe, config.hidden_size, dtype, layer) if layer in sparse_layers else None
             return Block(config, dtype, layer, experts)
 
         super().__init__(config, dtype, device, make_block)
         self.moe, self.names = moe, names
         self.sparse_layers = frozenset(sparse_layers)
-        self.given_routes = GivenRoutes()
-        for layer, block in zip(sorted(self.sparse_layers), self._blocks(), strict=True):
-            block.experts.layer, block.experts.given = layer, self.given_routes
 
-    def record_routes(self, max_tokens: int, device: torch.device) -> RouteRecorder:
-        """Have every pass leave the experts of its tokens."""
-        recorder = RouteRecorder(max_tokens, self.config.num_layers, self.moe, device)
-        for block in self._blocks():
-            block.experts.recorder = recorder
-        return recorder
-
-    def _blocks(self) -> list[MoeMLP]:
-        return [module for module in self.modules() if isinstance(module, MoeMLP)]
+    def room_for_routes(self, max_tokens: int, device: torch.device) -> Tensor:
+        """Where a pass may leave the experts of its tokens, [T, L, K]; layers without experts leave zeros."""
+        dtype = torch.uint8 if self.moe.num_experts <= 256 else torch.uint16
+        shape = (max_tokens, self.config.num_layers, self.moe.num_experts_per_token)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def layer_map(self, layer: int) -> WeightMap:
         rows = dense_layer_map(self.config)

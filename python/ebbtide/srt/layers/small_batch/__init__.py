@@ -7,12 +7,12 @@ Shapes: T tokens, D inputs, O outputs, K columns, I intermediate size.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ebbtide.srt.layers.activation import Activation
+from ebbtide.srt.layers.norm import Activation, PartialNorm
 from ebbtide.srt.layers.small_batch import fp8_products, kernels
 from ebbtide.srt.layers.small_batch.tuning import (
     TOKEN_BUCKETS,
@@ -24,20 +24,6 @@ from ebbtide.srt.layers.small_batch.tuning import (
 )
 
 MAX_TOKENS = TOKEN_BUCKETS[-1]
-
-
-class Normed(NamedTuple):
-    """A norm that has been begun: x · weight, and what is wanted for 1 / rms(x).
-
-    Attributes:
-        x_TD: the product, rounded.
-        sums_TB: float32 sums of x², in a power of two of parts.
-        eps: the norm's.
-    """
-
-    x_TD: Tensor
-    sums_TB: Tensor
-    eps: float
 
 
 # Columns of a program's weights that are brought into the second-level cache while the kernel before ends.
@@ -55,15 +41,15 @@ def norm_linear(
     weight_OD: Tensor,
     bias_O: Tensor | None,
     scales: Tensor | None = None,
-    begun: Normed | None = None,
+    started: PartialNorm | None = None,
 ) -> Tensor:
     """rms_norm(x) Wᵀ (+ b), [T, O]; without the norm where its weight is None. 1 ≤ T ≤ MAX_TOKENS.
 
     Args:
-        begun: the same norm of x, if somebody has begun with it.
+        started: a part of the same norm of x, if it was computed before.
     """
     out_TO = x_TD.new_empty(len(x_TD), len(weight_OD))
-    multiply(x_TD, norm_weight_D, eps, weight_OD, bias_O, out_TO, scales=scales, begun=begun)
+    multiply(x_TD, norm_weight_D, eps, weight_OD, bias_O, out_TO, scales=scales, started=started)
     return out_TO
 
 
@@ -74,11 +60,13 @@ def norm_gate_up(
     weight_2ID: Tensor,
     activation: Activation = "silu",
     scales: Tensor | None = None,
-    begun: Normed | None = None,
+    started: PartialNorm | None = None,
 ) -> Tensor:
     """activation(gate) · up of rms_norm(x), [T, I]; the gates' rows of the weight come first."""
     out_TI = x_TD.new_empty(len(x_TD), len(weight_2ID) // 2)
-    multiply(x_TD, norm_weight_D, eps, weight_2ID, None, out_TI, gated=activation, scales=scales, begun=begun)
+    multiply(
+        x_TD, norm_weight_D, eps, weight_2ID, None, out_TI, gated=activation, scales=scales, started=started
+    )
     return out_TI
 
 
@@ -89,11 +77,11 @@ def linear_add_(
     residual_TO: Tensor,
     scales: Tensor | None = None,
     then: tuple[Tensor, float] | None = None,
-) -> Normed | None:
+) -> PartialNorm | None:
     """residual += x Wᵀ (+ b), in place; rounded once.
 
     Args:
-        then: weight and eps of the norm that follows: it is begun here, where that saves time.
+        then: weight and eps of the norm that follows, of which a part may be computed here.
     """
     return multiply(x_TK, None, 0.0, weight_OK, bias_O, residual_TO, add=True, scales=scales, then=then)
 
@@ -111,17 +99,17 @@ def multiply(
     config: Config | None = None,
     overlapped: bool = True,
     scales: Tensor | None = None,
-    begun: Normed | None = None,
+    started: PartialNorm | None = None,
     then: tuple[Tensor, float] | None = None,
-) -> Normed | None:
+) -> PartialNorm | None:
     """All of the above, with the block sizes of `config`, or those that suit the shape.
 
     Args:
         scales: of a weight of 8 bits, one for each block of 128 × 128; of one token, which keeps its dtype.
         gated: the activation of the gates, where the weight holds gates and ups.
         overlapped: whether kernels start before their predecessors end; it changes no result.
-        begun: the norm of x, where it has been begun; a kernel for one token does not ask.
-        then: the norm of the result, to be begun; returned where it was.
+        started: a part of the norm of x; a kernel for one token does not use it.
+        then: the norm of the result, of which a part may be computed, and returned.
 
     Raises ValueError for tensors that the kernels would read wrongly, or too many tokens.
     """
@@ -140,12 +128,12 @@ def multiply(
     if isinstance(config, MatvecConfig):
         _matvec(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches)
         return None
-    if begun is not None:
-        x_TK, norm_weight_K, eps = begun.x_TD, None, begun.eps
+    if started is not None:
+        x_TK, norm_weight_K, eps = started.x_TD, None, started.eps
     elif norm_weight_K is not None and not config.fold_norm:
         x_TK = _normalise(x_TK, norm_weight_K, eps, launch)
         norm_weight_K = None
-    given = None if begun is None else begun.sums_TB
+    given = None if started is None else started.sums_TB
     return _product(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches, given, then)
 
 
@@ -223,7 +211,7 @@ def _product(
     switches: dict[str, Any],
     given: Tensor | None,
     then: tuple[Tensor, float] | None,
-) -> Normed | None:
+) -> PartialNorm | None:
     num_tokens, num_columns = x.shape
     num_rows = out.shape[1]
     # Whole tiles per split, and no split without columns.
@@ -241,7 +229,7 @@ def _product(
     # The parts are added up as one tile.
     if then is not None and num_blocks == _power_of_2(num_blocks) <= _MOST_SUMS:
         sums = torch.empty(num_tokens, num_blocks, dtype=torch.float32, device=x.device)
-        next_norm, normed = then[0], Normed(torch.empty_like(out), sums, then[1])
+        next_norm, normed = then[0], PartialNorm(torch.empty_like(out), sums, then[1])
     kernels.product[(num_blocks, num_splits)](
         x,
         norm,

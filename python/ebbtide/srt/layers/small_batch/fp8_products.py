@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbtide.srt.layers.activation import Activation
 from ebbtide.srt.layers.kernels.launch import overlap_options
+from ebbtide.srt.layers.norm import Activation
 from ebbtide.srt.layers.small_batch import fp8_kernels
 
 MAX_TOKENS = 64
