@@ -4,8 +4,10 @@ But for an update in place that breaks off half-way on one of them, when all hav
 was overwriting is stale, and the reply says which replica serves what.
 """
 
+import re
+
 from fixtures.control import updating
-from fixtures.control_fuzz import Clients
+from fixtures.control_fuzz import RANKS, STEPS, Clients
 from fixtures.fuzz import fuzzed
 from fixtures.replicas_by_hand import Replicas
 from hypothesis import strategies as st
@@ -23,6 +25,8 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.testing import default_schedule
 
 NUM_REPLICAS = 2
+# What a replica says of a part of a session, which serves nowhere.
+SESSION_PIECE = re.compile("Staged|nothing runs before end_weight_update")
 UPDATES = (UpdateWeightFromDiskReqInput, EndWeightUpdateReqInput)
 REPLICAS = st.integers(0, NUM_REPLICAS - 1)
 
@@ -52,6 +56,11 @@ class ReplicasMachine(Clients):
     def generate(self, dp_rank: int, length: int, count: int) -> None:
         self.replicas[dp_rank].generate(range(1, 1 + length), max_new_tokens=count)
         self.go_on()
+
+    @rule(index=RANKS, step=st.sampled_from(STEPS), is_refused=st.booleans())
+    def break_something(self, index: int, step: str, is_refused: bool) -> None:
+        # What is written once all have been told to, and in place, ends its rank where it fails.
+        super().break_something(index, step, is_refused or step == "write")
 
     @rule()
     def name_version(self) -> None:
@@ -93,7 +102,9 @@ class ReplicasMachine(Clients):
             is_update = isinstance(self.replicas.calls[call], UPDATES)
             if is_update and isinstance(reply, Refusal) and "replicas" in reply.fields:
                 outcomes = reply.fields["replicas"]
-                committed = [each["success"] and "Staged" not in each["message"] for each in outcomes]
+                committed = [
+                    each["success"] and not SESSION_PIECE.search(each["message"]) for each in outcomes
+                ]
                 if any(committed):
                     divided[call] = committed
         return divided
