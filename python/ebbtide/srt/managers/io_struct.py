@@ -17,7 +17,7 @@ from ebbtide.srt.managers.wire.control_request import (
     POST_OR_GET,
     ControlRequest as ControlRequest,
     ControlRow,
-    Outcome,
+    Outcome as Outcome,
     own_deadline,
     update_deadline,
 )

@@ -399,7 +399,7 @@ async def test_a_caller_that_went_away_leaves_nothing_behind_nor_does_closing(se
     await asyncio.sleep(0)
     for dp_rank in range(2):
         await setup.answer(dp_rank, PingReqOutput())
-    assert setup.controller._calls == {}
+    assert setup.controller._committee._proposals == {}
     for _ in range(2):
         setup.controller.close()
     assert all(replica.is_closed for replica in setup.replicas)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
@@ -140,7 +140,7 @@ class Outcome:
     """
 
     replies: Mapping[int, Reply]
-    has_session: Sequence[bool]
+    has_session: Mapping[int, bool]
 
     @property
     def changed(self) -> list[int]:

@@ -275,10 +275,10 @@ class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
     canary: Canary | None = None
 
     def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
-        if all(outcome.has_session):
+        if all(outcome.has_session.values()):
             return {}
         # What is gone on one replica can never be committed on all.
-        open_on = [dp_rank for dp_rank, is_open in enumerate(outcome.has_session) if is_open]
+        open_on = [dp_rank for dp_rank, is_open in sorted(outcome.has_session.items()) if is_open]
         return dict.fromkeys(open_on, AbortWeightUpdateReqInput())
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from ebbtide.srt.managers.committee import Ballot
 from ebbtide.srt.managers.control.phases import ManyRanks, OneRank
 from ebbtide.srt.managers.control.ports import Ranks
 from ebbtide.srt.managers.io_struct import (
@@ -201,7 +202,7 @@ class _Tally:
         self._num_ranks = num_ranks
         self._num_opened = 0
         self._open: set[int] = set()
-        self._votes: dict[int, dict[int, RankVote]] = {}
+        self._ballots: dict[int, Ballot] = {}
         self._decisions: list[Decision] = []
 
     def open(self, phase: int) -> None:
@@ -215,12 +216,12 @@ class _Tally:
 
     def close(self, phase: int) -> None:
         self._open.discard(phase)
-        self._votes.pop(phase, None)
+        self._ballots.pop(phase, None)
 
     def count(self, vote: RankVote) -> None:
         if vote.phase < self._num_opened and vote.phase not in self._open:
             return  # It has ended without this vote.
-        self._votes.setdefault(vote.phase, {})[vote.tp_rank] = vote
+        self._ballot(vote.phase).cast(vote.tp_rank, vote.failure, vote.fact, ends=vote.ends)
         if vote.phase in self._open:
             self._decide(vote.phase)
 
@@ -232,15 +233,18 @@ class _Tally:
         decisions, self._decisions = self._decisions, []
         return decisions
 
+    def _ballot(self, phase: int) -> Ballot:
+        return self._ballots.setdefault(phase, Ballot(range(self._num_ranks)))
+
     def _decide(self, phase: int) -> None:
-        votes = self._votes.get(phase, {})
-        if len(votes) < self._num_ranks and not any(vote.ends for vote in votes.values()):
+        ballot = self._ballot(phase)
+        if not ballot.is_settled:
             return
-        failures = {rank: vote.failure for rank, vote in sorted(votes.items()) if vote.failure is not None}
-        if failures:
+        if ballot.failures:
+            failures = dict(sorted(ballot.failures.items()))
             decision = Decision(phase=phase, failure=merge_refusals(failures, self._num_ranks))
         else:
-            decision = Decision(phase=phase, facts=[votes[rank].fact for rank in range(self._num_ranks)])
+            decision = Decision(phase=phase, facts=[ballot.facts[rank] for rank in range(self._num_ranks)])
         self._decisions.append(decision)
         self.close(phase)
 
