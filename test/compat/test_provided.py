@@ -349,14 +349,23 @@ def test_calls_and_reasoning_are_found() -> None:
     assert parser.has_tool_call(text)
     plain, [item] = parser.parse_non_stream(text)
     assert (plain, item) == ("So: ", ToolCallItem(tool_index=0, name="f", parameters='{"a": 1}'))
-    told = [parser.parse_stream_chunk(character) for character in text]
-    assert "".join(plain for plain, _ in told) == "So: "
-    assert [one for _, items in told for one in items] == [item]
+    parts = [parser.parse_stream_chunk(character) for character in text]
+    assert "".join(plain for plain, _ in parts) == "So: "
+    assert [one for _, items in parts for one in items] == [item]
+    for name, bare in (("llama3", '{"name": "f", "parameters": {"a": 1}}'), ("pythonic", "[f(a=1)]")):
+        assert FunctionCallParser(tools, name).parse_stream_chunk(bare) == ("", [item])
+    assert (parser.parse_stream_chunk(" <tool"), parser.finish()) == (("", []), ("<tool", []))
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice in ("required", named):
+        kind, schema = parser.get_structure_constraint(choice) or ("", {})
+        assert (kind, schema["items"]["properties"]["name"]) == ("json_schema", {"enum": ["f"]})
+    assert parser.get_structure_constraint("auto") is None
     with pytest.raises(ValueError, match="expected one of qwen, "):
         FunctionCallParser(tools, "x")
     reasoning = ReasoningParser("deepseek-r1")
     assert reasoning.detector.think_end_token == "</think>"
     assert reasoning.parse_non_stream("hmm</think>yes") == ("hmm", "yes")
+    assert (reasoning.parse_stream_chunk("hm <"), reasoning.finish()) == (("hm ", ""), ("<", ""))
 
 
 def test_importing_starts_no_gpu() -> None:

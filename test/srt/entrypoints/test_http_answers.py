@@ -1,6 +1,7 @@
-"""Clients that leave before their answer has begun; answers that go before the reply of what ended them."""
+"""Clients that leave before their answer has begun; streams that fail; answers and replies in order."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -67,3 +68,45 @@ def test_an_answer_goes_before_a_reply_that_is_read_a_turn_later() -> None:
         return sent
 
     assert asyncio.run(script()) == ["aborted answer", "reply of the pause"]
+
+
+def test_a_stream_that_fails_ends_with_an_error_and_the_end_of_all_streams() -> None:
+    class Generation:
+        async def has_next(self) -> bool:
+            return True
+
+        def next_chunk(self) -> dict[str, Any]:
+            return {"text": "a"}
+
+        def close(self) -> None:
+            pass
+
+    class Writer:
+        num_events = 0
+
+        def event(self, chunk: dict[str, Any]) -> Any:
+            self.num_events += 1
+            return chunk if self.num_events < 3 else {"text": "\ud83d"}  # no text: it cannot be encoded
+
+        def last_events(self) -> list[Any]:
+            return []
+
+    async def script() -> list[bytes]:
+        async def staying() -> dict[str, Any]:
+            return await asyncio.get_running_loop().create_future()
+
+        async def starting() -> Any:
+            return Generation()
+
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        await (await answer_events(staying, starting(), lambda chunk: None, Writer()))({}, staying, send)
+        return b"".join(sent).split(b"\n\n")
+
+    *chunks, error, done, nothing = asyncio.run(script())
+    assert chunks == [b'data: {"text":"a"}'] * 2
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 500
+    assert (done, nothing) == (b"data: [DONE]", b"")

@@ -1,11 +1,12 @@
-"""Calls of tools, as frameworks find them in what the model has said."""
+"""Tool calls, as frameworks find them in what the model has written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from ebbtide.srt.managers.text.tool_calls import TOOL_CALL_FORMATS, ToolCall, ToolCallParser, tool_specs
+from ebbtide.srt.managers.text.answer_scanner import AnswerScanner, may_have_calls
+from ebbtide.srt.managers.text.tool_calls import TOOL_CALL_FORMATS, ToolCall, calls_schema, tool_specs
 from sglang.srt.function_call.core_types import ToolCallItem
 
 
@@ -24,27 +25,44 @@ class FunctionCallParser:
     def __init__(self, tools: Sequence[Any], tool_call_parser: str) -> None:
         self._tools = tool_specs(tools)
         self._name = tool_call_parser
-        self._stream = ToolCallParser(self._tools, tool_call_parser)
+        self._stream = AnswerScanner(self._tools, tool_call_parser)
         self._num_calls = 0
 
     def has_tool_call(self, text: str) -> bool:
         """Whether it looks as if there were one."""
-        form = self._stream.format
-        return form.begin in text or (form.starts != "" and text.lstrip().startswith(form.starts))
+        return may_have_calls(text, self._name)
 
     def parse_non_stream(self, full_text: str) -> tuple[str, list[ToolCallItem]]:
         """The text without its calls, and these."""
-        parser = ToolCallParser(self._tools, self._name)
-        plain, calls = parser.push(full_text)
-        rest, last = parser.finish()
-        return plain + rest, _items(calls + last, 0)
+        parts = AnswerScanner(self._tools, self._name).push(full_text, is_last=True)
+        return parts.text, _items(parts.calls, 0)
 
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, list[ToolCallItem]]:
-        """What a chunk adds. A call is told whole, when its end has come."""
-        plain, calls = self._stream.push(chunk_text)
-        items = _items(calls, self._num_calls)
+        """What a chunk adds. A call comes whole, with the chunk that ends it."""
+        return self._push(chunk_text, is_last=False)
+
+    def finish(self) -> tuple[str, list[ToolCallItem]]:
+        """What the end of the text adds: what could have become a call, and a call without its end."""
+        return self._push("", is_last=True)
+
+    def get_structure_constraint(self, tool_choice: Any) -> tuple[str, dict[str, Any]] | None:
+        """The sampling parameter that enforces calls: its name and value; None for "auto" and "none".
+
+        Args:
+            tool_choice: "required", or a function by its name, as an object or as JSON.
+        """
+        if isinstance(tool_choice, str):
+            chosen, most = (self._tools if tool_choice == "required" else []), None
+        else:
+            [wanted] = tool_specs([tool_choice])
+            chosen, most = [tool for tool in self._tools if tool.name == wanted.name], 1
+        return ("json_schema", calls_schema(chosen, most=most)) if chosen else None
+
+    def _push(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCallItem]]:
+        parts = self._stream.push(text, is_last=is_last)
+        items = _items(parts.calls, self._num_calls)
         self._num_calls += len(items)
-        return plain, items
+        return parts.text, items
 
 
 def _items(calls: list[ToolCall], first: int) -> list[ToolCallItem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ebbtide.srt.managers.text.reasoning import REASONING_FORMATS, ReasoningSplitter, split_reasoning
+from ebbtide.srt.managers.text.answer_scanner import REASONING_FORMATS, AnswerScanner
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Detector:
 
 
 class ReasoningParser:
-    """Tells reasoning from answer in one text: whole, or as it grows.
+    """Separates reasoning from answer in one text: whole, or as it grows.
 
     Args:
-        stream_reasoning: ignored: reasoning is told as it comes.
+        stream_reasoning: ignored: reasoning comes as it is written.
         force_reasoning: whether a text begins in the middle of reasoning; None: as its family's do.
 
     Raises ValueError for a name that is not known, with those that there are.
@@ -37,14 +37,24 @@ class ReasoningParser:
     ) -> None:
         self._name = str(model_type).lower()
         self._is_open = force_reasoning
-        self._stream = ReasoningSplitter(self._name, is_open=force_reasoning)
-        form = self._stream.format
+        self._stream = self._scanner()
+        form = REASONING_FORMATS[self._name]
         self.detector = Detector(form.begin, form.end)
 
     def parse_non_stream(self, full_text: str) -> tuple[str, str]:
         """The reasoning of a text, and the answer."""
-        return split_reasoning(full_text, self._name, is_open=self._is_open)
+        parts = self._scanner().push(full_text, is_last=True)
+        return parts.reasoning, parts.text
 
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, str]:
         """What a chunk adds to either."""
-        return self._stream.push(chunk_text)
+        parts = self._stream.push(chunk_text)
+        return parts.reasoning, parts.text
+
+    def finish(self) -> tuple[str, str]:
+        """What the end of the text adds to either: what could have become a marker."""
+        parts = self._stream.push("", is_last=True)
+        return parts.reasoning, parts.text
+
+    def _scanner(self) -> AnswerScanner:
+        return AnswerScanner(reasoning=self._name, is_open=self._is_open)

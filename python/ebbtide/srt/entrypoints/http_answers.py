@@ -150,6 +150,9 @@ class _Events(Response):
             await send(_part(_event({"error": error.body["error"]})))
         except EngineError as error:
             await send(_part(_event({"error": error_body(str(error), error.status)["error"]})))
+        except Exception:  # a fault of ours: the stream ends as every other does, and the log has the rest
+            logger.exception("a stream has failed")
+            await send(_part(_event({"error": error_body("internal error", 500)["error"]})))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     def _next_event(self, generation: LiveGeneration) -> bytes:

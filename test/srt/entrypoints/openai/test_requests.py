@@ -568,3 +568,58 @@ def test_reasoning_and_calls_are_told_apart_from_the_answer(is_stream: bool) -> 
     assert made["function"] == {"name": "f", "arguments": '{"a": 1}'}
     plain = chat_call({**fields, "tool_choice": "none"}, "tide", template(), {}, Parsers("hermes"))
     assert (plain.form.parser, "skip_special_tokens" in plain.generate["sampling_params"]) == (None, False)
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt and thinking is defined %}"
+    "{{ '<think>\n' if thinking else '<think></think>' }}{% endif %}"
+)
+
+
+def continued(text: str) -> dict[str, Any]:
+    """A chat in which the assistant has begun to answer."""
+    return {"messages": [USER, {"role": "assistant", "content": text}], "continue_final_message": True}
+
+
+@pytest.mark.parametrize(
+    ("parser", "fields", "expected"),
+    [
+        ("kimi_k2", {}, "answer"),
+        ("deepseek-r1", {}, "reasoning"),
+        ("kimi_k2", {"chat_template_kwargs": {"thinking": True}}, "reasoning"),
+        ("deepseek-r1", {"chat_template_kwargs": {"thinking": False}}, "answer"),
+        # This template knows no such option; those that have asked for no reasoning get none.
+        ("deepseek-r1", {"chat_template_kwargs": {"enable_thinking": False}}, "answer"),
+        ("qwen3", {"input_ids": [3, 4]}, "answer"),
+        ("qwen3", {"messages": [USER, {"role": "user", "content": "<think>"}]}, "answer"),
+        ("qwen3", continued("<think>so"), "reasoning"),
+        ("qwen3-thinking", continued("<think>so</think>and"), "answer"),
+    ],
+)
+def test_the_prompt_says_whether_an_answer_begins_in_reasoning(
+    parser: str, fields: dict[str, Any], expected: str
+) -> None:
+    texts = template(THINKING_TEMPLATE)
+    call = chat_call({"messages": [USER], **fields}, "tide", texts, {}, Parsers(reasoning=parser))
+    if call.render is not None:
+        call.render()
+    output = {"text": "b", "output_ids": [1], "meta_info": meta([1], {"type": "stop", "matched": 3})}
+    answer = write_answer(ChatWriter(call, return_meta_info=False), call, output)
+    message = msgspec.to_builtins(answer)["choices"][0]["message"]
+    told = {"reasoning": ("", "b"), "answer": ("b", None)}[expected]
+    assert (message["content"], message["reasoning_content"]) == told
+
+
+def test_a_prompt_of_ids_may_end_in_the_beginning_of_reasoning() -> None:
+    texts = template()
+    ids = texts.tokenizer.encode("a <think>")
+    assert texts.end_of([-1, *ids, 1 << 70]).endswith("<think>")
+    call = chat_call({"input_ids": ids}, "tide", texts, {}, Parsers(reasoning="qwen3"))
+    assert call.form.is_open
+
+
+def test_who_wants_no_calls_gets_no_tools_in_the_prompt_unless_it_reads_the_tokens_itself() -> None:
+    fields = {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert render({**fields, "tool_choice": "none"}) == "user=a;"
+    assert render({**fields, "tool_choice": "none", "return_token_ids": True}) == "<f>user=a;"

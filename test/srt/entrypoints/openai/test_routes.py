@@ -1,7 +1,8 @@
 """OpenAI's endpoints of a real server, asked by OpenAI's own client."""
 
+import enum
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import openai
@@ -212,13 +213,20 @@ def test_metrics_count_what_was_answered(server: Server, client: openai.OpenAI) 
 # ------------------------------------------------------------------------------------------ tools and JSON
 
 
+class Height(enum.Enum):
+    """Stands among the definitions of a schema, which refers to it."""
+
+    ONE = "one"
+    TWO = "two"
+
+
 class Tide(pydantic.BaseModel):
     """The model's words are noise: what is checked is that OpenAI's own helpers take them."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
     high: bool
-    height: Literal["one", "two"]
+    height: Height
 
 
 TOOL: Any = openai.pydantic_function_tool(Tide, name="tide")
@@ -253,7 +261,7 @@ def test_openais_helper_for_tools_that_must_be_called(client: openai.OpenAI, too
         final = stream.get_final_completion()
     [streamed] = final.choices[0].message.tool_calls or []
     assert isinstance(streamed.function.parsed_arguments, Tide)
-    said = [*MESSAGES, choice.message.model_dump(exclude_none=True)]
+    said = [*MESSAGES, choice.message.model_dump(mode="json", exclude_none=True)]
     said.append({"role": "tool", "tool_call_id": made.id, "content": "high"})
     client.chat.completions.create(model=NAME, messages=said, tools=[TOOL], tool_choice="none", max_tokens=2)
 

@@ -24,11 +24,12 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     CompletionLogprobs,
     PromptTokensDetails,
     TokenLogprob,
+    ToolCallBody,
     TopLogprob,
     Usage,
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
-from ebbtide.srt.entrypoints.openai.tool_use import AnswerParts, AnswerReader
+from ebbtide.srt.entrypoints.openai.tool_use import AnswerReader
 from ebbtide.srt.managers.api.flat_logprobs import flat_top_logprobs
 from ebbtide.srt.managers.api.live_generation import Triple
 
@@ -347,15 +348,16 @@ class ChatWriter:
         )
 
     def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> ChatCompletionChunk:
-        call, parts = self._call, self._parts(piece)
+        call = self._call
+        reasoning, content, calls = self._parts(piece)
         choice = ChatChunkChoice(
             index=piece.index,
             delta=ChatDelta(
-                content=parts.content,
+                content=content,
                 role="assistant" if piece.is_first else UNSET,
-                reasoning_content=parts.reasoning or UNSET,
-                reasoning=parts.reasoning or UNSET,
-                tool_calls=parts.calls or UNSET,
+                reasoning_content=reasoning or UNSET,
+                reasoning=reasoning or UNSET,
+                tool_calls=calls or UNSET,
             ),
             logprobs=self._logprobs(piece),
             finish_reason=self._finish_reason(piece),
@@ -379,15 +381,16 @@ class ChatWriter:
         return ChatCompletionChunk(**_head(self._call), choices=[], usage=usage)
 
     def _choice(self, piece: Piece) -> ChatChoice:
-        call, parts = self._call, self._parts(piece)
-        reasoning = UNSET if call.form.reasoning is None else parts.reasoning or None
+        call = self._call
+        reasoning, content, calls = self._parts(piece)
+        thought = UNSET if call.form.reasoning is None else reasoning or None
         return ChatChoice(
             index=piece.index,
             message=AssistantMessage(
-                content=parts.content,
-                reasoning_content=reasoning,
-                reasoning=reasoning,
-                tool_calls=parts.calls or UNSET,
+                content=content,
+                reasoning_content=thought,
+                reasoning=thought,
+                tool_calls=calls or UNSET,
             ),
             logprobs=self._logprobs(piece),
             finish_reason=self._finish_reason(piece),
@@ -408,7 +411,7 @@ class ChatWriter:
             meta |= flat_top_logprobs(meta.pop("output_top_logprobs"), self._call.flat_top)
         return meta
 
-    def _parts(self, piece: Piece) -> AnswerParts:
+    def _parts(self, piece: Piece) -> tuple[str, str, list[ToolCallBody]]:
         return self._readers[piece.index].push(piece.text, is_last=piece.finish is not None)
 
     def _finish_reason(self, piece: Piece) -> Any:

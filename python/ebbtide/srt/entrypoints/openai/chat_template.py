@@ -22,6 +22,8 @@ _NOT_OPTIONS = frozenset(
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
     | {"return_assistant_tokens_mask", "self"}
 )
+# As many as the longest marker of reasoning, and line ends behind it, can be.
+_END_TOKENS = 16
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -76,6 +78,14 @@ class ChatTemplate:
         )
         return begin_with(kept.ids, of_history, ids, self._end_ids)
 
+    def end_of(self, prompt: str | Sequence[int]) -> str:
+        """The end of a prompt, as text."""
+        if isinstance(prompt, str):
+            return prompt
+        # A client's ids have not been checked yet.
+        ids = self.tokenizer.visible(prompt[-_END_TOKENS:], skip_special_tokens=False)
+        return self.tokenizer.decode([token_id for token_id in ids if token_id >= 0])
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -126,12 +136,17 @@ class ChatTemplate:
         return rendered
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: its content one string, the arguments of tool calls as objects."""
+def text_of(message: Mapping[str, Any]) -> str:
+    """The content of a message as one string."""
     content = message.get("content")
     if isinstance(content, list):
-        content = " ".join(part["text"] for part in content)
-    plain = {**message, "content": "" if content is None else content}
+        return " ".join(part["text"] for part in content)
+    return "" if content is None else str(content)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: its content one string, the arguments of tool calls as objects."""
+    plain = {**message, "content": text_of(message)}
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         plain["tool_calls"] = [_plain_call(call) for call in calls]

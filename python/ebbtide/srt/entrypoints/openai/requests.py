@@ -6,10 +6,10 @@ import functools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
+from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate, text_of
 from ebbtide.srt.entrypoints.openai.kept_tokens import kept_tokens
 from ebbtide.srt.entrypoints.openai.protocol import (
     NO_STREAM_OPTIONS,
@@ -20,7 +20,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     parse,
 )
 from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
-from ebbtide.srt.entrypoints.openai.tool_use import NO_PARSERS, PLAIN, AnswerForm, Parsers, answer_form
+from ebbtide.srt.entrypoints.openai.tool_use import NO_PARSERS, AnswerForm, Parsers, answer_form
 from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported, unknown_fields
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_form
@@ -92,7 +92,7 @@ class OpenAICall:
     stop_token_ids: frozenset[int | None] = frozenset()
     render: Render | None = None
     echo: Echo | None = None
-    form: AnswerForm = PLAIN
+    form: AnswerForm = field(default_factory=AnswerForm)
     flat_top: FlatForm | None = None
     ignored_fields: Sequence[str] = ()
 
@@ -164,21 +164,31 @@ def chat_call(
     generate["sampling_params"] = params
     if request.input_ids is not None:
         generate["input_ids"] = request.input_ids
+        form.read_prompt(template.end_of(request.input_ids))
         call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, form=form)
         return replace(call, flat_top=flat_form(request), ignored_fields=ignored_fields)
     # The template writes the special tokens.
     generate["add_special_tokens"] = bool(request.add_special_tokens)
     continues = bool(request.continue_final_message)
-    render = functools.partial(
+    messages = fields.get("messages") or []
+    # A client that asks for the tokens finds the calls itself: "none" means that nobody else is to (TRL).
+    has_tools = request.tool_choice != "none" or request.return_token_ids
+    make = functools.partial(
         template.prompt,
-        fields.get("messages") or [],
-        tools=request.tools,
+        messages,
+        tools=request.tools if has_tools else None,
         options=request.chat_template_kwargs or {},
         continue_final_message=continues,
         add_generation_prompt=request.add_generation_prompt,
         kept=kept_tokens(request.messages or [], request.required_prefix_token_ids, continues=continues),
         add_special_tokens=generate["add_special_tokens"],
     )
+
+    def render() -> str | list[int]:
+        prompt = make()
+        form.read_prompt(template.end_of(prompt), text_of(messages[-1]) if continues else "")
+        return prompt
+
     call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=render, form=form)
     return replace(call, flat_top=flat_form(request), ignored_fields=ignored_fields)
 
@@ -191,7 +201,7 @@ def _call(
     num_logprobs: int | None,
     render: Render | None = None,
     echo: Echo | None = None,
-    form: AnswerForm = PLAIN,
+    form: AnswerForm | None = None,
 ) -> OpenAICall:
     rid = request.rid if request.rid is not None else (request.request_id or uuid.uuid4().hex)
     posted_id = None if request.request_id is None else id_prefix + request.request_id
@@ -211,7 +221,7 @@ def _call(
         stop_token_ids=frozenset(request.stop_token_ids or ()),
         render=render,
         echo=echo,
-        form=form,
+        form=form if form is not None else AnswerForm(),
     )
 
 

@@ -12,15 +12,8 @@ from typing import Any, Final
 
 from ebbtide.srt.entrypoints.openai.protocol import ChatCompletionRequest, ToolCallBody, ToolCallFunction
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.text.reasoning import ReasoningSplitter
-from ebbtide.srt.managers.text.tool_calls import (
-    ToolCall,
-    ToolCallParser,
-    ToolSpec,
-    calls_schema,
-    json_calls,
-    tool_specs,
-)
+from ebbtide.srt.managers.text.answer_scanner import REASONING_FORMATS, AnswerScanner
+from ebbtide.srt.managers.text.tool_calls import ToolCall, ToolSpec, calls_schema, json_calls, tool_specs
 
 
 @dataclass(frozen=True)
@@ -31,29 +24,44 @@ class Parsers:
     reasoning: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerForm:
     """What the text of an answer is taken apart into.
 
     Attributes:
         parser: finds the calls of tools; None: there are none to find.
-        calls_schema: of calls that a grammar makes: the answer is nothing else. Empty: there is no grammar.
+        calls_schema: of calls that a grammar makes: the answer is nothing else. None: there is no grammar.
         reasoning: finds the reasoning; None: it stays where it is.
+        is_open: whether the answer begins in the middle of reasoning; None: as its format does.
     """
 
     tools: tuple[ToolSpec, ...] = ()
     parser: str | None = None
     calls_schema: Mapping[str, Any] | None = None
     reasoning: str | None = None
+    is_open: bool | None = None
 
     @property
     def reads_marks(self) -> bool:
         """Whether it looks for what may be special tokens."""
         return self.parser is not None or self.reasoning is not None
 
+    def read_prompt(self, end: str, continued: str = "") -> None:
+        """Find out where the answer begins, by how the prompt ends, before any of the answer is read.
+
+        Args:
+            continued: the beginning of the answer, if the prompt has one.
+        """
+        if self.reasoning is None:
+            return
+        marks = REASONING_FORMATS[self.reasoning]
+        if continued:
+            self.is_open = continued.rfind(marks.begin) > continued.rfind(marks.end)
+        elif end.rstrip().endswith((marks.begin, marks.end)):
+            self.is_open = end.rstrip().endswith(marks.begin)
+
 
 NO_PARSERS: Final = Parsers()
-PLAIN: Final = AnswerForm()
 
 
 def answer_form(request: ChatCompletionRequest, parsers: Parsers) -> AnswerForm:
@@ -70,7 +78,9 @@ def answer_form(request: ChatCompletionRequest, parsers: Parsers) -> AnswerForm:
     choice = request.tool_choice
     if choice is None or choice in ("auto", "none"):
         parser = parsers.tool_calls if tools and choice != "none" else None
-        return AnswerForm(tools, parser, reasoning=reasoning)
+        options = request.chat_template_kwargs or {}
+        is_off = any(options.get(name) is False for name in ("thinking", "enable_thinking"))
+        return AnswerForm(tools, parser, reasoning=reasoning, is_open=False if is_off else None)
     match choice:
         case "required":
             chosen = tools
@@ -87,17 +97,11 @@ def answer_form(request: ChatCompletionRequest, parsers: Parsers) -> AnswerForm:
     if not chosen:
         raise RequestRejected("tool_choice: expected tools to choose from")
     is_single = choice != "required" or request.parallel_tool_calls is False
-    # Nothing but the calls: there is no room for reasoning.
-    return AnswerForm(chosen, calls_schema=calls_schema(chosen, most=1 if is_single else None))
-
-
-@dataclass(frozen=True)
-class AnswerParts:
-    """What is new of an answer."""
-
-    content: str
-    reasoning: str
-    calls: list[ToolCallBody]
+    try:
+        # Nothing but the calls: there is no room for reasoning.
+        return AnswerForm(chosen, calls_schema=calls_schema(chosen, most=1 if is_single else None))
+    except ValueError as error:
+        raise RequestRejected(str(error)) from None
 
 
 class AnswerReader:
@@ -106,35 +110,26 @@ class AnswerReader:
     def __init__(self, form: AnswerForm) -> None:
         self.num_calls = 0
         self._form = form
-        self._made = ""
-        self._splitter = None if form.reasoning is None else ReasoningSplitter(form.reasoning)
-        self._parser = None if form.parser is None else ToolCallParser(form.tools, form.parser)
+        self._made: list[str] = []
+        self._scanner = AnswerScanner(form.tools, form.parser, form.reasoning, is_open=form.is_open)
 
-    def push(self, text: str, *, is_last: bool) -> AnswerParts:
-        """What a piece of the text adds."""
+    def push(self, text: str, *, is_last: bool) -> tuple[str, str, list[ToolCallBody]]:
+        """What a piece adds to the reasoning, to the text, and the calls that it ends."""
         if self._form.calls_schema is not None:
             return self._push_made(text, is_last=is_last)
-        reasoning = ""
-        if self._splitter is not None:
-            reasoning, text = self._splitter.push(text)
-            if is_last:
-                rest = self._splitter.finish()
-                reasoning, text = reasoning + rest[0], text + rest[1]
-        calls: list[ToolCall] = []
-        if self._parser is not None:
-            text, calls = self._parser.push(text)
-            if is_last:
-                last, more = self._parser.finish()
-                text, calls = text + last, calls + more
-        return AnswerParts(text, reasoning, self._bodies(calls))
+        if not self._form.reads_marks:
+            return "", text, []
+        parts = self._scanner.push(text, is_last=is_last)
+        return parts.reasoning, parts.text, self._bodies(parts.calls)
 
-    def _push_made(self, text: str, *, is_last: bool) -> AnswerParts:
+    def _push_made(self, text: str, *, is_last: bool) -> tuple[str, str, list[ToolCallBody]]:
         """Add text that a grammar has made, which is calls as a whole. Cut short, it stays text."""
-        self._made += text
+        self._made.append(text)
         if not is_last:
-            return AnswerParts("", "", [])
-        calls = json_calls(self._made, self._form.tools)
-        return AnswerParts("" if calls else self._made, "", self._bodies(calls))
+            return "", "", []
+        made = "".join(self._made)
+        calls = json_calls(made, self._form.tools)
+        return "", "" if calls else made, self._bodies(calls)
 
     def _bodies(self, calls: list[ToolCall]) -> list[ToolCallBody]:
         bodies = []

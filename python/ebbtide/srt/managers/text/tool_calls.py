@@ -1,17 +1,15 @@
-"""Calls of tools in the words of a model: found in its text as that grows, or in all of it at once.
-
-Each family of models writes calls in a form of its own: `TOOL_CALL_FORMATS`, by the names that SGLang has for
-them. A call is told whole, when its end has come; text that could yet become one is held back till then.
-"""
+"""Tool calls: how each family of models writes them, and the JSON schema of those that a grammar makes."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
+
+# Deeper schemas of parameters are refused. No use of them is known, and each level costs a Python frame.
+MAX_SCHEMA_DEPTH: Final = 100
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,11 @@ class ToolCall:
     arguments: str
 
 
-Tools: TypeAlias = Sequence[ToolSpec]
-# The calls in a block, as (name, arguments). ValueError, KeyError, TypeError, SyntaxError: it is none.
-ReadBlock: TypeAlias = Callable[[str, Mapping[str, ToolSpec]], list[tuple[str, Any]]]
+Tools: TypeAlias = Mapping[str, ToolSpec]
+# The calls in a block, as (name, arguments). ValueError, KeyError, TypeError, RecursionError: it is none.
+ReadBlock: TypeAlias = Callable[[str, Tools], Iterable[tuple[Any, Any]]]
+# A marker as regular expressions, one for each part that may arrive by itself; each has a bounded length.
+Atoms: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,37 @@ class ToolCallFormat:
 
     Attributes:
         begin: what a block of calls begins with.
-        end: what it ends with; empty: it goes on to the end of the text.
-        starts: a text that begins with this is a block as a whole; empty: there is no such thing.
+        end: what it ends with; empty: it ends where the brackets of its value are closed.
+        values: what may follow `begin` where there is no `end`, as what stands before the value, and how that
+            begins.
+        bare: how a value begins that needs no `begin`.
+        quotes: what strings in a value are quoted with.
+        behind: a marker that may follow a call.
     """
 
     begin: str
     end: str
     read: ReadBlock
-    starts: str = ""
+    values: tuple[tuple[Atoms, Atoms], ...] = (((), ()),)
+    bare: tuple[Atoms, ...] = ()
+    quotes: str = '"'
+    behind: str = ""
+
+    def calls(self, block: str, tools: Tools) -> list[ToolCall]:
+        """The calls of a block; none if any part of it is no call of these tools."""
+        body = block.strip().removeprefix(self.begin).removesuffix(self.end).strip()
+        try:
+            return [_call(name, given, tools) for name, given in self.read(body, tools)]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return []
+
+
+def _call(name: Any, given: Any, tools: Tools) -> ToolCall:
+    if name not in tools or not isinstance(given, dict):
+        raise ValueError("expected a call of one of the tools")
+    arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
+    arguments.encode()  # Half of a surrogate pair is no text.
+    return ToolCall(name, arguments)
 
 
 def tool_specs(tools: Sequence[Any]) -> list[ToolSpec]:
@@ -72,111 +95,32 @@ def _member(holder: Any, name: str) -> Any:
     return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
 
 
-class ToolCallParser:
-    """Takes calls out of one text, piece by piece.
-
-    A block that is no call, or that calls what is not among the tools, stays in the text as it is.
-
-    Raises ValueError for a format that is not known.
-    """
-
-    def __init__(self, tools: Tools, name: str) -> None:
-        if name not in TOOL_CALL_FORMATS:
-            raise ValueError(
-                f"tool_call_parser: expected one of {', '.join(TOOL_CALL_FORMATS)}, got {name!r}"
-            )
-        self.format = TOOL_CALL_FORMATS[name]
-        self._tools = {tool.name: tool for tool in tools}
-        self._held = ""
-        self._is_inside = False
-        self._is_start = True
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text that is certain to be no call, and the calls whose end has come."""
-        self._held += text
-        plain, calls = [], []
-        while True:
-            if self._is_start:
-                if not self._held.strip():
-                    break
-                self._is_start = False
-                starts = self.format.starts
-                if starts and self._held.lstrip().startswith(starts):
-                    self._is_inside = True
-            if self._is_inside:
-                found = self._take_block()
-                if found is None:
-                    break
-                plain.append(found[0])
-                calls += found[1]
-            else:
-                before, begin, rest = self._held.partition(self.format.begin)
-                if not begin:
-                    num_held = num_open(before, self.format.begin)
-                    plain.append(before[: len(before) - num_held])
-                    self._held = before[len(before) - num_held :]
-                    break
-                plain.append(before)
-                self._held, self._is_inside = begin + rest, True
-        return "".join(plain), calls
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """The text has ended: what was held back."""
-        held, self._held = self._held, ""
-        if not self._is_inside:
-            return held, []
-        self._is_inside = False
-        calls = self._calls(held)
-        return ("", calls) if calls else (held, [])
-
-    def _take_block(self) -> tuple[str, list[ToolCall]] | None:
-        end = self.format.end
-        place = self._held.find(end) if end else -1
-        if place < 0:
-            return None
-        block, self._held = self._held[: place + len(end)], self._held[place + len(end) :]
-        self._is_inside = False
-        calls = self._calls(block)
-        return ("", calls) if calls else (block, [])
-
-    def _calls(self, block: str) -> list[ToolCall]:
-        body = block.strip().removeprefix(self.format.begin).removesuffix(self.format.end or "\0")
-        try:
-            found = self.format.read(body.strip(), self._tools)
-        except (ValueError, KeyError, TypeError, SyntaxError, AttributeError, RecursionError):
-            return []
-        if any(name not in self._tools or not isinstance(given, dict) for name, given in found):
-            return []
-        return [ToolCall(name, json.dumps(given, ensure_ascii=False)) for name, given in found]
-
-
-def json_calls(text: str, tools: Tools) -> list[ToolCall]:
+def json_calls(text: str, tools: Sequence[ToolSpec]) -> list[ToolCall]:
     """The calls of a text that a grammar of `calls_schema` has made; none where it was cut short."""
-    try:
-        return [
-            ToolCall(call["name"], json.dumps(call["parameters"], ensure_ascii=False))
-            for call in json.loads(text)
-        ]
-    except (ValueError, KeyError, TypeError):
-        return []
+    return NO_CALLS.calls(text, {tool.name: tool for tool in tools})
 
 
-def calls_schema(tools: Tools, *, most: int | None) -> dict[str, Any]:
-    """The JSON schema of one call or more of these tools, as `json_calls` reads them."""
+def calls_schema(tools: Sequence[ToolSpec], *, most: int | None) -> dict[str, Any]:
+    """The JSON schema of one call or more of these tools, as `json_calls` reads them.
+
+    Raises:
+        ValueError: parameters are nested too deeply.
+    """
     kinds = [
         {
             "type": "object",
-            "properties": {
-                "name": {"enum": [tool.name]},
-                "parameters": dict(tool.parameters) or {"type": "object"},
-            },
+            "properties": {"name": {"enum": [tool.name]}, "parameters": {"$ref": f"#/$defs/{number}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for number, tool in enumerate(tools)
     ]
     limit = {} if most is None else {"maxItems": most}
     return {
+        "$defs": {
+            str(number): _moved(dict(tool.parameters) or {"type": "object"}, f"#/$defs/{number}")
+            for number, tool in enumerate(tools)
+        },
         "type": "array",
         "minItems": 1,
         **limit,
@@ -184,98 +128,180 @@ def calls_schema(tools: Tools, *, most: int | None) -> dict[str, Any]:
     }
 
 
-def num_open(text: str, marker: str) -> int:
-    """How many of the last characters may be the beginning of the marker."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0
+def _moved(schema: Any, place: str, depth: int = 0) -> Any:
+    """A schema whose root stands at another place: its references to itself point there."""
+    if depth > MAX_SCHEMA_DEPTH:
+        raise ValueError(f"tools: expected parameters at most {MAX_SCHEMA_DEPTH} levels deep")
+    if isinstance(schema, list):
+        return [_moved(entry, place, depth + 1) for entry in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        name: place + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else value
+        if name in ("const", "enum")
+        else _moved(value, place, depth + 1)
+        for name, value in schema.items()
+    }
 
 
-# ---------------------------------------------------------------------------------------------------- forms
+# -------------------------------------------------------------------------------------------------- readers
 
 
-def _json_values(text: str) -> Iterator[Any]:
-    """The JSON values in a text, one behind the other, with `;`, `,` or space between them."""
-    decoder = json.JSONDecoder()
-    place = 0
-    while place < len(text):
-        if text[place] in " \n\t\r;,":
-            place += 1
-        else:
-            value, place = decoder.raw_decode(text, place)
-            yield value
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
 
 
-def _named(call: Mapping[str, Any]) -> tuple[str, Any]:
-    given = call["arguments"] if "arguments" in call else call.get("parameters", {})
-    return call["name"], json.loads(given) if isinstance(given, str) else given
+def _loads(text: str) -> Any:
+    return json.loads(text, parse_constant=_no_number)
 
 
-def _read_json(text: str, tools: Mapping[str, ToolSpec]) -> list[tuple[str, Any]]:
-    values = list(_json_values(text))
-    return [_named(call) for value in values for call in (value if isinstance(value, list) else [value])]
+def _read_json(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
+    value = _loads(text)
+    for call in value if isinstance(value, list) else [value]:
+        if not isinstance(call, dict):
+            raise ValueError("expected objects")
+        given = call["arguments"] if "arguments" in call else call.get("parameters", {})
+        yield call["name"], _loads(given) if isinstance(given, str) else given
 
 
-def _read_mistral(text: str, tools: Mapping[str, ToolSpec]) -> list[tuple[str, Any]]:
-    if "[ARGS]" not in text:
+def _read_mistral(text: str, tools: Tools) -> Iterable[tuple[Any, Any]]:
+    if text.startswith(("[", "{")):
         return _read_json(text, tools)
-    calls = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]")]
-    return [(name.strip(), json.loads(given)) for name, _, given in calls]
+    name, _, given = text.partition("[ARGS]")
+    return [(name, _loads(given))]
 
 
-def _all_of(
-    pattern: str, read: Callable[[re.Match[str], Mapping[str, ToolSpec]], tuple[str, Any]]
-) -> ReadBlock:
-    compiled = re.compile(pattern, re.DOTALL)
-
-    def read_block(text: str, tools: Mapping[str, ToolSpec]) -> list[tuple[str, Any]]:
-        return [read(match, tools) for match in compiled.finditer(text)]
-
-    return read_block
-
-
-def _read_pair(match: re.Match[str], tools: Mapping[str, ToolSpec]) -> tuple[str, Any]:
-    return match["name"].strip(), json.loads(match["given"])
+def _between(text: str, begin: str, end: str) -> Iterator[str]:
+    """What stands between one marker and the other, each time."""
+    place = text.find(begin)
+    while place >= 0:
+        stop = text.find(end, place + len(begin))
+        if stop < 0:
+            return
+        yield text[place + len(begin) : stop]
+        place = text.find(begin, stop + len(end))
 
 
-def _typed(values: Mapping[str, str], tool: ToolSpec | None) -> dict[str, Any]:
+def _pairs(begin: str, middle: str, end: str) -> ReadBlock:
+    """Reads calls whose name and arguments stand between markers."""
+
+    def read(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
+        for name, _, given in (call.partition(middle) for call in _between(text, begin, end)):
+            yield name.strip(), _loads(given)
+
+    return read
+
+
+def _read_kimi(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
+    read = _pairs("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    for call_id, given in read(text, tools):
+        full = call_id.removeprefix("functions.")
+        name, _, number = full.rpartition(":")
+        yield name if name and number.isdecimal() else full, given
+
+
+def _read_qwen3_coder(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
+    # The last function of an answer that was cut off has no end.
+    for function in _between(text + "</function>", "<function=", "</function>"):
+        name, _, given = function.partition(">")
+        pairs = [pair.partition(">") for pair in _between(given, "<parameter=", "</parameter>")]
+        values = {key: value.removeprefix("\n").removesuffix("\n") for key, _, value in pairs}
+        yield name.strip(), _typed(values, tools[name.strip()])
+
+
+def _read_glm(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
+    name = text.partition("<arg_key>")[0].strip()
+    pairs = [pair.partition("</arg_key>") for pair in _between(text, "<arg_key>", "</arg_value>")]
+    values = {key: value.partition("<arg_value>")[2] for key, _, value in pairs}
+    yield name, _typed(values, tools[name])
+
+
+def _typed(values: Mapping[str, str], tool: ToolSpec) -> dict[str, Any]:
     """Values that come as text, in the types of their schema. What is no JSON is text."""
-    properties = tool.parameters.get("properties", {}) if tool is not None else {}
-    return {name: _value(text, properties.get(name, {})) for name, text in values.items()}
+    properties = tool.parameters.get("properties")
+    schemas = properties if isinstance(properties, Mapping) else {}
+    return {name: _value(text, schemas.get(name)) for name, text in values.items()}
 
 
 def _value(text: str, schema: Any) -> Any:
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
     try:
-        return json.loads(text)
+        return _loads(text)
     except ValueError:
         return {"True": True, "False": False, "None": None}.get(text, text)
 
 
-def _read_xml_function(match: re.Match[str], tools: Mapping[str, ToolSpec]) -> tuple[str, Any]:
-    pairs = re.findall(r"<parameter=(.*?)>\n?(.*?)\n?</parameter>", match["given"], re.DOTALL)
-    name = match["name"].strip()
-    return name, _typed(dict(pairs), tools.get(name))
+# A comma before a closing bracket is dropped with it.
+_PYTHON_TOKEN: Final = re.compile(
+    r"(?P<string>\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*')|(?P<call>[^\W\d][\w.]*)\("
+    r"|(?P<key>[^\W\d]\w*)\s*=|(?P<constant>True|False|None)\b|(?P<open>[\[{(])|(?P<close>,?\s*[\]})])"
+    r"|(?P<comma>,)|(?P<colon>:)|(?P<rest>[-+\d.eE]+|\s+)",
+    re.DOTALL,
+)
+_ESCAPE: Final = re.compile(
+    r"\\(x[\da-fA-F]{2}|u[\da-fA-F]{4}|U00(?:0[\da-fA-F]|10)[\da-fA-F]{4}|.)", re.DOTALL
+)
+_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+_ESCAPES.update((char, char) for char in "\\'\"")
+_CONSTANTS: Final = {"True": "true", "False": "false", "None": "null"}
+# A bracket → what closes it in Python, and in JSON. Parentheses are a tuple, or a call, by what they hold.
+_CLOSERS: Final = {"[": ("]", "]"), "{": ("}", "}"), "(": (")", "")}
+_OF_TUPLE, _OF_CALL = (")", "]"), (")", "}}")
 
 
-def _read_glm(text: str, tools: Mapping[str, ToolSpec]) -> list[tuple[str, Any]]:
-    name = text.partition("<arg_key>")[0].strip()
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", text, re.DOTALL)
-    return [(name, _typed(dict(pairs), tools.get(name)))]
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1]
+    return chr(int(code[1:], 16)) if len(code) > 1 else _ESCAPES.get(code, match[0])
 
 
-def _read_pythonic(text: str, tools: Mapping[str, ToolSpec]) -> list[tuple[str, Any]]:
-    tree = ast.parse(text.strip(), mode="eval").body
-    calls = tree.elts if isinstance(tree, ast.List) else [tree]
-    found = []
-    for call in calls:
-        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name | ast.Attribute):
-            raise ValueError("expected calls with named arguments")
-        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-        found.append((ast.unparse(call.func), given))
-    return found
+def _read_pythonic(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
+    """Reads calls as Python writes them, by turning each token into JSON.
+
+    Python's own parser takes exponential time for some texts, and all of its stack for others.
+    """
+    made: list[str] = []
+    closers: list[tuple[str, str]] = []
+    place = 0
+    while place < len(text):
+        token = _PYTHON_TOKEN.match(text, place)
+        kind, words = ("", "") if token is None else (token.lastgroup or "", token[token.lastgroup or 0])
+        last = closers[-1] if closers else ("", "")
+        if words.startswith(",") and last == _CLOSERS["("]:
+            last = closers[-1] = _OF_TUPLE
+        match kind:
+            case "string":
+                made.append(json.dumps(_ESCAPE.sub(_unescaped, words[1:-1])))
+            case "call" if closers in ([], [_CLOSERS["["]]):
+                made.append(f'{{"name": {json.dumps(words)}, "arguments": {{')
+                closers.append(_OF_CALL)
+            case "key" if last == _OF_CALL:
+                made.append(json.dumps(words) + ":")
+            case "constant":
+                made.append(_CONSTANTS[words])
+            case "open":
+                made.append("[" if words == "(" else words)
+                closers.append(_CLOSERS[words])
+            case "close" if words[-1] == last[0] and last[1]:
+                made.append(closers.pop()[1])
+            case "colon" if last == _CLOSERS["{"]:
+                made.append(words)
+            case "comma" | "rest":
+                made.append(words)
+            case _:
+                raise ValueError("expected calls whose arguments are literals with names")
+        place = token.end() if token is not None else len(text)
+    return _read_json("".join(made), tools)
+
+
+# -------------------------------------------------------------------------------------------------- formats
+
+
+def atoms(marker: str) -> Atoms:
+    """A marker, character by character."""
+    return tuple(map(re.escape, marker))
 
 
 def _mark(words: str) -> str:
@@ -283,52 +309,51 @@ def _mark(words: str) -> str:
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
+_SPACE: Final = r"\s{0,8}"
+_CALL: Final = (r"[^\W\d]", r"[\w.]{0,127}", r"\(")
 _HERMES: Final = ToolCallFormat("<tool_call>", "</tool_call>", _read_json)
+_CALL_BEGIN, _SEP, _CALL_END = map(_mark, ("tool call begin", "tool sep", "tool call end"))
 _DEEPSEEK: Final = (_mark("tool calls begin"), _mark("tool calls end"))
-_LLAMA3: Final = ToolCallFormat("<|python_tag|>", "", _read_json, starts="{")
 
+# Of answers in which none are looked for.
+NO_CALLS: Final = ToolCallFormat("", "", _read_json)
+# The formats by the names that SGLang has for them.
 TOOL_CALL_FORMATS: Final[Mapping[str, ToolCallFormat]] = {
     "qwen": _HERMES,
     "qwen25": _HERMES,
     "hermes": _HERMES,
-    "qwen3_coder": ToolCallFormat(
-        "<tool_call>",
-        "</tool_call>",
-        _all_of(r"<function=(?P<name>.*?)>(?P<given>.*?)(?:</function>|$)", _read_xml_function),
+    "qwen3_coder": ToolCallFormat("<tool_call>", "</tool_call>", _read_qwen3_coder),
+    "llama3": ToolCallFormat(
+        "<|python_tag|>",
+        "",
+        _read_json,
+        values=(((_SPACE,), (r"[\[{]",)),),
+        bare=tuple(
+            (r"\{", _SPACE, *atoms(f'"{key}"')) for key in ("name", "parameters", "arguments", "type")
+        ),
     ),
-    "llama3": _LLAMA3,
-    "mistral": ToolCallFormat("[TOOL_CALLS]", "", _read_mistral),
+    "mistral": ToolCallFormat(
+        "[TOOL_CALLS]",
+        "",
+        _read_mistral,
+        values=(
+            ((_SPACE,), (r"[\[{]",)),
+            ((_SPACE, r"[\w.-]{1,128}", *atoms("[ARGS]"), _SPACE), (r"\{",)),
+        ),
+    ),
     "deepseekv3": ToolCallFormat(
-        *_DEEPSEEK,
-        _all_of(
-            _mark("tool call begin")
-            + "function"
-            + _mark("tool sep")
-            + r"(?P<name>.*?)\n```json\n(?P<given>.*?)\n```"
-            + _mark("tool call end"),
-            _read_pair,
-        ),
+        *_DEEPSEEK, _pairs(f"{_CALL_BEGIN}function{_SEP}", "\n```json\n", f"\n```{_CALL_END}")
     ),
-    "deepseekv31": ToolCallFormat(
-        *_DEEPSEEK,
-        _all_of(
-            _mark("tool call begin")
-            + "(?P<name>.*?)"
-            + _mark("tool sep")
-            + "(?P<given>.*?)"
-            + _mark("tool call end"),
-            _read_pair,
-        ),
-    ),
+    "deepseekv31": ToolCallFormat(*_DEEPSEEK, _pairs(_CALL_BEGIN, _SEP, _CALL_END)),
     "glm45": ToolCallFormat("<tool_call>", "</tool_call>", _read_glm),
-    "kimi_k2": ToolCallFormat(
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
-        _all_of(
-            r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>.*?)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
-            r"(?P<given>.*?)<\|tool_call_end\|>",
-            _read_pair,
-        ),
+    "kimi_k2": ToolCallFormat("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _read_kimi),
+    "pythonic": ToolCallFormat(
+        "<|python_start|>",
+        "",
+        _read_pythonic,
+        values=(((_SPACE,), (r"\[",)), ((_SPACE,), _CALL)),
+        bare=((r"\[", _SPACE, *_CALL),),
+        quotes="\"'",
+        behind="<|python_end|>",
     ),
-    "pythonic": ToolCallFormat("<|python_start|>", "<|python_end|>", _read_pythonic, starts="["),
 }
