@@ -18,8 +18,6 @@ from ebbtide.formats.tensor_refs import (
     TensorRef,
     device_storage,
     host_storage,
-    is_count,
-    is_device,
     sizes,
     tensor_within,
 )
@@ -143,41 +141,22 @@ def _storage_fd(name: str, arguments: tuple[object, ...]) -> None:
     )
 
 
-def _is_bytes(value: object) -> bool:
-    return value is None or isinstance(value, bytes)
-
-
-def _is_sizes(value: object) -> bool:
-    return isinstance(value, tuple) and all(is_count(item) for item in value)
-
-
-# Slot by slot as in wire_api section 4.2.
-_CUDA_SLOTS: Final[tuple[tuple[str, Callable[[object], bool]], ...]] = (
-    ("tensor class", lambda value: isinstance(value, Global) and value.name in _TENSOR_CLASSES),
-    ("size", _is_sizes),
-    ("stride", _is_sizes),
-    ("offset", is_count),
-    ("storage class", lambda value: isinstance(value, Global) and value.name in _TYPED),
-    ("dtype", lambda value: isinstance(value, torch.dtype)),
-    ("device index or UUID", is_device),
-    ("memory handle", _is_bytes),
-    ("storage size", is_count),
-    ("storage offset", is_count),
-    ("requires_grad", lambda value: type(value) is bool),
-    ("reference counter file", _is_bytes),
-    ("reference counter index", lambda value: value is None or is_count(value)),
-    ("event handle", _is_bytes),
-    ("event sync flag", lambda value: value is None or type(value) is bool),
-)
+_NUM_CUDA_ARGUMENTS: Final = 15
 
 
 def _cuda_tensor(name: str, arguments: tuple[object, ...]) -> TensorRef:
-    _expect(arguments, len(_CUDA_SLOTS), name)
-    for value, (slot, accepts) in zip(arguments, _CUDA_SLOTS, strict=True):
-        if not accepts(value):
-            raise RequestRejected(f"{name}: {slot}: unexpected {kind_of(value)}")
-    _, shape, stride, offset, _, dtype = arguments[:6]
-    storage = device_storage(name, *arguments[6:10], *arguments[11:])
+    """Slot by slot as in wire_api section 4.2."""
+    _expect(arguments, _NUM_CUDA_ARGUMENTS, name)
+    cls, shape, stride, offset, storage_cls, dtype = arguments[:6]
+    device, handle, num_bytes, offset_bytes, requires_grad = arguments[6:11]
+    counter_file, counter_index, event, must_wait = arguments[11:]
+    _expect_symbol(cls, _TENSOR_CLASSES, f"{name}: tensor class")
+    _expect_symbol(storage_cls, _TYPED, f"{name}: storage class")
+    for slot, flag in (("requires_grad", requires_grad), ("event sync flag", must_wait)):
+        if flag is not None and type(flag) is not bool:
+            raise RequestRejected(f"{name}: {slot}: expected a bool, got {kind_of(flag)}")
+    memory, counter = (device, handle, num_bytes, offset_bytes), (counter_file, counter_index)
+    storage = device_storage(name, *memory, *counter, event if must_wait else None)
     return tensor_within(name, storage, tensor_dtype(dtype, f"{name}: dtype"), offset, shape, stride)
 
 

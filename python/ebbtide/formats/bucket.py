@@ -139,19 +139,25 @@ def pack_buckets(
 
     Reads `named_tensors` as it goes: a generator that gathers shards holds one bucket's worth at a time.
     """
+    return map(FlattenedTensorBucket, grouped(named_tensors, bucket_bytes))
+
+
+def grouped(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """As `pack_buckets`, without packing them."""
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
     pending: list[tuple[str, torch.Tensor]] = []
     pending_bytes = 0
     for name, tensor in named_tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if pending and pending_bytes + num_bytes > bucket_bytes:
-            yield FlattenedTensorBucket(pending)
+        if pending and pending_bytes + tensor.nbytes > bucket_bytes:
+            yield pending
             pending, pending_bytes = [], 0
         pending.append((name, tensor))
-        pending_bytes += num_bytes
+        pending_bytes += tensor.nbytes
     if pending:
-        yield FlattenedTensorBucket(pending)
+        yield pending
 
 
 def _index(headers: Sequence[TensorHeader]) -> list[FlattenedTensorMetadata]:

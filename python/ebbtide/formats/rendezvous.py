@@ -111,11 +111,26 @@ def connect(address: GroupAddress, timeout_s: float, device: torch.device = CPU)
 
 
 def _connect_without_torch(address: GroupAddress, timeout_s: float, device: torch.device) -> Member:
-    rank, world_size = address.rank, address.world_size
-    if address.unique_id is not None:
-        return Member(join_by_id(address.unique_id, rank, world_size, device, timeout_s), None)
-    communicator, store = join_by_store(address.bare_host, address.port, rank, world_size, device, timeout_s)
-    return Member(communicator, store)
+    """By NCCL alone, at the address that a communicator's id holds; the trainer's store has the id, if any.
+
+    Raises:
+        RequestRejected: 400, what the trainer has put there is no id.
+        Exception: torch's or NCCL's, somebody did not come in time.
+    """
+    until_s = time.monotonic() + timeout_s
+    store, unique_id = None, address.unique_id
+    if unique_id is None:
+        # Each client counts as one of `world_size`, and the trainer waits for all of them.
+        store = _dist.TCPStore(
+            address.bare_host, address.port, address.world_size, False, timedelta(seconds=timeout_s)
+        )
+        store.set_timeout(timedelta(seconds=max(until_s - time.monotonic(), 1e-3)))
+        unique_id = read_id(store.get(ID_KEY))
+    if device.index is not None:
+        # This thread begins on the first device.
+        torch.accelerator.set_device_index(device)
+    left_s = until_s - time.monotonic()
+    return Member(RawNccl(unique_id, address.rank, address.world_size, device, left_s), store)
 
 
 def host_store(port: int) -> Any:
@@ -140,33 +155,6 @@ def abort(members: list[Member]) -> None:
     while members:
         with suppress(Exception):
             members.pop().backend.abort()
-
-
-def join_by_store(
-    host: str, port: int, rank: int, world_size: int, device: torch.device, timeout_s: float
-) -> tuple[RawNccl, Any]:
-    """Meet through the trainer's store; the communicator, and the store.
-
-    Raises:
-        RequestRejected: 400, what the trainer has put there is no id.
-        Exception: torch's or NCCL's, somebody did not come in time.
-    """
-    until_s = time.monotonic() + timeout_s
-    # Each client counts as one of `world_size`, and the trainer waits for all of them.
-    store = _dist.TCPStore(host, port, world_size, False, timedelta(seconds=timeout_s))
-    store.set_timeout(timedelta(seconds=max(until_s - time.monotonic(), 1e-3)))
-    unique_id = read_id(store.get(ID_KEY))
-    return join_by_id(unique_id, rank, world_size, device, until_s - time.monotonic()), store
-
-
-def join_by_id(
-    unique_id: bytes, rank: int, world_size: int, device: torch.device, timeout_s: float
-) -> RawNccl:
-    """Meet through NCCL alone, at the address that the id holds."""
-    if device.index is not None:
-        # This thread begins on the first device.
-        torch.accelerator.set_device_index(device)
-    return RawNccl(unique_id, rank, world_size, device, timeout_s)
 
 
 def read_id(pickled: bytes) -> bytes:

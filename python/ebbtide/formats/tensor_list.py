@@ -277,5 +277,4 @@ def _reference(storage: HostStorage | DeviceStorage, number: int) -> AnyStorageR
         storage.counter_file,
         storage.counter_index,
         None,
-        False,
     )

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -195,36 +195,30 @@ def device_storage(
     counter_file: object,
     counter_index: object,
     event: object,
-    must_wait: object,
 ) -> CudaStorageRef | None:
-    """A checked reference to device memory; None where there is no memory."""
+    """A checked reference to device memory; None where there is no memory.
+
+    Args:
+        event: None: there is nothing to wait for.
+    """
     size = natural(num_bytes, f"{name}: storage size")
+    begin = natural(offset_bytes, f"{name}: storage offset")
     if handle is None or size == 0:
         return None
-    if not _is_memory_handle(handle):
+    if not _is_device(device):
+        raise RequestRejected(f"{name}: device: expected an index or a UUID")
+    if not isinstance(handle, bytes) or not _is_memory_handle(handle):
         raise RequestRejected(f"{name}: memory handle: not one that torch makes")
     if not isinstance(counter_file, bytes) or not _is_counter_file(counter_file):
         raise RequestRejected(f"{name}: reference counter file: expected the form /torch_<pid>_<n>")
-    if type(counter_index) is not int or counter_index >= NUM_COUNTERS:
+    if type(counter_index) is not int or not 0 <= counter_index < NUM_COUNTERS:
         raise RequestRejected(f"{name}: reference counter index: expected 0 to {NUM_COUNTERS - 1}")
-    if must_wait and (not isinstance(event, bytes) or len(event) != _EVENT_BYTES):
+    if event is not None and (not isinstance(event, bytes) or len(event) != _EVENT_BYTES):
         raise RequestRejected(f"{name}: event handle: expected {_EVENT_BYTES} bytes")
-    if not isinstance(device, int | str) or not is_device(device):
-        raise RequestRejected(f"{name}: device: expected an index or a UUID")
-    assert isinstance(handle, bytes)
-    begin = natural(offset_bytes, f"{name}: storage offset")
     if begin % STORAGE_ALIGNMENT_BYTES:
         # A kernel that reads between two elements would end the engine's context.
         raise RequestRejected(f"{name}: storage offset: expected a multiple of {STORAGE_ALIGNMENT_BYTES}")
-    return CudaStorageRef(
-        device,
-        handle,
-        size,
-        begin,
-        counter_file,
-        counter_index,
-        event if must_wait and isinstance(event, bytes) else None,
-    )
+    return CudaStorageRef(device, handle, size, begin, counter_file, counter_index, event)
 
 
 # Thousands of references of a payload say the same.
@@ -233,26 +227,20 @@ def _is_counter_file(name: bytes) -> bool:
     return _COUNTER_FILE.fullmatch(name) is not None
 
 
-def _is_memory_handle(handle: object) -> bool:
-    if not isinstance(handle, bytes):
-        return False
+def _is_memory_handle(handle: bytes) -> bool:
     if len(handle) == DRIVER_HANDLE_BYTES:
         return True
     kind = handle[1:2]
     return kind in _HANDLE_KINDS and (kind == b"e" or len(handle) == 2 + DRIVER_HANDLE_BYTES)
 
 
-def is_device(value: object) -> bool:
-    return is_count(value) or (type(value) is str and _is_uuid(value))
+def _is_device(value: object) -> TypeGuard[int | str]:
+    return (type(value) is int and value >= 0) or (type(value) is str and _is_uuid(value))
 
 
 @lru_cache(maxsize=16)
 def _is_uuid(value: str) -> bool:
     return re.fullmatch(r"[0-9a-fA-F-]{36}", value) is not None
-
-
-def is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
 
 
 @dataclass(frozen=True, slots=True)

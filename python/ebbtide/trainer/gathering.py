@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import torch
 
 from ebbtide.formats.announcement import ChangedTensor
+from ebbtide.formats.bucket import grouped
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,9 @@ class Bucket:
     changes: ChangeHeader | None = None
 
     def __str__(self) -> str:
-        what = "changes of " if self.changes is not None else ""
-        names = self.names
-        told = f"{what}{len(names)} tensors, {names[0]} to {names[-1]}, {self.num_bytes} bytes"
-        return f"bucket {self.index} ({told})"
+        what, names = "" if self.changes is None else "changes of ", self.names
+        listed = f"{what}{len(names)} tensors, {names[0]} to {names[-1]}, {self.num_bytes} bytes"
+        return f"bucket {self.index} ({listed})"
 
     @property
     def names(self) -> list[str]:
@@ -43,6 +45,14 @@ class Bucket:
         if self.changes is not None:
             return [each.name for each in self.changes.changed]
         return [name for name, _ in self.tensors]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a request says of its format."""
+        if self.changes is None:
+            return {}
+        changed = msgspec.to_builtins(self.changes.changed)
+        return {"load_format": "sparse", "changed": changed, "base_version": self.changes.base_version}
 
 
 def gathered_buckets(
@@ -53,23 +63,20 @@ def gathered_buckets(
     Raises:
         ValueError, TypeError: not pairs of a name and a dense tensor, or a name twice.
     """
+    for index, tensors in enumerate(grouped(_gathered(named_tensors), bucket_bytes)):
+        yield Bucket(index, tensors, sum(tensor.nbytes for _, tensor in tensors))
+
+
+def _gathered(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole tensors; a `DTensor` becomes one by a collective of its mesh."""
     names: set[str] = set()
-    pending: list[tuple[str, torch.Tensor]] = []
-    pending_bytes = index = 0
     for item in named_tensors:
         name, tensor = _checked(item)
         if name in names:
             raise ValueError(f"{name}: the name was given twice")
         names.add(name)
-        whole = _gathered(tensor)
-        num_bytes = whole.numel() * whole.element_size()
-        if pending and pending_bytes + num_bytes > bucket_bytes:
-            yield Bucket(index, pending, pending_bytes)
-            pending, pending_bytes, index = [], 0, index + 1
-        pending.append((name, whole))
-        pending_bytes += num_bytes
-    if pending:
-        yield Bucket(index, pending, pending_bytes)
+        gather = getattr(tensor.detach(), "full_tensor", None)
+        yield name, tensor.detach() if gather is None else gather()
 
 
 def _checked(item: object) -> tuple[str, torch.Tensor]:
@@ -81,13 +88,6 @@ def _checked(item: object) -> tuple[str, torch.Tensor]:
                 f"{name}: expected a dense tensor with data, got {tensor.layout} on {tensor.device}"
             )
     raise TypeError(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
-
-
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor; of a `DTensor`, by a collective of its mesh."""
-    gather = getattr(tensor.detach(), "full_tensor", None)
-    whole: torch.Tensor = tensor.detach() if gather is None else gather()
-    return whole
 
 
 def read_rest(buckets: Iterator[Bucket]) -> None:

@@ -142,21 +142,19 @@ class WholeEncoder(PayloadEncoder):
     def __init__(self) -> None:
         super().__init__("cpu")
 
+    def serves(self, devices: Sequence[str], tp_size: int) -> bool:
+        """Never: what shares memory is made anew."""
+        return False
+
     def encode(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
     ) -> Payload:
         """As `PayloadEncoder.encode`; the tensors may change at once."""
         tensors = _checked(named_tensors)
         _finish_work(tensors)
-        return Payload([safetensors_image(tensors)], "safetensors")
-
-
-def safetensors_image(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """Tensors as the bytes of a safetensors file."""
-    # Copies: the format refuses tensors that share memory, as tied ones do.
-    return safetensors.torch.save(
-        {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named_tensors}
-    )
+        # Copies: the format refuses tensors that share memory, as tied ones do.
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+        return Payload([safetensors.torch.save(copies)], "safetensors")
 
 
 def _reaches(reader: torch.device, device: torch.device) -> bool:

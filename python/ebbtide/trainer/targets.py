@@ -17,22 +17,20 @@ import sys
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, get_args
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-import msgspec
 import psutil
 import torch
 
 from ebbtide.formats.announcement import Announcement
 from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
-from ebbtide.trainer.cuda_ipc import NamedTensors
-from ebbtide.trainer.gathering import ChangeHeader
-from ebbtide.trainer.payload_encoding import PayloadEncoder, safetensors_image
+from ebbtide.trainer.gathering import Bucket
+from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
 
 Transport = Literal["auto", "memory", "body", "broadcast"]
 
@@ -94,9 +92,7 @@ class Target(ABC):
         self._call("begin_weight_update", session_id=self._session_id, timeout_s=session_timeout_s)
 
     @abstractmethod
-    def stage(
-        self, tensors: NamedTensors, timeout_s: float, changes: ChangeHeader | None = None
-    ) -> Mapping[str, Any]:
+    def stage(self, bucket: Bucket, timeout_s: float) -> Mapping[str, Any]:
         """Hand tensors over, which may change once this has returned; the body of the reply."""
 
     def end(
@@ -192,14 +188,10 @@ class EngineTarget(Target):
         super().__init__(name, None, keep_mapped=keep_mapped)
         self._engine = engine
 
-    def stage(
-        self, tensors: NamedTensors, timeout_s: float, changes: ChangeHeader | None = None
-    ) -> Mapping[str, Any]:
-        fields = _change_fields(changes)
-        if self._keep_mapped:
-            fields["keep_mapped"] = True
+    def stage(self, bucket: Bucket, timeout_s: float) -> Mapping[str, Any]:
+        fields = bucket.fields | ({"keep_mapped": True} if self._keep_mapped else {})
         return self._engine.update_weights_from_tensor(
-            list(tensors), **fields, timeout_s=timeout_s, session_id=self._session_id
+            list(bucket.tensors), **fields, timeout_s=timeout_s, session_id=self._session_id
         )
 
     def close(self) -> None:
@@ -256,16 +248,18 @@ class ServerTarget(Target):
         self._encoder = self._find_encoder()
         super().begin(session_timeout_s)
 
-    def stage(
-        self, tensors: NamedTensors, timeout_s: float, changes: ChangeHeader | None = None
-    ) -> Mapping[str, Any]:
-        fields = _change_fields(changes)
-        if self._encoder is None:
-            fields = {"load_format": "safetensors", **fields}
-            return self._update([safetensors_image(tensors)], fields, timeout_s)
-        keep_mapped = self._keep_mapped and changes is None
-        with self._encoder.encode(tensors, keep_mapped=keep_mapped) as payload:
-            return self._update(payload.entries, fields, timeout_s)
+    def stage(self, bucket: Bucket, timeout_s: float) -> Mapping[str, Any]:
+        assert self._encoder is not None, "a session is begun first"
+        keep_mapped = self._keep_mapped and bucket.changes is None
+        with self._encoder.encode(bucket.tensors, keep_mapped=keep_mapped) as payload:
+            return self._call(
+                "update_weights_from_tensor",
+                timeout_s + MARGIN_S,
+                **{"load_format": payload.load_format, **bucket.fields},
+                serialized_named_tensors=[base64.b64encode(entry).decode() for entry in payload.entries],
+                session_id=self._session_id,
+                timeout_s=timeout_s,
+            )
 
     def close(self) -> None:
         if self._encoder is not None:
@@ -274,14 +268,14 @@ class ServerTarget(Target):
     def serving_version(self) -> str:
         return str(self._request("/model_info")["weight_version"])
 
-    def _find_encoder(self) -> PayloadEncoder | None:
-        """What shares memory with all ranks of the server; None where it does not reach all of them."""
+    def _find_encoder(self) -> PayloadEncoder:
+        """What shares memory with all ranks of the server, where it reaches all of them."""
         is_elsewhere = self._transport == "auto" and not _is_this_host(self._host)
         if is_elsewhere or self._transport in ("body", "broadcast"):
-            return None
+            return WholeEncoder()
         info = self._server_info()
         if info["nnodes"] > 1:
-            return None
+            return WholeEncoder()
         ranks = self._request("/memory_occupation")["ranks"]
         ranks.sort(key=lambda rank: (rank["dp_rank"], rank["tp_rank"]))
         own = _own_devices()
@@ -291,18 +285,6 @@ class ServerTarget(Target):
             return self._encoder
         self.close()
         return PayloadEncoder(devices, tp_size)
-
-    def _update(
-        self, entries: Sequence[bytes], format_fields: Mapping[str, Any], timeout_s: float
-    ) -> dict[str, Any]:
-        return self._call(
-            "update_weights_from_tensor",
-            timeout_s + MARGIN_S,
-            **format_fields,
-            serialized_named_tensors=[base64.b64encode(entry).decode() for entry in entries],
-            session_id=self._session_id,
-            timeout_s=timeout_s,
-        )
 
     def _call(self, operation: str, wait_s: float = STATE_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
         body: dict[str, Any] = self._request(f"/{operation}", fields, wait_s)
@@ -335,13 +317,6 @@ def _trace_headers() -> dict[str, str]:
 
         propagate.inject(headers)
     return headers
-
-
-def _change_fields(changes: ChangeHeader | None) -> dict[str, Any]:
-    if changes is None:
-        return {}
-    changed = msgspec.to_builtins(changes.changed)
-    return {"load_format": "sparse", "changed": changed, "base_version": changes.base_version}
 
 
 def check_transport(transport: str) -> None:

@@ -171,7 +171,7 @@ class Update:
             if is_repeated and not target.has_session():
                 raise _session_over()
             is_repeated = True
-            if target.stage(bucket.tensors, self._terms.timeout_s, bucket.changes)["committed"]:
+            if target.stage(bucket, self._terms.timeout_s)["committed"]:
                 raise self._committed_alone(target.name)
 
         self._repeat(attempt, f"{bucket} at {target.name}")

@@ -330,10 +330,18 @@ def test_patched_senders_of_cuda_tensors_are_recognised(module: str) -> None:
     assert "this engine runs on the CPU" in refusal(payload)
 
 
-@pytest.mark.parametrize("slot", range(15))
-def test_broken_cuda_references_are_refused_by_slot(slot: int) -> None:
+CUDA_SLOTS = ["tensor class", "shape", "stride", "offset", "storage class", "dtype", "device"]
+CUDA_SLOTS += ["memory handle", "storage size", "storage offset", "requires_grad", "reference counter file"]
+CUDA_SLOTS += ["reference counter index", "event handle", "event sync flag"]
+
+
+@pytest.mark.parametrize(("slot", "name"), list(enumerate(CUDA_SLOTS)))
+def test_broken_cuda_references_are_refused_by_slot(slot: int, name: str) -> None:
     arguments = (*CUDA_ARGUMENTS[:slot], 1.5, *CUDA_ARGUMENTS[slot + 1 :])
-    assert "unexpected float" in refusal(cuda_payload(arguments))
+    assert f"rebuild_cuda_tensor: {name}: " in refusal(cuda_payload(arguments))
+
+
+def test_a_cuda_reference_with_an_argument_too_few_is_refused() -> None:
     assert "expected 15 arguments, got 14" in refusal(cuda_payload(CUDA_ARGUMENTS[:-1]))
 
 

@@ -63,9 +63,21 @@ def receive_plan(
         index >= num_beside and destination is not None and destination.is_like(*expected)
         for index, (expected, destination) in enumerate(zip(kinds, destinations, strict=True))
     ]
-    sizes = [_num_bytes(*expected) for expected in kinds]
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds]
     beside = [num_bytes for num_bytes, is_in_place in zip(sizes, in_place, strict=True) if not is_in_place]
-    return _transfers(kinds, destinations, in_place, sizes, _Buffers(beside, device))
+    buffers = _Buffers(beside, device)
+
+    def transfers() -> Iterator[Transfer]:
+        rows = zip(kinds, destinations, in_place, sizes, strict=True)
+        for (shape, dtype), destination, is_in_place, num_bytes in rows:
+            if destination is not None and is_in_place:
+                yield Transfer(destination.region, is_in_place=True, round=buffers.round)
+                continue
+            room = buffers.take(shape, dtype, num_bytes)
+            deliver = None if destination is None else partial(destination.write, room)
+            yield Transfer(room, deliver=deliver, round=buffers.round)
+
+    return transfers()
 
 
 def packed_plan(
@@ -74,51 +86,21 @@ def packed_plan(
     device: torch.device,
 ) -> Iterator[Transfer]:
     """As `receive_plan`, of chunks that hold tensors one behind the other: all received beside."""
-    sizes = [_end_of(chunk) for chunk in chunks]
-    return _packed_transfers(chunks, destinations, _Buffers(sizes, device))
+    sizes = [chunk[-1][1] + chunk[-1][0].num_bytes for chunk in chunks]
+    buffers = _Buffers(sizes, device)
 
+    def transfers() -> Iterator[Transfer]:
+        for chunk, places, num_bytes in zip(chunks, destinations, sizes, strict=True):
+            room = buffers.take((num_bytes,), torch.uint8, num_bytes)
+            yield Transfer(room, deliver=partial(_deliver_chunk, chunk, places, room), round=buffers.round)
 
-def _packed_transfers(
-    chunks: Sequence[Places],
-    destinations: Sequence[Sequence[Destination | None]],
-    buffers: _Buffers,
-) -> Iterator[Transfer]:
-    for chunk, places in zip(chunks, destinations, strict=True):
-        num_bytes = _end_of(chunk)
-        room = buffers.take((num_bytes,), torch.uint8, num_bytes)
-        yield Transfer(room, deliver=partial(_deliver_chunk, chunk, places, room), round=buffers.round)
+    return transfers()
 
 
 def _deliver_chunk(chunk: Places, destinations: Sequence[Destination | None], received: Tensor) -> None:
     for (_, tensor), destination in zip(tensors_in(received, chunk), destinations, strict=True):
         if destination is not None:
             destination.write(tensor)
-
-
-def _end_of(chunk: Places) -> int:
-    header, start = chunk[-1]
-    return start + header.num_bytes
-
-
-def _transfers(
-    kinds: TensorKinds,
-    destinations: Sequence[Destination | None],
-    in_place: Sequence[bool],
-    sizes: Sequence[int],
-    buffers: _Buffers,
-) -> Iterator[Transfer]:
-    rows = zip(kinds, destinations, in_place, sizes, strict=True)
-    for (shape, dtype), destination, is_in_place, num_bytes in rows:
-        if destination is not None and is_in_place:
-            yield Transfer(destination.region, is_in_place=True, round=buffers.round)
-            continue
-        room = buffers.take(shape, dtype, num_bytes)
-        deliver = None if destination is None else partial(destination.write, room)
-        yield Transfer(room, deliver=deliver, round=buffers.round)
-
-
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def _padded(num_bytes: int) -> int:

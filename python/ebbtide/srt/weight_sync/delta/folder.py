@@ -195,54 +195,44 @@ def checksum_of(data: memoryview, checksum_format: str) -> str:
 
 
 def _read_index(source_dir: Path, version: int) -> PublishedDelta:
-    folder = version_folder(source_dir, version)
-    file = folder / INDEX
-    if not file.is_file():
-        raise RequestRejected(f"source_dir: version {version} is not ready: there is no {file}")
+    file = version_folder(source_dir, version) / INDEX
+    index = _read_json(file, "source_dir", version)
     try:
-        index = json.loads(file.read_text(encoding="utf-8"))
         metadata, weight_map = index["metadata"], index["weight_map"]
         encoding = metadata.get("delta_encoding")
         if encoding is None:
             raise RequestRejected(
-                f"{folder} is a whole checkpoint: update_weights_from_disk from it, and pull what follows it"
+                f"{file.parent} is a whole checkpoint: update_weights_from_disk from it, and pull what "
+                "follows it"
             )
-        told = int(metadata["version"]), int(metadata["base_version"])
+        found = int(metadata["version"]), int(metadata["base_version"])
         files = list(weight_map.values())
         kinds = encoding, str(metadata["compression_format"]), str(metadata["checksum_format"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestRejected(f"{file} cannot be read: {error!r}") from error
-    if told != (version, version - 1):
-        raise RequestRejected(
-            f"{file}: expected version {version} of {version - 1}, got {told[0]} of {told[1]}"
-        )
+    _check_versions(file, version, found)
     if encoding not in ENCODINGS or kinds[1] != "zstd" or kinds[2] not in _CHECKSUMS:
         raise RequestRejected(
             f"{file}: expected {' or '.join(ENCODINGS)}, zstd, and {', '.join(_CHECKSUMS)}; got {kinds}"
         )
     if not all(isinstance(part, str) and "/" not in part for part in files):
         raise RequestRejected(f"{file}: weight_map: expected names of files of this folder")
-    return PublishedDelta(folder, version, version - 1, encoding, kinds[2], weight_map)
+    return PublishedDelta(file.parent, version, version - 1, encoding, kinds[2], weight_map)
 
 
 def _read_manifest(file: Path, version: int) -> PublishedDelta:
     """SkyRL's index. Source: wire_vllm section 5.3."""
-    if not file.is_file():
-        raise RequestRejected(f"sync_dir: version {version} is not ready: there is no {file}")
+    manifest = _read_json(file, "sync_dir", version)
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        told = int(manifest["version"]), int(manifest["base_version"])
+        found = int(manifest["version"]), int(manifest["base_version"])
         records = {record["name"]: record for record in manifest["tensors"]}
         kinds = {str(record.get("checksum_algorithm", "sha256")) for record in records.values()}
         checksums = {name: record.get("checksum") or record["sha256"] for name, record in records.items()}
         weight_map = {name: record["payload_file"] for name, record in records.items()}
         is_keyed = all(record["payload_key"] == name for name, record in records.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestRejected(f"{file} cannot be read: {error!r}") from error
-    if told != (version, version - 1):
-        raise RequestRejected(
-            f"{file}: expected version {version} of {version - 1}, got {told[0]} of {told[1]}"
-        )
+    _check_versions(file, version, found)
     if not is_keyed or not all(isinstance(part, str) and "/" not in part for part in weight_map.values()):
         raise RequestRejected(
             f"{file}: expected files of this folder, and the names of tensors as their keys"
@@ -253,6 +243,22 @@ def _read_manifest(file: Path, version: int) -> PublishedDelta:
         )
     kind = next(iter(kinds), "xxh3-128")
     return PublishedDelta(file.parent, version, version - 1, "xor", kind, weight_map, checksums)
+
+
+def _read_json(file: Path, field_name: str, version: int) -> Any:
+    if not file.is_file():
+        raise RequestRejected(f"{field_name}: version {version} is not ready: there is no {file}")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestRejected(f"{file} cannot be read: {error!r}") from error
+
+
+def _check_versions(file: Path, version: int, found: tuple[int, int]) -> None:
+    if found != (version, version - 1):
+        raise RequestRejected(
+            f"{file}: expected version {version} of {version - 1}, got {found[0]} of {found[1]}"
+        )
 
 
 def _library(name: str) -> Any:
