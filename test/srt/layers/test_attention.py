@@ -182,7 +182,6 @@ def test_the_decode_kernel_for_fp8_agrees_with_plain_attention(
         pytest.skip("a kernel of Triton's")
     from ebbtide.srt.layers.kernels.fp8.decode import attend_fp8
     from ebbtide.srt.layers.kernels.fp8.pages import widen_pages
-    from ebbtide.srt.layers.kernels.paged_attention import Pages
 
     requests = Requests(len(lens), 320, PAGE_SIZE)
     batch, _ = requests.grow(lens)
@@ -191,14 +190,14 @@ def test_the_decode_kernel_for_fp8_agrees_with_plain_attention(
     k = (torch.randn(shape) * torch.tensor([2.0**-8, 1.0]).view(2, 1)).to(FP8)
     q = torch.randn(len(lens), 6, 16)
     out = torch.zeros_like(q)
-    pages = Pages(batch.q_indptr_dev, batch.kv_indptr_dev, batch.kv_indices, batch.last_page_len_dev, 1)
+    pages = batch.pages
 
     attend_fp8(q, k, v, pages, out, **kind._asdict())
 
-    wide = [torch.full((len(batch.kv_indices), *shape[1:]), float("nan")) for _ in range(2)]
-    widen_pages(k, v, batch.kv_indices, *wide)
+    wide = [torch.full((len(pages.kv_indices), *shape[1:]), float("nan")) for _ in range(2)]
+    widen_pages(k, v, pages.kv_indices, *wide)
     for side, kept in zip((k, v), wide, strict=True):
-        assert torch.equal(kept, side.float()[batch.kv_indices.long()])
+        assert torch.equal(kept, side.float()[pages.kv_indices.long()])
     for row, (q_1NH, length) in enumerate(zip(q.half().split(1), lens, strict=True)):
         table = torch.from_numpy(requests.table[row]).long()
         keys, values = (side.float()[table].flatten(0, 1)[:length] for side in (k, v))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures.paged_requests import Batch, Pool, Requests
+from fixtures.paged_requests import Pool, Requests
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import (
@@ -18,8 +18,9 @@ from ebbtide.srt.layers.attention.base import (
     AttentionShape,
     AttentionStep,
     DecodeBuffers,
+    GraphFamily,
     LayerAttention,
-    StepKind,
+    PagedBatch,
 )
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns
@@ -105,19 +106,22 @@ class Both:
             pytest.skip(problem)
         return ATTENTION_BACKENDS[name](pool, self.layers, shape)
 
+    def families(self, sizes: list[int]) -> dict[str, GraphFamily]:
+        return {family.name: family for family in self.backend.graph_families(sizes)}
+
     def random_qkv(self, num_tokens: int, seed: int) -> Tensor:
         num_q, num_kv, head_dim = self.heads
         generator = torch.Generator().manual_seed(seed)
         qkv = torch.randn(num_tokens, num_q + 2 * num_kv, head_dim, generator=generator)
         return qkv.cuda().to(torch.bfloat16)
 
-    def expected(self, batch: Batch, qkv: Tensor, positions: Tensor, norms: HeadNorms | None) -> Tensor:
+    def expected(self, batch: PagedBatch, qkv: Tensor, positions: Tensor, norms: HeadNorms | None) -> Tensor:
         wide = norms and HeadNorms(norms.q_weight.float(), norms.k_weight.float(), norms.eps, norms.offset)
         self.torch_native.prepare(batch)
         rope = self.rotary(positions, torch.float32)
         return self.layers[LAYER](qkv.float(), rope, wide, self.torch_native)
 
-    def eager(self, batch: Batch, qkv: Tensor, positions: Tensor, norms: HeadNorms | None) -> Tensor:
+    def eager(self, batch: PagedBatch, qkv: Tensor, positions: Tensor, norms: HeadNorms | None) -> Tensor:
         self.backend.prepare(batch)
         return self.layers[LAYER](qkv, self.rotary(positions, torch.bfloat16), norms, self.backend)
 
@@ -187,7 +191,7 @@ def test_a_large_decode_batch_agrees_with_torch(name: str, heads: Heads, num_req
 class CapturedStep:
     """A decode step in a CUDA graph, with the inputs at fixed addresses."""
 
-    def __init__(self, both: Both, size: int, max_pages: int, kind: StepKind = StepKind.ANY) -> None:
+    def __init__(self, both: Both, size: int, max_pages: int, family: str = "any") -> None:
         num_q, num_kv, head_dim = both.heads
         self.size, self.layer = size, both.layers[LAYER]
         self.qkv = torch.zeros(size, num_q + 2 * num_kv, head_dim, dtype=torch.bfloat16, device="cuda")
@@ -198,7 +202,7 @@ class CapturedStep:
             torch.zeros(max_pages, dtype=torch.int32, device="cuda"),
             torch.ones(size, dtype=torch.int32, device="cuda"),
         )
-        self.attention = both.backend.captured(size, self.buffers, kind)
+        self.attention = both.families([size])[family].capture(size, self.buffers)
         self.attention.plan(np.arange(size + 1, dtype=np.int32), np.ones(size, dtype=np.int32))
         self.graph = torch.cuda.CUDAGraph()
         self.run(self.attention)
@@ -208,7 +212,7 @@ class CapturedStep:
     def run(self, step: AttentionStep) -> Tensor:
         return self.layer(self.qkv, self.rope, None, step)
 
-    def replay(self, batch: Batch, qkv: Tensor, rope: Rope, runs: SharedRuns | None = None) -> Tensor:
+    def replay(self, batch: PagedBatch, qkv: Tensor, rope: Rope, runs: SharedRuns | None = None) -> Tensor:
         """Rows beyond the batch keep what the last replay left there, but have no slot."""
         num = len(qkv)
         padding = self.size - num
@@ -239,9 +243,11 @@ def test_replayed_graphs_agree_with_torch_and_padding_is_not_stored(
     max_len = 600 if num_requests < 10 else 60
     requests = Requests(num_requests, max_len, PAGE_SIZE, device="cuda")
     both = Both(name, heads, requests.num_pages, kind, fp8_scale)
-    captured = [CapturedStep(both, size, requests.num_pages + size)]
-    if both.backend.has_few(size):
-        captured.append(CapturedStep(both, size, requests.num_pages + size, StepKind.FEW))
+    captured = [
+        CapturedStep(both, size, requests.num_pages + size, family.name)
+        for family in both.families([size]).values()
+        if family.sizes and not family.shares
+    ]
     both.step(requests, [1 + (row * 97) % (max_len - 20) for row in range(num_requests)], None)
     for _ in range(3):
         batch, positions = requests.grow([1] * num_requests)
@@ -275,7 +281,7 @@ def test_graphs_that_read_shared_pages_once_agree_with_torch(
     num_requests, shared_len = groups * count, num_shared * PAGE_SIZE
     requests = Requests(num_requests, shared_len + 150, PAGE_SIZE, device="cuda")
     both = Both("flashinfer", heads, requests.num_pages, kind, fp8_scale)
-    captured = CapturedStep(both, size, requests.num_pages + size, StepKind.SHARED)
+    captured = CapturedStep(both, size, requests.num_pages + size, "shared")
     # The first of each group brings the pages for the others.
     both.step(requests, [shared_len * (row % count == 0) for row in range(num_requests)], None)
     first = np.arange(num_requests) // count * count
@@ -301,10 +307,7 @@ def test_graphs_that_read_shared_pages_once_agree_with_torch(
 def test_planning_does_not_wait_for_the_device(name: str, heads: Heads) -> None:
     requests = Requests(4, 100, PAGE_SIZE, device="cuda")
     both = Both(name, heads, requests.num_pages)
-    captured = [
-        CapturedStep(both, 4, requests.num_pages, step_kind)
-        for step_kind in (StepKind if both.backend.shares_prefixes else [StepKind.ANY])
-    ]
+    captured = [CapturedStep(both, 4, requests.num_pages, family) for family in both.families([4])]
     prefill, _ = requests.grow([20, 30, 40, 50])
     decode, _ = requests.grow([1, 1, 1, 1])
     for prepare in (

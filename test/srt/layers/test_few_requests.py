@@ -1,12 +1,13 @@
 """Which decode steps of few requests one kernel serves: those whose parts are short."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape, DecodeBuffers, StepKind
+from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape, DecodeBuffers, GraphFamily
 from ebbtide.srt.layers.attention.flashinfer import FlashInferAttention
 
 FULL, WINDOW = AttentionKind(0.1), AttentionKind(0.1, window=384)
@@ -38,10 +39,16 @@ def backend_of(*kinds: AttentionKind) -> tuple[FlashInferAttention, Planned]:
     backend: Any = FlashInferAttention.__new__(FlashInferAttention)
     planned = Planned()
     backend._shape = AttentionShape(32, 8, 128, 16, torch.bfloat16, torch.bfloat16, kinds)
-    backend._device, backend._layers = CPU, None
+    backend._device, backend._layers = CPU, SimpleNamespace(kv_pages=None)
     kernels = type("Kernels", (), {"decode": planned, "shared": None})
     backend._kernels = dict.fromkeys(kinds, kernels)
     return backend, planned
+
+
+def families(backend: FlashInferAttention, sizes: list[int]) -> tuple[GraphFamily, GraphFamily]:
+    few, any_step = backend.graph_families(sizes)
+    assert (few.name, any_step.name) == ("few", "any")
+    return few, any_step
 
 
 @pytest.mark.parametrize(
@@ -63,20 +70,25 @@ def test_steps_with_a_long_part_are_cut_by_length(
     lens: list[int], size: int, kinds: tuple[AttentionKind, ...], suits: bool
 ) -> None:
     backend, _ = backend_of(*kinds)
-    assert backend.suits_few(np.array(lens, dtype=np.int32), size) is suits
+    few, any_step = families(backend, [size])
+    lens_R = np.array(lens, dtype=np.int32)
+    assert (size in few.sizes and few.suits(lens_R, size)) is suits
+    assert size in any_step.sizes
+    assert any_step.suits(lens_R, size)
 
 
 def test_graphs_of_few_requests_are_of_both_kinds() -> None:
     backend, planned = backend_of(FULL)
-    assert [backend.has_few(size) for size in (1, 2, 32, 33)] == [True, True, True, False]
+    few, any_step = families(backend, [1, 2, 32, 33])
+    assert (few.sizes, any_step.sizes) == ([1, 2, 32], [1, 2, 32, 33])
     indptr, last_page_len = np.array([0, 2, 3], dtype=np.int32), np.array([4, 16], dtype=np.int32)
     numbers = torch.zeros(3, dtype=torch.int32)
     buffers = DecodeBuffers(torch.zeros(2, dtype=torch.int64), numbers[:2], numbers, numbers)
 
-    backend.captured(2, buffers, StepKind.FEW).plan(indptr, last_page_len)
+    few.capture(2, buffers).plan(indptr, last_page_len)
     assert planned.lens == []
 
-    step = backend.captured(2, buffers)
+    step = any_step.capture(2, buffers)
     step.plan(indptr, last_page_len)
     step.plan(indptr, last_page_len)
     assert planned.lens == [[20, 16]] * 2

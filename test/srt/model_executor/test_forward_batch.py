@@ -34,9 +34,9 @@ def test_positions_and_slots_of_a_mixed_batch() -> None:
 
     assert batch.positions_T.tolist() == [6, 7, 8, 9, 3]
     # Positions 6 and 7 lie in page 1, 8 and 9 in page 5; position 3 of the other request in page 9.
-    assert batch.slots_T.tolist() == [4 + 2, 4 + 3, 20, 21, 36 + 3]
-    assert batch.lens_R.tolist() == [10, 4]
-    assert batch.page_table_RP.tolist() == [[3, 1, 5], [9, 8, 7]]
+    assert batch.paged.slots_T.tolist() == [4 + 2, 4 + 3, 20, 21, 36 + 3]
+    assert batch.paged.lens_R.tolist() == [10, 4]
+    assert batch.paged.page_table_RP.tolist() == [[3, 1, 5], [9, 8, 7]]
     assert batch.sampled_R == [1]
     assert batch.sampled_rows_S.tolist() == [4]
     assert batch.prompt_rows == []
@@ -46,7 +46,7 @@ def test_a_decode_batch_samples_every_row() -> None:
     batch = lay_out([0, 2], [7, 8], [1, 1], [True, True], [spec(), spec()])
 
     assert batch.positions_T.tolist() == [7, 8]
-    assert batch.slots_T.tolist() == [8 * 4 + 3, 5 * 4]
+    assert batch.paged.slots_T.tolist() == [8 * 4 + 3, 5 * 4]
     assert batch.sampled_rows_S.tolist() == [0, 1]
 
 

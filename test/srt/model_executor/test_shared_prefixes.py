@@ -138,7 +138,7 @@ class EagerGraphs:
         batch = ForwardBatch.from_plan(plan, runner.page_table.array, runner.kv_pool.page_size)
         self.orders.append(plan.page_rows_R.tolist() if runs is not None else [])
         self.inputs.rows = batch.rows_T
-        runner.attention.prepare(batch)
+        runner.attention.prepare(batch.paged)
         return runner.forward(batch.input_ids_T, batch.positions_T, runner.attention)
 
 

@@ -1,7 +1,9 @@
-"""What is done to query and key heads between the projection and the attention.
+"""What kernels of attention read beside a projection: rotation, norms of heads, and pages.
 
-Shapes: T tokens, H head_dim.
+Shapes: T tokens, R requests, H head_dim.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,3 +32,32 @@ class HeadNorms:
     k_weight: Tensor
     eps: float
     offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Which pages each request attends to, int32 tensors on the device.
+
+    Attributes:
+        q_indptr_R1: first new token of each request, and the end.
+        kv_indptr_R1: first of its page ids in `kv_indices`, and the end.
+        kv_indices: page ids.
+        last_page_len_R: tokens of its last page.
+        most_new: of new tokens of one request.
+    """
+
+    q_indptr_R1: Tensor
+    kv_indptr_R1: Tensor
+    kv_indices: Tensor
+    last_page_len_R: Tensor
+    most_new: int = 1
+
+    def part(self, first: int, end: int, most_new: int = 1) -> Pages:
+        """The requests `first` to `end`. Where they begin, among tokens and page ids, stays the same."""
+        return Pages(
+            self.q_indptr_R1[first : end + 1],
+            self.kv_indptr_R1[first : end + 1],
+            self.kv_indices,
+            self.last_page_len_R[first:end],
+            most_new,
+        )

@@ -4,13 +4,15 @@ Shapes: T tokens, R requests, P pages, S sampled requests, M prompt positions wi
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ebbtide.srt.layers.attention.base import PagedBatch
+from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, SampleSpec
 from ebbtide.srt.model_executor.host_copies import upload_all
 
@@ -87,13 +89,7 @@ class ForwardBatch:
         input_ids_T: int64; `SAMPLED_BEFORE` where the step before samples the token.
         rows_T: int64, the page row of each token's request.
         positions_T: int64.
-        num_new_R, lens_R: new tokens, and all tokens with them, of each request; on the host.
-        page_table_RP: int32 page ids on the host, as wide as the longest request needs.
-        slots_T: int64, place of each new token in the pool: page · page_size + offset.
-        kv_indices: int32 page ids of all requests, one after the other.
-        kv_indptr_R1, q_indptr_R1: int32 on the host: where each request begins in `kv_indices`, and in T.
-        last_page_len_R: int32 on the host, tokens in each request's last page.
-        kv_indptr_dev, q_indptr_dev, last_page_len_dev: the same three on the device.
+        paged: what attention reads.
         sampled_R: requests that sample, ascending; the S of `sampled_rows_S`.
         sampled_rows_S: int64, the rows whose logits are sampled.
         sampled_page_rows_S: int64, the page rows of these requests.
@@ -103,17 +99,7 @@ class ForwardBatch:
     input_ids_T: Tensor
     rows_T: Tensor
     positions_T: Tensor
-    num_new_R: NDArray[np.int32]
-    lens_R: NDArray[np.int32]
-    page_table_RP: NDArray[np.int32]
-    slots_T: Tensor
-    kv_indices: Tensor
-    kv_indptr_R1: NDArray[np.int32]
-    q_indptr_R1: NDArray[np.int32]
-    last_page_len_R: NDArray[np.int32]
-    kv_indptr_dev: Tensor
-    q_indptr_dev: Tensor
-    last_page_len_dev: Tensor
+    paged: PagedBatch
     sampled_R: list[int]
     sampled_rows_S: Tensor
     sampled_page_rows_S: Tensor
@@ -132,30 +118,42 @@ class ForwardBatch:
         q_indptr_R1 = _indptr(plan.num_new_R)
         ends_R = q_indptr_R1[1:].astype(np.int64)
         rows_R = plan.page_rows_R.astype(np.int64)
-        fields: dict[str, Any] = dict(
-            upload_all(
-                device,
-                input_ids_T=plan.input_ids_T,
-                rows_T=np.repeat(rows_R, plan.num_new_R),
-                positions_T=layout.positions_T,
-                slots_T=layout.slots_T,
-                sampled_rows_S=ends_R[plan.samples_R] - 1,
-                sampled_page_rows_S=rows_R[plan.samples_R],
-                kv_indices=layout.kv_indices,
-                kv_indptr_dev=layout.kv_indptr_R1,
-                q_indptr_dev=q_indptr_R1,
-                last_page_len_dev=layout.last_page_len_R,
-            )
+        on_device = upload_all(
+            device,
+            input_ids_T=plan.input_ids_T,
+            rows_T=np.repeat(rows_R, plan.num_new_R),
+            positions_T=layout.positions_T,
+            slots_T=layout.slots_T,
+            sampled_rows_S=ends_R[plan.samples_R] - 1,
+            sampled_page_rows_S=rows_R[plan.samples_R],
+            kv_indices=layout.kv_indices,
+            kv_indptr=layout.kv_indptr_R1,
+            q_indptr=q_indptr_R1,
+            last_page_len=layout.last_page_len_R,
         )
-        return cls(
-            **fields,
+        paged = PagedBatch(
             num_new_R=plan.num_new_R,
             lens_R=layout.lens_R,
             page_table_RP=layout.page_table_RP,
             kv_indptr_R1=layout.kv_indptr_R1,
             q_indptr_R1=q_indptr_R1,
             last_page_len_R=layout.last_page_len_R,
+            slots_T=on_device["slots_T"],
+            pages=Pages(
+                on_device["q_indptr"],
+                on_device["kv_indptr"],
+                on_device["kv_indices"],
+                on_device["last_page_len"],
+            ),
+        )
+        return cls(
+            input_ids_T=on_device["input_ids_T"],
+            rows_T=on_device["rows_T"],
+            positions_T=on_device["positions_T"],
+            paged=paged,
             sampled_R=np.flatnonzero(plan.samples_R).tolist(),
+            sampled_rows_S=on_device["sampled_rows_S"],
+            sampled_page_rows_S=on_device["sampled_page_rows_S"],
             prompt_rows=_prompt_rows(plan, ends_R),
         )
 

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, by kind of step and batch size, all in one scratch arena.
+"""Decode steps as CUDA graphs, by family and batch size, all in one scratch arena.
 
 A graph reads its inputs at fixed addresses and computes the final hidden states; logits and sampling follow
 as ordinary launches, since they depend on what the requests ask for. Addresses of weights, KV and scratch do
@@ -25,7 +25,6 @@ from ebbtide.srt.layers.attention.base import (
     AttentionStep,
     CapturedAttention,
     DecodeBuffers,
-    StepKind,
 )
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.memory_saver.arena import Arena
@@ -40,7 +39,6 @@ _cuda: Any = torch.cuda  # not all of it has types
 
 # Scratch beyond what the largest batch takes when it runs without a graph, and the outputs of all graphs.
 SCRATCH_MARGIN_BYTES = 64 << 20
-SHARED_SIZE_STEP = 16
 
 
 class DecodeInputs:
@@ -152,15 +150,11 @@ class DecodeGraphs:
         device = next_tokens.device
         self.inputs = DecodeInputs(batch_sizes[-1], max_pages, len(next_tokens) - 1, device)
         buffers = self.inputs.buffers
-        sizes = {StepKind.ANY: list(batch_sizes), StepKind.SHARED: []}
-        sizes[StepKind.FEW] = [size for size in batch_sizes if attention.has_few(size)]
-        if attention.shares_prefixes:
-            sizes[StepKind.SHARED] = _sizes_for_sharing(batch_sizes)
-        self._captured = {
-            kind: [_Captured(size, attention.captured(size, buffers, kind)) for size in of_kind]
-            for kind, of_kind in sizes.items()
-        }
-        self._suits_few, self._largest = attention.suits_few, batch_sizes[-1]
+        self._families = [
+            (family, [_Captured(size, family.capture(size, buffers)) for size in family.sizes])
+            for family in attention.graph_families(batch_sizes)
+        ]
+        self._largest = batch_sizes[-1]
         started = time.monotonic()
         stream = _cuda.Stream(device)
         stream.wait_stream(_cuda.current_stream(device))
@@ -175,7 +169,7 @@ class DecodeGraphs:
             "CUDA graphs: batch_sizes=%d..%d graphs=%s scratch_bytes=%d s=%.1f",
             batch_sizes[0],
             batch_sizes[-1],
-            {kind.name.lower(): len(captured) for kind, captured in self._captured.items()},
+            {family.name: len(captured) for family, captured in self._families},
             self.arena.num_bytes,
             time.monotonic() - started,
         )
@@ -191,8 +185,10 @@ class DecodeGraphs:
 
     def can_share(self, plan: BatchPlan) -> bool:
         """Whether there is a graph for a step of this size whose requests share pages."""
-        captured = self._captured[StepKind.SHARED]
-        return bool(captured) and captured[0].size <= 2 * len(plan.specs)
+        return any(
+            family.shares and family.sizes and family.sizes[0] <= 2 * len(plan.specs)
+            for family, _ in self._families
+        )
 
     def replay(self, plan: BatchPlan, layout: BatchLayout, runs: SharedRuns | None = None) -> Tensor:
         """Launch a step; final hidden states [R, D], good until the next replay.
@@ -208,26 +204,19 @@ class DecodeGraphs:
         return captured.hidden_BD[:num_requests]
 
     def _choose(self, num_requests: int, layout: BatchLayout, runs: SharedRuns | None) -> _Captured:
-        """The smallest graph of the step's kind that takes so many requests."""
-        fitting = self._fitting(StepKind.ANY, num_requests)
-        assert fitting is not None
-        special = None
-        if runs is not None:
-            special = self._fitting(StepKind.SHARED, num_requests)
-        elif self._suits_few(layout.lens_R, fitting.size):
-            special = self._fitting(StepKind.FEW, num_requests)
-        return special or fitting
-
-    def _fitting(self, kind: StepKind, num_requests: int) -> _Captured | None:
-        captured = self._captured[kind]
-        place = bisect_left(captured, num_requests, key=lambda one: one.size)
-        return captured[place] if place < len(captured) else None
+        """The graph of the first family that suits the step: the smallest that takes so many requests."""
+        for family, captured in self._families:
+            place = bisect_left(family.sizes, num_requests)
+            if place == len(captured) or (family.shares and runs is None):
+                continue
+            if family.suits(layout.lens_R, family.sizes[place]):
+                return captured[place]
+        raise AssertionError(f"no graph takes {num_requests} requests: `fits` was not asked")
 
     @property
     def _by_size(self) -> list[_Captured]:
         """The largest first: the smaller ones find room in what it leaves."""
-        captured = [one for of_kind in self._captured.values() for one in of_kind]
-        return sorted(captured, key=lambda one: -one.size)
+        return sorted((one for _, captured in self._families for one in captured), key=lambda one: -one.size)
 
     def _warm_up(self) -> int:
         """Run every size once, so that kernels are compiled and workspaces made.
@@ -273,12 +262,6 @@ class DecodeGraphs:
         inputs, size = self.inputs, captured.size
         input_ids_B = resolve_tokens(inputs.input_ids[:size], inputs.rows[:size], self._next_tokens)
         return self._forward_pass(input_ids_B, inputs.positions[:size], captured.attention)
-
-
-def _sizes_for_sharing(batch_sizes: Sequence[int]) -> list[int]:
-    """Fewer sizes than for other steps: such steps are large, and pay little for a few rows more."""
-    step, largest = SHARED_SIZE_STEP, batch_sizes[-1]
-    return [size for size in batch_sizes if size >= step and (size % step == 0 or size == largest)]
 
 
 def capture_with_room(

@@ -217,7 +217,7 @@ class ModelRunner:
 
     def _run(self, plan: BatchPlan, before_masks: BeforeMasks) -> LaunchedStep:
         batch = ForwardBatch.from_plan(plan, self.page_table.array, self.kv_pool.page_size, self._device)
-        self.attention.prepare(batch)
+        self.attention.prepare(batch.paged)
         input_ids_T = resolve_tokens(batch.input_ids_T, batch.rows_T, self._next_tokens)
         # A prompt's last row alone is wanted, unless it asks for the logits of each row.
         wants_last = bool(batch.sampled_R) and not plan.is_decode and not batch.prompt_rows

@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.nn import ModuleList
 
 from ebbtide.srt.distributed.parallel_group import LoneRank
-from ebbtide.srt.layers.attention.base import AttentionShape, LayerAttention, Progress
+from ebbtide.srt.layers.attention.base import AttentionShape, DecodeBuffers, LayerAttention, Progress
 from ebbtide.srt.layers.attention.few_requests import FewRequests, serves_few
-from ebbtide.srt.layers.attention.paged_kernel import DevicePages
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.model_executor.sampling.sampler import Sampler
@@ -180,14 +179,23 @@ class _WithoutAttention:
         self._nowhere_T = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
         self._few: FewRequests | None = None
         if serves_few(shape, num_tokens):
-            numbers = torch.zeros(num_tokens + 1, dtype=torch.int32, device=device)
-            self._few = FewRequests(shape, DevicePages(numbers, numbers, numbers, numbers[:num_tokens]))
+            no_pages = torch.zeros(num_tokens + 1, dtype=torch.int32, device=device)
+            buffers = DecodeBuffers(self._nowhere_T, no_pages, no_pages, no_pages)
+            self._few = FewRequests(self, shape, num_tokens, buffers)
+
+    def k(self, layer: int) -> Tensor:
+        return self._page
+
+    v = k
+
+    def head_scales(self, layer: int) -> None:
+        return None
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         from ebbtide.srt.layers.kernels.rope import rotate_and_store
 
         if self._few is not None:
-            self._few.attend(layer.kind, qkv_TNH, rope, norms, self._nowhere_T, self._page, self._page)
+            self._few.forward(layer, qkv_TNH, rope, norms)
         q_TNH = rotate_and_store(qkv_TNH, rope, norms, self._nowhere_T, self._page, self._page)
         return torch.zeros_like(q_TNH)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
 from ebbtide.srt.layers.norm import rms_norm
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, inverse_frequencies, rotate
 
@@ -223,7 +223,6 @@ def test_few_requests_are_rotated_stored_and_attended_to_at_once(
 ) -> None:
     """Several times: what counts the parts is left as it was. The last row is one that nobody asked for."""
     from ebbtide.srt.layers.kernels.few_decode import Cut, attend_few
-    from ebbtide.srt.layers.kernels.paged_attention import Pages
 
     torch.manual_seed(len(lens))
     dtype = torch.bfloat16 if HAS_GPU else torch.float32

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
-from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
 from ebbtide.srt.layers.kernels.launch import compute_capability
 from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales
 
@@ -74,53 +73,34 @@ class AttentionShape:
         return self.num_q_heads // self.num_kv_heads
 
 
-class PagedBatch(Protocol):
-    """The part of a forward batch that attention reads. New tokens lie request after request.
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """The requests of a pass. New tokens lie request after request.
 
     Attributes:
         num_new_R: new tokens of each request.
         lens_R: tokens of each request with the new ones: what its last new token attends to.
         page_table_RP: int32 page ids of each request; only the first ceil(len / page_size) are meaningful.
-        slots_T: int64, place of each new token in the pool: page · page_size + offset.
-        kv_indices: int32 on the device, ceil(len / page_size) page ids of each request, concatenated.
-        kv_indptr_R1, q_indptr_R1: int32 on the host, first page id and first new token of each request,
-            and their numbers.
-        last_page_len_R: int32 on the host, tokens of each request's last page.
-        kv_indptr_dev, q_indptr_dev, last_page_len_dev: the same on the device.
+        kv_indptr_R1, q_indptr_R1: int32, first page id and first new token of each request, and the ends.
+        last_page_len_R: int32, tokens of each request's last page, 1 .. page_size.
+        slots_T: int64 on the device, place of each new token in the pool: page · page_size + offset.
+        pages: the same lengths, and all page ids, on the device.
     """
 
-    @property
-    def num_new_R(self) -> NDArray[np.int32]: ...
+    num_new_R: NDArray[np.int32]
+    lens_R: NDArray[np.int32]
+    page_table_RP: NDArray[np.int32]
+    kv_indptr_R1: NDArray[np.int32]
+    q_indptr_R1: NDArray[np.int32]
+    last_page_len_R: NDArray[np.int32]
+    slots_T: Tensor
+    pages: Pages
 
     @property
-    def lens_R(self) -> NDArray[np.int32]: ...
-
-    @property
-    def page_table_RP(self) -> NDArray[np.int32]: ...
-
-    @property
-    def slots_T(self) -> Tensor: ...
-
-    @property
-    def kv_indices(self) -> Tensor: ...
-
-    @property
-    def kv_indptr_R1(self) -> NDArray[np.int32]: ...
-
-    @property
-    def q_indptr_R1(self) -> NDArray[np.int32]: ...
-
-    @property
-    def last_page_len_R(self) -> NDArray[np.int32]: ...
-
-    @property
-    def kv_indptr_dev(self) -> Tensor: ...
-
-    @property
-    def q_indptr_dev(self) -> Tensor: ...
-
-    @property
-    def last_page_len_dev(self) -> Tensor: ...
+    def num_decoding(self) -> int:
+        """The requests with one new token that come first: kernels for prompts suit them badly."""
+        others = np.flatnonzero(self.num_new_R != 1)
+        return int(others[0]) if len(others) else len(self.num_new_R)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +112,7 @@ class DecodeBuffers:
 
     Attributes:
         slots_B: int64.
-        kv_indptr_B1, kv_indices, last_page_len_B: int32, as in `PagedBatch`.
+        kv_indptr_B1, kv_indices, last_page_len_B: int32, as in `Pages`.
     """
 
     slots_B: Tensor
@@ -140,17 +120,14 @@ class DecodeBuffers:
     kv_indices: Tensor
     last_page_len_B: Tensor
 
-
-class StepKind(Enum):
-    """Which decode steps a CUDA graph is for: it suits some better than others.
-
-    ANY: all of them. FEW: a few short requests, see `AttentionBackend.suits_few`. SHARED: requests that begin
-    with the same pages.
-    """
-
-    ANY = auto()
-    FEW = auto()
-    SHARED = auto()
+    def pages(self, batch_size: int) -> Pages:
+        """What the first requests attend to, with one new token each."""
+        return Pages(
+            torch.arange(batch_size + 1, dtype=torch.int32, device=self.slots_B.device),
+            self.kv_indptr_B1[: batch_size + 1],
+            self.kv_indices,
+            self.last_page_len_B[:batch_size],
+        )
 
 
 class AttentionStep(Protocol):
@@ -174,9 +151,28 @@ class CapturedAttention(AttentionStep, Protocol):
 
         Args:
             kv_indptr_B1, last_page_len_B: what the buffers hold, or will hold when the graph is replayed.
-            runs: who shares which pages, in graphs for `StepKind.SHARED`; None for nobody.
+            runs: who shares which pages, in graphs that read these once; None for nobody.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFamily:
+    """One way in which decode steps attend in CUDA graphs.
+
+    Attributes:
+        name: for the log.
+        sizes: requests of its graphs, ascending.
+        capture: attention of a graph of so many requests, which reads these buffers.
+        suits: whether it is quickest for requests of these lengths, in a graph of this size.
+        shares: whether it is for steps that are listed by what requests share, and for no others.
+    """
+
+    name: str
+    sizes: Sequence[int]
+    capture: Callable[[int, DecodeBuffers], CapturedAttention]
+    suits: Callable[[NDArray[np.int32], int], bool] = lambda lens_R, size: True
+    shares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +207,9 @@ class AttentionBackend(ABC):
 
     Attributes:
         captures: whether decode steps can be captured in CUDA graphs.
-        shares_prefixes: whether there are graphs for `StepKind.SHARED`.
     """
 
     captures = False
-    shares_prefixes = False
 
     @classmethod
     @abstractmethod
@@ -251,19 +245,12 @@ class AttentionBackend(ABC):
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         """As `LayerAttention` says, of the prepared batch."""
 
-    def captured(
-        self, batch_size: int, buffers: DecodeBuffers, kind: StepKind = StepKind.ANY
-    ) -> CapturedAttention:
-        """Attention for a CUDA graph of so many requests with one new token each."""
+    def graph_families(self, batch_sizes: Sequence[int]) -> list[GraphFamily]:
+        """How decode steps of these sizes are captured: a step takes the first that suits it.
+
+        The last one suits every step, and has all sizes.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
-
-    def has_few(self, batch_size: int) -> bool:
-        """Whether there are graphs of so many requests for `StepKind.FEW`."""
-        return False
-
-    def suits_few(self, lens_R: NDArray[np.int32], batch_size: int) -> bool:
-        """Whether a step of requests so long is quicker in a graph of this size for `StepKind.FEW`."""
-        return False
 
     def is_worth_sharing(self, num_requests: int, num_saved: int, num_pages: int) -> bool:
         """Whether a step is quicker when, of all full pages, it does not read so many again."""

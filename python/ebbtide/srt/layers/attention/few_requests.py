@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
-from ebbtide.srt.layers.attention.paged_kernel import DevicePages
+from ebbtide.srt.layers.attention.base import AttentionShape, DecodeBuffers, KVPages, LayerAttention
+from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 
 MAX_REQUESTS = 32
@@ -52,34 +52,32 @@ def suits_few(
 
 
 class FewRequests:
-    """One new token per request, captured or not. Nothing is planned: kernels read lengths and pages.
+    """The attention of a decode step of few requests. Nothing is planned: kernels read lengths and pages.
 
     Args:
-        pages: where lengths and pages are, with the new tokens counted in, when a step runs.
+        buffers: where lengths and pages are, with the new tokens counted in, when a step runs.
     """
 
-    def __init__(self, shape: AttentionShape, pages: DevicePages) -> None:
-        from ebbtide.srt.layers.kernels.paged_attention import Pages
-
-        device = pages.kv_indices.device
-        num_requests = len(pages.last_page_len_R)
-        self._arrivals = torch.zeros(num_requests * shape.num_kv_heads, dtype=torch.int32, device=device)
-        self._pages = Pages(
-            pages.q_indptr_R1, pages.kv_indptr_R1, pages.kv_indices, pages.last_page_len_R, most_new=1
+    def __init__(
+        self, kv_pages: KVPages, shape: AttentionShape, num_requests: int, buffers: DecodeBuffers
+    ) -> None:
+        self._kv_pages, self._pages = kv_pages, buffers.pages(num_requests)
+        self._slots_B = buffers.slots_B[:num_requests]
+        self._arrivals = torch.zeros(
+            num_requests * shape.num_kv_heads, dtype=torch.int32, device=buffers.slots_B.device
         )
 
-    def attend(
+    def plan(
         self,
-        kind: AttentionKind,
-        qkv_TNH: Tensor,
-        rope: Rope,
-        norms: HeadNorms | None,
-        slots_T: Tensor,
-        k_PSKH: Tensor,
-        v_PSKH: Tensor,
-    ) -> Tensor:
-        """What a layer's rotation and attention come to: [T, N, H]."""
+        kv_indptr_B1: NDArray[np.int32],
+        last_page_len_B: NDArray[np.int32],
+        runs: SharedRuns | None = None,
+    ) -> None:
+        """There is nothing to plan."""
+
+    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         from ebbtide.srt.layers.kernels.few_decode import attend_few
 
-        tensors = (qkv_TNH, rope, norms, slots_T, k_PSKH, v_PSKH, self._pages, self._arrivals)
-        return attend_few(*tensors, **kind._asdict())
+        pool = self._kv_pages.k(layer.layer), self._kv_pages.v(layer.layer)
+        step = self._slots_B, *pool, self._pages, self._arrivals
+        return attend_few(qkv_TNH, rope, norms, *step, **layer.kind._asdict())

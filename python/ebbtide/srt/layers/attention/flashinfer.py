@@ -6,7 +6,7 @@ Shapes: T tokens, R requests, B requests of a graph, N query heads, K KV heads, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,12 @@ from ebbtide.srt.layers.attention.base import (
     AttentionKind,
     AttentionShape,
     DecodeBuffers,
+    GraphFamily,
     KVPages,
     LayerAttention,
     PagedBatch,
     Progress,
-    StepKind,
     fp8_problem,
-    scaled_outputs_,
 )
 from ebbtide.srt.layers.attention.few_requests import FewRequests, serves_few, suits_few
 from ebbtide.srt.layers.attention.flashinfer_compile import compile_kernels
@@ -44,42 +43,12 @@ from ebbtide.srt.layers.attention.fp8_kernels import (
     WidePages,
     decodes_fp8,
 )
-from ebbtide.srt.layers.attention.paged_kernel import (
-    DevicePages,
-    HostLens,
-    PagedKernel,
-    PlannedAttention,
-)
+from ebbtide.srt.layers.attention.paged_kernel import HostLens, PagedKernel, PlannedAttention, PoolLayers
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns, runs_of_neighbours
-from ebbtide.srt.layers.heads import HeadNorms, Rope
-from ebbtide.srt.layers.rotary import split_heads
+from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
 from ebbtide.srt.mem_cache.kv_scales import FP8
 
-
-class _Layers:
-    """The pool's layers, and what all kinds of steps do in each of them."""
-
-    def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention]) -> None:
-        self._k_PSKH = {layer.layer: kv_pages.k(layer.layer) for layer in layers}
-        self._v_PSKH = {layer.layer: kv_pages.v(layer.layer) for layer in layers}
-        self._scales = {layer.layer: kv_pages.head_scales(layer.layer) for layer in layers}
-
-    def forward(
-        self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None, step: _Step
-    ) -> Tensor:
-        from ebbtide.srt.layers.kernels.rope import rotate_and_store
-
-        k_PSKH, v_PSKH = self._k_PSKH[layer.layer], self._v_PSKH[layer.layer]
-        if step.few is not None:
-            return step.few.attend(layer.kind, qkv_TNH, rope, norms, step.slots_T, k_PSKH, v_PSKH)
-        scales = self._scales[layer.layer]
-        if scales is not None and scales.are_recorded:
-            scales.record(*split_heads(qkv_TNH, rope, norms, k_PSKH.shape[2])[1:])
-        q_TNH = rotate_and_store(qkv_TNH, rope, norms, step.slots_T, k_PSKH, v_PSKH, scales)
-        out_TNH = torch.empty_like(q_TNH)
-        for part in step.parts[layer.kind]:
-            part.kernel.run(part.plan, part.pages, q_TNH[part.rows], k_PSKH, v_PSKH, out_TNH[part.rows])
-        return out_TNH if scales is None else scaled_outputs_(out_TNH, scales)
+_SHARED_SIZE_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +71,26 @@ class _Part:
 
     kernel: PlannedAttention
     plan: Any
-    pages: DevicePages
+    pages: Pages
     rows: slice
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A planned step: by parts, or of so few requests that one kernel does everything."""
+    """A planned step, by parts."""
 
-    parts: dict[AttentionKind, list[_Part]]
+    layers: PoolLayers
     slots_T: Tensor
-    few: FewRequests | None = None
+    parts: dict[AttentionKind, list[_Part]]
+
+    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
+        return self.layers.forward(layer, qkv_TNH, rope, norms, self.slots_T, self._attend)
+
+    def _attend(
+        self, layer: LayerAttention, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+    ) -> None:
+        for part in self.parts[layer.kind]:
+            part.kernel.run(part.plan, part.pages, q_TNH[part.rows], k_PSKH, v_PSKH, out_TNH[part.rows])
 
 
 class FlashInferAttention(AttentionBackend):
@@ -146,10 +124,9 @@ class FlashInferAttention(AttentionBackend):
         # FlashInfer compiles what is not in its cache.
         add_scripts_to_path()
         device = kv_pages.k(layers[0].layer).device
-        self._layers = _Layers(kv_pages, layers)
+        self._layers = PoolLayers(kv_pages, layers)
         self._kernels = _make_kernels(shape, device)
         self._shape, self._device = shape, device
-        self.shares_prefixes = any(kernels.shared is not None for kernels in self._kernels.values())
         self._step: _Step | None = None
 
     def prepare(self, batch: PagedBatch) -> None:
@@ -158,56 +135,71 @@ class FlashInferAttention(AttentionBackend):
         The requests with one new token that come first, those that decode, are left to the decode kernel: the
         kernels for prompts compute whole tiles of queries for each of them.
         """
-        num_requests = len(batch.lens_R)
-        others = np.flatnonzero(batch.num_new_R != 1)
-        num_decoding = int(others[0]) if len(others) else num_requests
+        num_requests, num_decoding = len(batch.lens_R), batch.num_decoding
         parts: dict[AttentionKind, list[_Part]] = {kind: [] for kind in self._kernels}
         items = self._items(batch, num_decoding)
         for kind, kernels in self._kernels.items():
-            if num_decoding and items is not None and kernels.shared is not None:
-                parts[kind].append(_Part(kernels.shared, *items, slice(0, num_decoding)))
+            if items is not None and kernels.shared is not None:
+                pages = batch.pages.part(0, num_decoding)
+                parts[kind].append(_Part(kernels.shared, items, pages, slice(0, num_decoding)))
             elif num_decoding:
                 parts[kind].append(_plan_part(batch, kernels.decode, 0, num_decoding))
             if num_decoding < num_requests:
                 parts[kind].append(_plan_part(batch, kernels.prefill, num_decoding, num_requests))
-        self._step = _Step(parts, batch.slots_T)
+        self._step = _Step(self._layers, batch.slots_T, parts)
 
-    def _items(self, batch: PagedBatch, num_decoding: int) -> tuple[ItemBuffers, DevicePages] | None:
-        """What the first requests do, those that decode, where neighbours among them share enough pages."""
+    def _items(self, batch: PagedBatch, num_decoding: int) -> ItemBuffers | None:
+        """What the requests that decode do, where neighbours among them share enough pages."""
         num_full_R = (batch.lens_R[:num_decoding] - 1) // self._shape.page_size
         runs = runs_of_neighbours(batch.page_table_RP[:num_decoding], num_full_R)
         if not self.is_worth_sharing(num_decoding, runs.num_saved, int(num_full_R.sum())):
             return None
         items = ItemBuffers(self._shape, num_decoding, self._device)
         items.plan(batch.kv_indptr_R1[: num_decoding + 1], batch.last_page_len_R[:num_decoding], runs)
-        bounds, requests = slice(0, num_decoding + 1), slice(0, num_decoding)
-        pages = DevicePages(
-            batch.q_indptr_dev[bounds],
-            batch.kv_indptr_dev[bounds],
-            batch.kv_indices,
-            batch.last_page_len_dev[requests],
-        )
-        return items, pages
+        return items
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         assert self._step is not None
-        return self._layers.forward(layer, qkv_TNH, rope, norms, self._step)
+        return self._step.forward(layer, qkv_TNH, rope, norms)
 
-    def captured(self, batch_size: int, buffers: DecodeBuffers, kind: StepKind = StepKind.ANY) -> GraphDecode:
-        items = ItemBuffers(self._shape, batch_size, self._device) if kind is StepKind.SHARED else None
-        takes_few = kind is StepKind.FEW
-        return GraphDecode(
-            self._layers, self._kernels, self._shape, batch_size, buffers, items, takes_few=takes_few
-        )
+    def graph_families(self, batch_sizes: Sequence[int]) -> list[GraphFamily]:
+        shape, any_size = self._shape, list(batch_sizes)
+        families = [
+            GraphFamily(
+                "few",
+                [size for size in any_size if serves_few(shape, size)],
+                lambda size, buffers: FewRequests(self._layers.kv_pages, shape, size, buffers),
+                suits=lambda lens_R, size: suits_few(shape, lens_R, size, self._device),
+            ),
+            GraphFamily("any", any_size, self._capture),
+        ]
+        if self._shares_prefixes:
+            shared = GraphFamily(
+                "shared",
+                _sizes_for_sharing(any_size),
+                lambda size, buffers: self._capture(size, buffers, ItemBuffers(shape, size, self._device)),
+                shares=True,
+            )
+            families.insert(0, shared)
+        return families
 
-    def has_few(self, batch_size: int) -> bool:
-        return serves_few(self._shape, batch_size)
+    def _capture(
+        self, batch_size: int, buffers: DecodeBuffers, items: ItemBuffers | None = None
+    ) -> GraphDecode:
+        return GraphDecode(self._layers, self._kernels, self._shape, batch_size, buffers, items)
 
-    def suits_few(self, lens_R: NDArray[np.int32], batch_size: int) -> bool:
-        return self.has_few(batch_size) and suits_few(self._shape, lens_R, batch_size, self._device)
+    @property
+    def _shares_prefixes(self) -> bool:
+        return any(kernels.shared is not None for kernels in self._kernels.values())
 
     def is_worth_sharing(self, num_requests: int, num_saved: int, num_pages: int) -> bool:
-        return self.shares_prefixes and saves_time(self._shape, num_requests, num_saved, num_pages)
+        return self._shares_prefixes and saves_time(self._shape, num_requests, num_saved, num_pages)
+
+
+def _sizes_for_sharing(batch_sizes: Sequence[int]) -> list[int]:
+    """Fewer sizes than for other steps: such steps are large, and pay little for a few rows more."""
+    step, largest = _SHARED_SIZE_STEP, batch_sizes[-1]
+    return [size for size in batch_sizes if size >= step and (size % step == 0 or size == largest)]
 
 
 def _make_kernels(shape: AttentionShape, device: torch.device) -> dict[AttentionKind, _Kernels]:
@@ -237,13 +229,14 @@ def _plan_part(batch: PagedBatch, kernel: PagedKernel, first: int, end: int) -> 
         torch.from_numpy(batch.kv_indptr_R1[bounds] - kv_start),
         torch.from_numpy(np.ascontiguousarray(batch.lens_R[requests], dtype=np.int32)),
     )
-    q_indptr, kv_indptr = batch.q_indptr_dev[bounds], batch.kv_indptr_dev[bounds]
-    pages = DevicePages(
-        q_indptr - first_row if first else q_indptr,
-        kv_indptr - kv_start if first else kv_indptr,
-        batch.kv_indices[kv_start:],
-        batch.last_page_len_dev[requests],
-    )
+    pages = batch.pages.part(first, end)
+    if first:  # FlashInfer counts from the first of them.
+        pages = replace(
+            pages,
+            q_indptr_R1=pages.q_indptr_R1 - first_row,
+            kv_indptr_R1=pages.kv_indptr_R1 - kv_start,
+            kv_indices=pages.kv_indices[kv_start:],
+        )
     return _Part(kernel, kernel.plan(lens, captured=False), pages, slice(first_row, end_row))
 
 
@@ -255,37 +248,22 @@ class GraphDecode:
 
     Args:
         items: what steps whose requests share pages are listed in; None for steps that share none.
-        takes_few: for steps of `StepKind.FEW`.
     """
 
     def __init__(
         self,
-        layers: _Layers,
+        layers: PoolLayers,
         kernels: dict[AttentionKind, _Kernels],
         shape: AttentionShape,
         batch_size: int,
         buffers: DecodeBuffers,
         items: ItemBuffers | None = None,
-        *,
-        takes_few: bool = False,
     ) -> None:
-        self._layers, self._page_size, self._items = layers, shape.page_size, items
-        # One new token each.
-        q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)
-        self._host_q_indptr_B1 = q_indptr_B1
-        device = buffers.slots_B.device
-        self._pages = DevicePages(
-            q_indptr_B1.to(device),
-            buffers.kv_indptr_B1[: batch_size + 1],
-            buffers.kv_indices,
-            buffers.last_page_len_B[:batch_size],
-        )
-        self._rows = slice(0, batch_size)
-        few = FewRequests(shape, self._pages) if takes_few else None
-        self._step = _Step({}, buffers.slots_B[:batch_size], few)
+        self._page_size, self._items = shape.page_size, items
+        self._q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)  # one new token each
+        self._pages, self._rows = buffers.pages(batch_size), slice(0, batch_size)
+        self._step = _Step(layers, buffers.slots_B[:batch_size], {})
         self._planned: dict[AttentionKind, PagedKernel] = {}
-        if few is not None:
-            return
         for kind, each in kernels.items():
             if items is not None and each.shared is not None:
                 self._step.parts[kind] = [_Part(each.shared, items, self._pages, self._rows)]
@@ -310,7 +288,7 @@ class GraphDecode:
         num_pages_B = np.diff(kv_indptr_B1)
         lens_B = np.where(num_pages_B > 0, (num_pages_B - 1) * self._page_size + last_page_len_B, 0)
         lens = HostLens(
-            self._host_q_indptr_B1,
+            self._q_indptr_B1,
             torch.from_numpy(np.ascontiguousarray(kv_indptr_B1, dtype=np.int32)),
             torch.from_numpy(lens_B.astype(np.int32)),
         )
@@ -322,4 +300,4 @@ class GraphDecode:
                 raise EngineError("FlashInfer planned a decode step that its captured kernels do not fit")
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        return self._layers.forward(layer, qkv_TNH, rope, norms, self._step)
+        return self._step.forward(layer, qkv_TNH, rope, norms)

@@ -23,9 +23,9 @@ from torch import Tensor
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.flashinfer_kernels import TileModule
 from ebbtide.srt.layers.attention.fp8_kernels import decodes_fp8
-from ebbtide.srt.layers.attention.paged_kernel import DevicePages
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.attention.work_items import WorkItems, cut, piece_pages
+from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
 # Query rows of a block: the least that its product on tensor cores takes.
@@ -175,14 +175,14 @@ class ItemKernel:
         self._no_workspace = torch.zeros(16, dtype=torch.uint8, device=device)
 
     def run(
-        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
         from ebbtide.srt.layers.kernels.merge_parts import merge_parts
 
         items: ItemBuffers = plan
         parts_CTNH = q_TNH.new_empty(items.max_parts, *q_TNH.shape)
         sums_CTN = torch.empty(parts_CTNH.shape[:-1], dtype=torch.float32, device=q_TNH.device)
-        listed = DevicePages(items.q_indptr, items.kv_indptr, pages.kv_indices, items.last_page_len)
+        listed = Pages(items.q_indptr, items.kv_indptr, pages.kv_indices, items.last_page_len)
         # The kernel takes the places of its results from the list.
         self._module.run(
             self._no_workspace,

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ebbtide.srt.kernel_cache import compiled_as_they_are
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
-from ebbtide.srt.layers.attention.paged_kernel import DevicePages, HostLens, PagedKernel, UntilCompiled
+from ebbtide.srt.layers.attention.paged_kernel import HostLens, PagedKernel, UntilCompiled
+from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.kernels.launch import can_overlap, num_multiprocessors
 
 # Plans of FlashInfer's Hopper prefill list every block: at most 4,096 of each head, 28 bytes each.
@@ -90,7 +91,7 @@ class DecodeKernel:
         )
 
     def run(
-        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
         self._module.run(
             self._workspace.partial,
@@ -142,7 +143,7 @@ class TileModule:
         partial: Tensor,
         plans: Tensor,
         plan: Any,
-        pages: DevicePages,
+        pages: Pages,
         q_TNH: Tensor,
         k_PSKH: Tensor,
         v_PSKH: Tensor,
@@ -223,7 +224,7 @@ class PrefillKernel:
         return self._workspace.plan(self._module.plan, *args)
 
     def run(
-        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
         workspace = self._workspace
         self._module.run(

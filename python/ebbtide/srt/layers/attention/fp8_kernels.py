@@ -20,7 +20,8 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
     prefill_kernel,
     wide,
 )
-from ebbtide.srt.layers.attention.paged_kernel import DevicePages, HostLens, PagedKernel
+from ebbtide.srt.layers.attention.paged_kernel import HostLens, PagedKernel
+from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.mem_cache.kv_scales import FP8
 
 # Tokens that a step with prompts reads back at most: 256 MiB for eight heads of 128. Where there are more,
@@ -47,15 +48,11 @@ class Fp8DecodeKernel:
         return []
 
     def run(
-        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
         from ebbtide.srt.layers.kernels.fp8.decode import attend_fp8
-        from ebbtide.srt.layers.kernels.paged_attention import Pages
 
-        read = Pages(
-            pages.q_indptr_R1, pages.kv_indptr_R1, pages.kv_indices, pages.last_page_len_R, most_new=1
-        )
-        attend_fp8(q_TNH, k_PSKH, v_PSKH, read, out_TNH, **self._kind._asdict())
+        attend_fp8(q_TNH, k_PSKH, v_PSKH, pages, out_TNH, **self._kind._asdict())
 
 
 class WidePages:
@@ -91,7 +88,7 @@ class Fp8PrefillKernel:
         return num_pages, self._wide.plan(lens, captured=captured)
 
     def run(
-        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
         from ebbtide.srt.layers.kernels.fp8.pages import widen_pages
 

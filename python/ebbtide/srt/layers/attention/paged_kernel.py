@@ -1,4 +1,4 @@
-"""What attends to pages by a plan, and how one such kernel takes over from another.
+"""What attends to pages by a plan, in the layers of a pool; how one such kernel takes over from another.
 
 Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S page_size.
 """
@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from ebbtide.srt.layers.attention.base import KVPages, LayerAttention, scaled_outputs_
+from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
+from ebbtide.srt.layers.rotary import split_heads
 
 logger = logging.getLogger(__name__)
 
@@ -26,28 +31,45 @@ class HostLens:
     lens_R: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class DevicePages:
-    """Which pages each request attends to, int32 tensors on the device.
+Attend = Callable[[LayerAttention, Tensor, Tensor, Tensor, Tensor], None]
 
-    Attributes:
-        q_indptr_R1: first new token of each request.
-        kv_indptr_R1: first of its page ids in `kv_indices`.
-        kv_indices: page ids.
-        last_page_len_R: tokens of its last page.
-    """
 
-    q_indptr_R1: Tensor
-    kv_indptr_R1: Tensor
-    kv_indices: Tensor
-    last_page_len_R: Tensor
+class PoolLayers:
+    """The pool's layers, and what a pass does in each of them."""
+
+    def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention]) -> None:
+        self.kv_pages = kv_pages
+        self._pools = {
+            each.layer: (kv_pages.k(each.layer), kv_pages.v(each.layer), kv_pages.head_scales(each.layer))
+            for each in layers
+        }
+
+    def forward(
+        self,
+        layer: LayerAttention,
+        qkv_TNH: Tensor,
+        rope: Rope,
+        norms: HeadNorms | None,
+        slots_T: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """As `LayerAttention`; `attend` takes the layer, queries, its keys and values, and the outputs."""
+        from ebbtide.srt.layers.kernels.rope import rotate_and_store
+
+        k_PSKH, v_PSKH, scales = self._pools[layer.layer]
+        if scales is not None and scales.are_recorded:
+            scales.record(*split_heads(qkv_TNH, rope, norms, k_PSKH.shape[2])[1:])
+        q_TNH = rotate_and_store(qkv_TNH, rope, norms, slots_T, k_PSKH, v_PSKH, scales)
+        out_TNH = torch.empty_like(q_TNH)
+        attend(layer, q_TNH, k_PSKH, v_PSKH, out_TNH)
+        return out_TNH if scales is None else scaled_outputs_(out_TNH, scales)
 
 
 class PlannedAttention(Protocol):
     """Attends to pages by a plan."""
 
     def run(
-        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
         """Attend, into `out_TNH`."""
         ...
@@ -87,7 +109,7 @@ class UntilCompiled:
         return kernel, kernel.plan(lens, captured=captured)
 
     def run(
-        self, plan: Any, pages: DevicePages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
         kernel, planned = plan
         kernel.run(planned, pages, q_TNH, k_PSKH, v_PSKH, out_TNH)

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
-from ebbtide.srt.layers.kernels.paged_attention import Pages, room_for_parts
+from ebbtide.srt.layers.kernels.paged_attention import room_for_parts
 
 # Rows of a product on tensor cores: query heads that share a KV head, at most.
 MAX_GROUP = 16

@@ -14,13 +14,12 @@ Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
 MAX_SPLITS = 16
@@ -29,25 +28,6 @@ _UNALIGNED = ["q_indptr", "kv_indptr", "kv_indices", "last_page_len"]
 # Rows of a tile: the least that a product on tensor cores takes, and what prompts take. There are no sizes
 # between: each would be compiled when a step first needs it.
 _FEW_ROWS, _MANY_ROWS = 16, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Pages:
-    """Which tokens attend to which pages, int32 tensors on the device.
-
-    Attributes:
-        q_indptr_R1: first new token of each request, and the end.
-        kv_indptr_R1: first of its page ids in `kv_indices`, and the end.
-        kv_indices: page ids.
-        last_page_len_R: tokens of its last page.
-        most_new: of new tokens of one request.
-    """
-
-    q_indptr_R1: Tensor
-    kv_indptr_R1: Tensor
-    kv_indices: Tensor
-    last_page_len_R: Tensor
-    most_new: int
 
 
 def attend(

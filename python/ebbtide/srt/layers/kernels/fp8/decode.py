@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.kernels.exponent import exp2_or_0
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
-from ebbtide.srt.layers.kernels.paged_attention import Pages, room_for_parts
+from ebbtide.srt.layers.kernels.paged_attention import room_for_parts
 
 # The best of those that were tried on an H200. Four programs find room on a
 # multiprocessor, if they keep to so many registers: for the most common heads they do.
