@@ -35,8 +35,7 @@ from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
 from ebbtide.srt.managers.text.grammar import GrammarShelf
-from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer
-from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
+from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopStringMatcher
 from ebbtide.srt.managers.text.token_rules import BannedSequences, TokenRules
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.agreement import Decision

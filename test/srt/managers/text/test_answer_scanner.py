@@ -93,24 +93,23 @@ def test_pieces_give_what_the_whole_gives_and_nothing_raises(
     name: str, reasoning: str | None, text: str, places: list[int]
 ) -> None:
     edges = [0, *sorted(min(place, len(text)) for place in places), len(text)]
+    pieces = [text[start:stop] for start, stop in itertools.pairwise(edges)]
     with mock.patch.object(answer_scanner, "MAX_BLOCK_CHARACTERS", 60):
-        whole = scanned(AnswerScanner(TOOLS, name, reasoning), [text])
-        pieces = [text[start:stop] for start, stop in itertools.pairwise(edges)]
-        assert scanned(AnswerScanner(TOOLS, name, reasoning), pieces) == whole
-        assert scanned(AnswerScanner(TOOLS, name, reasoning), text) == whole
-        for part in whole[2]:
-            json.dumps(part, ensure_ascii=False).encode()
+        whole, *others = (
+            scanned(AnswerScanner(TOOLS, name, reasoning), one) for one in ([text], pieces, text)
+        )
+    assert others == [whole, whole]
+    json.dumps(whole[2], ensure_ascii=False).encode()
 
 
-@pytest.mark.parametrize("size", [1, 7, 10_000])
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_calls_are_taken_out_of_the_text_and_the_rest_stays(name: str, size: int) -> None:
-    around = f"Let me <tool look. {TEXTS[name]}\nSo."
-    for reasoning, expected in ((None, ("", around[:19])), ("qwen3-thinking", (around[:19], ""))):
-        found = scanned(AnswerScanner(TOOLS, name, reasoning), cut(around, size))
-        assert found == (expected[0], expected[1] + "So.", [WEATHER, NOW])
+def test_calls_are_taken_out_of_the_text_and_of_reasoning_and_the_rest_stays(name: str) -> None:
+    before = "Let me <tool look. "
+    text = f"{before}{TEXTS[name]}\nSo."
+    assert scanned(AnswerScanner(TOOLS, name), [text]) == ("", before + "So.", [WEATHER, NOW])
+    assert scanned(AnswerScanner(TOOLS, name, "deepseek-r1"), [text]) == (before, "So.", [WEATHER, NOW])
     without = "No calls [here] {or: 1} <at all"
-    assert scanned(AnswerScanner(TOOLS, name), cut(without, size)) == ("", without, [])
+    assert scanned(AnswerScanner(TOOLS, name), [without]) == ("", without, [])
 
 
 @pytest.mark.parametrize(
@@ -142,28 +141,20 @@ def test_calls_are_found_beside_text_and_what_is_broken(
     assert scanned(AnswerScanner(TOOLS, name), [text]) == ("", left, calls)
 
 
+HERMES_BODIES = ("{broken", '{"name": ["now"]}', '"now"', "1", "[]", '{"name": "now", "arguments": 1}')
+JSON_VALUES = ("NaN", "1e999", r'"\ud83d"', "[" * 20_000, "1" * 5000)
+PYTHON_VALUES = ("{1, 2}", "b'x'", "1j", "...", "{(1, 2): 3}", r"'\ud83d'", "-" * 9999, "now()", "1][")
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("hermes", HERMES.replace("weather", "unknown")),
-        ("hermes", HERMES[:40]),
-        ("hermes", "<tool_call>{broken</tool_call> and on"),
-        *(
-            ("hermes", f"<tool_call>{value}</tool_call>")
-            for value in ('{"name": ["now"]}', '"now"', "1", "[]", '{"name": "now", "arguments": 1}')
-        ),
-        *(
-            ("hermes", HERMES.replace("2", value))
-            for value in ("NaN", "1e999", r'"\ud83d"', "[" * 20_000, "1" * 5000)
-        ),
+        *(("hermes", f"<tool_call>{body}</tool_call> and on") for body in HERMES_BODIES),
+        *(("hermes", HERMES.replace("2", value)) for value in JSON_VALUES),
+        *(("hermes", text) for text in (HERMES.replace("weather", "unknown"), HERMES[:40])),
         ("llama3", '{"some": "json"}'),
-        *(
-            ("pythonic", f"[now(a={value})]")
-            for value in ("{1, 2}", "b'x'", "1j", "...", "{(1, 2): 3}", r"'\ud83d'", "(1)", "now()", "1][")
-        ),
-        ("pythonic", "[open('/etc/passwd')]"),
-        ("pythonic", "[now('x')]"),
-        ("pythonic", "now()"),
+        *(("pythonic", f"[now(a={value})]") for value in PYTHON_VALUES),
+        *(("pythonic", text) for text in ("[open('/x')]", "[now('x')]", "[now(**{'a': 1})]", "now()")),
     ],
 )
 def test_what_is_no_call_of_these_tools_stays_in_the_text(name: str, text: str) -> None:
@@ -190,16 +181,13 @@ def test_a_marker_in_reasoning_that_begins_no_call_is_reasoning() -> None:
     assert found == ("A <tool_call> of what?", "", [WEATHER])
 
 
-def test_the_command_line_knows_every_format_and_others_are_refused() -> None:
+def test_the_command_line_knows_every_format_and_what_is_unknown_is_refused() -> None:
     assert tuple(TOOL_CALL_FORMATS) == TOOL_CALL_PARSERS
     assert tuple(REASONING_FORMATS) == REASONING_PARSERS
     with pytest.raises(ValueError, match=r"tool_call_parser: expected one of qwen, .*, got 'x'"):
         AnswerScanner(TOOLS, "x")
     with pytest.raises(ValueError, match="reasoning_parser: expected one of deepseek-r1, "):
         AnswerScanner(reasoning="x")
-
-
-def test_tools_without_names_are_refused() -> None:
     with pytest.raises(ValueError, match="a function that has a name"):
         tool_specs([{"type": "function", "function": {}}])
 
@@ -230,8 +218,8 @@ def test_references_of_parameters_to_themselves_hold_among_those_of_other_tools(
         calls_schema([ToolSpec("f", deep)], most=1)
 
 
-class Watched:
-    """A pattern that counts the characters that it has gone through."""
+class WatchedPattern:
+    """Counts the characters that it goes through."""
 
     num_seen = 0
 
@@ -240,7 +228,7 @@ class Watched:
 
     def search(self, text: str, start: int, stop: int = 1 << 60) -> re.Match[str] | None:
         match = self._pattern.search(text, start, stop)
-        Watched.num_seen += (min(stop, len(text)) if match is None else match.end()) - start
+        WatchedPattern.num_seen += (min(stop, len(text)) if match is None else match.end()) - start
         return match
 
 
@@ -250,26 +238,21 @@ def test_the_work_over_hostile_text_grows_as_the_text_does(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = TOOL_CALL_FORMATS[name]
-    num_read = 0
-
-    def read(self: ToolCallFormat, block: str, tools: Any) -> list[Any]:
-        nonlocal num_read
-        num_read += len(block)
-        return []
-
-    monkeypatch.setattr(ToolCallFormat, "calls", read)
+    markers = AnswerScanner(TOOLS, name)._markers
+    for patterns in (markers.outside, markers.inside):
+        for key, pattern in patterns.items():
+            monkeypatch.setitem(patterns, key, WatchedPattern(pattern))
     monkeypatch.setattr(answer_scanner, "MAX_BLOCK_CHARACTERS", 1000)
-    scanner = AnswerScanner(TOOLS, name)
-    for patterns in ("outside", "inside"):
-        watched = {key: Watched(pattern) for key, pattern in getattr(scanner._markers, patterns).items()}
-        monkeypatch.setattr(scanner._markers, patterns, watched)
+    read = mock.Mock(return_value=[])
+    monkeypatch.setattr(ToolCallFormat, "calls", read)
     for fragment in (form.begin, form.begin + form.end, form.begin + "{[", '{"name"', "[now(", '"\\'):
         text = fragment * 2000
-        Watched.num_seen = num_read = 0
+        WatchedPattern.num_seen = 0
+        read.reset_mock()
         assert scanned(AnswerScanner(TOOLS, name), cut(text, size)) == ("", text, [])
         # What may become a marker is looked at again with each piece of it; a block is read twice at most.
-        assert Watched.num_seen <= len(text) * (3 if size > len(text) else 40)
-        assert num_read <= 2 * len(text)
+        assert WatchedPattern.num_seen <= len(text) * (3 if size > len(text) else 40)
+        assert sum(len(call.args[0]) for call in read.call_args_list) <= 2 * len(text)
 
 
 class WatchedText(str):

@@ -10,7 +10,7 @@ from ebbtide.srt.managers.io_struct import FinishReason, LogprobList, RetractCau
 from ebbtide.srt.managers.scheduling.routes import RouteRows
 from ebbtide.srt.managers.scheduling.running_rows import LONGEST_STREAM_INTERVAL, RunningRows
 from ebbtide.srt.managers.scheduling.versions import NO_CONTRACT, Commit
-from ebbtide.srt.managers.text.stop_strings import StopStringMatcher
+from ebbtide.srt.managers.text.incremental_detokenizer import StopStringMatcher
 from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.managers.wire.supports import SupportList
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease

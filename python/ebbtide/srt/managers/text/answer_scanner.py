@@ -26,7 +26,7 @@ from ebbtide.srt.managers.text.tool_calls import (
 Format = TypeVar("Format")
 
 # A longer block of calls is text: reading one takes the API's event loop.
-MAX_BLOCK_CHARACTERS: Final = 1 << 18
+MAX_BLOCK_CHARACTERS: Final = 1 << 17
 # No marker is longer, with the spaces and names that may stand in it.
 _MAX_MARKER_CHARACTERS: Final = 256
 _CLOSERS: Final = {"(": ")", "[": "]", "{": "}"}

@@ -1,4 +1,4 @@
-"""Token ids to text, a few at a time: whole characters only, and stop strings cut off."""
+"""Token ids to text, a few at a time: whole characters only, and stop strings found and cut off."""
 
 from __future__ import annotations
 
@@ -149,6 +149,26 @@ class StopTrimmer:
             return False
         rest = text[place:]
         return any(stop.startswith(rest) for stop in self._stop_strings)
+
+
+class StopStringMatcher:
+    """Looks for the first of some stop strings in the text of one request's output."""
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stop_strings = stop_strings
+        self._trimmer = StopTrimmer(stop_strings)
+
+    def pass_over(self, token_ids: Sequence[int]) -> None:
+        """Output that there is already: a stop string in it counts for nothing, but may begin in it."""
+        for token_id in token_ids:
+            if self.push(token_id) is not None:
+                self._trimmer = StopTrimmer(self._stop_strings)
+
+    def push(self, token_id: int) -> str | None:
+        """The stop string that this token completes, if it does."""
+        self._trimmer.push(self._detokenizer.push([token_id]))
+        return self._trimmer.matched
 
 
 def _last_bytes(token_ids: list[int], byte_values: dict[int, int]) -> list[int]:

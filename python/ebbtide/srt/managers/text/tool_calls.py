@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,9 @@ class ToolCall:
 
 
 Tools: TypeAlias = Mapping[str, ToolSpec]
-# The calls in a block, as (name, arguments). ValueError, KeyError, TypeError, RecursionError: it is none.
+# Python's own parser is out of memory where its stack is.
+_NO_CALL: Final = (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError)
+# The calls in a block, as (name, arguments). It raises one of `_NO_CALL` where there is none.
 ReadBlock: TypeAlias = Callable[[str, Tools], Iterable[tuple[Any, Any]]]
 # A marker as regular expressions, one for each part that may arrive by itself; each has a bounded length.
 Atoms: TypeAlias = tuple[str, ...]
@@ -62,7 +65,7 @@ class ToolCallFormat:
         body = block.strip().removeprefix(self.begin).removesuffix(self.end).strip()
         try:
             return [_call(name, given, tools) for name, given in self.read(body, tools)]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except _NO_CALL:
             return []
 
 
@@ -234,66 +237,12 @@ def _value(text: str, schema: Any) -> Any:
         return {"True": True, "False": False, "None": None}.get(text, text)
 
 
-# A comma before a closing bracket is dropped with it.
-_PYTHON_TOKEN: Final = re.compile(
-    r"(?P<string>\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*')|(?P<call>[^\W\d][\w.]*)\("
-    r"|(?P<key>[^\W\d]\w*)\s*=|(?P<constant>True|False|None)\b|(?P<open>[\[{(])|(?P<close>,?\s*[\]})])"
-    r"|(?P<comma>,)|(?P<colon>:)|(?P<rest>[-+\d.eE]+|\s+)",
-    re.DOTALL,
-)
-_ESCAPE: Final = re.compile(
-    r"\\(x[\da-fA-F]{2}|u[\da-fA-F]{4}|U00(?:0[\da-fA-F]|10)[\da-fA-F]{4}|.)", re.DOTALL
-)
-_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
-_ESCAPES.update((char, char) for char in "\\'\"")
-_CONSTANTS: Final = {"True": "true", "False": "false", "None": "null"}
-# A bracket → what closes it in Python, and in JSON. Parentheses are a tuple, or a call, by what they hold.
-_CLOSERS: Final = {"[": ("]", "]"), "{": ("}", "}"), "(": (")", "")}
-_OF_TUPLE, _OF_CALL = (")", "]"), (")", "}}")
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    code = match[1]
-    return chr(int(code[1:], 16)) if len(code) > 1 else _ESCAPES.get(code, match[0])
-
-
 def _read_pythonic(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
-    """Reads calls as Python writes them, by turning each token into JSON.
-
-    Python's own parser takes exponential time for some texts, and all of its stack for others.
-    """
-    made: list[str] = []
-    closers: list[tuple[str, str]] = []
-    place = 0
-    while place < len(text):
-        token = _PYTHON_TOKEN.match(text, place)
-        kind, words = ("", "") if token is None else (token.lastgroup or "", token[token.lastgroup or 0])
-        last = closers[-1] if closers else ("", "")
-        if words.startswith(",") and last == _CLOSERS["("]:
-            last = closers[-1] = _OF_TUPLE
-        match kind:
-            case "string":
-                made.append(json.dumps(_ESCAPE.sub(_unescaped, words[1:-1])))
-            case "call" if closers in ([], [_CLOSERS["["]]):
-                made.append(f'{{"name": {json.dumps(words)}, "arguments": {{')
-                closers.append(_OF_CALL)
-            case "key" if last == _OF_CALL:
-                made.append(json.dumps(words) + ":")
-            case "constant":
-                made.append(_CONSTANTS[words])
-            case "open":
-                made.append("[" if words == "(" else words)
-                closers.append(_CLOSERS[words])
-            case "close" if words[-1] == last[0] and last[1]:
-                made.append(closers.pop()[1])
-            case "colon" if last == _CLOSERS["{"]:
-                made.append(words)
-            case "comma" | "rest":
-                made.append(words)
-            case _:
-                raise ValueError("expected calls whose arguments are literals with names")
-        place = token.end() if token is not None else len(text)
-    return _read_json("".join(made), tools)
+    tree = ast.parse(text, mode="eval").body
+    for call in tree.elts if isinstance(tree, ast.List) else [tree]:
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise ValueError("expected calls with named arguments")
+        yield ast.unparse(call.func), {word.arg: ast.literal_eval(word.value) for word in call.keywords}
 
 
 # -------------------------------------------------------------------------------------------------- formats
