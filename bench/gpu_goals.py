@@ -78,7 +78,7 @@ def _throughput_goals() -> dict[str, Goal]:
     return goals
 
 
-TP_SIZES = {"llama8b": (1, 2), "qwen32b": (2, 4)}
+TP_SIZES = {"llama8b": (1, 2, 4), "llama8b-fp8": (2,), "qwen32b": (2, 4), "qwen30b-a3b": (2,)}
 """Tensor-parallel sizes, by shape."""
 
 
@@ -88,17 +88,20 @@ def _parallel_goals() -> dict[str, Goal]:
         for tp_size in tp_sizes:
             for batch_size, (prompt_len, output_len) in WORKLOADS.items():
                 sizes = f"batch {batch_size} ({prompt_len} in, {output_len} out)"
-                title = f"{SHAPE_TITLES[shape]}, tp={tp_size}, {sizes}"
+                kept_as = " in FP8" if shape.endswith("-fp8") else ""
+                title = f"{SHAPE_TITLES[shape.removesuffix('-fp8')]}{kept_as}, tp={tp_size}, {sizes}"
                 goals[f"parallel.{shape}.tp{tp_size}.{batch_size}"] = Goal(
                     "parallel", title, "tok/s", None, True
                 )
     for tp_size in (1, 2, 4):
         title = f"tp={tp_size}: pause (in_place) and continue, 64 streams: until acknowledged"
         goals[f"parallel.acknowledge.tp{tp_size}"] = Goal("parallel", title, "ms", None)
-    for shape in TP_SIZES:
+    for shape in ("llama8b", "qwen32b"):
         title = f"{SHAPE_TITLES[shape]}, all weights broadcast from a trainer on another GPU"
         # Its goal is a share of what a copy between the GPUs reached in the same run.
         goals[f"parallel.broadcast.{shape}"] = Goal("parallel", title, "GB/s", None, True)
+        packed = f"{title}, in buffers of 1 GiB"
+        goals[f"parallel.broadcast_packed.{shape}"] = Goal("parallel", packed, "GB/s", None, True)
         # Its goal is measured in the same run: the normal gap + 5 ms.
         goals[f"parallel.broadcast_gap.{shape}"] = Goal(
             "parallel", "the same under 64 streams, in_place: longest gap (goal: normal + 5 ms)", "ms", None
@@ -146,6 +149,24 @@ def _default_goals() -> dict[str, Goal]:
         ("park_64x2k_re_prefill", "the same streams retracted", None, ""),
         ("park_64x2k_release", "the same streams parked: release", None, ""),
     ]
+    own = "tensors of the process that has the engine"
+    for row in ("first_reply", "later_reply"):
+        which = "the first update after a start" if row == "first_reply" else "the three updates after it"
+        rows.append((row, f"{which}, nothing running: reply", None, "48" if row == "first_reply" else ""))
+        rows.append((f"own_{row}", f"{own}, {which}: reply", None, "48" if row == "first_reply" else ""))
+    rows += [
+        ("own_normal_256", f"{own}, 256 streams, no update: longest gap", None, ""),
+        ("own_stall_in_place_256", f"{own}, 256 streams, in_place: longest gap", None, ""),
+        ("own_reply_in_place_256", f"{own}, 256 streams, in_place: reply", None, "50"),
+        ("own_start_256", f"{own}, 256 streams from their start on: longest gap", None, ""),
+        ("own_stall_retract_256", f"{own}, 256 streams, retract: longest gap", None, ""),
+        ("own_reply_retract_256", f"{own}, 256 streams, retract: reply", None, "79-84"),
+        ("own_release_kv", f"{own}: release KV", None, "37-41"),
+        ("own_resume_kv_first_token", f"{own}: resume KV, just freed: first token", None, ""),
+        ("own_resume_kv_all", f"{own}: resume KV, just freed: reply", None, ""),
+        ("own_driver_release_kv", "the driver's own calls: release of as much", None, ""),
+        ("own_driver_resume_kv_all", "the driver's own calls: resume of as much", None, ""),
+    ]
     for name, what, goal, sglang in rows:
         goals[f"default.{name}"] = Goal("default", what, "ms", goal, sglang=sglang)
     for name, what, goal in (
@@ -162,6 +183,8 @@ def _default_goals() -> dict[str, Goal]:
         divided = {"stall_in_place_64": 15.0, "reply_idle": 25.0}.get(name.removeprefix("kept_"))
         for num_ranks in (2, 4):
             goals[f"default.tp{num_ranks}_{name}"] = Goal("default", f"tp={num_ranks}, {what}", "ms", divided)
+            title = f"tp={num_ranks}, all of the trainer's tensors on the first GPU, {what}"
+            goals[f"default.tp{num_ranks}_one_gpu_{name}"] = Goal("default", title, "ms", None)
     return goals
 
 
@@ -346,9 +369,16 @@ GOALS: dict[str, Goal] = {
     "start.cold": Goal(
         "start", "start to first token, no kernel compiled, 16 cores", "s", 60, sglang="122-143"
     ),
+    "start.tp2_first_token": Goal("start", "tp=2: start to first token, kernels cached", "s", 20),
     "start.first_token": Goal(
         "start", "start to first token, kernels cached", "s", 20, sglang="17-73", vllm="38"
     ),
+    **{
+        f"parity.{mode}.logprob": Goal(
+            "parity", f"0.85 B Llama across an update ({mode}): mean |Δlogprob| from float32", "nat", None
+        )
+        for mode in ("in_place", "retract")
+    },
     **{
         f"parity.{variant}.{measure}": Goal("parity", f"{title}: {what}", unit, None, at_least)
         for variant, title in (

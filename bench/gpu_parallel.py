@@ -1,12 +1,12 @@
-"""Several GPUs of one host: tokens per second by tensor-parallel size, broadcast updates, acknowledgement.
+"""Several GPUs of one host: tokens per second by tensor-parallel size, and broadcast updates.
 
 - throughput: as gpu_throughput.py, for each shape and tensor-parallel size; `efficiency` is tokens per second
-  over those of tp=1 times the size, where tp=1 was measured in the same run;
-- broadcast: a trainer on the GPU behind those of the engine sends all weights by NCCL, in one request of
-  single tensors: bytes over the time from the request to its reply, with the engine idle; then under 64
-  streams, in_place, where the longest gap counts as in gpu_update.py. The limit is a copy of 4 GiB from one
-  GPU to the other, measured before;
-- acknowledge: 64 streams decode; from a pause in mode in_place to its reply, and the continue to its reply.
+  over those of tp=1 times the size, where tp=1 was measured in the same run; `--quantization fp8`: rows of
+  their own;
+- broadcast: a trainer on the GPU behind those of the engine sends all weights by NCCL, in one request: single
+  tensors, or packed into buffers of 1 GiB. Bytes over the time from the call to its reply, nothing running;
+  then single tensors under 64 streams, in_place, and the streams' longest gap. The limit is a copy of 4 GiB
+  from one GPU to the other, measured before.
 
     python bench/gpu_parallel.py --parts throughput --shapes llama8b --tp 1 2
 """
@@ -18,33 +18,32 @@ import asyncio
 import socket
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from gpu_common import Report, Server, Shape, engine_args, model_folder, parse, parser_of, running_server
-from gpu_goals import TP_SIZES, WORKLOADS
-from gpu_machine import GB, GIB, Machine, synchronize
+from gpu_common import SHAPES, Report, checkpoint_shapes, engine_args, model_folder, parse, parser_of
+from gpu_goals import WORKLOADS
+from gpu_machine import GB, GIB, Machine, empty_cache, synchronize
 from gpu_throughput import TINY_WORKLOADS, least_seconds, tokens_per_s
-from gpu_trainer import Trainer
-from gpu_update import NUM_STREAMS, Bench
+from gpu_trainer_ranks import Shapes, TrainerRanks
+from watched_streams import Streams, repeated, timed
 
 from ebbtide import Engine
 
-PARTS = ("throughput", "broadcast", "acknowledge")
+PARTS = ("throughput", "broadcast")
 GROUP = "bench"
+NUM_STREAMS = 64
 GAP_BEYOND_MS = 5.0
 GOAL_OF_COPY = 0.7
-NUM_PAUSES = 30
 
 
 def measure_throughput(report: Report, args: argparse.Namespace, machine: Machine) -> None:
     tokens: dict[tuple[str, int, int], float] = {}
     for name in args.shapes:
         for tp_size in args.tp:
-            with report.attempt(*(_key(name, tp_size, size) for size in WORKLOADS)):
+            with report.attempt(*(_key(args, name, tp_size, size) for size in WORKLOADS)):
                 measure_size(report, args, machine, (name, tp_size), tokens)
 
 
@@ -65,77 +64,74 @@ def measure_size(
         "cuda_graph_max_bs": largest,
         "tp_size": tp_size,
     }
-    with model_folder(args, name) as (shape, folder), Engine(**engine_args(args, folder, **sizes)) as engine:
-        rng = np.random.default_rng(0)
-        for row, (size, lens) in workloads.items():
-            tokens_per_s(engine, rng, shape["vocab_size"], size, lens)
-            runs = [tokens_per_s(engine, rng, shape["vocab_size"], size, lens) for _ in range(args.runs)]
-            tokens[name, tp_size, row] = max(runs)
-            alone = tokens.get((name, 1, row))
-            report.add(
-                _key(name, tp_size, row),
-                runs,
-                best=True,
-                limit=tp_size * size * lens[1] / least_seconds(shape, machine, size, *lens),
-                limit_basis="that of one GPU times their number: bytes at the copy rate, or operations at "
-                "the rate of a matrix product",
-                efficiency=max(runs) / (alone * tp_size) if alone is not None else None,
-            )
+    if args.quantization is not None:
+        sizes["quantization"] = args.quantization
+    with model_folder(args, name) as (shape, folder):
+        started = time.perf_counter()
+        with Engine(**engine_args(args, folder, **sizes)) as engine:
+            report.facts.setdefault("start_s", {})[f"{name}_tp{tp_size}"] = time.perf_counter() - started
+            rng = np.random.default_rng(0)
+            for row, (size, lens) in workloads.items():
+                tokens_per_s(engine, rng, shape["vocab_size"], size, lens)
+                runs = [tokens_per_s(engine, rng, shape["vocab_size"], size, lens) for _ in range(args.runs)]
+                tokens[name, tp_size, row] = max(runs)
+                alone = tokens.get((name, 1, row))
+                # Of weights in FP8 nobody has worked out what the machine allows.
+                least_s = None if args.quantization else least_seconds(shape, machine, size, *lens)
+                report.add(
+                    _key(args, name, tp_size, row),
+                    runs,
+                    best=True,
+                    limit=None if least_s is None else tp_size * size * lens[1] / least_s,
+                    limit_basis="that of one GPU times their number: bytes at the copy rate, or operations "
+                    "at the rate of a matrix product",
+                    efficiency=max(runs) / (alone * tp_size) if alone is not None else None,
+                )
 
 
-def _key(name: str, tp_size: int, batch_size: int) -> str:
-    return f"parallel.{name}.tp{tp_size}.{batch_size}"
+def _key(args: argparse.Namespace, name: str, tp_size: int, batch_size: int) -> str:
+    kept_as = f"-{args.quantization}" if args.quantization else ""
+    return f"parallel.{name}{kept_as}.tp{tp_size}.{batch_size}"
 
 
 # -------------------------------------------------------------------------------------------------- broadcast
 
 
-class BroadcastBench(Bench):
-    """The streams of gpu_update.py under a broadcast."""
+class Group:
+    """The trainer's group: it, and the ranks of an engine."""
 
-    def __init__(self, args: argparse.Namespace, shape: Shape, server: Server, trainer: Trainer) -> None:
-        super().__init__(args, shape, server, trainer)
-        names, dtypes, shapes = trainer.headers()
-        self._announcement = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": GROUP}
+    def __init__(self, args: argparse.Namespace, engine: Engine, trainer: TrainerRanks) -> None:
+        self._engine, self._trainer = engine, trainer
+        self._backend, self._dtype = ("nccl", "bfloat16") if args.device == "cuda" else ("gloo", "float32")
 
     async def join(self, tp_size: int) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        world_size, backend = tp_size + 1, "nccl" if self._args.device == "cuda" else "gloo"
-        joining = asyncio.to_thread(self.trainer.join, GROUP, port, world_size, backend)
-        request = self.post(
-            "/init_weights_update_group",
-            master_address="127.0.0.1",
-            master_port=port,
-            rank_offset=1,
-            world_size=world_size,
-            group_name=GROUP,
-            backend=backend,
+        world_size = tp_size + 1
+        await asyncio.gather(
+            self._trainer.join(GROUP, port, world_size, self._backend),
+            self._engine.async_init_weights_update_group(
+                "127.0.0.1", port, 1, world_size, GROUP, self._backend
+            ),
         )
-        await asyncio.gather(joining, request)
 
-    async def update(self, **terms: Any) -> dict[str, Any]:
+    async def update(self, shapes: Shapes, load_format: str | None, **terms: Any) -> dict[str, Any]:
         """One broadcast of everything; returns the reply."""
-        request = self.post("/update_weights_from_distributed", **self._announcement, **terms)
-        _, reply = await asyncio.gather(asyncio.to_thread(self.trainer.broadcast), request)
+        reply, _ = await asyncio.gather(
+            self._engine.async_update_weights_from_distributed(
+                list(shapes), [self._dtype] * len(shapes), list(shapes.values()), GROUP, load_format, **terms
+            ),
+            self._trainer.broadcast(load_format),
+        )
         return reply
 
-    async def _prepared(self, kind: str) -> Callable[[], Awaitable[dict[str, Any]]]:
-        return lambda: self.update(pause_mode="in_place", flush_cache=False)
 
-    async def seconds(self) -> float:
-        started = time.perf_counter()
-        await self.update(flush_cache=True)
-        return time.perf_counter() - started
-
-
-def copy_gb_per_s(args: argparse.Namespace) -> list[float]:
-    """From the trainer's GPU to the engine's, once in each run."""
+def copy_gb_per_s(args: argparse.Namespace, there: str) -> list[float]:
+    """From the trainer's GPU to the engine's first, once in each run."""
     num_bytes = (1 << 20) if args.tiny else 4 * GIB
-    there, here = (args.device, args.device) if args.device == "cpu" else ("cuda:1", "cuda:0")
     source = torch.ones(num_bytes, dtype=torch.uint8, device=there)
-    target = torch.empty(num_bytes, dtype=torch.uint8, device=here)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda:0" if args.device == "cuda" else "cpu")
     rates = []
     for _ in range(5):
         synchronize(args.device)
@@ -144,129 +140,72 @@ def copy_gb_per_s(args: argparse.Namespace) -> list[float]:
         synchronize(args.device)
         rates.append(num_bytes / (time.perf_counter() - started) / GB)
     del source, target
-    if args.device != "cpu":
-        torch.cuda.empty_cache()
+    empty_cache(args.device)
     return rates
 
 
 def measure_broadcast(report: Report, args: argparse.Namespace) -> None:
     tp_size = args.tp[0]
-    copies = copy_gb_per_s(args)
+    there = f"cuda:{tp_size}" if args.device == "cuda" else args.device
+    copies = copy_gb_per_s(args, there)
     for name in args.shapes:
-        keys = f"parallel.broadcast.{name}", f"parallel.broadcast_gap.{name}"
+        keys = [f"parallel.broadcast{how}.{name}" for how in ("", "_packed", "_gap")]
         with report.attempt(*keys), model_folder(args, name) as (shape, folder):
-            device = f"cuda:{tp_size}" if args.device == "cuda" else args.device
+            sizes: dict[str, Any] = {
+                "max_total_tokens": 32_768 if args.tiny else NUM_STREAMS * 2048,
+                "max_running_requests": NUM_STREAMS,
+                "incremental_streaming_output": True,
+                "tp_size": tp_size,
+            }
+            shapes = checkpoint_shapes(shape)
             with (
-                running_server(server_args(args, folder, tp_size)) as server,
-                Trainer(folder, device) as trainer,
+                Engine(**engine_args(args, folder, **sizes)) as engine,
+                TrainerRanks(shapes, args.device, 1, first_gpu=tp_size) as trainer,
             ):
-                server.wait_ready()
-                seconds, runs = asyncio.run(broadcasts(args, shape, server, trainer, tp_size))
-                report.facts.setdefault("server_log_end", {})[name] = server.log[-4000:]
+                idle, steady = asyncio.run(
+                    broadcasts(args, Group(args, engine, trainer), Streams(args, engine, shape), shapes)
+                )
                 num_bytes = trainer.num_bytes
+            for key, runs in zip(keys, idle, strict=False):
+                report.add(
+                    key,
+                    [num_bytes / run["reply_ms"] * 1e3 / GB for run in runs],
+                    goal_value=GOAL_OF_COPY * max(copies),
+                    limit=max(copies),
+                    limit_basis="a copy of 4 GiB between the two GPUs",
+                    copies=copies,
+                    all_runs=runs,
+                )
+            normal_ms = statistics.median(run["stall_ms"] for run in steady["normal"])
             report.add(
-                keys[0],
-                [num_bytes / run_s / GB for run_s in seconds],
-                goal_value=GOAL_OF_COPY * max(copies),
-                limit=max(copies),
-                limit_basis="a copy of 4 GiB between the two GPUs",
-                copies=copies,
-                num_bytes=num_bytes,
-                tp_size=tp_size,
-            )
-            normal_ms = statistics.median(run["normal_longest_gap_ms"] for run in runs)
-            report.add(
-                keys[1],
-                [run["longest_gap_ms"] for run in runs],
+                keys[2],
+                [run["stall_ms"] for run in steady["broadcast"]],
                 goal_value=normal_ms + GAP_BEYOND_MS,
                 limit=normal_ms,
-                limit_basis="the longest gap of an equally long window before, in the same streams",
-                all_runs=runs,
-                tp_size=tp_size,
+                limit_basis="the longest gap of the same streams in 0.3 s without an update",
+                all_runs=steady,
             )
 
 
 async def broadcasts(
-    args: argparse.Namespace, shape: Shape, server: Server, trainer: Trainer, tp_size: int
-) -> tuple[list[float], list[dict[str, Any]]]:
-    """Seconds of updates of an idle engine, and the runs under streams; one of each before does not count."""
-    async with BroadcastBench(args, shape, server, trainer) as bench:
-        await bench.join(tp_size)
-        await bench.seconds()
-        seconds = [await bench.seconds() for _ in range(args.runs)]
-        await bench.run("in_place")
-        return seconds, [await bench.run("in_place") for _ in range(args.runs)]
-
-
-# ------------------------------------------------------------------------------------------------ acknowledge
-
-
-class PauseBench(Bench):
-    """Pauses and continues while the streams decode.
-
-    Attributes:
-        pause_ms, continue_ms: from each request to its reply.
-    """
-
-    def __init__(self, args: argparse.Namespace, shape: Shape, server: Server) -> None:
-        super().__init__(args, shape, server, None)
-        self.pause_ms: list[float] = []
-        self.continue_ms: list[float] = []
-
-    async def _prepared(self, kind: str) -> Callable[[], Awaitable[dict[str, Any]]]:
-        return self._pauses
-
-    async def _pauses(self) -> dict[str, Any]:
-        for _ in range(NUM_PAUSES):
-            self.pause_ms.append(await self._timed("/pause_generation", mode="in_place"))
-            self.continue_ms.append(await self._timed("/continue_generation"))
-            await asyncio.sleep(0.01)
-        return {}
-
-    async def _timed(self, path: str, **body: Any) -> float:
-        started = time.perf_counter()
-        await self.post(path, **body)
-        return (time.perf_counter() - started) * 1e3
-
-
-def measure_acknowledge(report: Report, args: argparse.Namespace) -> None:
-    for tp_size in args.tp:
-        key = f"parallel.acknowledge.tp{tp_size}"
-        with report.attempt(key), model_folder(args, args.shapes[0]) as (shape, folder):
-            with running_server(server_args(args, folder, tp_size)) as server:
-                server.wait_ready()
-                bench, run = asyncio.run(pauses(args, shape, server))
-            report.add(
-                key,
-                bench.pause_ms,
-                limit=run["median_gap_ms"],
-                limit_basis="a forward pass: the median gap of the same streams just before",
-                continue_ms=bench.continue_ms,
-            )
-
-
-async def pauses(args: argparse.Namespace, shape: Shape, server: Server) -> tuple[PauseBench, dict[str, Any]]:
-    async with PauseBench(args, shape, server) as bench:
-        return bench, await bench.run("in_place")
-
-
-def server_args(args: argparse.Namespace, folder: Path, tp_size: int) -> dict[str, Any]:
-    return engine_args(
-        args,
-        folder,
-        max_total_tokens=32_768 if args.tiny else NUM_STREAMS * 2048,
-        max_running_requests=NUM_STREAMS,
-        incremental_streaming_output=True,
-        log_level="warning",
-        tp_size=tp_size,
-    )
+    args: argparse.Namespace, group: Group, streams: Streams, shapes: Shapes
+) -> tuple[list[list[dict[str, Any]]], dict[str, list[dict[str, Any]]]]:
+    """Runs of an idle engine, of single tensors and packed; and those under streams."""
+    await group.join(args.tp[0])
+    idle = [
+        await repeated(args.runs, lambda how=how: timed(lambda: group.update(shapes, how)))  # type: ignore[misc]
+        for how in (None, "packed")
+    ]
+    update = {"broadcast": lambda: group.update(shapes, None, pause_mode="in_place", flush_cache=False)}
+    return idle, await streams.steady(NUM_STREAMS, update)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--shapes", nargs="+", choices=tuple(TP_SIZES), default=["llama8b"])
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["llama8b"])
     parser.add_argument("--tp", nargs="+", type=int, default=[1, 2], help="tensor-parallel sizes")
+    parser.add_argument("--quantization", choices=("fp8",))
     args = parse(parser, argv)
     report = Report("gpu_parallel", args)
     if "throughput" in args.parts:
@@ -275,8 +214,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure_throughput(report, args, machine)
     if "broadcast" in args.parts:
         measure_broadcast(report, args)
-    if "acknowledge" in args.parts:
-        measure_acknowledge(report, args)
     report.finish()
 
 

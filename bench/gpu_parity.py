@@ -4,13 +4,20 @@ A seeded Qwen3 of 8 layers and 1,024 hidden numbers. Each engine answers 16 prom
 transformers then gets prompt and answer at once: a token agrees if it has transformers' highest logit; of
 every token the difference of the logprobs counts. The limit of both is what bfloat16 itself does: the same
 comparison of transformers in bfloat16 with transformers in float32, on the tokens of the first engine.
+
+`in_flight`: a Llama of 0.85 B, 64 streams of 600 tokens, an update to other weights in their midst. Their
+logprobs against transformers in float32, which gets the tokens of each span with the weights and the KV
+that the mode of the update says: kept (in_place), or computed anew (retract). The limit is transformers in
+bfloat16 with the same KV; beside it what KV of the other mode would come to.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +25,14 @@ import numpy as np
 import torch
 from gpu_common import Report, engine_args, parse, parser_of
 from gpu_machine import empty_cache
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from ebbtide import Engine
 
@@ -43,16 +57,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "torch_native": {"attention_backend": "torch_native"},
 }
 NUM_PROMPTS, OUTPUT_LEN = 16, 128
+LLAMA_SHAPE = SHAPE | {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+NUM_STREAMS, STREAM_LEN = 64, 600
+# How far the second weights are from the first, of these: texts go on making sense to both.
+STEP = 0.05
 
 
-def make_model(folder: Path, shape: dict[str, Any]) -> None:
+@torch.inference_mode()
+def make_model(folder: Path, shape: dict[str, Any], device: str, *, is_llama: bool = False) -> Any:
     """Random weights whose logits stand out from each other, as those of a trained model do."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    with torch.device(device):
+        config, kind = (LlamaConfig, LlamaForCausalLM) if is_llama else (Qwen3Config, Qwen3ForCausalLM)
+        model: Any = kind(config(**shape))
     for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape)
+        noise = torch.randn_like(parameter)
         parameter.data = 1 + 0.1 * noise if "norm" in name else noise * (1.5 / parameter.shape[-1] ** 0.5)
     model.to(torch.bfloat16).save_pretrained(folder)
+    return model
 
 
 def answers(arguments: dict[str, Any], prompts: list[list[int]], num_tokens: int) -> list[dict[str, Any]]:
@@ -104,7 +132,7 @@ def compare_references(
 def measure(report: Report, args: argparse.Namespace, folder: Path) -> None:
     num_prompts, num_tokens = (4, 16) if args.tiny else (NUM_PROMPTS, OUTPUT_LEN)
     shape = TINY_SHAPE if args.tiny else SHAPE
-    make_model(folder, shape)
+    make_model(folder, shape, args.device)
     rng = np.random.default_rng(0)
     lens = rng.integers(16, 128, num_prompts)
     prompts = [rng.integers(0, shape["vocab_size"], length).tolist() for length in lens]
@@ -145,12 +173,127 @@ def measure(report: Report, args: argparse.Namespace, folder: Path) -> None:
     empty_cache(args.device)
 
 
+# ---------------------------------------------------------------------------------------------- in flight
+
+
+async def streamed(
+    engine: Engine, prompts: list[list[int]], num_tokens: int, update: Callable[[], Awaitable[Any]]
+) -> list[dict[str, Any]]:
+    """The outputs of streams, and an update once a third of their tokens is there."""
+    params = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    begun = asyncio.Event()
+
+    async def stream(prompt: list[int]) -> dict[str, Any]:
+        last: dict[str, Any] = {}
+        async for last in await engine.async_generate(
+            input_ids=prompt, sampling_params=params, return_logprob=True, stream=True
+        ):
+            if len(last["output_ids"]) > num_tokens // 3:
+                begun.set()
+        return last
+
+    streams = [asyncio.ensure_future(stream(prompt)) for prompt in prompts]
+    await begun.wait()
+    await update()
+    return await asyncio.gather(*streams)
+
+
+@torch.inference_mode()
+def forced(
+    models: Mapping[str, Any], prompt: list[int], output: dict[str, Any], *, anew: bool
+) -> torch.Tensor:
+    """Logprobs of an output's tokens by the weights of their spans. `anew`: so is all KV of each span."""
+    spans = output["meta_info"]["weight_versions"]
+    tokens = [*prompt, *output["output_ids"]]
+    cache, num_cached, found = DynamicCache(), 0, []
+    for span in spans:
+        model = models[span["version"]]
+        if anew:
+            cache, num_cached = DynamicCache(), 0
+        # The token before a span is fed by the weights that sample the span's first token.
+        first, end = len(prompt) + span["start"] - 1, len(prompt) + span["end"] - 1
+        ids = torch.tensor([tokens[num_cached:end]], device=model.device)
+        rows = model(ids, past_key_values=cache).logits[0, first - num_cached :].float().log_softmax(-1)
+        chosen = torch.tensor(tokens[first + 1 : end + 1], device=model.device)
+        found.append(rows.gather(1, chosen[:, None])[:, 0].cpu())
+        num_cached = end
+    return torch.cat(found)
+
+
+def measure_in_flight(report: Report, args: argparse.Namespace, folder: Path) -> None:
+    shape = TINY_SHAPE if args.tiny else LLAMA_SHAPE
+    num_streams, num_tokens = (4, 30) if args.tiny else (NUM_STREAMS, STREAM_LEN)
+    model = make_model(folder, shape, args.device, is_llama=True)
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    noise = {name: 1 + STEP * torch.randn_like(tensor) for name, tensor in old.items()}
+    new = {name: tensor * noise[name] for name, tensor in old.items()}
+    prompts = np.random.default_rng(0).integers(0, shape["vocab_size"], (num_streams, 32)).tolist()
+    outputs: dict[str, list[dict[str, Any]]] = {}
+    sizes = {"load_format": "auto", "max_total_tokens": num_streams * (num_tokens + 64)}
+    with Engine(**engine_args(args, folder, **sizes)) as engine:
+        for mode in ("in_place", "retract"):
+            engine.update_weights_from_tensor(list(old.items()), weight_version="old")
+            update = partial(
+                engine.async_update_weights_from_tensor,
+                list(new.items()),
+                pause_mode=mode,
+                flush_cache=mode == "retract",
+                weight_version="new",
+            )
+            outputs[mode] = asyncio.run(streamed(engine, prompts, num_tokens, update))
+    kind = type(model)
+    models: dict[torch.dtype, dict[str, Any]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        models[dtype] = {}
+        for version, weights in (("old", old), ("new", new)):
+            with torch.device(args.device):
+                one = kind(model.config).to(dtype)
+            # What the engine holds: bfloat16.
+            one.load_state_dict({name: tensor.bfloat16().to(dtype) for name, tensor in weights.items()})
+            models[dtype][version] = one
+    for mode, those in outputs.items():
+        key = f"parity.{mode}.logprob"
+        with report.attempt(key):
+            differences: dict[str, list[torch.Tensor]] = {"engine": [], "bf16": [], "other_kv": []}
+            for prompt, output in zip(prompts, those, strict=True):
+                assert len(output["meta_info"]["weight_versions"]) == 2, "the update came too late"
+                right = forced(models[torch.float32], prompt, output, anew=mode == "retract")
+                other = forced(models[torch.float32], prompt, output, anew=mode != "retract")
+                bf16 = forced(models[torch.bfloat16], prompt, output, anew=mode == "retract")
+                ours = torch.tensor([row[0] for row in output["meta_info"]["output_token_logprobs"]])
+                differences["engine"].append((ours - right).abs())
+                differences["bf16"].append((bf16 - right).abs())
+                start = output["meta_info"]["weight_versions"][1]["start"]
+                differences["other_kv"].append((other - right).abs()[start:])
+            spread = {name: torch.cat(all_of) for name, all_of in differences.items()}
+            report.add(
+                key,
+                [float(spread["engine"].mean())],
+                limit=float(spread["bf16"].mean()),
+                limit_basis="transformers in bfloat16 with the same weights and KV, against float32",
+                largest={name: float(one.max()) for name, one in spread.items()},
+                mean={name: float(one.mean()) for name, one in spread.items()},
+                p99={name: float(np.percentile(one.numpy(), 99)) for name, one in spread.items()},
+                num_tokens=len(spread["engine"]),
+            )
+            print(f"    {report.rows[key]['mean']} largest {report.rows[key]['largest']}", flush=True)
+    del models, model
+    empty_cache(args.device)
+
+
+PARTS = {"greedy": measure, "in_flight": measure_in_flight}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse(parser_of(__doc__), argv)
+    parser = parser_of(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    args = parse(parser, argv)
     report = Report("gpu_parity", args)
-    report.facts["model"] = SHAPE
-    with tempfile.TemporaryDirectory(prefix="eb-") as folder, report.attempt("parity.default.agreement"):
-        measure(report, args, Path(folder))
+    report.facts["model"] = {"greedy": SHAPE, "in_flight": LLAMA_SHAPE}
+    for part in args.parts:
+        key = "parity.default.agreement" if part == "greedy" else "parity.in_place.logprob"
+        with tempfile.TemporaryDirectory(prefix="eb-") as folder, report.attempt(key):
+            PARTS[part](report, args, Path(folder))
     report.finish()
 
 

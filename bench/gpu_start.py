@@ -139,6 +139,7 @@ def measure_cold(report: Report, runs: int, arguments: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default=MODEL)
+    parser.add_argument("--tp", type=int, choices=(1, 2, 4), default=1, help="ranks: rows tp2_*, tp4_*")
     parser.add_argument("--cold", action="store_true", help="with no kernel compiled")
     # Where it is set, every start compiles every module.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -146,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = Report("gpu_start", args)
     with model_folder(args, args.shape) as (_, folder):
         sizes = {"max_total_tokens": 4096 if args.tiny else 220_000}
-        arguments = engine_args(args, folder, **sizes)
+        arguments = engine_args(args, folder, tp_size=args.tp, **sizes)
         if args.cold:
             measure_cold(report, args.runs, arguments)
         else:
@@ -155,12 +156,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure_cached(report: Report, args: argparse.Namespace, arguments: dict[str, Any]) -> None:
-    with report.attempt("start.first_token"):
+    key = "start.first_token" if args.tp == 1 else f"start.tp{args.tp}_first_token"
+    with report.attempt(key):
         report.facts["filling_the_caches"] = start_once(arguments)
         runs = [start_once(arguments) for _ in range(args.runs)]
         floors = [floor_s(args.device) for _ in range(2)]
         report.add(
-            "start.first_token",
+            key,
             [run["first_token_s"] for run in runs],
             limit=min(floors),
             limit_basis="a process that imports torch and transformers and makes a context",

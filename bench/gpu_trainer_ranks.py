@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
+import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
-from gpu_trainer import START_TIMEOUT_S, answer_calls
+START_TIMEOUT_S = 400.0
+BUFFER_BYTES = 1 << 30
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -26,28 +29,48 @@ class TrainerRanks:
 
     Args:
         shapes: by checkpoint name. Elements are bfloat16 on a GPU, else float32.
-        device: "cuda": rank i has GPU i; or "cpu".
+        device: "cuda": the ranks have a GPU each, from `first_gpu` on; or "cpu".
+        num_ranks: of the engine, each of which is sent an entry.
+        num_lenders: of the trainer: as many, or one, whose tensors all of the engine's ranks read.
 
     Attributes:
         num_bytes: of the tensors, on each of the ranks.
     """
 
-    def __init__(self, shapes: Shapes, device: str, num_ranks: int) -> None:
-        devices = [f"cuda:{rank}" if device == "cuda" else device for rank in range(num_ranks)]
-        self._ranks = [_Rank(dict(shapes), one) for one in devices]
+    def __init__(
+        self,
+        shapes: Shapes,
+        device: str,
+        num_ranks: int,
+        num_lenders: int | None = None,
+        *,
+        first_gpu: int = 0,
+    ) -> None:
+        indices = range(first_gpu, first_gpu + num_ranks)
+        devices = [f"cuda:{index}" if device == "cuda" else device for index in indices]
+        per_lender = [devices] if num_lenders == 1 else [[one] for one in devices]
+        self._ranks = [_Rank(dict(shapes), readers) for readers in per_lender]
         self.num_bytes = max(rank.wait_started() for rank in self._ranks)
         self._dropped: list[asyncio.Future[Any]] = []
 
-    async def payloads(self, *, kept: bool = False) -> tuple[list[bytes], float]:
+    async def payloads(self, *, kept: bool = False) -> tuple[list[Any], float]:
         """An update of everything, an entry for each rank, and the most milliseconds a rank encoded.
 
         The tensors are lent until `answered`; `kept` as `keep_mapped` of `Engine`.
         """
         entries = await asyncio.gather(*(rank.ask("payload", kept) for rank in self._ranks))
-        return [entry for entry, _ in entries], max(encode_ms for _, encode_ms in entries)
+        return [one for sent, _ in entries for one in sent], max(encode_ms for _, encode_ms in entries)
 
     async def answered(self) -> None:
         await asyncio.gather(*(rank.ask("answered") for rank in self._ranks))
+
+    async def join(self, group: str, port: int, world_size: int, backend: str) -> None:
+        """Rank 0 joins a process group as its first member, and owns the store."""
+        await self._ranks[0].ask("join", group, port, world_size, backend)
+
+    async def broadcast(self, load_format: str | None) -> None:
+        """All tensors of rank 0 to its group, one by one or `packed`."""
+        await self._ranks[0].ask("broadcast", load_format)
 
     async def forget(self) -> None:
         """End what was lent for longer than an update."""
@@ -89,12 +112,16 @@ class TrainerRanks:
 
 
 class _Rank:
-    """One process, as its owner sees it. What is asked of it is answered in order."""
+    """One process, as its owner sees it. What is asked of it is answered in order.
 
-    def __init__(self, shapes: Shapes, device: str) -> None:
+    Args:
+        readers: devices of the engine's ranks that it lends to; the first is its own.
+    """
+
+    def __init__(self, shapes: Shapes, readers: list[str]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, shapes, device), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, shapes, readers), daemon=True)
         self._process.start()
         theirs.close()
         self._waiting: deque[asyncio.Future[Any]] = deque()
@@ -138,35 +165,89 @@ class _Rank:
             self._process.kill()
 
 
-def _serve(pipe: Connection, shapes: Shapes, device: str) -> None:
-    answer_calls(pipe, lambda: _Worker(shapes, device), lambda worker: worker.num_bytes)
+def _answer_calls(pipe: Connection, start: Callable[[], _Worker], told: Callable[[_Worker], object]) -> None:
+    """Start, tell of it, and do what is asked until the other end goes: (whether it went well, what came)."""
+    try:
+        worker = start()
+        pipe.send((True, told(worker)))
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            command, *values = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(worker, command)(*values)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _serve(pipe: Connection, shapes: Shapes, readers: list[str]) -> None:
+    _answer_calls(pipe, lambda: _Worker(shapes, readers), lambda worker: worker.num_bytes)
+
+
+def random_tensors(shapes: Shapes, device: str) -> list[tuple[str, Any]]:
+    import torch
+
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return [
+        (name, torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02))
+        for name, shape in shapes.items()
+    ]
+
+
+class OwnTensors:
+    """A trainer in the process that has the engine: its tensors go to `Engine` as they are."""
+
+    def __init__(self, shapes: Shapes, device: str) -> None:
+        self._tensors = random_tensors(shapes, device)
+        self.num_bytes = sum(tensor.nbytes for _, tensor in self._tensors)
+
+    async def payloads(self, *, kept: bool = False) -> tuple[list[Any], float]:
+        """The tensors; what encodes them is the engine's."""
+        return self._tensors, 0.0
+
+    async def answered(self) -> None:
+        """They are this process's."""
+
+    async def reserved_bytes(self) -> int | None:
+        """They take what they take."""
+        return self.num_bytes
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Worker:
-    def __init__(self, shapes: Shapes, device: str) -> None:
+    def __init__(self, shapes: Shapes, readers: list[str]) -> None:
         import torch
 
         from ebbtide.trainer.payload_encoding import PayloadEncoder
 
-        self._device = device
+        device = self._device = readers[0]
         if device != "cpu":
             torch.cuda.set_device(device)
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        self._weights = [
-            (name, torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02))
-            for name, shape in shapes.items()
-        ]
+        self._weights = random_tensors(shapes, device)
         self._synchronize()
         self.num_bytes = sum(tensor.nbytes for _, tensor in self._weights)
-        self._encoder = PayloadEncoder(device)
+        self._encoder = PayloadEncoder(readers, len(readers))
         self._lent = ExitStack()
         self._rest: Iterator[Any] = iter(())
         self._buckets: deque[Any] = deque()
+        self._group: Any = None
 
-    def payload(self, kept: bool) -> tuple[bytes, float]:
+    def payload(self, kept: bool) -> tuple[list[bytes], float]:
         begun = time.perf_counter()
         sent = self._lent.enter_context(self._encoder.encode(self._weights, keep_mapped=kept))
-        return sent.payload, (time.perf_counter() - begun) * 1e3
+        return sent.entries, (time.perf_counter() - begun) * 1e3
 
     def answered(self) -> None:
         self._lent.close()
@@ -192,6 +273,41 @@ class _Worker:
 
     def drop_bucket(self) -> None:
         self._buckets.popleft()
+
+    def join(self, name: str, port: int, world_size: int, backend: str) -> None:
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d
+
+        # As frameworks do it: a group by name, beside a default one or without, by torch's private helper.
+        timeout = timedelta(seconds=START_TIMEOUT_S)
+        store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
+        group, _ = distributed_c10d._new_process_group_helper(
+            size,
+            rank,
+            [],
+            dist.Backend(backend),
+            dist.PrefixStore(name, store),
+            group_name=name,
+            timeout=timeout,
+        )
+        distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}
+        self._group = group
+
+    def broadcast(self, load_format: str | None) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from ebbtide.srt.weight_sync.broadcast.announcement import packed_slices
+
+        tensors = [tensor for _, tensor in self._weights]
+        if load_format == "packed":
+            flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+            chunks = packed_slices([one.nbytes for one in flat], BUFFER_BYTES)
+            tensors = (torch.cat(flat[chunk]) for chunk in chunks)  # type: ignore[assignment]
+        works = [dist.broadcast(tensor, 0, group=self._group, async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
+        self._synchronize()
 
     def reserved_bytes(self) -> int | None:
         import torch

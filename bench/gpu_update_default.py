@@ -3,8 +3,13 @@
 Nothing is set but the model and the length of a stream's increments, so that the KV pool takes what it
 takes by default, and there is no spare room for a second copy of the weights. The trainer is a process of its
 own, whose tensors are allocated once the engine has started (`--trainer first`: before). It lends them by
-CUDA IPC, and encodes what is sent; this process passes that to `Engine`. `--tp 2` divides the model among two
-GPUs, each of which has a rank of the trainer with all weights; `--model` takes another model.
+CUDA IPC, and encodes what is sent; this process passes that to `Engine`. `--trainer own`: the tensors are
+this process's, and were there before the engine; rows `own_*`. `--tp 2` divides the model among two GPUs,
+each of which has a rank of the trainer with all weights; `--one-gpu`: all of them lie on the first GPU, rows
+`one_gpu_*`; `--model` takes another model.
+
+- `first_reply`: the first update after a start, nothing running; `later_reply`: the median of the three after
+  it. An engine is started for each. The trainer is there before it.
 
 - `stall_*`, `reply_*`: streams of 128 random tokens in, greedy, all of which decode: that of their start is
   over. One call brings all tensors. Per stream the longest gap between two chunks from a little before the
@@ -40,6 +45,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from gpu_common import (
     SHAPES,
@@ -54,7 +60,7 @@ from gpu_common import (
 )
 from gpu_machine import GIB, Machine
 from gpu_occupation import measure_driver
-from gpu_trainer_ranks import TrainerRanks
+from gpu_trainer_ranks import OwnTensors, TrainerRanks
 from watched_streams import LOOK_S, PROMPT_LEN, Streams, repeated, timed
 
 from ebbtide import Engine
@@ -63,6 +69,7 @@ BUCKET_BYTES, BUCKETS_AT_ONCE = 512 << 20, 3
 MODELS = {"llama8b": "", "qwen30b-a3b": "moe_"}
 """Shapes, and what their rows begin with."""
 PARTS = {
+    "first": "first_reply",
     "idle": "reply_idle",
     "in_place": "stall_in_place_64",
     "kept": "kept_reply_idle",
@@ -86,7 +93,7 @@ class Bench:
         ranks: of the trainer; as many as the engine has.
     """
 
-    ranks: TrainerRanks
+    ranks: TrainerRanks | OwnTensors
 
     def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape) -> None:
         self._args = args
@@ -100,6 +107,11 @@ class Bench:
         )
         await self.ranks.answered()
         return reply | {"encode_ms": encode_ms}
+
+    async def first_updates(self) -> list[dict[str, Any]]:
+        """The first updates of an engine that has served one request."""
+        await self.streams.read([1], asyncio.Event(), num_tokens=2)
+        return [await timed(lambda: self.update(None, flush=True)) for _ in range(4)]
 
     async def session(self, pause_mode: str | None) -> dict[str, Any]:
         """All weights in buckets, committed at once; so many are on their way, and the next is packed."""
@@ -131,7 +143,7 @@ class Bench:
         device = (await self._engine.async_memory_occupation())["device"]
         trainer = await self.ranks.reserved_bytes()
         left = {"free": device["free_bytes"], "engine": device["unmanaged_bytes"], "trainer": trainer}
-        print(f"    left: {left}", flush=True)
+        print(f"    left: {left}, descriptors: {descriptors()}", flush=True)
         return left
 
     async def park(self, preserve: str) -> dict[str, Any]:
@@ -188,6 +200,12 @@ class Bench:
         }
 
 
+def descriptors() -> dict[int, int]:
+    """Open files by process: this one and its children."""
+    me = psutil.Process()
+    return {process.pid: process.num_fds() for process in (me, *me.children(recursive=True))}
+
+
 class Measuring:
     """The rows of one engine, part by part."""
 
@@ -202,6 +220,8 @@ class Measuring:
 
     async def run(self) -> None:
         for part in self._args.parts:
+            if part == "first":  # It takes engines of its own.
+                continue
             # A part that fails leaves the others their turn.
             with self._report.attempt(self._prefix + PARTS[part]):
                 await getattr(self, part)()
@@ -298,13 +318,20 @@ class Measuring:
         self._note("resume_kv_all", runs, "all_ms")
 
 
+def measure_first(report: Report, prefix: str, runs: list[list[dict[str, Any]]]) -> None:
+    report.add(f"{prefix}first_reply", [run[0]["reply_ms"] for run in runs], all_runs=runs)
+    later = [statistics.median(one["reply_ms"] for one in run[1:]) for run in runs]
+    report.add(f"{prefix}later_reply", later)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=tuple(MODELS), default="llama8b")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--streams", nargs="+", type=int, choices=(64, 256), default=[64, 256])
-    parser.add_argument("--trainer", choices=("after", "first"), default="after")
+    parser.add_argument("--trainer", choices=("after", "first", "own"), default="after")
     parser.add_argument("--tp", type=int, choices=(1, 2, 4), default=1, help="ranks: rows tp2_*, tp4_*")
+    parser.add_argument("--one-gpu", action="store_true", help="one rank of the trainer, whatever --tp says")
     args = parse(parser, argv)
     # As where a trainer shares its GPU, the process that has the engine has no memory there.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -312,23 +339,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = Report("gpu_update_default", args)
     report.facts["machine"] = machine.runs
     shape = TINY if args.tiny else SHAPES[args.model]
-    prefix = "default." + MODELS[args.model] + (f"tp{args.tp}_" if args.tp > 1 else "")
+    own = "own_" if args.trainer == "own" else "one_gpu_" if args.one_gpu else ""
+    prefix = "default." + MODELS[args.model] + (f"tp{args.tp}_" if args.tp > 1 else "") + own
     if args.device == "cuda" and args.tp > torch.cuda.device_count():
         report.skip(prefix + "reply_idle", why=f"it takes {args.tp} GPUs")
         report.finish()
         return
     with report.attempt(prefix + "reply_idle"), model_folder(args, args.model) as (_, folder):
-        start_trainer = partial(TrainerRanks, checkpoint_shapes(shape), args.device, args.tp)
-        first = start_trainer() if args.trainer == "first" else None
+        shapes = checkpoint_shapes(shape)
+
+        def start_trainer() -> TrainerRanks | OwnTensors:
+            if args.trainer == "own":
+                return OwnTensors(shapes, args.device)
+            return TrainerRanks(shapes, args.device, args.tp, num_lenders=1 if args.one_gpu else args.tp)
+
+        first = None if args.trainer == "after" else start_trainer()
         given: dict[str, Any] = {"max_total_tokens": 32_768} if args.tiny else {}
         if args.tp > 1:
             given["tp_size"] = args.tp
         if "park" in args.parts:
             given["kv_park_bytes"] = (64 << 20) if args.tiny else PARK_BYTES
-        with (
-            Engine(**engine_args(args, folder, incremental_streaming_output=True, **given)) as engine,
-            first or start_trainer() as ranks,
-        ):
+        arguments = engine_args(args, folder, incremental_streaming_output=True, **given)
+        if "first" in args.parts:
+            first = first or start_trainer()
+            firsts = []
+            for _ in range(args.runs):
+                with Engine(**arguments) as engine:
+                    bench = Bench(args, engine, shape)
+                    bench.ranks = first
+                    firsts.append(asyncio.run(bench.first_updates()))
+            measure_first(report, prefix, firsts)
+        if set(args.parts) == {"first"}:
+            assert first is not None
+            first.close()
+            report.finish()
+            return
+        with Engine(**arguments) as engine, first or start_trainer() as ranks:
             bench = Bench(args, engine, shape)
             bench.ranks = ranks
             report.facts["trainer_bytes"] = ranks.num_bytes

@@ -14,6 +14,7 @@ import pytest
 import torch
 from fixtures.checkpoints import make_checkpoint
 from fixtures.gpu_checkpoint_engine import NUM_BUCKETS, CheckpointEngine
+from fixtures.references import Reference, span_logprobs
 from fixtures.trainer_process import TrainerProcess
 from safetensors.torch import load_file
 
@@ -74,6 +75,11 @@ def trainer() -> Iterator[TrainerProcess]:
         yield process
 
 
+@pytest.fixture(scope="module")
+def references(checkpoints: tuple[Path, Path]) -> dict[str, Reference]:
+    return {version: Reference(path) for version, path in zip("ab", checkpoints, strict=True)}
+
+
 def assert_holds(engine: EngineClass, checkpoint: Path) -> None:
     """Every weight bit for bit."""
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
@@ -132,8 +138,13 @@ def test_twenty_updates_leave_the_memory_as_it_was(
     assert_holds(engine, checkpoints[1])
 
 
-def test_streams_go_on_through_an_update(
-    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
+@pytest.mark.parametrize("pause_mode", ["in_place", "retract"])
+def test_streams_go_on_through_an_update_with_the_kv_that_its_mode_says(
+    engine: EngineClass,
+    trainer: TrainerProcess,
+    checkpoints: tuple[Path, Path],
+    references: dict[str, Reference],
+    pause_mode: str,
 ) -> None:
     num_streams, num_tokens = 8, 1000
     entry = trainer.send("named", checkpoints[1] / "model.safetensors")
@@ -141,7 +152,9 @@ def test_streams_go_on_through_an_update(
 
     def stream(first: int) -> dict[str, Any]:
         params = {**GREEDY, "max_new_tokens": num_tokens}
-        chunks = engine.generate(input_ids=[first, *PROMPT], sampling_params=params, stream=True)
+        chunks = engine.generate(
+            input_ids=[first, *PROMPT], sampling_params=params, return_logprob=True, stream=True
+        )
         last = next(chunks)
         under_way.wait(120)
         for chunk in chunks:
@@ -152,7 +165,7 @@ def test_streams_go_on_through_an_update(
         answers = [threads.submit(stream, first) for first in range(num_streams)]
         under_way.wait(120)
         reply = engine.update_weights_from_tensor(
-            [entry], pause_mode="in_place", flush_cache=False, weight_version="b"
+            [entry], pause_mode=pause_mode, flush_cache=pause_mode == "retract", weight_version="b"
         )
         outputs = [answer.result() for answer in answers]
     trainer.drop()
@@ -164,6 +177,30 @@ def test_streams_go_on_through_an_update(
         assert spans[0]["end"] == spans[1]["start"]
         assert spans[1]["end"] == len(output["output_ids"]) == num_tokens
     assert_holds(engine, checkpoints[1])
+    recomputes_kv = pause_mode == "retract"
+    for first, output in enumerate(outputs[:2]):
+        of_mode, of_other = (
+            largest_difference(references, [first, *PROMPT], output, recomputes_kv=recomputed)
+            for recomputed in (recomputes_kv, not recomputes_kv)
+        )
+        # Weights of another version in the KV show a hundred times as much as float32's last bits.
+        assert of_mode < 5e-3
+        assert of_other > 0.1
+
+
+def largest_difference(
+    references: dict[str, Reference], prompt: list[int], output: dict[str, Any], *, recomputes_kv: bool
+) -> float:
+    """Of the logprobs of an output's tokens from those that its weights must give."""
+    triples = output["meta_info"]["output_token_logprobs"]
+    differences = [0.0]
+    for span, rows in span_logprobs(references, prompt, output, recomputes_kv=recomputes_kv):
+        of_span = triples[span["start"] : span["end"]]
+        differences += [
+            abs(float(row[token_id]) - logprob)
+            for row, (logprob, token_id, *_) in zip(rows, of_span, strict=True)
+        ]
+    return max(differences)
 
 
 def test_what_a_checkpoint_engine_brings(engine: EngineClass, checkpoints: tuple[Path, Path]) -> None:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def _import_encoder() -> None:
-    from ebbtide.trainer import payload_encoding  # noqa: F401
+def _prepare_encoding(device: str) -> None:
+    from ebbtide.trainer.payload_encoding import prepare
+
+    prepare(device)
 
 
 class Engine(EngineMethods):
@@ -56,13 +58,14 @@ class Engine(EngineMethods):
         if server_args is None:
             server_args = ServerArgs(**{"log_level": "error", **kwargs})
         self.server_args = server_args
-        if "torch" in sys.modules:
-            # Who has torch sends tensors: the first update does not wait for what encodes them.
-            Thread(target=_import_encoder, name="importing", daemon=True).start()
         service = self._service = self._start(server_args)
         self._runner = LoopThread()
         # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
         self._finalizer = weakref.finalize(self, self._runner.end, service.close, service.shutdown)
+        if "torch" in sys.modules:
+            # Who has torch sends tensors: the first update does not wait for what encodes them.
+            device = service.rank_devices[0]
+            Thread(target=_prepare_encoding, args=[device], name="preparing", daemon=True).start()
         try:
             self._wait(self._service.open())
         except BaseException:
