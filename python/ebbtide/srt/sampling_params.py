@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from itertools import islice
 from typing import Any, Final, Self
 
 from ebbtide.srt.errors import RequestRejected, first_few
@@ -18,6 +19,11 @@ GREEDY_BELOW_TEMPERATURE = 1e-6
 TOP_P_IDS = "return_top_p_token_ids"
 MAX_STOP_STRINGS = 32
 MAX_BAD_WORDS = 1024
+MAX_BAD_CHARACTERS = 1 << 16
+MAX_STOP_TOKEN_IDS = 4096
+# As large as vocabularies are.
+MAX_TOKEN_IDS = 1 << 18
+MAX_SAMPLES = 4096
 _INT64_MAX = 2**63 - 1
 
 _Check = Callable[[str, Any], Any]
@@ -180,6 +186,11 @@ class SamplingParams:
 
 
 def _shown(value: Any) -> str:
+    # Not the text of a million entries, of which next to nothing is shown.
+    if isinstance(value, str | list | tuple):
+        value = value[:80]
+    elif isinstance(value, Mapping):
+        value = dict(islice(value.items(), 80))
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -192,10 +203,10 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _integer(minimum: int, expected: str, *, also: int | None = None) -> _Check:
+def _integer(minimum: int, expected: str, *, maximum: int = _INT64_MAX, also: int | None = None) -> _Check:
     def check(name: str, value: Any) -> int:
         number = as_int(value)
-        if not _is_int(number) or not (minimum <= number <= _INT64_MAX or number == also):
+        if not _is_int(number) or not (minimum <= number <= maximum or number == also):
             raise _rejected(name, expected, value)
         return int(number)
 
@@ -232,8 +243,8 @@ def _stop(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def _stop_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
-    if not isinstance(value, list | tuple | set | frozenset):
-        raise _rejected(name, "a list of token ids", value)
+    if not isinstance(value, list | tuple | set | frozenset) or len(value) > MAX_STOP_TOKEN_IDS:
+        raise _rejected(name, f"a list of token ids, at most {MAX_STOP_TOKEN_IDS}", value)
     token_ids = tuple(token_id for token_id in value if token_id is not None)
     if not all(_is_int(token_id) and 0 <= token_id <= _INT64_MAX for token_id in token_ids):
         raise _rejected(name, "a list of token ids, each an integer ≥ 0", value)
@@ -241,8 +252,8 @@ def _stop_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or not value:
-        raise _rejected(name, "a list of at least one token id", value)
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_TOKEN_IDS:
+        raise _rejected(name, f"a list of at least one token id and at most {MAX_TOKEN_IDS}", value)
     if not all(_is_int(token_id) and 0 <= token_id <= _INT64_MAX for token_id in value):
         raise _rejected(name, "a list of token ids, each an integer ≥ 0", value)
     return tuple(value)
@@ -252,13 +263,15 @@ def _bad_words(name: str, value: Any) -> tuple[str, ...] | None:
     is_list = isinstance(value, list | tuple) and len(value) <= MAX_BAD_WORDS
     if not is_list or not all(isinstance(word, str) and word.strip() for word in value):
         raise _rejected(name, f"a list of at most {MAX_BAD_WORDS} words", value)
+    if sum(map(len, value)) > MAX_BAD_CHARACTERS:
+        raise _rejected(name, f"words of at most {MAX_BAD_CHARACTERS} characters together", value)
     return tuple(value) or None
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     expected = "an object from token id to a finite number"
-    if not isinstance(value, Mapping):
-        raise _rejected(name, expected, value)
+    if not isinstance(value, Mapping) or len(value) > MAX_TOKEN_IDS:
+        raise _rejected(name, f"{expected}, of at most {MAX_TOKEN_IDS} ids", value)
     biases: dict[int, float] = {}
     for key, bias in value.items():
         # Keys of a JSON object are strings; Python callers pass ints.
@@ -336,7 +349,7 @@ _CHECKS: dict[str, _Check] = {
     "stop": _stop,
     "stop_token_ids": _stop_token_ids,
     "ignore_eos": _boolean,
-    "n": _integer(1, "an integer ≥ 1"),
+    "n": _integer(1, f"an integer from 1 to {MAX_SAMPLES}", maximum=MAX_SAMPLES),
     "skip_special_tokens": _boolean,
     "spaces_between_special_tokens": _boolean,
     "no_stop_trim": _boolean,

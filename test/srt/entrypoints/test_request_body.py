@@ -12,9 +12,9 @@ from hypothesis import given, strategies as st
 from ebbtide.srt.entrypoints import request_body
 from ebbtide.srt.entrypoints.request_body import (
     LARGE_BODY_BYTES,
+    BodyReader,
     decode_fields,
     decode_in_pieces,
-    read_fields,
 )
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.request_fields import build_request
@@ -29,7 +29,7 @@ async def chunks(body: bytes, size: int = 1 << 16) -> AsyncIterator[bytes]:
 
 
 async def read(body: bytes) -> dict[str, Any]:
-    return await read_fields(chunks(body), {FIELD})
+    return await BodyReader().read(chunks(body), {FIELD})
 
 
 def test_an_empty_body_has_no_fields() -> None:
@@ -113,7 +113,74 @@ def test_a_body_that_is_too_long_is_not_read_to_its_end() -> None:
             yield b" " * (1 << 10)
 
     with pytest.raises(RequestRejected, match="at most 10000 bytes") as raised:
-        asyncio.run(read_fields(endless(), max_bytes=10_000))
+        asyncio.run(BodyReader().read(endless(), max_bytes=10_000))
     assert raised.value.status == 413
     assert read_bytes < 12_000
-    assert asyncio.run(read_fields(chunks(b" " * 10_000), max_bytes=10_000)) == {}
+    assert asyncio.run(BodyReader().read(chunks(b" " * 10_000), max_bytes=10_000)) == {}
+
+
+def test_all_bodies_together_hold_no_more_than_that() -> None:
+    async def script() -> None:
+        reader, others_go_on = BodyReader(max_held_bytes=1000), asyncio.Event()
+
+        async def half() -> AsyncIterator[bytes]:
+            yield b" " * 600
+            await others_go_on.wait()
+
+        first = asyncio.create_task(reader.read(half(), max_bytes=1000))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestRejected, match="hold at most 1000 bytes together") as raised:
+            await reader.read(chunks(b" " * 600), max_bytes=1000)
+        assert raised.value.status == 503
+        assert await reader.read(chunks(b" " * 400), max_bytes=1000) == {}
+        others_go_on.set()
+        assert await first == {}
+        assert await reader.read(chunks(b" " * 1000), max_bytes=1000) == {}
+
+    asyncio.run(script())
+
+
+def test_the_rest_of_a_body_is_not_awaited_for_ever() -> None:
+    async def half() -> AsyncIterator[bytes]:
+        yield b'{"a": '
+        await asyncio.Event().wait()
+
+    async def script() -> None:
+        reader = BodyReader(max_held_bytes=10, patience_s=0.01)
+        with pytest.raises(RequestRejected, match="6 bytes came, and not the rest") as raised:
+            await reader.read(half(), max_bytes=10)
+        assert raised.value.status == 408
+        assert await reader.read(chunks(b"{}" + b" " * 8), max_bytes=10) == {}
+
+    asyncio.run(script())
+
+
+@given(text=st.text(alphabet='1-0.,[] "{}a:', max_size=30).map("[1,{}".format))
+def test_lists_in_pieces_are_what_they_are_at_once(text: str) -> None:
+    body = bytearray(f'{{"ids": {text}}}'.encode())
+
+    def fields_of(decode: Callable[[], Any]) -> Any:
+        try:
+            return decode()
+        except RequestRejected:
+            return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_body, "PIECE_BYTES", 2)
+        pieces = fields_of(lambda: decode_in_pieces(body, ()))
+    assert pieces == fields_of(lambda: decode_fields(body))
+
+
+def test_a_long_list_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    decode = request_body.msgspec.json.decode
+
+    def noted(text: Any, **options: Any) -> Any:
+        if not options:
+            sizes.append(len(text))
+        return decode(text, **options)
+
+    ids = list(range(1 << 18))
+    monkeypatch.setattr(request_body.msgspec.json, "decode", noted)
+    assert decode_in_pieces(bytearray(json.dumps({"ids": ids}).encode()), ()) == {"ids": ids}
+    assert max(sizes) < 2 * request_body.PIECE_BYTES

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fixtures.deadlines import HANG_S
-from fixtures.scripted_engine import Engine, scripted
+from fixtures.scripted_engine import Engine, run, scripted
 from fixtures.tokenizers import byte_level
 
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -273,3 +273,48 @@ async def test_the_end_of_the_engine_while_a_batch_is_sent_ends_it(engine: Engin
     with pytest.raises(EngineError, match="the scheduler died"):
         await batch
     assert engine.manager.num_live == 0
+
+
+@scripted(tokenizer=Waiting)
+async def test_bad_words_are_tokenized_beside_the_loop_once_for_all_prompts(engine: Engine) -> None:
+    params = {"bad_words": ["the dog " * 64]}
+    slow = await begin(engine, {"input_ids": [[5], [6]], "rid": "slow", "sampling_params": params})
+    assert not slow.done()
+    engine.tokenizer.go.set()
+    await slow
+    first, second = await engine.received(2)
+    assert first.banned == second.banned != []
+    assert len(engine.tokenizer.texts) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_large"),
+    [
+        ({"input_ids": [1] * 60, "rid": ["a", "a"]}, False),
+        ({"input_ids": [[1]] * 8, "rid": ["a"] * 8}, False),
+        ({"input_ids": [[1]] * 300, "rid": ["a"] * 300}, True),
+        ({"text": ["a"] * 300, "rid": ["a"] * 300}, True),
+        ({"input_ids": [1], "sampling_params": {"n": 300, "top_p": 7}}, True),
+        ({"input_ids": [1], "sampling_params": {"allowed_token_ids": [-1] * (1 << 17)}}, True),
+        ({"input_ids": [1], "sampling_params": {"logit_bias": {str(key): "x" for key in range(300)}}}, True),
+    ],
+)
+def test_the_loop_goes_on_while_a_large_request_is_read(fields: Any, is_large: bool) -> None:
+    async def script(engine: Engine) -> None:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        counting = asyncio.create_task(count())
+        await asyncio.sleep(0)
+        turns = 0
+        with pytest.raises(RequestRejected):
+            await engine.manager.prepare(fields)
+        counting.cancel()
+        assert (turns > 0) is is_large
+
+    run(script)

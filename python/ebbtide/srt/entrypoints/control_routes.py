@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
-from ebbtide.srt.entrypoints.request_body import MAX_BODY_BYTES, read_fields
+from ebbtide.srt.entrypoints.request_body import MAX_BODY_BYTES, BodyReader
 from ebbtide.srt.entrypoints.service import ControlAnswer, EngineService
 from ebbtide.srt.errors import error_body
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
@@ -56,13 +56,13 @@ NOT_IMPLEMENTED = (
 )
 
 
-def control_endpoint(service: EngineService, kind: type[ControlRequest]) -> Endpoint:
+def control_endpoint(service: EngineService, kind: type[ControlRequest], bodies: BodyReader) -> Endpoint:
     """The endpoint of a control request. A client that disconnects does not end it."""
     binary = binary_fields(kind)
 
     async def endpoint(request: Request) -> Response:
         max_bytes = _max_weight_bytes(service) if binary else MAX_BODY_BYTES
-        body = await read_fields(request.stream(), binary, max_bytes)
+        body = await bodies.read(request.stream(), binary, max_bytes)
         fields = query_fields(kind, request.query_params) | body
         return _answer(kind, fields, await service.answer(kind, fields))
 

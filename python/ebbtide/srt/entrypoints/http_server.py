@@ -25,7 +25,13 @@ from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
 from ebbtide.srt.entrypoints.auth import KeyCheck, Keys
 from ebbtide.srt.entrypoints.bodies import Reply
 from ebbtide.srt.entrypoints.browser_check import FRAMED_BY_NONE, BrowserCheck
-from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED, control_endpoint
+from ebbtide.srt.entrypoints.connection import BoundedConnection
+from ebbtide.srt.entrypoints.control_routes import (
+    CONTROL_ROUTES,
+    NOT_IMPLEMENTED,
+    binary_fields,
+    control_endpoint,
+)
 from ebbtide.srt.entrypoints.dashboard.routes import Dashboard
 from ebbtide.srt.entrypoints.drain import DrainRequest
 from ebbtide.srt.entrypoints.http_answers import (
@@ -49,7 +55,7 @@ from ebbtide.srt.entrypoints.openai.chat_template import read_chat_template
 from ebbtide.srt.entrypoints.openai.protocol import parse
 from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
 from ebbtide.srt.entrypoints.openapi import openapi_document
-from ebbtide.srt.entrypoints.request_body import read_fields
+from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.information import ServerInfoQuery, vllm_sections
 from ebbtide.srt.entrypoints.vllm.routes import VllmApi
@@ -83,17 +89,19 @@ def create_app(service: EngineService) -> FastAPI:
     )
     # FastAPI's own document would know nothing of the messages.
     app.openapi = functools.cache(openapi_document)  # type: ignore[method-assign]
-    endpoints = _Endpoints(service)
+    bodies, weight_bodies = BodyReader(), BodyReader()
+    endpoints = _Endpoints(service, bodies)
     app.add_route("/", endpoints.root, methods=["GET"])
     app.add_route("/generate", endpoints.generate, methods=["POST", "PUT"])
     for path, endpoint in endpoints.information().items():
         app.add_route(path, endpoint, methods=["GET"])
-    for method, path, endpoint in OpenAIApi(service).routes():
+    for method, path, endpoint in OpenAIApi(service, bodies).routes():
         app.add_route(path, endpoint, methods=[method])
-    for method, path, endpoint in VllmApi(service).routes():
+    for method, path, endpoint in VllmApi(service, bodies).routes():
         app.add_route(path, endpoint, methods=[method])
     for path, kind in CONTROL_ROUTES.items():
-        app.add_route(path, control_endpoint(service, kind), methods=list(kind.row.methods))
+        reader = weight_bodies if binary_fields(kind) else bodies
+        app.add_route(path, control_endpoint(service, kind, reader), methods=list(kind.row.methods))
     app.add_route("/transition", endpoints.transition, methods=["POST"])
     app.add_route("/drain", endpoints.drain, methods=["POST"])
     for path, endpoint in Dashboard(service).routes().items():
@@ -133,8 +141,9 @@ class OneSpelling:
 class _Endpoints:
     """What is behind each path."""
 
-    def __init__(self, service: EngineService) -> None:
+    def __init__(self, service: EngineService, bodies: BodyReader) -> None:
         self._service = service
+        self._bodies = bodies
 
     def information(self) -> dict[str, Endpoint]:
         """The paths that only tell something."""
@@ -157,7 +166,7 @@ class _Endpoints:
         return Response()
 
     async def generate(self, request: Request) -> Response:
-        fields = await read_fields(request.stream())
+        fields = await self._bodies.read(request.stream())
         starting = self._service.manager.prepare(fields, client=client_of(request))
         if fields.get("stream") is True:
             return await answer_events(request.receive, starting, self._service.metrics.note_chunk)
@@ -166,10 +175,10 @@ class _Endpoints:
         return Json(result)
 
     async def transition(self, request: Request) -> Response:
-        return Json(await self._service.transition(await read_fields(request.stream())))
+        return Json(await self._service.transition(await self._bodies.read(request.stream())))
 
     async def drain(self, request: Request) -> Response:
-        wanted = parse(DrainRequest, await read_fields(request.stream()))
+        wanted = parse(DrainRequest, await self._bodies.read(request.stream()))
         return Json(self._service.drain(wanted.timeout_s))
 
     async def answer_failure(self, request: Request, error: Exception) -> Response:
@@ -234,6 +243,9 @@ async def _answer_rejection(request: Request, error: Exception) -> Response:
     answer = Json(error.body, error.status)
     if error.status == 503:
         answer.headers["Retry-After"] = str(RETRY_AFTER_S)
+    if error.status == 408:
+        # The rest of the body may come yet, and nobody will read it.
+        answer.headers["Connection"] = "close"
     return answer
 
 
@@ -316,6 +328,7 @@ async def _serve(
     server = _Server(
         uvicorn.Config(
             application,
+            http=BoundedConnection,
             lifespan="off",
             log_config=None,
             log_level=config.http.log_level,

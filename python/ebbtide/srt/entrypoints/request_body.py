@@ -15,48 +15,92 @@ from ebbtide.srt.errors import RequestRejected
 
 # A body without weights may hold this much: a batch of prompts of tens of millions of tokens fits.
 MAX_BODY_BYTES = 1 << 28
+# All that are being read together.
+MAX_HELD_BYTES = 2 * MAX_BODY_BYTES
+# Slower than any network that a trainer has: who sends less holds memory, and sends nothing.
+PATIENCE_S = 30.0
+LEAST_BYTES_PER_S = 1 << 16
 # Bodies of this size and larger ones are decoded in a thread.
 LARGE_BODY_BYTES = 1 << 20
 # Decoding holds the interpreter's lock: base64 goes in pieces, between which the loop has its turn, and a
 # list of lists, such as the token ids of a batch, list by list.
 PIECE_CHARACTERS = 1 << 22
 LIST_OF_LISTS = re.compile(rb"\s*\[\s*\[")
+LIST_OF_NUMBERS = re.compile(rb"\s*\[\s*[-0-9]")
+PIECE_BYTES = 1 << 18
 
 
-async def read_fields(
-    chunks: AsyncIterator[bytes],
-    binary_fields: Collection[str] = frozenset(),
-    max_bytes: int = MAX_BODY_BYTES,
-) -> dict[str, Any]:
-    """The fields of a JSON object; an empty body has none.
+class BodyReader:
+    """Reads bodies of requests; how much they hold together, and how long one may take, is bounded.
 
     Args:
-        binary_fields: fields that are lists of base64; they come out as bytes.
-        max_bytes: how long the body may be; it is not read any further.
-
-    Raises:
-        RequestRejected: 400, the body is no JSON object; 413, it is too long.
+        max_held_bytes: of all that are being read or decoded; more where one alone may be longer.
+        patience_s: how long a client may take, beside a second for each `LEAST_BYTES_PER_S`.
     """
-    body = bytearray()
-    async for chunk in chunks:
+
+    def __init__(self, max_held_bytes: int = MAX_HELD_BYTES, patience_s: float = PATIENCE_S) -> None:
+        self._max_held_bytes = max_held_bytes
+        self._patience_s = patience_s
+        self._held_bytes = 0
+
+    async def read(
+        self,
+        chunks: AsyncIterator[bytes],
+        binary_fields: Collection[str] = frozenset(),
+        max_bytes: int = MAX_BODY_BYTES,
+    ) -> dict[str, Any]:
+        """The fields of a JSON object; an empty body has none.
+
+        Args:
+            binary_fields: fields that are lists of base64; they come out as bytes.
+            max_bytes: how long the body may be; it is not read any further.
+
+        Raises:
+            RequestRejected: 400, the body is no JSON object; 408, it does not come; 413, it is too long; 503,
+                with others it is too much for now.
+        """
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._patience_s) as deadline:
+                began_s = asyncio.get_running_loop().time()
+                async for chunk in chunks:
+                    self._take(body, chunk, max_bytes)
+                    allowed_s = self._patience_s + len(body) / LEAST_BYTES_PER_S
+                    deadline.reschedule(began_s + allowed_s)
+            if not body or body.isspace():
+                return {}
+            if len(body) < LARGE_BODY_BYTES:
+                return decode_fields(body)
+            return await asyncio.to_thread(decode_in_pieces, body, binary_fields)
+        except TimeoutError:
+            raise RequestRejected(
+                f"the body: {len(body)} bytes came, and not the rest: expected all within "
+                f"{self._patience_s:g} s and a second for each {LEAST_BYTES_PER_S} bytes",
+                408,
+            ) from None
+        finally:
+            self._held_bytes -= len(body)
+
+    def _take(self, body: bytearray, chunk: bytes, max_bytes: int) -> None:
         if len(body) + len(chunk) > max_bytes:
             raise RequestRejected(f"the body: expected at most {max_bytes} bytes", 413)
+        limit = max(self._max_held_bytes, max_bytes)
+        if self._held_bytes + len(chunk) > limit:
+            raise RequestRejected(
+                f"the body: all that are being read hold at most {limit} bytes together: try again later", 503
+            )
         body += chunk
-    if not body or body.isspace():
-        return {}
-    if len(body) < LARGE_BODY_BYTES:
-        return decode_fields(body)
-    return await asyncio.to_thread(decode_in_pieces, body, binary_fields)
+        self._held_bytes += len(chunk)
 
 
 def decode_fields(body: bytearray) -> dict[str, Any]:
-    """The fields of a whole body, decoded at once. Raises as `read_fields`."""
+    """The fields of a whole body, decoded at once. Raises as `BodyReader.read`."""
     with _refused():
         return msgspec.json.decode(body, type=dict[str, Any])
 
 
 def decode_in_pieces(body: bytearray, binary_fields: Collection[str]) -> dict[str, Any]:
-    """The fields of a large body, decoded in a thread; see `read_fields`."""
+    """The fields of a large body, decoded in a thread; see `BodyReader.read`."""
     with _refused():
         # `Raw` marks where a value lies without decoding it.
         values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -76,9 +120,32 @@ def _refused() -> Iterator[None]:
 
 
 def _plain(value: msgspec.Raw) -> Any:
+    if LIST_OF_NUMBERS.match(value) is not None and len(value) > PIECE_BYTES:
+        return _numbers(bytes(value).strip()[1:-1])
     if LIST_OF_LISTS.match(value) is None:
         return msgspec.json.decode(value)
     return [msgspec.json.decode(item) for item in msgspec.json.decode(value, type=list[msgspec.Raw])]
+
+
+def _numbers(listed: bytes) -> list[Any]:
+    """A list that begins with a number, without its brackets. What else is in it is decoded as well.
+
+    Raises:
+        msgspec.DecodeError: a piece is no JSON.
+    """
+    numbers: list[Any] = []
+    start = 0
+    while start < len(listed):
+        end = listed.find(b",", start + PIECE_BYTES)
+        piece = listed[start : end if end >= 0 else len(listed)]
+        if any(mark in piece for mark in b'"[{'):
+            # A comma within a text, or an inner list, is none of the list's own.
+            piece, end = listed[start:], -1
+        numbers += msgspec.json.decode(b"[" + piece + b"]")
+        if end < 0:
+            break
+        start = end + 1
+    return numbers
 
 
 def _binaries(value: msgspec.Raw) -> Any:

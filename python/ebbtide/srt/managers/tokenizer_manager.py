@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+import msgspec
+
 from ebbtide.srt.errors import EngineDown, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client
@@ -191,20 +193,24 @@ class TokenizerManager:
             raise RequestRejected(self._refusal, 503)
         self._check_taken()
         is_incremental = self._is_incremental if is_incremental is None else is_incremental
-        draft = self._normalizer.draft(given, render, client)
+        fields = msgspec.structs.asdict(given) if isinstance(given, GenerateReqInput) else given
+        self.limits.check_given("input_ids", fields.get("input_ids"), fields.get("truncate_prompt_tokens"))
+        draft = await self.worked_on(fields, lambda: self._normalizer.draft(fields, render, client))
         draft.check_chunks(is_incremental=is_incremental)
         self._live.claim(draft.all_rids, draft.groups, client)
         try:
             grammars = await self._grammars(draft, client.host)
-            plan = self._normalizer.plan(draft, await self._tokenize(draft))
+            prompts = await self._tokenize(draft)
+            plan = await self.worked_on(fields, lambda: self._normalizer.plan(draft, prompts))
             if self._place is not None:
                 plan = replace(plan, outputs=self._place(plan.outputs))
+            make = partial(
+                self._generation, plan, is_incremental=plan.stream and is_incremental, routed_form=routed_form
+            )
+            generation = await self.worked_on(fields, make)
         except BaseException:
             self._live.release(draft.all_rids)
             raise
-        generation = self._generation(
-            plan, is_incremental=plan.stream and is_incremental, routed_form=routed_form
-        )
         self._live.attach(generation)
         if plan.timeout_s is not None:
             generation.timer = self._abort_after(plan.timeout_s, generation, plan.arrival_s)
@@ -248,6 +254,14 @@ class TokenizerManager:
         """
         self._check_alive()
         return await self._unless_down(asyncio.get_running_loop().run_in_executor(self._threads, work))
+
+    async def worked_on(self, fields: Mapping[str, Any], work: Callable[[], T]) -> T:
+        """What comes of a request's fields; worked out in a thread if they hold much.
+
+        Raises:
+            EngineDown: the engine is gone.
+        """
+        return await self.in_thread(work) if _cost_of_fields(fields) > PIECE_TOKENS else work()
 
     async def _unless_down(self, running: asyncio.Future[T]) -> T:
         try:
@@ -430,6 +444,22 @@ def _pieces(items: Sequence[T], cost: Callable[[T], int], piece_cost: int) -> It
         if total >= piece_cost or end == len(items):
             yield items[start:end]
             start, total = end, 0
+
+
+def _cost_of_fields(fields: Mapping[str, Any]) -> int:
+    """Of reading a request, in tokens: outputs, and what has many entries, among its parameters too."""
+    params = fields.get("sampling_params")
+    params = params if isinstance(params, dict) else {}
+    num_samples = params.get("n") or fields.get("n")
+    cost = OVERHEAD_TOKENS * num_samples if isinstance(num_samples, int) else 0
+    words = params.get("bad_words") or fields.get("bad_words")
+    if isinstance(words, list):
+        cost += OVERHEAD_TOKENS * sum(len(word) for word in words if isinstance(word, str))
+    for value in (*fields.values(), *params.values()):
+        if isinstance(value, list | dict):
+            has_numbers = isinstance(value, list) and value and isinstance(value[0], int)
+            cost += len(value) * (1 if has_numbers else OVERHEAD_TOKENS)
+    return cost
 
 
 def _num_characters(prompt: Prompt) -> int:

@@ -384,3 +384,44 @@ def test_experts_are_told_from_a_token_of_the_prompt_on() -> None:
     with pytest.raises(RequestRejected, match="routed_experts_start_len: expected 0 to the 4 tokens"):
         plan({**asked, "routed_experts_start_len": 5}, limits=ROUTED)
     assert "return_routed_experts: expected a server with" in refusal(**asked)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input_ids": [[1]] * 65537}, "input_ids: expected at most 65536 prompts, got 65537"),
+        ({"input_ids": [1] * 64}, "the prompt has 64 tokens: it must be shorter than the context of 32"),
+    ],
+)
+def test_what_is_too_much_by_its_length_is_refused_before_its_entries_are_looked_at(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestRejected, match=message):
+        LIMITS.check_given("input_ids", fields["input_ids"])
+    LIMITS.check_given("input_ids", fields["input_ids"][:24])
+    LIMITS.check_given("input_ids", [1] * 64, kept=-1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"token_ids_logprob": [1] * ((1 << 18) + 1)}, "token_ids_logprob: expected at most 262144 entries"),
+        ({"return_logprob": [True] * ((1 << 18) + 1)}, "return_logprob: expected at most 262144 entries"),
+        (
+            {"return_logprob": True, "token_ids_logprob": [1] * 5000, "sampling_params": {"n": 4000}},
+            "outputs of a request have at most 16777216 ids in these, each output its own; got 20000000",
+        ),
+        (
+            {"sampling_params": {"n": 4000, "allowed_token_ids": [1] * 2500, "stop_token_ids": [1] * 2500}},
+            "got 20000000",
+        ),
+    ],
+)
+def test_a_request_brings_no_more_ids_than_that(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestRejected, match=message):
+        plan(input_ids=[1], **fields)
+
+
+def test_prompts_share_what_is_given_once_for_all() -> None:
+    first, second = plan(input_ids=[[1], [2]], sampling_params={"top_k": 3}).outputs
+    assert first.sampling_params is second.sampling_params

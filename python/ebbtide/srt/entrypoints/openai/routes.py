@@ -34,7 +34,7 @@ from ebbtide.srt.entrypoints.openai.protocol import ModelCard, ModelList
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, within_limits
 from ebbtide.srt.entrypoints.openai.tokenization import Tokenization
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
-from ebbtide.srt.entrypoints.request_body import read_fields
+from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.routing_headers import with_headers
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import RequestRejected
@@ -44,8 +44,9 @@ from ebbtide.srt.managers.api.routed_experts import RoutedForm
 class OpenAIApi:
     """What is behind `/v1/models`, the completions of both kinds, `/tokenize` and `/detokenize`."""
 
-    def __init__(self, service: EngineService) -> None:
+    def __init__(self, service: EngineService, bodies: BodyReader) -> None:
         self._service = service
+        self._bodies = bodies
         self._created = int(time.time())
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
@@ -69,7 +70,12 @@ class OpenAIApi:
 
     async def _completions(self, request: Request) -> Response:
         fields = await self._fields_of(request)
-        call = self._within_limits(completion_call(fields, self._model_name, self._template))
+        manager = self._service.manager
+        manager.limits.check_given("prompt", fields.get("prompt"), fields.get("truncate_prompt_tokens"))
+        call = await manager.worked_on(
+            fields, lambda: completion_call(fields, self._model_name, self._template)
+        )
+        call = self._within_limits(call)
         return await self._answer(request, call, CompletionWriter(call))
 
     async def _chat_completions(self, request: Request) -> Response:
@@ -82,12 +88,12 @@ class OpenAIApi:
         )
 
     async def _tokenize(self, request: Request) -> Response:
-        fields, tokenization = await read_fields(request.stream()), self._tokenization
+        fields, tokenization = await self._bodies.read(request.stream()), self._tokenization
         self._service.require_model(fields.get("model"))
         return Json(await self._service.manager.in_thread(lambda: tokenization.tokenize(fields)))
 
     async def _detokenize(self, request: Request) -> Response:
-        fields, tokenization = await read_fields(request.stream()), self._tokenization
+        fields, tokenization = await self._bodies.read(request.stream()), self._tokenization
         self._service.require_model(fields.get("model"))
         return Json(await self._service.manager.in_thread(lambda: tokenization.detokenize(fields)))
 
@@ -100,7 +106,7 @@ class OpenAIApi:
 
     async def _fields_of(self, request: Request) -> dict[str, Any]:
         """The body, and what headers say; where it says nothing, the server's flags do."""
-        fields = await read_fields(request.stream())
+        fields = await self._bodies.read(request.stream())
         service = self._service
         by_default = {
             "return_tokens_as_token_ids": service.config.server_args.return_tokens_as_token_ids,

@@ -22,7 +22,7 @@ from ebbtide.srt.entrypoints.openai.protocol import NO_STREAM_OPTIONS, Usage
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
 from ebbtide.srt.entrypoints.openai.routes import answer_call
 from ebbtide.srt.entrypoints.openai.unsupported_fields import check_salt
-from ebbtide.srt.entrypoints.request_body import read_fields
+from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.routing_headers import with_headers
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import meant_by
@@ -69,12 +69,16 @@ class TokensCall:
 class TokensApi:
     """What is behind `/inference/v1/generate`."""
 
-    def __init__(self, service: EngineService) -> None:
+    def __init__(self, service: EngineService, bodies: BodyReader) -> None:
         self._service = service
+        self._bodies = bodies
 
     async def generate(self, request: Request) -> Response:
-        fields = await read_fields(request.stream())
+        fields = await self._bodies.read(request.stream())
         self._service.require_model(fields.get("model"))
+        self._service.manager.limits.check_given(
+            "token_ids", fields.get("token_ids"), _params_of(fields).get("truncate_prompt_tokens")
+        )
         call = tokens_call(fields, request.headers, self._service.config.model.served_model_name)
         args = self._service.config.server_args
         common = within_limits(call.common, args.max_logprobs, self._service.manager.limits.vocab_size)
@@ -150,6 +154,11 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         ignored_fields=[*sorted(unknown), *ignored],
     )
     return TokensCall(request, common, _support_width(request, given_params))
+
+
+def _params_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    params = fields.get("sampling_params")
+    return params if isinstance(params, dict) else {}
 
 
 def _support_width(request: TokensRequest, params: Mapping[str, Any]) -> int:

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 
-from ebbtide.srt.entrypoints.request_body import read_fields
+from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import reader_of
 from ebbtide.srt.managers.api.request_fields import refuse_misspelt
@@ -145,13 +145,13 @@ def pause_mode(mode: VllmPauseMode, clear_cache: bool) -> PauseMode:
             return PauseMode.RETRACT if clear_cache else PauseMode.IN_PLACE
 
 
-async def read_parameters(request: Request, kind: type[P]) -> tuple[P, list[str]]:
+async def read_parameters(request: Request, kind: type[P], bodies: BodyReader) -> tuple[P, list[str]]:
     """The parameters in a request's query and body, where the query wins, and the names of unknown fields.
 
     Raises:
         RequestRejected: 400; `param` says which, as `query.<name>` or `body.<name>`.
     """
-    body = await read_fields(request.stream())
+    body = await bodies.read(request.stream())
     values: dict[str, Any] = {}
     for known in msgspec.structs.fields(kind):
         if known.name in request.query_params:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from ebbtide import __version__
 from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
+from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.generate import TokensApi
 from ebbtide.srt.entrypoints.vllm.information import VLLM_VERSION
@@ -66,14 +67,15 @@ GENERATE_PATHS = ("/inference/v1/generate", "/skyrl/v1/generate")
 class VllmApi:
     """What is behind vLLM's routes."""
 
-    def __init__(self, service: EngineService) -> None:
+    def __init__(self, service: EngineService, bodies: BodyReader) -> None:
         self._service = service
+        self.bodies = bodies
         self.occupation = VllmOccupation(self._control, lambda: service.state)
         self.weights = VllmWeightTransfer(self._control, lambda: service.state, self._num_ranks)
         self.calls = RemoteCalls(
             self._control, self.weights, lambda: service.config.model.path, self._num_ranks
         )
-        self._tokens = TokensApi(service)
+        self._tokens = TokensApi(service, bodies)
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
         """Method, path and endpoint of each."""
@@ -122,7 +124,7 @@ def _endpoint(route: VllmRoute, api: VllmApi) -> Endpoint:
     handler, kind = route.handler(api), route.parameters or Nothing
 
     async def endpoint(request: Request) -> Response:
-        asked, ignored = await read_parameters(request, kind)
+        asked, ignored = await read_parameters(request, kind, api.bodies)
         body = {"success": True, "message": "", **await handler(asked)}
         return Json({**body, "ignored_fields": ignored} if ignored else body)
 

@@ -9,6 +9,7 @@ import msgspec
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import read_losslessly
+from ebbtide.srt.sampling_params import MAX_TOKEN_IDS
 
 # Fields of features that this version lacks. They would change the tokens, or clients read them back: so a
 # value that asks for one is refused, while null, false and empty values, which clients send anyway, are not.
@@ -105,6 +106,9 @@ def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
         RequestRejected: status 400; a wrong type, with its path, or a feature that this version lacks.
     """
     fields = msgspec.structs.asdict(given) if isinstance(given, GenerateReqInput) else given
+    for name, value in fields.items():
+        if isinstance(value, list) and len(value) > MAX_TOKEN_IDS and name != "input_ids":
+            raise RequestRejected(f"{name}: expected at most {MAX_TOKEN_IDS} entries, got {len(value)}")
     for name in UNSUPPORTED_FIELDS & fields.keys():
         if not asks_for_nothing(fields[name]):
             raise RequestRejected(f"{name}: not supported in this version")

@@ -16,7 +16,7 @@ from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client, EndedOutput, 
 from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_form
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput, parse, split_ids
 from ebbtide.srt.managers.api.per_prompt import PerPrompt, per_prompt, rids_of_outputs
-from ebbtide.srt.managers.api.request_limits import RequestLimits
+from ebbtide.srt.managers.api.request_limits import MAX_OUTPUTS, RequestLimits
 from ebbtide.srt.managers.api.routed_experts import namespace_of
 from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput, VersionContract
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
@@ -27,8 +27,8 @@ Render: TypeAlias = Callable[[], str | list[int]]
 # The token ids of a prompt, or what they are to be made of.
 Prompt: TypeAlias = list[int] | str | Render
 
-# Each is a message and a state of its own: a number that was mistyped must not take all memory.
-MAX_OUTPUTS = 1 << 16
+# Each output's message has the ids of its parameters: so many in all messages of a request.
+MAX_IDS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,15 @@ class RequestNormalizer:
                 f"sampling_params.n: a request has at most {MAX_OUTPUTS} outputs, got {num_prompts} prompts "
                 f"with n = {num_samples}"
             )
+        columns = PerPrompt.split(request, num_prompts)
+        _check_num_ids(params, columns, num_samples)
         is_list = is_batch or num_samples > 1
         rids, groups = rids_of_outputs(request.rid, num_prompts, num_samples, is_list)
         return GenerationDraft(
             request=request,
             prompts=prompts,
             params=params,
-            columns=PerPrompt.split(request, num_prompts),
+            columns=columns,
             rids=rids,
             seeds=[self._seeds(one, num_samples) for one in params],
             is_list=is_list,
@@ -163,7 +165,7 @@ class RequestNormalizer:
         return [self._ids(draft.request, prompt) for prompt in prompts]
 
     def plan(self, draft: GenerationDraft, prompts: Sequence[list[int]]) -> GenerationPlan:
-        """The messages, with the ids of all prompts."""
+        """The messages, with the ids of all prompts. May be called from any thread."""
         request = draft.request
         outputs = [
             msgspec.structs.replace(message, rid=rid, seed=seed)
@@ -271,12 +273,16 @@ class RequestNormalizer:
     def _sampling_params(
         self, given: Any, num_prompts: int, continued: EndedOutput | None
     ) -> list[SamplingParams]:
-        params = [_one_sampling_params(entry) for entry in per_prompt("sampling_params", given, num_prompts)]
+        if isinstance(given, list):
+            entries = per_prompt("sampling_params", given, num_prompts)
+            params = [_one_sampling_params(entry) for entry in entries]
+        else:
+            params = [_one_sampling_params(given)] * num_prompts
         if continued is not None:
             params = [continued.params_for(None if given is None else params[0])]
         if len({one.n for one in params}) > 1:
             raise RequestRejected("sampling_params: n must be the same for every prompt of a batch")
-        for one in params:
+        for one in distinct(params):
             if one.stop_strings:
                 self._need_tokenizer("sampling_params.stop")
             self._limits.check_ids("sampling_params.logit_bias", list(one.logit_bias or ()))
@@ -299,6 +305,8 @@ class RequestNormalizer:
     ) -> Iterator[TokenizedGenerateReqInput]:
         """The message of each prompt's samples, but for their rids and seeds."""
         request = draft.request
+        banned = {id(one): self._spellings(one) for one in distinct(draft.params)}
+        grammars = {id(one): one.grammar.key for one in distinct(draft.params) if one.grammar is not None}
         for prompt, params, own in zip(prompts, draft.params, draft.columns, strict=True):
             own.check(self._limits, len(prompt))
             given_routes = own.given_routes(self._limits, len(prompt))
@@ -337,9 +345,32 @@ class RequestNormalizer:
                 contract=_contract(request),
                 return_sampling_mask=_returns_sampling_mask(request, params, self._limits.vocab_size),
                 routed_experts_start=self._routed_experts_start(request, len(prompt)),
-                grammar=None if params.grammar is None else params.grammar.key,
-                banned=self._tokenizer.spellings(params.bad_words) if self._tokenizer else [],
+                grammar=grammars.get(id(params)),
+                banned=banned[id(params)],
             )
+
+    def _spellings(self, params: SamplingParams) -> list[list[int]]:
+        return self._tokenizer.spellings(params.bad_words) if self._tokenizer else []
+
+
+def distinct(params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Each object once: the prompts of a batch mostly share one."""
+    return list({id(one): one for one in params}.values())
+
+
+def _check_num_ids(params: Sequence[SamplingParams], columns: Sequence[PerPrompt], num_samples: int) -> None:
+    """Refuse what no message between processes should hold."""
+    lengths = {
+        id(one): sum(len(ids or ()) for ids in (one.allowed_token_ids, one.logit_bias, one.stop_token_ids))
+        for one in distinct(params)
+    }
+    rows = zip(params, columns, strict=True)
+    num_ids = num_samples * sum(lengths[id(one)] + len(own.token_ids_logprob) for one, own in rows)
+    if num_ids > MAX_IDS:
+        raise RequestRejected(
+            "token_ids_logprob, allowed_token_ids, logit_bias and stop_token_ids: the outputs of a request "
+            f"have at most {MAX_IDS} ids in these, each output its own; got {num_ids}"
+        )
 
 
 def _pinned_to(request: GenerateReqInput) -> int | None:

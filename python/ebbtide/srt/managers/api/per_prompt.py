@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -49,11 +50,12 @@ class PerPrompt:
             return per_prompt(name, getattr(request, name), num_prompts)
 
         given = request.replay_routed_experts
+        chosen = _split_token_ids_logprob(request.token_ids_logprob, num_prompts)
         rows = zip(
             column("return_logprob"),
             column("logprob_start_len"),
             column("top_logprobs_num"),
-            _split_token_ids_logprob(request.token_ids_logprob, num_prompts),
+            chosen,
             column("cache_salt"),
             column("extra_key"),
             per_prompt("replay_routed_experts", None if asks_for_nothing(given) else given, num_prompts),
@@ -64,7 +66,7 @@ class PerPrompt:
                 return_logprob=bool(wanted),
                 logprob_start_len=-1 if start is None else start,
                 top_logprobs_num=top or 0,
-                token_ids_logprob=tuple(ids or ()),
+                token_ids_logprob=ids,
                 cache_namespace=_namespace(cache_salt=salt, extra_key=key),
                 replay_routed_experts=routes,
             )
@@ -124,8 +126,8 @@ def rids_of_outputs(
 
 def _split_token_ids_logprob(
     given: Sequence[int | list[int] | None] | None, num_prompts: int
-) -> list[list[int] | None]:
-    ids = [entry for entry in given or () if isinstance(entry, int)]
+) -> list[tuple[int, ...]]:
+    ids = tuple(entry for entry in given or () if isinstance(entry, int))
     if given is None or len(ids) == len(given):
         return [ids] * num_prompts
     if ids:
@@ -133,7 +135,8 @@ def _split_token_ids_logprob(
             "token_ids_logprob: expected a list of ids or a list of such lists, got a mixture"
         )
     lists = [entry for entry in given if not isinstance(entry, int)]
-    return per_prompt("token_ids_logprob", lists, num_prompts)
+    own: list[list[int] | None] = per_prompt("token_ids_logprob", lists, num_prompts)
+    return [tuple(ids or ()) for ids in own]
 
 
 def _namespace(**parts: str | None) -> tuple[str, ...]:
@@ -145,6 +148,6 @@ def _check_rids(rids: Sequence[str]) -> None:
     for rid in rids:
         if not 1 <= len(rid) <= MAX_RID_LENGTH:
             raise RequestRejected(f"rid: expected 1 to {MAX_RID_LENGTH} characters, got {len(rid)}")
-    if len(set(rids)) < len(rids):
-        twice = next(rid for rid in rids if rids.count(rid) > 1)
-        raise RequestRejected(f"rid: {twice!r} is given twice")
+    [(most, count)] = Counter(rids).most_common(1)
+    if count > 1:
+        raise RequestRejected(f"rid: {most!r} is given twice")

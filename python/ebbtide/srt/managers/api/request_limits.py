@@ -13,6 +13,9 @@ from ebbtide.srt.managers.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ebbtide.srt.config import EngineConfig
 
+# Each is a message and a state of its own: a number that was mistyped must not take all memory.
+MAX_OUTPUTS = 1 << 16
+
 
 @dataclass(frozen=True)
 class RequestLimits:
@@ -73,6 +76,21 @@ class RequestLimits:
             raise RequestRejected("the prompt is empty: at least one token is needed")
         self._check_length(num_tokens, f"{num_tokens} tokens")
         self.check_ids("input_ids", input_ids)
+
+    def check_given(self, name: str, prompts: Any, kept: Any = None) -> None:
+        """Refuse what is too much by its length, before anything is done with each of its entries.
+
+        Args:
+            prompts: a prompt's ids, or a list of prompts; the check of types refuses anything else.
+            kept: to how many ids each prompt is cut; None or 0: to none.
+        """
+        if not isinstance(prompts, list) or not prompts:
+            return
+        if not isinstance(prompts[0], int):
+            if len(prompts) > MAX_OUTPUTS:
+                raise RequestRejected(f"{name}: expected at most {MAX_OUTPUTS} prompts, got {len(prompts)}")
+        elif not kept:
+            self._check_length(len(prompts), f"{len(prompts)} tokens")
 
     def check_text(self, text: str, tokenizer: Tokenizer) -> None:
         """Refuse a text of which it is certain, before it is tokenized, that it is too long."""
