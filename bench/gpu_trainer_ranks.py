@@ -297,7 +297,7 @@ class _Worker:
         import torch
         import torch.distributed as dist
 
-        from ebbtide.srt.weight_sync.broadcast.announcement import packed_slices
+        from ebbtide.formats.announcement import packed_slices
 
         tensors = [tensor for _, tensor in self._weights]
         if load_format == "packed":
