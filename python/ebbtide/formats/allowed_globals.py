@@ -68,7 +68,7 @@ def record_fields(value: object, kind: str, expected: Sequence[str]) -> dict[str
     return fields
 
 
-# What the globals of wire_api 4.4 mean here. Each takes the tuple of arguments that the payload gives.
+# What the globals of wire_api 4.4 mean. Each takes the tuple of arguments that the payload gives.
 
 
 def _expect(arguments: tuple[object, ...], count: int, where: str) -> None:
@@ -211,8 +211,8 @@ def _sender_failure(arguments: tuple[object, ...]) -> SenderFailure:
     return SenderFailure(", ".join(str(one) for one in arguments if isinstance(one, str | int))[:2000])
 
 
-def offered_tensor(value: object, device: int) -> TensorRef:
-    """A CUDA tensor that is offered as torch's function and its arguments, for them to be put together here.
+def cuda_tensor(value: object, device: int) -> TensorRef:
+    """A CUDA tensor sent as the arguments of torch's `rebuild_cuda_tensor`, with the function or without it.
 
     Args:
         device: takes the place of the sender's.
@@ -222,19 +222,12 @@ def offered_tensor(value: object, device: int) -> TensorRef:
     """
     match value:
         case (Global(name=name), tuple(arguments)) if name in _CUDA_REBUILDERS:
-            return lent_tensor(arguments, device)
-    raise RequestRejected(f"expected rebuild_cuda_tensor and its arguments, got {kind_of(value)}")
-
-
-def lent_tensor(value: object, device: int) -> TensorRef:
-    """As `offered_tensor`, of the arguments alone.
-
-    Raises:
-        RequestRejected: they are something else.
-    """
-    if not isinstance(value, tuple):
-        raise RequestRejected(f"expected the arguments of rebuild_cuda_tensor, got {kind_of(value)}")
-    given = [device if slot == _DEVICE_SLOT else one for slot, one in enumerate(value)]
+            pass
+        case tuple(arguments):
+            pass
+        case _:
+            raise RequestRejected(f"expected rebuild_cuda_tensor and its arguments, got {kind_of(value)}")
+    given = [device if slot == _DEVICE_SLOT else one for slot, one in enumerate(arguments)]
     return _cuda_tensor("rebuild_cuda_tensor", tuple(given))
 
 
@@ -261,25 +254,20 @@ def resolve_offer(module: str, name: str) -> object:
     return resolve_global(module, name)
 
 
-def recording(note: Callable[[AnyStorageRef], None]) -> Callable[[str, str], object]:
-    """As `resolve_global`, telling `note` of each reference that the payload makes, wanted or not."""
+def recording(record: Callable[[AnyStorageRef], None]) -> Callable[[str, str], object]:
+    """As `resolve_global`, calling `record` with each reference that the payload makes, wanted or not."""
+
+    def recorded(call: Callable[[tuple[object, ...]], object], arguments: tuple[object, ...]) -> object:
+        made = call(arguments)
+        storage = made.storage if isinstance(made, TensorRef) else made
+        if isinstance(storage, AnyStorageRef):
+            record(storage)
+        return made
 
     def resolve(module: str, name: str) -> object:
         found = resolve_global(module, name)
         if not isinstance(found, Global) or found.call is None or found.is_pure:
             return found
-        return Global(found.name, partial(_noting, found.call, note), found.is_record)
+        return Global(found.name, partial(recorded, found.call), found.is_record)
 
     return resolve
-
-
-def _noting(
-    call: Callable[[tuple[object, ...]], object],
-    note: Callable[[AnyStorageRef], None],
-    arguments: tuple[object, ...],
-) -> object:
-    made = call(arguments)
-    storage = made.storage if isinstance(made, TensorRef) else made
-    if isinstance(storage, AnyStorageRef):
-        note(storage)
-    return made

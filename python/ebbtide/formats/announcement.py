@@ -67,7 +67,7 @@ class ChangedTensor(Struct, frozen=True, kw_only=True):
     checksum: str | None = None
 
 
-class LentTensor(Struct, frozen=True, kw_only=True):
+class IpcTensor(Struct, frozen=True, kw_only=True):
     """A tensor behind a handle of its own, or one of several in a buffer. Source: wire_vllm section 2.4.
 
     Attributes:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fixtures.gpu_memory import UUID, Counters, Gpu
 
-from ebbtide.formats.announcement import LentTensor
+from ebbtide.formats.announcement import IpcTensor
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
@@ -29,15 +29,15 @@ def arguments(gpu: Gpu, tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(shared)
 
 
-def lent(**num_bytes: int) -> list[LentTensor]:
+def lent(**num_bytes: int) -> list[IpcTensor]:
     return [
-        LentTensor(name=name, dtype=str(one.dtype)[6:], shape=tuple(one.shape), num_bytes=num_bytes.get(name))
+        IpcTensor(name=name, dtype=str(one.dtype)[6:], shape=tuple(one.shape), num_bytes=num_bytes.get(name))
         for name, one in TENSORS.items()
     ]
 
 
 def opened(
-    gpu: Gpu | None, handles: object, told: list[LentTensor] | None = None, num_ranks: int = 1
+    gpu: Gpu | None, handles: object, told: list[IpcTensor] | None = None, num_ranks: int = 1
 ) -> WeightSource:
     place = ParallelConfig(tp_size=num_ranks, tp_rank=num_ranks - 1)
     entries = [pickle.dumps(handles)] * num_ranks
@@ -79,7 +79,7 @@ def test_a_buffer_comes_again_and_again(gpu: Gpu, counters: Counters, is_with_fu
         (lambda gpu: {OTHER: arguments(gpu, BUFFER)}, f"no handle for device {UUID}; given: {OTHER}"),
         (lambda gpu: {UUID: arguments(gpu, BUFFER[:20].clone())}, "27 bytes are not within the buffer of 20"),
         (lambda gpu: {UUID: arguments(gpu, torch.zeros(6, 6))}, "expected one dimension"),
-        (lambda gpu: {UUID: 3}, "expected the arguments of rebuild_cuda_tensor, got int"),
+        (lambda gpu: {UUID: 3}, "expected rebuild_cuda_tensor and its arguments, got int"),
         (lambda gpu: [{UUID: arguments(gpu, BUFFER)}], "the handles of each of 2 tensors, got 1"),
         (lambda gpu: [{UUID: arguments(gpu, BUFFER)} for _ in TENSORS], "its handle is of torch.uint8"),
         (lambda gpu: [3, 4], "expected handles by the UUID of a device, got int"),

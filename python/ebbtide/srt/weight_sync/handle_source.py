@@ -9,14 +9,9 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Final
 
-from ebbtide.formats.allowed_globals import (
-    kind_of,
-    lent_tensor,
-    offered_tensor,
-    resolve_global,
-)
-from ebbtide.formats.announcement import LentTensor
-from ebbtide.formats.pickle_reader import Global, read_by_slices
+from ebbtide.formats.allowed_globals import cuda_tensor, kind_of, resolve_global
+from ebbtide.formats.announcement import IpcTensor
+from ebbtide.formats.pickle_reader import read_by_slices
 from ebbtide.formats.tensor_list import TensorForms
 from ebbtide.formats.tensor_refs import TensorHeader, TensorRef, dtype_named
 from ebbtide.srt.config import ParallelConfig
@@ -30,7 +25,7 @@ IPC_HANDLES: Final = "ipc_handles"
 
 def open_handles(
     entries: Sequence[bytes],
-    lent: Sequence[LentTensor] | None,
+    lent: Sequence[IpcTensor] | None,
     *,
     place: ParallelConfig,
     cuda: CudaIpc | None,
@@ -91,7 +86,7 @@ def _open_each(
 def _open_buffer(
     handles: object,
     headers: Sequence[TensorHeader],
-    lent: Sequence[LentTensor],
+    lent: Sequence[IpcTensor],
     memory: BorrowedMemory,
     cuda: CudaIpc,
     forms: TensorForms | None,
@@ -123,8 +118,7 @@ def _own(by_device: object, where: str, memory: BorrowedMemory, cuda: CudaIpc) -
     if handle is None:
         known = ", ".join(sorted(by_uuid))[:1000] or "none"
         raise RequestRejected(f"{where}: there is no handle for device {cuda.uuid}; given: {known}")
-    is_with_function = isinstance(handle, tuple) and len(handle) == 2 and isinstance(handle[0], Global)
-    ref = offered_tensor(handle, cuda.index) if is_with_function else lent_tensor(handle, cuda.index)
+    ref = cuda_tensor(handle, cuda.index)
     if ref.storage is not None:
         memory.note(ref.storage)
     return ref

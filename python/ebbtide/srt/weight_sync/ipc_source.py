@@ -15,8 +15,8 @@ import zmq
 
 from ebbtide.formats.allowed_globals import (
     SenderFailure,
+    cuda_tensor,
     kind_of,
-    offered_tensor,
     record_fields,
     resolve_offer,
     tensor_dtype,
@@ -152,7 +152,7 @@ class IpcConversation:
                 self.answer(self._refused or _complaint(said))
 
     def _open(self, said: object) -> None:
-        ref = offered_tensor(said, self._cuda.index)
+        ref = cuda_tensor(said, self._cuda.index)
         if isinstance(ref.storage, CudaStorageRef):
             self._memory.note(ref.storage)
         if ref.dtype != torch.uint8 or len(ref.shape) != 1 or ref.stride != (1,):

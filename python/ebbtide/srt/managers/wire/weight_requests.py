@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from ebbtide.formats.announcement import ChangedTensor, LentTensor
+from ebbtide.formats.announcement import ChangedTensor, IpcTensor
 from ebbtide.srt.managers.wire import merge_rules as merge
 from ebbtide.srt.managers.wire.control_request import (
     POST_OR_GET,
@@ -142,7 +142,7 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateRequest, frozen=True, kw_only=
     serialized_named_tensors: list[bytes]
     load_format: str | None = None
     changed: list[ChangedTensor] | None = None
-    lent: list[LentTensor] | None = None
+    lent: list[IpcTensor] | None = None
     base_version: str | int | None = None
 
 
