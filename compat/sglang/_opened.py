@@ -36,7 +36,7 @@ def deserialize(data: bytes | str) -> Any:
         described = finish(decode_by_slices(raw_payload(data), refs.append))
         memory = BorrowedMemory(_ipc_of(refs))
         # All that can be refused is, before the first tensor is made.
-        _rebuild(described, lambda ref: memory.want(ref.storage))
+        _rebuild(described, lambda ref: memory.require(ref.storage))
         for _ in memory.open():
             pass
         return _rebuild(described, lambda ref: whole(memory.tensor(ref)))
@@ -44,7 +44,7 @@ def deserialize(data: bytes | str) -> Any:
         raise RequestRejected("the payload is nested too deeply") from None
     finally:
         for ref in refs:
-            memory.note(ref)
+            memory.record(ref)
         # The tensors hold what they need themselves; what was not opened is given back.
         memory.close()
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ebbtide.srt.errors import EbbtideError
-from ebbtide.srt.weight_sync.borrowed_memory import LOOK_S
+from ebbtide.srt.weight_sync.borrowed_memory import ENDED_LOOK_S
 from soak.doors import MAX_TOTAL_TOKENS, REPLY_TIMEOUT_S, Door
 from soak.model import SHAPE
 from soak.tally import Holdings, Tally, shared_objects
@@ -128,7 +128,7 @@ class Soak:
         if self._kept is not None:
             self._kept.close()
             self._kept = None
-            await asyncio.sleep(2 * LOOK_S)  # until the engine has seen it
+            await asyncio.sleep(2 * ENDED_LOOK_S)  # until the engine has seen it
         until_s = time.monotonic() + 30
         while set(shared_objects(self.senders)) - self._others and time.monotonic() < until_s:
             await asyncio.sleep(0.1)

@@ -73,7 +73,7 @@ class IpcTensor(Struct, frozen=True, kw_only=True):
     Attributes:
         name: of the checkpoint.
         dtype: as torch calls it.
-        num_bytes: how far behind it the next one begins in the buffer; None: so many as it has.
+        num_bytes: from its beginning to that of the next one in the buffer; None: as many as it has.
     """
 
     name: str

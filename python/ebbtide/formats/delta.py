@@ -23,7 +23,7 @@ from torch import Tensor
 # SplitMix64's factors (Steele, Lea, Flood, 2014).
 MIXING_FACTORS: Final = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 LOW_32_BITS: Final = 0xFFFFFFFF
-# Rows and columns are told apart by these.
+# What makes the numbers of rows and of columns differ.
 ROW_SEED: Final = 0x51_7CC1_B727_220A_95
 COLUMN_SEED: Final = 0x1B_8735_93CC_9E2D_51
 # Elements that are widened at once.
@@ -31,6 +31,8 @@ SLICE_LEN: Final = 1 << 22
 
 BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+# Positions are computed with in 32 bits; larger tensors are sent whole.
+MAX_ELEMENTS: Final = (1 << 31) - 1
 # Codes of two bytes travel as int16, whose bits are those of the unsigned number.
 ESCAPES: Final = {torch.uint8: 0xFF, torch.int16: 0xFFFF}
 

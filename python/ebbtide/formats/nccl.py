@@ -24,7 +24,7 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 _SUM: Final = 0
 _LOOK_S: Final = 1e-3
 _UINT8: Final = 1
-# Types are told apart for the sake of peers: whatever is sent is copied byte for byte.
+# Peers compare types; whatever is sent is copied byte for byte.
 _TYPES: Final = {
     torch.int8: 0,
     torch.uint8: _UINT8,

@@ -197,7 +197,7 @@ class _Reader:
 
     def read(self, budget: Budget) -> Generator[int, None, object]:
         data, handlers = self.data, _HANDLERS
-        start = told = num_left = 0
+        start = yielded = num_left = 0
         try:
             while budget.num_opcodes > 0:
                 # Short pickles that share a budget make a slice together.
@@ -212,12 +212,12 @@ class _Reader:
                     if handler is None:
                         raise RequestRejected(_unknown_opcode(opcode, start))
                     handler(self)
-                yield self.position - told
-                told = self.position
+                yield self.position - yielded
+                yielded = self.position
         except _Stop:
             budget.num_opcodes += num_left
             if num_left == 0:
-                yield self.position - told
+                yield self.position - yielded
             return self._result()
         except (IndexError, KeyError, ValueError) as error:
             # Truncated input, an empty stack, a missing memo entry or a string that is not UTF-8.

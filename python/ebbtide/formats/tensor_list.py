@@ -203,12 +203,12 @@ def _kept_bytes(headers: tuple[TensorHeader, ...]) -> int:
 
 
 def decode_tensors(
-    data: bytes, note: Callable[[AnyStorageRef], None], forms: TensorForms | None = None
+    data: bytes, record: Callable[[AnyStorageRef], None], forms: TensorForms | None = None
 ) -> Generator[int, None, TensorTable]:
     """The tensors of a payload that begins with one of `MAGICS`, described and not opened; in slices.
 
     Args:
-        note: is told of every reference ahead of the first slice, so that all can be given back.
+        record: called with every reference ahead of the first slice, so that all can be given back.
         forms: of the payloads before it.
 
     Raises:
@@ -227,7 +227,7 @@ def decode_tensors(
             problems.append(problem)
             continue
         if (reference := storages[-1]) is not None:
-            note(reference)
+            record(reference)
     if problems:
         raise problems[0]
     yield len(data)
@@ -239,20 +239,20 @@ def decode_tensors(
 
 def _decode_form(data: bytes) -> Generator[int, None, TensorForm]:
     try:
-        told = _FORM_DECODER.decode(data)
+        found = _FORM_DECODER.decode(data)
     except msgspec.DecodeError as error:
         raise RequestRejected(f"the payload's names and shapes: {error}"[:500]) from error
-    layout_T = _column(told.layout_T, "<i4", len(told.names))
-    if len(layout_T) and not 0 <= layout_T.min() <= layout_T.max() < len(told.layouts):
-        raise RequestRejected(f"the payload: a tensor's layout is none of the {len(told.layouts)} given")
-    first_by_layout = dict(zip(layout_T[::-1].tolist(), reversed(told.names), strict=True))
+    layout_T = _column(found.layout_T, "<i4", len(found.names))
+    if len(layout_T) and not 0 <= layout_T.min() <= layout_T.max() < len(found.layouts):
+        raise RequestRejected(f"the payload: a tensor's layout is none of the {len(found.layouts)} given")
+    first_by_layout = dict(zip(layout_T[::-1].tolist(), reversed(found.names), strict=True))
     layouts: list[TensorLayout] = []
-    for number, layout in enumerate(told.layouts):
+    for number, layout in enumerate(found.layouts):
         where = first_by_layout.get(number, "a layout of no tensor")[:200]
         layouts.append(checked_layout(where, layout.dtype, layout.shape, layout.stride))
         yield 1
-    form = TensorForm(told.names, layouts, layout_T)
-    for first in range(0, len(told.names), NAMES_AT_ONCE):
+    form = TensorForm(found.names, layouts, layout_T)
+    for first in range(0, len(found.names), NAMES_AT_ONCE):
         form.describe(first, first + NAMES_AT_ONCE)
         yield 1
     return form

@@ -32,8 +32,8 @@ Backend = Literal["gloo", "nccl"]
 # The body of each target's reply, or why there is none, by the target's name.
 Outcomes = dict[str, Mapping[str, Any] | EbbtideError]
 
-# This end waits so much longer than the engines, so that they say first what they make of it.
-MARGIN_S: Final = 5.0
+# How much longer than the engines this end waits, so that they answer first.
+SOURCE_MARGIN_S: Final = 5.0
 
 
 class Broadcaster:
@@ -137,7 +137,7 @@ class Broadcaster:
             return [tensor.contiguous() for _, tensor in here]
 
         with ThreadPoolExecutor(2 * len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
-            broadcast = group.send(contiguous, timeout_s + MARGIN_S)
+            broadcast = group.send(contiguous, timeout_s + SOURCE_MARGIN_S)
             calls = {
                 target.name: pool.submit(target.take_broadcast, announced, group.name, timeout_s)
                 for target in self._targets

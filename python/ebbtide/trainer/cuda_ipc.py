@@ -146,7 +146,7 @@ def remove_own(path: Path, pid: int) -> None:
 
 
 class Driver:
-    """The calls of the CUDA driver that tell where allocations begin, and how other processes map them.
+    """The calls of the CUDA driver that say where allocations begin, and how other processes map them.
 
     They take a microsecond each, and keep the interpreter's lock: a thread that lets go of it at each of
     hundreds of calls waits milliseconds for it each time, where another one serves streams.
@@ -199,8 +199,8 @@ class Driver:
 driver: Final = functools.cache(Driver)
 
 
-class Places:
-    """Names and shapes of tensors, and where they lie.
+class Addresses:
+    """Names and shapes of tensors, and their addresses.
 
     Attributes:
         address_T: of each one's first element; 0 for what is empty.
@@ -212,7 +212,7 @@ class Places:
         self.address_T = np.where(self.listing.num_bytes_T > 0, address_T, 0)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Places):
+        if not isinstance(other, Addresses):
             return NotImplemented
         return self.listing.form == other.listing.form and np.array_equal(self.address_T, other.address_T)
 
@@ -224,14 +224,14 @@ class Allocations:
     """The memory that tensors lie in, as other processes map it. The tensors themselves may be freed.
 
     Attributes:
-        places: of the tensors.
+        addresses: of the tensors.
         begins, ids: of the allocations.
         storages: of each the device's UUID, the handle, and the bytes. The first has no memory: what is
             empty lies there.
         storage_T, offset_T: the number of each tensor's storage, and its place there, in elements.
     """
 
-    places: Places
+    addresses: Addresses
     begins: list[int]
     ids: list[int | None]
     storages: list[tuple[str, bytes, int]]
@@ -239,14 +239,14 @@ class Allocations:
     offset_T: NDArray[np.int64]
 
     @classmethod
-    def of(cls, tensors: NamedTensors, places: Places) -> Self:
+    def of(cls, tensors: NamedTensors, addresses: Addresses) -> Self:
         """Ask the driver. Raises RuntimeError for memory that it does not share.
 
         Args:
-            places: of the tensors.
+            addresses: of the tensors.
         """
-        order_T = np.argsort(places.address_T, kind="stable")
-        sorted_T = places.address_T[order_T]
+        order_T = np.argsort(addresses.address_T, kind="stable")
+        sorted_T = addresses.address_T[order_T]
         storages, begins = [("", b"", 0)], [0]
         storage_T = np.zeros(len(tensors), dtype=np.int64)
         first = int(np.searchsorted(sorted_T, 0, side="right"))
@@ -258,15 +258,15 @@ class Allocations:
             storages.append((uuid_of(device), driver().handle_of(begin), num_bytes))
             begins.append(begin)
             first = end
-        itemsize_T = places.listing.itemsize_T
-        offset_T, rest_T = np.divmod(places.address_T - np.array(begins)[storage_T], itemsize_T)
+        itemsize_T = addresses.listing.itemsize_T
+        offset_T, rest_T = np.divmod(addresses.address_T - np.array(begins)[storage_T], itemsize_T)
         for index in np.flatnonzero(rest_T)[:1].tolist():
             raise RuntimeError(f"{tensors[index][0]} does not lie at a multiple of its elements' size")
-        return cls(places, begins[1:], _ids(begins[1:]), storages, storage_T, offset_T)
+        return cls(addresses, begins[1:], _ids(begins[1:]), storages, storage_T, offset_T)
 
-    def are_at(self, places: Places) -> bool:
-        """Whether these places are in them, and they are still those that they were."""
-        return self.places == places and None not in self.ids and _ids(self.begins) == self.ids
+    def are_at(self, addresses: Addresses) -> bool:
+        """Whether the tensors lie there, and the allocations are still those that they were."""
+        return self.addresses == addresses and None not in self.ids and _ids(self.begins) == self.ids
 
 
 def _ids(begins: Sequence[int]) -> list[int | None]:
@@ -310,14 +310,14 @@ class IpcExporter:
 
         Raises RuntimeError for memory that the driver does not share in this way.
         """
-        places = Places(tensors)
+        addresses = Addresses(tensors)
         if keep_mapped:
             with self._lock:
-                export = self._standing_export(tensors, places)
+                export = self._standing_export(tensors, addresses)
             return Payload(export.entries, memory=tensors, abandon=functools.partial(self._hold, export))
         last = self._last
-        if last is None or not last.are_at(places):
-            last = self._last = Allocations.of(tensors, places)
+        if last is None or not last.are_at(addresses):
+            last = self._last = Allocations.of(tensors, addresses)
         export = self._share(last)
         return Payload(
             export.entries,
@@ -340,9 +340,9 @@ class IpcExporter:
             for export in list(dict.fromkeys(self._standing.values())):
                 self._end(export)
 
-    def _standing_export(self, tensors: NamedTensors, places: Places) -> _Export:
+    def _standing_export(self, tensors: NamedTensors, addresses: Addresses) -> _Export:
         export = self._standing.get(tensors[0][0])
-        if export is not None and export.allocations.are_at(places) and export.counts.are_zero:
+        if export is not None and export.allocations.are_at(addresses) and export.counts.are_zero:
             export.counts.refill()
             return export
         names = tuple(name for name, _ in tensors)
@@ -352,7 +352,7 @@ class IpcExporter:
         exports = list(dict.fromkeys(self._standing.values()))
         for oldest in exports[: max(0, len(exports) + 1 - MAX_STANDING)]:
             self._end(oldest)
-        export = self._share(Allocations.of(tensors, places), names)
+        export = self._share(Allocations.of(tensors, addresses), names)
         export.counts.hold(stays=True)
         self._standing.update(dict.fromkeys(names, export))
         return export
@@ -363,7 +363,7 @@ class IpcExporter:
             [DeviceStorage(*storage, 0, counts.name, reader) for storage in allocations.storages]
             for reader in range(self._num_readers)
         ]
-        listing, columns = allocations.places.listing, (allocations.storage_T, allocations.offset_T)
+        listing, columns = allocations.addresses.listing, (allocations.storage_T, allocations.offset_T)
         entries = listing.encode(storages, *columns, stays=bool(names))
         return _Export(allocations, entries, counts, names)
 

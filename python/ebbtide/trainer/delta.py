@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from ebbtide.formats.announcement import ChangedTensor
 from ebbtide.formats.delta import (
+    MAX_ELEMENTS,
     as_hex,
     bits_of,
     encode_positions,
@@ -22,9 +22,6 @@ from ebbtide.formats.delta import (
     sum_of_changes,
 )
 from ebbtide.trainer.gathering import Bucket, ChangeHeader
-
-# Positions are computed with in 32 bits; larger tensors are sent whole.
-MAX_ELEMENTS: Final = (1 << 31) - 1
 
 
 @dataclass

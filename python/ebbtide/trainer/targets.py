@@ -249,7 +249,7 @@ class ServerTarget(Target):
         super().begin(session_timeout_s)
 
     def stage(self, bucket: Bucket, timeout_s: float) -> Mapping[str, Any]:
-        assert self._encoder is not None, "a session is begun first"
+        assert self._encoder is not None, "`begin` comes first"
         keep_mapped = self._keep_mapped and bucket.changes is None
         with self._encoder.encode(bucket.tensors, keep_mapped=keep_mapped) as payload:
             return self._call(

@@ -22,7 +22,7 @@ from ebbtide.trainer.targets import AnswerLost, Target
 
 logger = logging.getLogger(__name__)
 
-# Is told the bytes and the tensors that all engines have taken so far.
+# Called with the bytes and the tensors that all engines have taken so far.
 ProgressCallback = Callable[[int, int], None]
 T = TypeVar("T")
 

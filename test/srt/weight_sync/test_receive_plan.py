@@ -42,16 +42,16 @@ def layout_of(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dt
 
 
 def arranged(
-    tensors: Sequence[Tensor], destinations: Sequence[Destination | None], num_beside: int = 0
+    tensors: Sequence[Tensor], destinations: Sequence[Destination | None], num_apart: int = 0
 ) -> list[Transfer]:
-    return list(receive_plan(layout_of(tensors), destinations, CPU, num_beside=num_beside))
+    return list(receive_plan(layout_of(tensors), destinations, CPU, num_apart=num_apart))
 
 
 def receive_into(
     group: WeightGroup, destinations: Sequence[Destination | None], tensors: Sequence[Tensor], limit_s: float
 ) -> Broadcasts:
     layout = layout_of(tensors)
-    return group.receive_by(lambda count: receive_plan(layout, destinations, CPU, num_beside=count), limit_s)
+    return group.receive_by(lambda count: receive_plan(layout, destinations, CPU, num_apart=count), limit_s)
 
 
 def whole(region: Tensor) -> Destination:

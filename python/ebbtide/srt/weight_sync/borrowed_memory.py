@@ -23,14 +23,14 @@ from ebbtide.formats.shared_memory import SharedBlock, object_path
 from ebbtide.formats.stored_tensor import StoredTensor
 from ebbtide.formats.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef, TensorRef
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.weight_sync.cuda_memory import Counters, CudaIpc, Mapping
+from ebbtide.srt.weight_sync.cuda_memory import Counters, CudaIpc, MappedAllocation
 
 logger = logging.getLogger(__name__)
 
 # The buckets of one trainer, and some more: what comes after them takes the place of the oldest.
 MAX_PAYLOADS: Final = 256
 # How soon memory is let go of that a trainer does not hold on to any more.
-LOOK_S: Final = 1.0
+ENDED_LOOK_S: Final = 1.0
 
 
 class KeptPayload:
@@ -47,7 +47,7 @@ class KeptPayload:
     def __init__(self, refs: Sequence[CudaStorageRef], decoded: object) -> None:
         self.refs = refs
         self.decoded = decoded
-        self.mapped: dict[object, Mapping] = {}
+        self.mapped: dict[object, MappedAllocation] = {}
         self.ends: dict[int, int] = {}
         self.notes: dict[object, Any] = {}
         self.num_users = 0
@@ -114,7 +114,7 @@ class KeptMemory:
     def _look(self) -> None:
         self._ipc.enter_thread()
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(ENDED_LOOK_S)
             self.drop_ended()
             with self._lock:
                 if not self._payloads:
@@ -149,9 +149,9 @@ def is_held(counter_file: bytes) -> bool:
 class BorrowedMemory:
     """Shared memory, held open by block, and device memory, each allocation of which is mapped once.
 
-    `note` takes down the references as they are decoded. `want` then checks those that are to be read; `open`
-    maps device memory, which takes long enough to be done in steps. However it goes on, `close` gives every
-    reference back that was noted.
+    `record` takes references over as they are decoded. `require` checks those that are to be read; `open`
+    maps device memory, which takes long enough to be done in steps. Whatever happens, `close` gives all that
+    was recorded back.
 
     Args:
         cuda: for the device that the engine runs on; None where that is the CPU.
@@ -170,10 +170,10 @@ class BorrowedMemory:
         self._may_map = num_readers == 1
         self._is_kept = is_kept
         self._cost = 1
-        self._noted: list[AnyStorageRef] = []
+        self._recorded: list[AnyStorageRef] = []
         self._wanted: dict[CudaStorageRef, None] = {}
         self._blocks: dict[bytes, SharedBlock] = {}
-        self._mapped: dict[object, Mapping] = {}
+        self._mapped: dict[object, MappedAllocation] = {}
         # Where mappings end, by their beginnings.
         self._ends: dict[int, int] = {}
         self._opened: dict[object, list[CudaStorageRef]] = {}
@@ -192,16 +192,16 @@ class BorrowedMemory:
         """See `KeptPayload`; None where the memory does not stay."""
         return None if self._stays_in is None else self._stays_in[1].notes
 
-    def note(self, ref: AnyStorageRef) -> None:
-        """Take down a reference that the payload makes."""
-        self._noted.append(ref)
+    def record(self, ref: AnyStorageRef) -> None:
+        """Take over a reference that the payload makes."""
+        self._recorded.append(ref)
 
     @property
     def device_refs(self) -> list[CudaStorageRef]:
-        """The references to memory of devices that were noted."""
-        return [ref for ref in self._noted if isinstance(ref, CudaStorageRef)]
+        """The references to memory of devices that were recorded."""
+        return [ref for ref in self._recorded if isinstance(ref, CudaStorageRef)]
 
-    def want(self, storage: AnyStorageRef | None) -> None:
+    def require(self, storage: AnyStorageRef | None) -> None:
         """Check the memory of tensors.
 
         Raises:
@@ -220,11 +220,11 @@ class BorrowedMemory:
 
         None: some of it is on no device.
         """
-        is_on_device = bool(self._wanted) and all(isinstance(ref, CudaStorageRef) for ref in self._noted)
+        is_on_device = bool(self._wanted) and all(isinstance(ref, CudaStorageRef) for ref in self._recorded)
         return self._cost if is_on_device else None
 
     def open(self) -> Iterator[int]:
-        """Map the device memory of the tensors that `want` was given; yields the bytes of each reference.
+        """Map the device memory of the tensors that `require` was given; yields the bytes of each reference.
 
         Raises:
             RequestRejected: the sender has ended, or the memory is not what the payload says.
@@ -296,12 +296,12 @@ class BorrowedMemory:
 
     def close(self) -> None:
         """Give everything back, opened or not. Idempotent."""
-        noted, self._noted = self._noted, []
+        recorded, self._recorded = self._recorded, []
         for _ in self.release():
             pass
-        self._give_back([ref for ref in noted if isinstance(ref, CudaStorageRef)])
+        self._give_back([ref for ref in recorded if isinstance(ref, CudaStorageRef)])
         self._counters.close()
-        self._close_blocks([ref for ref in noted if isinstance(ref, StorageRef)])
+        self._close_blocks([ref for ref in recorded if isinstance(ref, StorageRef)])
         if self._stays_in is not None:
             (keeper, payload), self._stays_in = self._stays_in, None
             keeper.give_back(payload)
@@ -350,7 +350,7 @@ class BorrowedMemory:
                 )
             end = self._ends[begin] = sum(extent)
 
-    def _awaited_mapping(self, ref: CudaStorageRef) -> Mapping:
+    def _awaited_mapping(self, ref: CudaStorageRef) -> MappedAllocation:
         """What is launched from here on, on torch's current stream, runs after the sender's writes."""
         assert self._cuda is not None
         mapping = self._mapped.get(self._cuda.key(ref))
@@ -379,10 +379,10 @@ class BorrowedMemory:
             if num_left:
                 self._counters.add(alike[0], -min(len(alike), num_left))
 
-    def _close_blocks(self, noted: Sequence[StorageRef]) -> None:
+    def _close_blocks(self, recorded: Sequence[StorageRef]) -> None:
         """Let go of the blocks, and drop the references, also those that travelled unread."""
         if self._owns_references:
-            for ref in noted:
+            for ref in recorded:
                 # What cannot be opened holds nothing of the sender's.
                 with suppress(RequestRejected):
                     self._block(ref)

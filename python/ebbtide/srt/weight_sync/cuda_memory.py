@@ -29,7 +29,7 @@ PEER_COST: Final = 6
 _COUNTER: Final = struct.Struct("=q")
 
 
-class Mapping:
+class MappedAllocation:
     """An allocation of another process, mapped here.
 
     Args:
@@ -121,7 +121,7 @@ class CudaIpc:
         """The same for references that one mapping serves."""
         return ref if self._needs_torch(ref) else ref.handle
 
-    def open(self, ref: CudaStorageRef) -> Mapping:
+    def open(self, ref: CudaStorageRef) -> MappedAllocation:
         """Map the sender's allocation that a reference leads into.
 
         Raises:
@@ -132,12 +132,12 @@ class CudaIpc:
         with self._lock:
             address, num_mappings = self._opened.get(ref.handle) or (self._mapped(ref), 0)
             self._opened[ref.handle] = address, num_mappings + 1
-        return Mapping(address, torch.device("cuda", self.index), partial(self._close, ref.handle))
+        return MappedAllocation(address, torch.device("cuda", self.index), partial(self._close, ref.handle))
 
     def _needs_torch(self, ref: CudaStorageRef) -> bool:
         return self._is_lasting or is_expandable(ref.handle)
 
-    def _open_by_torch(self, ref: CudaStorageRef) -> Mapping:
+    def _open_by_torch(self, ref: CudaStorageRef) -> MappedAllocation:
         """By torch: only that can map an expandable segment, by file descriptors of the sender's."""
         memory = (ref.handle, ref.num_bytes, ref.offset_bytes)
         counter = (ref.counter_file, ref.counter_index)
@@ -150,7 +150,7 @@ class CudaIpc:
                 counters.add(ref, -1)
                 reason = str(error).partition("\n")[0]
                 raise RequestRejected(f"{ref} cannot be opened ({reason}): {KEEP_ALIVE}") from error
-        return Mapping(opened.data_ptr() - ref.offset_bytes, opened.device, opened=opened)
+        return MappedAllocation(opened.data_ptr() - ref.offset_bytes, opened.device, opened=opened)
 
     def _mapped(self, ref: CudaStorageRef) -> int:
         handle = self._driver.CUipcMemHandle()

@@ -10,6 +10,7 @@ import torch
 
 from ebbtide.formats.announcement import Announcement, packed_slices
 from ebbtide.formats.bucket import tensors_in, without_padding
+from ebbtide.formats.delta import MAX_ELEMENTS
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.formats.weight_group import Broadcasts, TensorKinds, WeightGroup
@@ -19,7 +20,6 @@ from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights
 from ebbtide.srt.weight_sync.receive_plan import packed_plan, receive_plan
 from ebbtide.srt.weight_sync.source import NamedTensor, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import (
-    MAX_ELEMENTS,
     DeltaSource,
     PlacedChanges,
     PlacedPatches,
@@ -126,7 +126,8 @@ class BroadcastSource(WeightSource):
                 lambda _: packed_plan(listed, _cut(destinations(), chunks), device), timeout_s
             )
         return self._group.receive_by(
-            lambda num_beside: receive_plan(kinds, destinations(), device, num_beside=num_beside), timeout_s
+            lambda count: receive_plan(kinds, destinations(), device, num_apart=count),
+            timeout_s,
         )
 
     def _kinds(self) -> TensorKinds:

@@ -120,5 +120,5 @@ def _own(by_device: object, where: str, memory: BorrowedMemory, cuda: CudaIpc) -
         raise RequestRejected(f"{where}: there is no handle for device {cuda.uuid}; given: {known}")
     ref = cuda_tensor(handle, cuda.index)
     if ref.storage is not None:
-        memory.note(ref.storage)
+        memory.record(ref.storage)
     return ref

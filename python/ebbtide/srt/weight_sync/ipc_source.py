@@ -154,10 +154,10 @@ class IpcConversation:
     def _open(self, said: object) -> None:
         ref = cuda_tensor(said, self._cuda.index)
         if isinstance(ref.storage, CudaStorageRef):
-            self._memory.note(ref.storage)
+            self._memory.record(ref.storage)
         if ref.dtype != torch.uint8 or len(ref.shape) != 1 or ref.stride != (1,):
             raise RequestRejected(f"the buffer: expected bytes (1-D uint8), got {ref.dtype} of {ref.shape}")
-        self._memory.want(ref.storage)
+        self._memory.require(ref.storage)
         for _ in self._memory.open():
             pass
         buffer = self._memory.tensor(ref)

@@ -1,4 +1,4 @@
-"""Where broadcast tensors are received: straight where they belong, or in little memory beside it."""
+"""Where broadcast tensors are received: straight where they belong, or in buffers."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def receive_plan(
     destinations: Sequence[Destination | None],
     device: torch.device,
     *,
-    num_beside: int,
+    num_apart: int,
 ) -> Iterator[Transfer]:
     """The transfers that bring tensors to their destinations, in order; None for what nobody needs.
 
     All memory is taken before this returns: taking it while a broadcast waits for its source could wait too.
 
     Args:
-        num_beside: how many of the first tensors must be received beside their destinations.
+        num_apart: how many of the first tensors must be received in buffers.
     """
     in_place = [
-        index >= num_beside and destination is not None and destination.is_like(*expected)
+        index >= num_apart and destination is not None and destination.is_like(*expected)
         for index, (expected, destination) in enumerate(zip(kinds, destinations, strict=True))
     ]
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds]
-    beside = [num_bytes for num_bytes, is_in_place in zip(sizes, in_place, strict=True) if not is_in_place]
-    buffers = _Buffers(beside, device)
+    buffered = [num_bytes for num_bytes, is_in_place in zip(sizes, in_place, strict=True) if not is_in_place]
+    buffers = _Buffers(buffered, device)
 
     def transfers() -> Iterator[Transfer]:
         rows = zip(kinds, destinations, in_place, sizes, strict=True)
@@ -85,7 +85,7 @@ def packed_plan(
     destinations: Sequence[Sequence[Destination | None]],
     device: torch.device,
 ) -> Iterator[Transfer]:
-    """As `receive_plan`, of chunks that hold tensors one behind the other: all received beside."""
+    """As `receive_plan`, of chunks that hold tensors one behind the other: all received in buffers."""
     sizes = [chunk[-1][1] + chunk[-1][0].num_bytes for chunk in chunks]
     buffers = _Buffers(sizes, device)
 

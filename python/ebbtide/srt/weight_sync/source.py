@@ -151,7 +151,7 @@ def borrowed_source(
         RequestRejected: 400, some of it is not there, or out of reach.
     """
     for _, ref in refs:
-        memory.want(ref.storage)
+        memory.require(ref.storage)
     headers = [TensorHeader(name, ref.shape, ref.dtype) for name, ref in refs]
     # One by one, so that no tensor outlives the memory that it views.
     return WeightSource(
@@ -193,7 +193,7 @@ def packed_source(flat: TensorRef, packed: PackedTensors, memory: BorrowedMemory
         table = TensorTable(form, [flat.storage], storage_T, begin_T // form.itemsize_T)
         return TableSource(table, memory, packed=(packed, begin))
     # Such a place cannot be said in elements, so the bytes are copied.
-    memory.want(flat.storage)
+    memory.require(flat.storage)
     headers = [header for header, _ in packed.places]
     return WeightSource(headers, lambda: tensors_in(memory.tensor(flat), packed.places), memory=memory)
 
@@ -220,7 +220,7 @@ class TableSource(WeightSource):
         packed: tuple[PackedTensors, int] | None = None,
     ) -> None:
         for storage in table.used_storages:
-            memory.want(storage)
+            memory.require(storage)
 
         # One by one, so that no tensor outlives the memory that it views.
         def read() -> Iterator[NamedTensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.formats.announcement import ChangedTensor
-from ebbtide.formats.delta import BITS, ESCAPES, decode_positions
+from ebbtide.formats.delta import BITS, ESCAPES, MAX_ELEMENTS, decode_positions
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
@@ -27,8 +27,6 @@ from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, is_safetensors, o
 
 CODES: Final = "codes"
 VALUES: Final = "values"
-# Positions are computed with in 32 bits.
-MAX_ELEMENTS: Final = (1 << 31) - 1
 _CHECKSUM: Final = re.compile("[0-9a-f]{16}")
 # What a device reads and writes of its memory for one element.
 LINE_BYTES: Final = 64

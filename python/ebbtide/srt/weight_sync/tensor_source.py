@@ -85,7 +85,7 @@ def raw_base64(entry: bytes | str) -> bytes:
 
 def decode_by_slices(
     data: bytes,
-    note: Callable[[AnyStorageRef], None],
+    record: Callable[[AnyStorageRef], None],
     budget: Budget | None = None,
     forms: TensorForms | None = None,
 ) -> Generator[int, None, object]:
@@ -96,17 +96,17 @@ def decode_by_slices(
     `FlattenedTensorMetadata` arrive as `Record`s and are checked by `as_metadata` and `local_values`.
 
     Args:
-        note: is told of every reference to the sender's memory as it is read, so that those of a payload that
-            is refused half-way can be given back.
+        record: called with every reference to the sender's memory as it is read, so that those of a payload
+            that is refused half-way can be given back.
         forms: the names and shapes of the payloads before it.
 
     Raises:
         RequestRejected: 400, for anything outside wire_api section 4.4. It names the global.
     """
     if data.startswith(MAGICS):
-        return (yield from decode_tensors(data, note, forms))
+        return (yield from decode_tensors(data, record, forms))
     lists = None if forms is None else forms.lists
-    return (yield from read_by_slices(data, recording(note), budget, lists))
+    return (yield from read_by_slices(data, recording(record), budget, lists))
 
 
 def as_metadata(value: object) -> FlattenedTensorMetadata:
@@ -188,7 +188,7 @@ def _decode_kept(
             return decoded
     else:
         for ref in kept.refs:
-            memory.note(ref)
+            memory.record(ref)
     memory.stay_in(keeper, kept)
     return kept.decoded
 
@@ -215,7 +215,7 @@ def _decode_all(
 ) -> Generator[int, None, object]:
     """What a payload describes, with this rank's tensor in the place of each `LocalSerializedTensor`."""
     budget = Budget()
-    decoded = yield from decode_by_slices(pickled, memory.note, budget, forms)
+    decoded = yield from decode_by_slices(pickled, memory.record, budget, forms)
     if not isinstance(decoded, list):
         return decoded
     for index, item in enumerate(decoded):
@@ -226,7 +226,7 @@ def _decode_all(
                     f"{item[0][:200]}: {len(values)} ranks' tensors were sent, this is rank {tp_rank}"
                 )
             # All of them share a budget: a short payload can name a long pickle any number of times.
-            value = yield from decode_by_slices(raw_payload(values[tp_rank]), memory.note, budget)
+            value = yield from decode_by_slices(raw_payload(values[tp_rank]), memory.record, budget)
             decoded[index] = (item[0], value)
     return decoded
 

@@ -145,7 +145,7 @@ def read_state(local_dir: Path) -> PulledState | None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         if "source_dir" not in found:
-            return None  # Another engine's note in a whole copy.
+            return None  # Another engine wrote it, into a whole copy.
         return PulledState(
             Path(found["source_dir"]), found["base_version"], int(found["base"]), int(found["version"])
         )

@@ -33,7 +33,7 @@ from ebbtide.srt.weight_sync.delta.patch import PlaceTable
 # Twice as many codes take 1.6 times as long to sum up: the scans over a block spill.
 BLOCK = 512
 # How many blocks are a turn's work: one or two milliseconds of a device's bandwidth, which forward passes
-# beside do not have.
+# at the same time do not have.
 BLOCKS_AT_ONCE = 1 << 17
 # The bits that are all ones in NaN and Inf, of those types that have them and mean something without scales.
 EXPONENTS = {
@@ -100,9 +100,9 @@ def coded_blocks(codes: Tensor, num_codes: Sequence[int]) -> CodedBlocks:
         )
     passed_B1, values_B1 = torch.cumsum(passed_B1, 0), torch.cumsum(values_B1, 0)
     at_first_T = passed_B1[firsts_T]
-    told = torch.stack([passed_B1[ends_T] - at_first_T, values_B1[ends_T] - values_B1[firsts_T]])
+    found = torch.stack([passed_B1[ends_T] - at_first_T, values_B1[ends_T] - values_B1[firsts_T]])
     ahead_B = passed_B1[:-1] - at_first_T[tensor_B]
-    passed, num_values = told.tolist()
+    passed, num_values = found.tolist()
     return CodedBlocks(
         codes=codes,
         tensor_B=tensor_B,
@@ -129,17 +129,17 @@ class PlacedBlocks:
         self._base = base
         self._places = places
         self._found_T = torch.zeros(len(places.rows_T8), dtype=torch.int32, device=values.device)
-        self._told_T: Tensor | None = None
+        self._found_on_host_T: Tensor | None = None
 
     def apply(self) -> Iterator[int]:
         """Write the values that are this rank's; yields bytes of all values."""
         yield from self._launch(self._found_T, writes=True)
-        self._told_T = download(self._found_T)
+        self._found_on_host_T = download(self._found_T)
         yield self._values.nbytes
 
     def nonfinite(self) -> list[int]:
         """Once that has run: the tensors of which a value is NaN or Inf."""
-        return [] if self._told_T is None else self._told_T.nonzero()[:, 0].tolist()
+        return [] if self._found_on_host_T is None else self._found_on_host_T.nonzero()[:, 0].tolist()
 
     def sums_after(self, known: Sequence[int | None]) -> Generator[int, None, Tensor]:
         """This rank's share of each tensor's sum as it is to be, int64 [T]; yields bytes. Nothing is written.
@@ -175,7 +175,7 @@ class PlacedBlocks:
             COLUMNS=SUM_COLUMNS,
         )
 
-    def _launch(self, told_T: Tensor, *, writes: bool) -> Iterator[int]:
+    def _launch(self, out_T: Tensor, *, writes: bool) -> Iterator[int]:
         """Add this rank's share of the changes to sums; or write, and find what holds NaN or Inf."""
         blocks = self._blocks
         total = len(blocks.tensor_B)
@@ -191,7 +191,7 @@ class PlacedBlocks:
                 blocks.values_ahead_B,
                 self._places.on_device_T8,
                 self._base,
-                told_T,
+                out_T,
                 first,
                 ESCAPE=ESCAPES[blocks.codes.dtype],
                 MASK=(1 << 8 * self._base.element_size()) - 1,
@@ -256,7 +256,7 @@ def _patch(  # type: ignore[no-untyped-def]
     values_ahead_ptr,
     places_ptr,
     base_ptr,
-    told_ptr,
+    out_ptr,
     first,
     ESCAPE: tl.constexpr,
     MASK: tl.constexpr,
@@ -285,12 +285,12 @@ def _patch(  # type: ignore[no-untyped-def]
         tl.store(target, value, mask=is_own)
         if EXPONENT:
             is_bad = is_end & ((value & EXPONENT) == EXPONENT)
-            tl.store(told_ptr + tensor, 1, mask=tl.max(is_bad.to(tl.int32), 0) > 0)
+            tl.store(out_ptr + tensor, 1, mask=tl.max(is_bad.to(tl.int32), 0) > 0)
     else:
         before = tl.load(target, mask=is_own, other=0).to(tl.int64) & MASK
         factor = _mixed(row.to(tl.int64) ^ _ROW_SEED) * _mixed(column.to(tl.int64) ^ _COLUMN_SEED)
         change = tl.where(is_own, factor * ((value.to(tl.int64) & MASK) - before), 0)
-        tl.atomic_add(told_ptr + tensor, tl.sum(change, 0) * tl.load(place + 7))
+        tl.atomic_add(out_ptr + tensor, tl.sum(change, 0) * tl.load(place + 7))
 
 
 @triton.jit
