@@ -34,9 +34,8 @@ from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
-from ebbtide.srt.managers.text.grammar import GrammarShelf
+from ebbtide.srt.managers.text.grammar import BannedSequences, GrammarShelf, TokenRules
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopStringMatcher
-from ebbtide.srt.managers.text.token_rules import BannedSequences, TokenRules
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.agreement import Decision
 from ebbtide.srt.managers.wire.channel import SendEnd

@@ -10,13 +10,14 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.text import grammar
 from ebbtide.srt.managers.text.grammar import (
+    BannedSequences,
     GrammarCompiler,
     GrammarMask,
     GrammarShelf,
     MaskFiller,
+    TokenRules,
     Vocabulary,
 )
-from ebbtide.srt.managers.text.token_rules import BannedSequences, TokenRules
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.generation import LoadGrammar
 from ebbtide.srt.model_executor.batch_plan import SampleSpec

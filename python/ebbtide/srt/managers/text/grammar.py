@@ -1,4 +1,6 @@
-"""Grammars that outputs keep to: compiled in a process of their own, followed token by token on every rank.
+"""Which tokens may come next in an output: what its grammar allows, and what completes no banned sequence.
+
+Grammars are compiled in a process of their own, and followed token by token on every rank.
 
 The xgrammar library does both. It imports torch, so nothing here does before it is needed: the API process
 never is.
@@ -28,12 +30,12 @@ from ebbtide.srt.sampling_params import GrammarSpec
 if TYPE_CHECKING:
     import xgrammar
 
-# A schema of this length, of this depth (in brackets), or a grammar of so many rules is beyond every use that
-# is known; and each of them alone can take minutes and gigabytes to compile.
+# Limits on the length of a spec, the depth of a schema (in brackets), and the rules of a grammar. No use of
+# more is known, and each of them alone can take minutes and gigabytes to compile.
 MAX_SPEC_CHARACTERS: Final = 1 << 18
 MAX_DEPTH: Final = 200
 MAX_RULES: Final = 2000
-# What one may take to compile, besides what the process has in its memory anyway.
+# Of one compile, in addition to what the process has in its memory anyway.
 MAX_COMPILE_MEMORY_BYTES: Final = 1 << 30
 # A compiled grammar takes at most this much: it is sent to every rank.
 MAX_COMPILED_BYTES: Final = 64 << 20
@@ -44,10 +46,10 @@ MAX_KEPT: Final = 64
 MAX_KEPT_BYTES: Final = 256 << 20
 # Tokens that one word of a mask stands for, as `batch_plan.TokenMask` has it.
 WORD_BITS: Final = 32
-# Threads that fill masks beside a forward pass, and the fewest masks that are worth waking them.
+# Threads that fill masks during a forward pass, and the fewest masks that are worth waking them.
 MAX_FILL_THREADS: Final = 8
 MIN_BATCH_FILL: Final = 8
-# CPU time that an output may take per token: to fill its mask, which several threads do beside the forward
+# CPU time that an output may take per token: to fill its mask, which several threads do during the forward
 # pass, and to take the token in, while the loop waits; and how many tokens' worth of it at once. With a
 # vocabulary of 150k, counted repetitions take up to 6 ms for a mask on average, 20 ms at worst, and 0.1 ms to
 # take a token in. Ambiguous grammars take ever more of both, and all other requests of a batch wait for them.
@@ -154,7 +156,7 @@ class GrammarCompiler:
         except Exception as error:  # the library raises RuntimeError, and what pydantic raises
             if "bad_alloc" in str(error):
                 raise MemoryError from None
-            raise RequestRejected(f"{name}: does not compile: {_told(error)}") from error
+            raise RequestRejected(f"{name}: does not compile: {_message(error)}") from error
         _check_compiled(name, len(compiled))
         slow: list[str] = []
         mask = GrammarMask(grammar, MaskFiller(1), lambda: slow.append(name))
@@ -193,8 +195,8 @@ def _check_compiled(name: str, num_bytes: int) -> None:
         raise RequestRejected(f"{name}: it compiles to {num_bytes} bytes, {MAX_COMPILED_BYTES} are most")
 
 
-def _told(error: Exception) -> str:
-    """What the library says, without the place in its source."""
+def _message(error: Exception) -> str:
+    """The library's message, without the place in its source."""
     return str(error).rpartition(".cc:")[2].lstrip("0123456789: ").strip()[:400] or type(error).__name__
 
 
@@ -224,7 +226,7 @@ class RecentGrammars:
 
 
 class GrammarShelf:
-    """The grammars that one rank holds. They are read by a thread beside the scheduler's loop."""
+    """The grammars of one rank. A thread deserializes them, not the scheduler's loop."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -278,7 +280,7 @@ class MaskFiller:
         # counts for nothing.
         words_MW.fill(-1)
         live = [row for row, mask in enumerate(masks) if not mask.has_ended]
-        # Threads do not tell whose mask has taken how long: after a slow batch each is filled by itself.
+        # A batch does not show which of its masks was slow: after a slow one each is filled by itself.
         is_batch = self._num_threads > 1 and len(live) >= MIN_BATCH_FILL and not self._was_slow
         began_s = time.monotonic()
         if is_batch:
@@ -338,8 +340,70 @@ class GrammarMask:
         return bool(self.matcher.is_terminated())
 
     def _save(self, num_tokens: float) -> None:
-        """Count the time of so many tokens that was not taken, or, below 0, was taken too much."""
+        """Add to the time that is saved, in tokens; below 0: take from it."""
         was_left = self._num_saved > 0
         self._num_saved = min(MAX_SAVED_TOKENS, self._num_saved + num_tokens)
         if was_left and self._num_saved <= 0:
             self._note_slow()
+
+
+class BannedSequences:
+    """Sequences of token ids that an output must not have. It follows the output."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._always = [sequence[0] for sequence in sequences if len(sequence) == 1]
+        self._longer = [list(sequence) for sequence in sequences if len(sequence) > 1]
+        self._tail_len = max((len(sequence) - 1 for sequence in self._longer), default=0)
+        self._tail: list[int] = []
+
+    def accept(self, token_id: int) -> None:
+        """Append a token to the output."""
+        if self._tail_len:
+            self._tail = [*self._tail, token_id][-self._tail_len :]
+
+    def next_ids(self) -> list[int]:
+        """What must not come next."""
+        ends = (one[-1] for one in self._longer if one[:-1] == self._tail[-(len(one) - 1) :])
+        return [*self._always, *ends]
+
+
+class TokenRules:
+    """What one output keeps to. Implements `batch_plan.TokenMask`.
+
+    Args:
+        grammar, banned: one of them, or both.
+    """
+
+    def __init__(self, grammar: GrammarMask | None, banned: BannedSequences | None) -> None:
+        self.grammar = grammar
+        self.banned = banned
+
+    def fill(self, others: Sequence[TokenRules], words_MW: NDArray[np.int32]) -> None:
+        """Set the bits of the tokens that may come next: here, and in each of the others."""
+        rules = [self, *others]
+        masks = {row: one.grammar for row, one in enumerate(rules) if one.grammar is not None}
+        if len(masks) < len(rules):
+            words_MW.fill(-1)
+        if masks:
+            first, *rest = masks.values()
+            rows = list(masks)
+            words_GW = words_MW if len(rows) == len(rules) else words_MW[rows]
+            first.fill(rest, words_GW)
+            if words_GW is not words_MW:
+                words_MW[rows] = words_GW
+        for one, bits_W in zip(rules, words_MW.view(np.uint32), strict=True):
+            for token_id in one.banned.next_ids() if one.banned is not None else ():
+                bits_W[token_id // WORD_BITS] &= ~np.uint32(1 << token_id % WORD_BITS)
+
+    def accept(self, token_id: int) -> bool:
+        """A token was sampled; whether it may come."""
+        if self.banned is not None:
+            if token_id in self.banned.next_ids():
+                return False
+            self.banned.accept(token_id)
+        return self.grammar is None or self.grammar.accept(token_id)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the grammar lets nothing follow."""
+        return self.grammar is not None and self.grammar.has_ended

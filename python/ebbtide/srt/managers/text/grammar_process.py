@@ -34,7 +34,7 @@ from ebbtide.srt.sampling_params import GrammarSpec
 if TYPE_CHECKING:
     from ebbtide.srt.config import EngineConfig, ModelConfig
 
-# The first byte of what is sent on a job: it has begun; then what it has come to, with the rest behind it.
+# The first byte of a message about a job: it has started; then its result, which follows.
 BEGUN: Final = b"b"
 COMPILED: Final = b"c"
 REFUSED: Final = b"r"
@@ -44,7 +44,7 @@ NICENESS: Final = 10
 
 @dataclass(frozen=True)
 class CompilerStart:
-    """What the process is told at its start. A grammar may take `memory_bytes` to compile."""
+    """Settings of the process. A grammar may take `memory_bytes` to compile."""
 
     model: ModelConfig
     revision: str | None
@@ -70,7 +70,7 @@ class CompileJob(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Serve the parent until it is gone. Arguments are its process id, and the descriptor of the socket."""
-    # Whoever asks a whole group of processes to end asks the parent, and that may serve to the end.
+    # A signal to the whole process group is for the parent, which may need grammars until it ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks
