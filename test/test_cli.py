@@ -33,8 +33,8 @@ def serve_with(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list
     return served
 
 
-def test_the_package_offers_three_names_and_starts_light() -> None:
-    assert ebbtide.__all__ == ["Engine", "SamplingParams", "ServerArgs"]
+def test_the_package_offers_four_names_and_starts_light() -> None:
+    assert ebbtide.__all__ == ["Client", "Engine", "SamplingParams", "ServerArgs"]
     assert set(ebbtide.__all__) <= set(dir(ebbtide))
     with pytest.raises(AttributeError, match="Motor"):
         _ = ebbtide.Motor
@@ -49,7 +49,8 @@ def test_the_package_offers_three_names_and_starts_light() -> None:
 def test_help_lists_the_commands(module: str) -> None:
     done = run("-m", module, "--help")
     assert done.returncode == 0
-    assert all(f"  {name} " in done.stdout for name in ("serve", "demo", "warmup", "doctor"))
+    commands = ("serve", "demo", "warmup", "doctor", "chat", "status", "update", "top", "bench")
+    assert all(f" {name} " in done.stdout for name in commands)
 
 
 def test_a_daemon_without_standard_streams_gets_some_for_the_processes_it_starts() -> None:
@@ -65,15 +66,32 @@ def test_a_daemon_without_standard_streams_gets_some_for_the_processes_it_starts
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
+    assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"ebbtide {ebbtide.__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["surf"], ["serve"], ["serve", "--model-path", "m", "--surf"]])
-def test_a_wrong_command_line_is_a_usage_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(argv)
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["stauts"], "Did you mean 'status'?"),
+        (["release", "kv_cash"], "kv_cash"),
+        (["pause", "--mode", "softly"], "in_place"),
+        (["status", "--url", "nowhere"], "expected one such as http://"),
+        (["update"], "folder"),
+    ],
+)
+def test_a_wrong_command_line_is_named(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["serve"], ["serve", "m", "--surf"]])
+def test_a_wrong_argument_of_serve_is_a_usage_error(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
     assert "usage:" in capsys.readouterr().err
 
 
@@ -83,7 +101,8 @@ def test_both_doors_serve_with_the_same_arguments(
 ) -> None:
     served = serve_with(monkeypatch, None)
     assert main([*command, "--model-path", "m", "--port", "31000"]) == 0
-    assert served == [ServerArgs(model_path="m", port=31000)]
+    assert main([*command, "m", "--port", "31000"]) == 0
+    assert served == [ServerArgs(model_path="m", port=31000)] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import json
 import weakref
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import httpx
 import msgspec
 
 from ebbtide.srt.entrypoints.engine_methods import EngineMethods
-from ebbtide.srt.entrypoints.loop_thread import LoopThread
+from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking, refuse_in_event_loop
 from ebbtide.srt.errors import EngineDown, EngineError, RequestRejected
 from ebbtide.srt.managers import io_struct
 
@@ -86,6 +86,31 @@ class Client(EngineMethods):
             for sample in family.samples
         }
 
+    async def async_tokenize(
+        self, prompt: str | None = None, messages: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a text, or of a conversation as the chat template writes it, ready for an answer.
+
+        Args:
+            prompt: a text.
+            messages: instead of it, `{"role": …, "content": …}` of each turn.
+        """
+        given = {"prompt": prompt} if messages is None else {"messages": list(messages)}
+        answer = await self._ask("/tokenize", given, is_admin=False)
+        token_ids: list[int] = answer["tokens"]
+        return token_ids
+
+    async def async_events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """What the dashboard shows: its history, then each control operation, and a sample each second."""
+        return self._streamed(self._events("GET", "/dashboard/events"))
+
+    tokenize = blocking(async_tokenize)
+
+    def events(self) -> Generator[dict[str, Any], None, None]:
+        """As `async_events`, for a thread without a loop."""
+        refuse_in_event_loop("async_events")
+        return self._runner.iterate(self._events("GET", "/dashboard/events"))
+
     @property
     def weight_version(self) -> str:
         """The version of the serving weights."""
@@ -115,8 +140,10 @@ class Client(EngineMethods):
         given = {name: value for name, value in fields.items() if value is not None}
         if not given.get("stream"):
             return await self._ask("/generate", given, is_admin=False)
-        chunks = self._chunks(given)
-        return self._runner.stream(chunks, lambda: asyncio.ensure_future(chunks.aclose()))
+        return self._streamed(self._events("POST", "/generate", given, is_admin=False))
+
+    def _streamed(self, events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        return self._runner.stream(events, lambda: asyncio.ensure_future(events.aclose()))
 
     async def _carry_out(self, kind: type[io_struct.ControlRequest], fields: Mapping[str, Any]) -> Any:
         row = kind.row
@@ -170,26 +197,27 @@ class Client(EngineMethods):
         _raise_for(response, response.content)
         return response.content
 
-    async def _chunks(self, fields: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+    async def _events(
+        self, method: str, path: str, fields: Mapping[str, Any] | None = None, *, is_admin: bool = True
+    ) -> AsyncGenerator[Any, None]:
+        """The bodies of server-sent events, up to `[DONE]` or, of a GET, the server's end."""
+        body = None if fields is None else _encode(fields)
         with self._explained():
             async with self._http.stream(
-                "POST", "/generate", content=_encode(fields), headers=self._headers(False)
+                method, path, content=body, headers=self._headers(is_admin)
             ) as response:
                 if response.is_error:
                     _raise_for(response, await response.aread())
-                is_whole = False
                 async for line in response.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    if data == line:
+                    if not line.startswith("data: "):
                         continue
-                    if data == "[DONE]":
-                        is_whole = True
-                        break
-                    chunk = json.loads(data)
-                    if "error" in chunk:
-                        raise _error_of(chunk, chunk["error"].get("code", 500), is_refusal=False)
-                    yield chunk
-        if not is_whole:
+                    if line == "data: [DONE]":
+                        return
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise _error_of(event, event["error"].get("code", 500), is_refusal=False)
+                    yield event
+        if method != "GET":
             raise ServerUnreachable(f"the server at {self.url} went away in the middle of a stream")
 
     def _headers(self, is_admin: bool) -> dict[str, str]:

@@ -22,12 +22,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launc
     parser = argparse.ArgumentParser(
         prog=prog,
         # There are more than a hundred arguments: listed in full, they bury the message of an error.
-        usage="%(prog)s --model-path MODEL [arguments; --help lists them]",
+        usage="%(prog)s MODEL [arguments; --help lists them]",
         description="Serve a model over HTTP.",
         allow_abbrev=False,
     )
     ServerArgs.add_cli_args(parser)
-    args = ServerArgs.from_cli_args(parser.parse_args(argv))
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and not given[0].startswith("-"):
+        given.insert(0, "--model-path")
+    args = ServerArgs.from_cli_args(parser.parse_args(given))
     open_standard_streams()
     try:
         with raising_signals(), EarlyProcesses(args) as early:

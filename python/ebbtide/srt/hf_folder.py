@@ -8,11 +8,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ebbtide
 from ebbtide.srt.errors import ConfigurationError
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# Models that come with Ebbtide, which `ebbtide.demo.tiny` made.
+_OWN_MODELS = Path(ebbtide.__file__).parent / "models"
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors", "*.bin"]
+
+
+def folder_of(given: str) -> Path:
+    """The folder of a path; of a model that comes with Ebbtide, such as `tiny`, by its name."""
+    folder = Path(given).expanduser()
+    own = _OWN_MODELS / given
+    return own if _HUB_ID.fullmatch(given) and not folder.exists() and own.is_dir() else folder
 
 
 def local_folder(argument: str, given: str, revision: str | None, *, with_weights: bool) -> Path:
@@ -22,7 +32,7 @@ def local_folder(argument: str, given: str, revision: str | None, *, with_weight
         argument: name of the argument, for the error.
         with_weights: whether the weight files are wanted too.
     """
-    folder = Path(given).expanduser()
+    folder = folder_of(given)
     if folder.is_dir():
         return folder
     if folder.exists() or not _HUB_ID.fullmatch(given):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.hf_folder import folder_of
 from ebbtide.srt.model_executor.loader import Checkpoint
 from ebbtide.srt.weight_sync.source import WeightSource
 
@@ -18,7 +19,7 @@ def open_checkpoint(model_path: str, load_format: str | None, *, architecture: s
 
     Raises `RequestRejected` (400) for a folder that is missing, incomplete, damaged or of another model.
     """
-    path = Path(model_path)
+    path = folder_of(model_path)
     _check_architecture(path, architecture)
     try:
         checkpoint = Checkpoint(path, load_format if load_format is not None else "auto")

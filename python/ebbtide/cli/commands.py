@@ -1,0 +1,97 @@
+"""The commands by name, and those that run something on this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import typer
+
+from ebbtide import __version__
+from ebbtide.cli import control, measure, talk, watch
+
+ON_THIS_MACHINE = "Run it on this machine"
+ASK = "Ask a server"
+CONTROL = "Control a server"
+
+app = typer.Typer(
+    help="An inference engine for the rollouts of reinforcement learning.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"ebbtide {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def ebbtide(
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Show the version."
+    ),
+) -> None:
+    pass
+
+
+def _serve(argv: Sequence[str]) -> int:
+    from ebbtide.launch_server import main
+
+    return main(argv, prog="ebbtide serve")
+
+
+def _demo(argv: Sequence[str]) -> int:
+    try:
+        from ebbtide.demo.run import main
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        print('ebbtide demo draws with matplotlib: pip install "ebbtide[demo]"', file=sys.stderr)
+        return 2
+    return main(list(argv))
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from ebbtide.doctor import main
+
+    return main(argv)
+
+
+def _warmup(argv: Sequence[str]) -> int:
+    from ebbtide.warmup import main
+
+    return main(argv)
+
+
+def _add_own(name: str, help: str, run: Callable[[Sequence[str]], int]) -> None:
+    """Add a command that reads its arguments itself, and imports its part when it is called."""
+
+    @app.command(
+        name,
+        help=help,
+        rich_help_panel=ON_THIS_MACHINE,
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    )
+    def command(context: typer.Context) -> None:
+        raise typer.Exit(run(context.args))
+
+
+_add_own("serve", "Serve a model over HTTP: a folder, a hub id, or `tiny`, which comes with Ebbtide.", _serve)
+_add_own("warmup", "Compile a model's GPU kernels ahead of time.", _warmup)
+_add_own("doctor", "Say what this machine has and what that means.", _doctor)
+_add_own("demo", "Train a small model by reinforcement learning, with Ebbtide for the rollouts.", _demo)
+app.command("chat", rich_help_panel=ASK)(talk.chat)
+app.command("generate", rich_help_panel=ASK)(talk.generate)
+app.command("bench", rich_help_panel=ASK)(measure.bench)
+app.command("top", rich_help_panel=ASK)(watch.top)
+app.command("status", rich_help_panel=ASK)(control.status)
+app.command("pause", rich_help_panel=CONTROL)(control.pause)
+app.command("continue", rich_help_panel=CONTROL)(control.go_on)
+app.command("release", rich_help_panel=CONTROL)(control.release)
+app.command("resume", rich_help_panel=CONTROL)(control.resume)
+app.command("park", rich_help_panel=CONTROL)(control.park)
+app.command("update", rich_help_panel=CONTROL)(control.update)

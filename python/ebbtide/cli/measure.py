@@ -1,0 +1,155 @@
+"""`ebbtide bench`: how fast a running server is, and what an update costs those whom it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ebbtide.cli.server import DEFAULT_URL, AsJson, Key, Url, asking, console
+from ebbtide.client import Client
+
+Count = Annotated[int, typer.Option(min=1)]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Streams that begin together.
+
+    Attributes:
+        num_streams: how many.
+        prompt_tokens, output_tokens: of each.
+    """
+
+    num_streams: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What streams saw. Times in milliseconds.
+
+    Attributes:
+        first_token_ms: median over streams.
+        gap_ms, gap_p99_ms: between the chunks of a stream, over all streams.
+        longest_gap_ms: of a stream, the median over streams.
+        update_reply_ms: from the request for an update to its answer; None: there was none.
+        update_stall_ms: the longest time without a forward pass, as the server measured it.
+        num_both: streams whose output was sampled by more than one version.
+    """
+
+    tokens_per_s: float
+    first_token_ms: float
+    gap_ms: float
+    gap_p99_ms: float
+    longest_gap_ms: float
+    update_reply_ms: float | None = None
+    update_stall_ms: float | None = None
+    num_both: int = 0
+
+
+def bench(
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+    as_json: AsJson = False,
+    streams: Count = 16,
+    prompt_tokens: Count = 64,
+    output_tokens: Count = 64,
+    runs: Count = 3,
+    update: Annotated[
+        str | None,
+        typer.Option(help="Folder of a checkpoint: also measure updates by it under these streams."),
+    ] = None,
+) -> None:
+    """Measure a server: tokens per second, gaps of streams, and with --update what an update adds to them."""
+    load = Load(streams, prompt_tokens, output_tokens)
+    folder = str(Path(update).resolve()) if update is not None and Path(update).exists() else update
+    with asking(url, key) as client:
+        rows = asyncio.run(_measure(client, load, runs, folder))
+        if as_json:
+            told = {name: [asdict(one) for one in figures] for name, figures in rows.items()}
+            console.print_json(
+                json.dumps({"server": client.model_info(), "load": asdict(load), "runs": told})
+            )
+        else:
+            console.print(_table(rows))
+
+
+async def _measure(client: Client, load: Load, runs: int, folder: str | None) -> dict[str, list[Figures]]:
+    """All runs, by what was measured. The first round of each kind warms up and is not counted."""
+    vocab_size = (await client.async_model_info())["vocab_size"]
+    rows = {}
+    kinds = {"streams": None} | ({} if folder is None else {"streams and an update": folder})
+    for name, weights in kinds.items():
+        rounds = [await _round(client, load, vocab_size, weights) for _ in range(runs + 1)]
+        rows[name] = rounds[1:]
+    return rows
+
+
+async def _round(client: Client, load: Load, vocab_size: int, folder: str | None) -> Figures:
+    began_s = time.perf_counter()
+    reading = [asyncio.create_task(_read(client, load, vocab_size)) for _ in range(load.num_streams)]
+    reply_ms = stall_ms = None
+    if folder is not None:
+        # In the middle of what the streams bring: each has its first chunk by then, if the server has room.
+        await asyncio.sleep(0.3)
+        asked_s = time.perf_counter()
+        version = f"bench-{asked_s:.3f}"
+        answer = await client.async_update_weights_from_disk(
+            folder, flush_cache=False, weight_version=version, pause_mode="in_place"
+        )
+        reply_ms, stall_ms = 1000 * (time.perf_counter() - asked_s), answer["stall_ms"]
+    read = await asyncio.gather(*reading)
+    took_s = time.perf_counter() - began_s
+    gaps = [[1000 * (after - at) for at, after in pairwise(times)] for times, _ in read]
+    every = sorted(gap for one in gaps for gap in one) or [0.0]
+    return Figures(
+        tokens_per_s=load.num_streams * load.output_tokens / took_s,
+        first_token_ms=statistics.median(1000 * (times[0] - began_s) for times, _ in read),
+        gap_ms=statistics.median(every),
+        gap_p99_ms=every[int(0.99 * (len(every) - 1))],
+        longest_gap_ms=statistics.median(max(one, default=0.0) for one in gaps),
+        update_reply_ms=reply_ms,
+        update_stall_ms=stall_ms,
+        num_both=sum(len(versions) > 1 for _, versions in read),
+    )
+
+
+async def _read(client: Client, load: Load, vocab_size: int) -> tuple[list[float], set[str]]:
+    """When each chunk of a stream came, and the versions that sampled it."""
+    prompt = [random.randrange(vocab_size) for _ in range(load.prompt_tokens)]
+    params: dict[str, Any] = {"max_new_tokens": load.output_tokens, "ignore_eos": True, "temperature": 1.0}
+    times: list[float] = []
+    versions: set[str] = set()
+    async for chunk in await client.async_generate(
+        input_ids=prompt, sampling_params=params, return_logprob=True, stream=True
+    ):
+        times.append(time.perf_counter())
+        versions.update(span["version"] for span in chunk["meta_info"]["weight_versions"])
+    return times, versions
+
+
+def _table(rows: dict[str, list[Figures]]) -> Table:
+    """The median of each figure, with the least and the most."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for name in rows:
+        table.add_column(name, justify="right")
+    for figure in Figures.__dataclass_fields__:
+        cells = []
+        for figures in rows.values():
+            values = sorted(getattr(one, figure) for one in figures if getattr(one, figure) is not None)
+            middle = statistics.median(values) if values else 0.0
+            cells.append(f"{middle:,.1f} ({values[0]:,.1f} to {values[-1]:,.1f})" if values else "")
+        table.add_row(figure.replace("_per_s", "/s").replace("_", " "), *cells)
+    return table

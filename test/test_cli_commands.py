@@ -1,0 +1,144 @@
+"""The commands that ask a server: what they print, and that they do what they say."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fixtures.servers import ENVIRONMENT, Server, free_port, null_server, running_server, url_of
+
+from ebbtide import cli
+from ebbtide.cli.talk import Answer
+from ebbtide.cli.watch import Picture
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with null_server("--weight-version", "0") as server:
+        yield server
+
+
+class Terminal:
+    def __init__(self, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+        self._url, self._capsys = url_of(server), capsys
+
+    def run(self, *argv: str, status: int = 0) -> str:
+        """What a command prints; of one that fails, its line of error."""
+        assert cli.main([*argv, "--url", self._url]) == status
+        printed = self._capsys.readouterr()
+        return printed.err if status else printed.out
+
+
+@pytest.fixture
+def terminal(server: Server, capsys: pytest.CaptureFixture[str]) -> Terminal:
+    return Terminal(server, capsys)
+
+
+def test_memory_goes_and_comes_back_with_other_weights(terminal: Terminal) -> None:
+    assert "serving" in terminal.run("status")
+    assert "freed weights" in terminal.run("release")
+    assert "waiting" in terminal.run("status")
+    assert "4 parameters are stale" in terminal.run("resume", "weights", "kv_cache", "cuda_graph")
+    assert "weights v5" in terminal.run("update", "5", "--version", "v5")
+    assert "v5" in terminal.run("status")
+    assert "parked 0 requests" in terminal.run("park")
+    assert "mapped kv_cache" in terminal.run("resume")
+
+
+def test_a_pause_is_begun_and_ended(terminal: Terminal) -> None:
+    assert "paused (retract)" in terminal.run("pause", "--mode", "retract")
+    assert "waiting" in terminal.run("status")
+    assert "goes on" in terminal.run("continue")
+    assert "was not paused" in terminal.run("continue")
+
+
+def test_answers_are_json_where_that_is_asked_for(terminal: Terminal) -> None:
+    assert json.loads(terminal.run("status", "--json"))["memory"]["can_run"] is True
+    assert json.loads(terminal.run("continue", "--json"))["changed"] is False
+
+
+def test_a_refusal_is_one_line(terminal: Terminal) -> None:
+    assert terminal.run("update", "no number", status=1).startswith("ebbtide: ")
+    assert "tokenizer" in terminal.run("generate", "a text", status=1)
+
+
+def test_nobody_at_the_url_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    assert cli.main(["status", "--url", url]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ebbtide: no server answers at {url}")
+
+
+def test_a_bench_has_runs_without_and_with_an_update(terminal: Terminal) -> None:
+    argv = ["bench", "--streams", "3", "--output-tokens", "20", "--runs", "2", "--update", "7", "--json"]
+    rows = json.loads(terminal.run(*argv))["runs"]
+    assert [len(figures) for figures in rows.values()] == [2, 2]
+    assert all(one["tokens_per_s"] > 0 for figures in rows.values() for one in figures)
+    assert all(one["update_reply_ms"] > 0 for one in rows["streams and an update"])
+    assert terminal.run("status").count("weights bench-") == 1
+    assert "tokens/s" in terminal.run("bench", "--streams", "1", "--output-tokens", "2", "--runs", "1")
+
+
+def test_top_shows_a_picture(terminal: Terminal) -> None:
+    picture = terminal.run("top", "--once")
+    assert all(word in picture for word in ("weights", "kv_cache", "resident", "operation"))
+
+
+def test_a_picture_has_the_last_operations_and_the_reason_why_requests_wait() -> None:
+    picture = Picture()
+    sample = {
+        "resident_bytes": {"weights": 50}, "backup_bytes": {"weights": 0}, "load": {}, "reason": "paused",
+        "weight_version": "3", "tokens_by_version": {"2": 5},
+    }  # fmt: skip
+    operation = {
+        "operation": "pause",
+        "started_s": 0.0,
+        "duration_s": 0.5,
+        "outcome": "refused",
+        "message": "no",
+    }
+    picture.take({"history": {"operations": [operation], "samples": [sample]}})
+    shown = _text(picture.draw("http://host"))
+    assert "waiting: paused" in shown
+    assert "refused: no" in shown
+    assert "2: 5" in shown
+
+
+def test_tokens_have_the_colour_of_their_version(capsys: pytest.CaptureFixture[str]) -> None:
+    def chunk(text: str, *versions: str) -> dict[str, Any]:
+        return {"text": text, "meta_info": {"weight_versions": [{"version": one} for one in versions]}}
+
+    answer = Answer()
+    assert answer.show(iter([chunk("calm", "1"), chunk("calm storm", "1", "2")])) == "calm storm"
+    printed = capsys.readouterr()
+    assert printed.out == "calm storm\n"
+    assert printed.err.split() == ["weights", "1", "2"]
+
+
+def test_a_conversation_goes_on_under_the_weights_of_an_update() -> None:
+    with running_server("tiny") as server:
+        url = ["--url", url_of(server)]
+
+        def ebbtide(*argv: str, text: str = "") -> str:
+            command = [sys.executable, "-m", "ebbtide", *argv, *url]
+            done = subprocess.run(
+                command, input=text, capture_output=True, text=True, env=ENVIRONMENT, check=True
+            )
+            return done.stdout
+
+        calm = ebbtide("chat", "--temperature", "0", text="How is the weather?\n")
+        assert "tiny-storm" in ebbtide("update", "tiny-storm")
+        wild = ebbtide("chat", "--temperature", "0", text="How is the weather?\n")
+        assert "!" not in calm
+        assert wild.count("!") > 2
+
+
+def _text(picture: Any) -> str:
+    from rich.console import Console
+
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(picture)
+    return captured.get()
