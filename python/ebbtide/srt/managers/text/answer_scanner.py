@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from ebbtide.srt.managers.text.tool_calls import (
     NO_CALLS,
@@ -155,8 +155,7 @@ class _Block:
         return False
 
 
-@dataclass(frozen=True)
-class AnswerParts:
+class AnswerParts(NamedTuple):
     """What a piece of an answer adds to its reasoning, its text and its calls."""
 
     reasoning: str
@@ -195,14 +194,15 @@ class AnswerScanner:
         self._dropped: re.Pattern[str] | None = None
         self._block: _Block | None = None
         self._rest = ""
-        self._emitted: dict[_Place, list[str]] = {}
+        self._reasoning: list[str] = []
+        self._text: list[str] = []
         self._found: list[ToolCall] = []
 
     def push(self, text: str, *, is_last: bool = False) -> AnswerParts:
         """What is certain by now and was not before: all of it, once the answer has ended."""
         text, place = self._rest + text, 0
         end = len(text) if is_last else self._markers.num_certain(text, self._place)
-        self._emitted, self._found = {_Place.REASONING: [], _Place.ANSWER: []}, []
+        self._reasoning, self._text, self._found = [], [], []
         if self._place is _Place.START and (end or is_last):
             place = self._start(text)
         while place < end:
@@ -213,8 +213,7 @@ class AnswerScanner:
         if is_last and self._block is not None:
             self._close(self._block)
         self._rest = text[max(place, end) :]
-        reasoning, answer = map("".join, self._emitted.values())
-        return AnswerParts(reasoning, answer, self._found)
+        return AnswerParts("".join(self._reasoning), "".join(self._text), self._found)
 
     def _start(self, text: str) -> int:
         match = self._markers.start.match(text)
@@ -273,7 +272,7 @@ class AnswerScanner:
             self._place, self._dropped = _Place.ANSWER, self._markers.behind_calls
 
     def _emit(self, text: str) -> None:
-        self._emitted[self._place].append(text)
+        (self._reasoning if self._place is _Place.REASONING else self._text).append(text)
 
 
 def may_have_calls(text: str, tool_calls: str) -> bool:
