@@ -186,7 +186,7 @@ class Engine(EngineMethods):
         if generation.is_stream:
             return EngineStream(self._runner, self._service, generation)
         result = await generation.result()
-        self._service.metrics.note(result)
+        await self._service.metrics.note_all(result)
         return result
 
     async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:

@@ -171,7 +171,7 @@ class _Endpoints:
         if fields.get("stream") is True:
             return await answer_events(request.receive, starting, self._service.metrics.note_chunk)
         result = await answer_whole(request.receive, starting)
-        self._service.metrics.note(result)
+        await self._service.metrics.note_all(result)
         return Json(result)
 
     async def transition(self, request: Request) -> Response:

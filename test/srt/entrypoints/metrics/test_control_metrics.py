@@ -246,7 +246,16 @@ def test_pauses_for_garbage_collection_are_counted_while_they_are_watched() -> N
     ("dialect", "has", "has_not"),
     [
         (None, [], ["sglang:", "vllm:"]),
-        ("sglang", ["sglang:num_requests_total{"], ["vllm:"]),
+        (
+            "sglang",
+            [
+                "sglang:num_requests_total{",
+                'sglang:num_paused_reqs{dp_rank="0"} ',
+                "sglang:prompt_tokens_histogram_sum 1.0",
+                "sglang:generation_tokens_histogram_sum 3.0",
+            ],
+            ["vllm:"],
+        ),
         (
             "vllm",
             [
@@ -260,6 +269,14 @@ def test_pauses_for_garbage_collection_are_counted_while_they_are_watched() -> N
                 'vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 1.0',
                 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"} 1.0',
                 'vllm:inter_token_latency_seconds_sum{engine="0",model_name="tiny"} 2.0',
+                'vllm:request_inference_time_seconds_sum{engine="0",model_name="tiny"} 2.5',
+                'vllm:request_prefill_time_seconds_sum{engine="0",model_name="tiny"} 0.5',
+                'vllm:request_decode_time_seconds_sum{engine="0",model_name="tiny"} 2.0',
+                'vllm:request_time_per_output_token_seconds_sum{engine="0",model_name="tiny"} 1.0',
+                'vllm:request_prompt_tokens_sum{engine="0",model_name="tiny"} 1.0',
+                'vllm:request_generation_tokens_bucket{engine="0",le="2.0",model_name="tiny"} 0.0',
+                'vllm:request_generation_tokens_bucket{engine="0",le="5.0",model_name="tiny"} 1.0',
+                'vllm:request_num_preemptions_sum{engine="0",model_name="tiny"} 1.0',
                 'vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="awake"} 1.0',
                 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="4"} 1.0',
             ],
@@ -272,8 +289,8 @@ def test_the_names_of_other_engines(dialect: str | None, has: list[str], has_not
     for operation in ("update_weights_from_tensor", "update_weights_from_disk"):
         ended = asyncio.sleep(0, updated("1"))
         asyncio.run(metrics.control.observed(operation, ended))
-    meta = dict.fromkeys(("prompt_tokens", "cached_tokens", "queue_time"), 1)
-    meta |= {"completion_tokens": 3, "first_token_latency": 1, "e2e_latency": 3}
+    meta: dict[str, Any] = dict.fromkeys(("prompt_tokens", "cached_tokens"), 1)
+    meta |= {"completion_tokens": 3, "queue_time": 0.5, "first_token_latency": 1, "e2e_latency": 3}
     meta |= {"num_retractions": 1, "num_nonfinite": 0}
     metrics.note({"meta_info": {**meta, "finish_reason": {"type": "stop"}, "weight_versions": []}})
     text = metrics.text(STATE, [LOAD], NO_PAUSE).decode()
@@ -281,3 +298,23 @@ def test_the_names_of_other_engines(dialect: str | None, has: list[str], has_not
         assert line in text
     for line in has_not:
         assert line not in text
+
+
+def test_the_loop_goes_on_while_the_outputs_of_a_large_answer_are_counted() -> None:
+    names = ("prompt_tokens", "cached_tokens", "completion_tokens", "num_retractions", "num_nonfinite")
+    times = ("queue_time", "first_token_latency", "e2e_latency")
+    meta: dict[str, Any] = dict.fromkeys((*names, *times), 0)
+    output = {"meta_info": {**meta, "finish_reason": {"type": "stop"}, "weight_versions": []}}
+
+    async def turns_while_counting(num_outputs: int) -> int:
+        turns, metrics = 0, Metrics("0")
+        counting = asyncio.create_task(metrics.note_all([output] * num_outputs))
+        while not counting.done():
+            await asyncio.sleep(0)
+            turns += 1
+        counted = metrics.values(STATE, [LOAD], NO_PAUSE)
+        assert counted['ebbtide:num_requests_total{finish_reason="stop"}'] == num_outputs
+        return turns
+
+    few, many = (asyncio.run(turns_while_counting(number)) for number in (1, 2000))
+    assert many > few + 5

@@ -25,6 +25,9 @@ SGLANG: Final = {
     "ebbtide:time_to_first_token_seconds": "sglang:time_to_first_token_seconds",
     "ebbtide:inter_token_latency_seconds": "sglang:inter_token_latency_seconds",
     "ebbtide:queue_time_seconds": "sglang:queue_time_seconds",
+    "ebbtide:num_paused_reqs": "sglang:num_paused_reqs",
+    "ebbtide:output_prompt_tokens": "sglang:prompt_tokens_histogram",
+    "ebbtide:output_generation_tokens": "sglang:generation_tokens_histogram",
 }
 VLLM: Final[Mapping[str, tuple[str, ...]]] = {
     "ebbtide:num_running_reqs": ("vllm:num_requests_running",),
@@ -39,6 +42,13 @@ VLLM: Final[Mapping[str, tuple[str, ...]]] = {
     "ebbtide:time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
     "ebbtide:inter_token_latency_seconds": ("vllm:inter_token_latency_seconds",),
     "ebbtide:queue_time_seconds": ("vllm:request_queue_time_seconds",),
+    "ebbtide:inference_seconds": ("vllm:request_inference_time_seconds",),
+    "ebbtide:prefill_seconds": ("vllm:request_prefill_time_seconds",),
+    "ebbtide:decode_seconds": ("vllm:request_decode_time_seconds",),
+    "ebbtide:time_per_output_token_seconds": ("vllm:request_time_per_output_token_seconds",),
+    "ebbtide:output_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "ebbtide:output_generation_tokens": ("vllm:request_generation_tokens",),
+    "ebbtide:output_retractions": ("vllm:request_num_preemptions",),
 }
 # Ours → theirs.
 VLLM_LABELS: Final = {"dp_rank": "engine", "finish_reason": "finished_reason"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,29 @@ PREFIX = "ebbtide:"
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 # Seconds: from a small model's token to one that waited for an update.
 GAP_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5, 10)
+# Tokens: from a word to the longest contexts.
+LENGTH_BUCKETS = (
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1000,
+    2000,
+    5000,
+    10_000,
+    20_000,
+    50_000,
+    100_000,
+    200_000,
+)
+RETRACTION_BUCKETS = (0, 1, 2, 3, 5, 10, 20)
+# Outputs that are counted before the event loop goes on: some milliseconds of it.
+OUTPUTS_AT_ONCE = 256
 # Fields of `Load`, one value per replica.
 LOAD_GAUGES = {
     "num_running_reqs": "Requests that the next forward pass may contain.",
@@ -74,6 +98,23 @@ class Metrics:
         )
         self._registry.register(self._inter_token_s)
         self._queue_s = self._histogram("queue_time_seconds", "From arrival to the first forward pass.")
+        self._inference_s = self._histogram(
+            "inference_seconds", "From the first forward pass to the last token."
+        )
+        self._prefill_s = self._histogram(
+            "prefill_seconds", "From the first forward pass to the first token."
+        )
+        self._decode_s = self._histogram("decode_seconds", "From the first token to the last one.")
+        self._token_s = self._histogram(
+            "time_per_output_token_seconds", "Between two tokens: the mean of each output.", GAP_BUCKETS_S
+        )
+        self._prompt_lengths = self._histogram(
+            "output_prompt_tokens", "Prompt tokens of each output.", LENGTH_BUCKETS
+        )
+        self._lengths = self._histogram("output_generation_tokens", "Tokens of each output.", LENGTH_BUCKETS)
+        self._retractions_of_each = self._histogram(
+            "output_retractions", "Times that each output gave up its KV.", RETRACTION_BUCKETS
+        )
         self._loads = {name: self._gauge(name, text, "dp_rank") for name, text in LOAD_GAUGES.items()}
         self._can_run = self._gauge("can_run", "1 if a forward pass may run now.")
         self._stale = self._gauge("weights_stale", "1 if parameters have not been written since a resume.")
@@ -86,10 +127,18 @@ class Metrics:
             self._aliases.register(SglangAliases(self._registry))
         self._resident = self._gauge("resident_bytes", "Device memory by tag, all ranks.", "tag")
 
-    def note(self, result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Count an answer of `/generate`: one output, or a list of them."""
-        for output in [result] if isinstance(result, Mapping) else result:
-            self._note(output["meta_info"])
+    def note(self, output: Mapping[str, Any]) -> None:
+        """Count one output of `/generate`."""
+        self._note(output["meta_info"])
+
+    async def note_all(self, result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Count an answer of `/generate`: one output, or a list of them; of many, the event loop goes on."""
+        outputs = [result] if isinstance(result, Mapping) else result
+        for start in range(0, len(outputs), OUTPUTS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            for output in outputs[start : start + OUTPUTS_AT_ONCE]:
+                self.note(output)
 
     def note_chunk(self, chunk: Mapping[str, Any]) -> None:
         """Count the output that this chunk ends, if it does."""
@@ -135,16 +184,28 @@ class Metrics:
         self._generation_tokens.inc(meta["completion_tokens"])
         self._retractions.inc(meta["num_retractions"])
         self._nonfinite.inc(meta["num_nonfinite"])
-        self._e2e_s.observe(meta["e2e_latency"])
-        self._first_s.observe(meta["first_token_latency"])
-        if num_gaps := max(0, meta["completion_tokens"] - 1):
-            self._inter_token_s.observe(
-                (meta["e2e_latency"] - meta["first_token_latency"]) / num_gaps, num_gaps
-            )
-        self._queue_s.observe(meta["queue_time"])
+        self._prompt_lengths.observe(meta["prompt_tokens"])
+        self._lengths.observe(meta["completion_tokens"])
+        self._retractions_of_each.observe(meta["num_retractions"])
+        self._note_times(
+            meta["queue_time"], meta["first_token_latency"], meta["e2e_latency"], meta["completion_tokens"]
+        )
         self.control.note_spans(meta["weight_versions"])
         for observer in self.control.observers:
             observer.note_output(meta)
+
+    def _note_times(self, queue_s: float, first_s: float, e2e_s: float, num_tokens: int) -> None:
+        """Count an output's times, each from its arrival."""
+        self._queue_s.observe(queue_s)
+        self._first_s.observe(first_s)
+        self._e2e_s.observe(e2e_s)
+        self._inference_s.observe(e2e_s - queue_s)
+        self._prefill_s.observe(first_s - queue_s)
+        self._decode_s.observe(e2e_s - first_s)
+        if num_tokens > 1:
+            mean_s = (e2e_s - first_s) / (num_tokens - 1)
+            self._token_s.observe(mean_s)
+            self._inter_token_s.observe(mean_s, num_tokens - 1)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, help_text, labels, registry=self._registry)
@@ -152,8 +213,10 @@ class Metrics:
     def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
         return Gauge(PREFIX + name, help_text, labels, registry=self._registry)
 
-    def _histogram(self, name: str, help_text: str) -> Histogram:
-        return Histogram(PREFIX + name, help_text, registry=self._registry, buckets=LATENCY_BUCKETS_S)
+    def _histogram(
+        self, name: str, help_text: str, buckets: Sequence[float] = LATENCY_BUCKETS_S
+    ) -> Histogram:
+        return Histogram(PREFIX + name, help_text, registry=self._registry, buckets=buckets)
 
 
 def _sleep_state(state: StateReport) -> str:

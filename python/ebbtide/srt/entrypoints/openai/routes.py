@@ -183,5 +183,5 @@ async def answer_call(
             request.receive, starting, service.metrics.note_chunk, ChunkWriter(writer, call)
         )
     result = await answer_whole(request.receive, starting)
-    service.metrics.note(result)
+    await service.metrics.note_all(result)
     return Json(write_answer(writer, call, result))
