@@ -19,6 +19,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-kv-head-uneven": ("Qwen3ForCausalLM", {"num_key_value_heads": 1, "vocab_size": 259}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {}),
     "mixtral": ("MixtralForCausalLM", {}),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", {}),
+    "glm4-moe": ("Glm4MoeForCausalLM", {}),
     "gemma3": ("Gemma3ForCausalLM", GEMMA3),
 }
 LAYER = "model.layers.1."

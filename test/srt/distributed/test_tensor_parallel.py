@@ -20,6 +20,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied-uneven-vocabulary": ("Qwen3ForCausalLM", {"tied": True, "vocab_size": 261}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
     "mixtral": ("MixtralForCausalLM", {}),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", {}),
+    "glm4-moe": ("Glm4MoeForCausalLM", {"attention_bias": True}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 9}),
     "gemma2-biases": ("Gemma2ForCausalLM", {"attention_bias": True, **GEMMA2}),
     "gemma3-tied": ("Gemma3ForCausalLM", {"tied": True, **GEMMA3}),
 }

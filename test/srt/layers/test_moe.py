@@ -4,6 +4,7 @@ Without a GPU the kernels run in Triton's interpreter, which computes no bfloat1
 """
 
 import os
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ebbtide.srt.layers.moe import MoeConfig, MoeMLP, route, run_experts
+from ebbtide.srt.layers.moe import MoeConfig, MoeMLP, reroute, route, run_experts
 from ebbtide.srt.layers.step import Kernels, Step
 
 HAS_GPU = torch.cuda.is_available()  # noqa: TID251
@@ -37,6 +38,10 @@ def kernels() -> ModuleType:
 
     assert (kernels.fused_moe, kernels.moe_plan, kernels.moe_routing) == (fused_moe, moe_plan, moe_routing)
     return kernels
+
+
+def config_of(num_experts: int, top_k: int, renormalize: bool) -> MoeConfig:
+    return MoeConfig(num_experts, top_k, 24, renormalize)
 
 
 def random_experts(
@@ -71,11 +76,44 @@ def check_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def test_a_token_gets_its_best_experts_by_their_probability(renormalize: bool) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 4.0, -1.0, 4.5]])
 
-    weights, experts = route(logits, 2, renormalize)
+    weights, experts = route(logits, config_of(4, 2, renormalize))
 
     assert experts.tolist() == [[1, 3], [0, 3]]
     chosen = logits.softmax(-1).gather(1, experts)
     torch.testing.assert_close(weights, chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen)
+
+
+GROUPED = MoeConfig(
+    8, 3, 24, renormalize=True, scoring="sigmoid", has_bias=True, num_groups=4, num_kept_groups=2
+)
+
+
+def test_a_bias_and_groups_decide_who_is_chosen_and_scores_what_they_weigh() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 2.9, -1.0, -1.0, 4.0, -9.0]])
+    bias = torch.tensor([0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
+
+    weights, experts = route(logits, replace(GROUPED, scale=2.5), bias)
+
+    # The group of the highest score has a low one beside it. The bias brings one in front of a higher one.
+    assert experts.tolist() == [[2, 0, 3]]
+    chosen = logits[0, [2, 0, 3]].sigmoid()
+    torch.testing.assert_close(weights[0], 2.5 * chosen / chosen.sum())
+
+
+@pytest.mark.parametrize("config", [GROUPED, replace(GROUPED, scale=2.5), config_of(8, 3, False)], ids=str)
+def test_experts_that_are_given_weigh_what_they_do_when_a_router_chooses_them(config: MoeConfig) -> None:
+    torch.manual_seed(6)
+    logits = torch.randn(5, 8)
+    weights, experts = route(logits, config, torch.zeros(8) if config.has_bias else None)
+    given = experts.clone()
+    given[3:] = -1  # the choice holds
+
+    rerouted = reroute(logits, weights.clone().fill_(7.0), experts.flip(1), given, config)
+
+    torch.testing.assert_close(rerouted[0][:3], weights[:3])
+    assert torch.equal(rerouted[1][:3], experts[:3])
+    assert rerouted[0][3:].eq(7.0).all()
+    assert torch.equal(rerouted[1][3:], experts[3:].flip(1))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 19])
@@ -83,7 +121,7 @@ def test_the_loop_computes_the_weighted_sum_of_the_chosen_experts(num_tokens: in
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, 32)
     gate_up, down = random_experts(6, 32, 24, torch.float32, torch.device("cpu"))
-    weights, experts = route(torch.randn(num_tokens, 6), 3, False)
+    weights, experts = route(torch.randn(num_tokens, 6), config_of(6, 3, False))
 
     out = run_experts(x, gate_up, down, weights, experts)
 
@@ -115,7 +153,7 @@ def test_the_routing_kernel_agrees(
 
     weights, experts = kernels.moe_routing.route(logits, top_k, renormalize)
 
-    expected_weights, expected_experts = route(logits, top_k, renormalize)
+    expected_weights, expected_experts = route(logits, config_of(num_experts, top_k, renormalize))
     assert torch.equal(experts.long(), expected_experts)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
@@ -156,7 +194,8 @@ def test_the_kernels_agree_with_the_loop(
     torch.manual_seed(1)
     x = torch.randn(num_tokens, hidden).to(DEVICE, dtype)
     gate_up, down = random_experts(num_experts, hidden, inner, dtype)
-    weights, experts = route(torch.randn(num_tokens, num_experts, device=DEVICE), top_k, True)
+    logits = torch.randn(num_tokens, num_experts, device=DEVICE)
+    weights, experts = route(logits, config_of(num_experts, top_k, True))
 
     plan = None
     if num_tokens == 3:
@@ -232,7 +271,7 @@ def test_the_layer_routes_by_its_gate() -> None:
 
     out = layer(x, STEP).tensor()
 
-    weights, experts = route(x @ layer.gate.weight.T, 2, True)
+    weights, experts = route(x @ layer.gate.weight.T, layer.experts.config)
     expected = plain_experts(x, layer.experts.gate_up_proj, layer.experts.down_proj, weights, experts)
     check_close(out, expected, torch.float32)
 

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from fixtures.checkpoints import LLAMA3_ROPE
-from transformers import LlamaConfig
+from transformers import Glm4MoeConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.glm4_moe import modeling_glm4_moe
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from ebbtide.srt.errors import ConfigurationError
@@ -46,6 +48,22 @@ def test_rotation_equals_transformers(dtype: torch.dtype, tolerance: float) -> N
         assert torch.equal(x, before)
 
 
+def test_a_part_of_each_head_is_rotated_as_in_transformers() -> None:
+    torch.manual_seed(1)
+    config = Glm4MoeConfig(hidden_size=64, num_attention_heads=4, head_dim=16, partial_rotary_factor=0.25)
+    positions = torch.tensor([0, 3, 90_000])
+    q, k = torch.randn(3, 4, 16), torch.randn(3, 2, 16)
+    cos, sin = Glm4MoeRotaryEmbedding(config)(q, positions[None])
+    heads = (q.transpose(0, 1)[None], k.transpose(0, 1)[None])
+    expected_q, expected_k = modeling_glm4_moe.apply_rotary_pos_emb(*heads, cos, sin)
+
+    ours = RotaryEmbedding(rope_config(config), 16, CPU)(positions, torch.float32)
+
+    for x, expected in ((q, expected_q), (k, expected_k)):
+        torch.testing.assert_close(rotate(x, *ours), expected[0].transpose(0, 1), rtol=0, atol=1e-6)
+        assert torch.equal(rotate(x, *ours)[..., 4:], x[..., 4:])
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -73,7 +91,7 @@ def test_without_any_setting_it_is_the_default_rope() -> None:
         ({"rope_type": "longrope"}, "rope type 'longrope' is not supported"),
         ({"rope_type": "linear"}, "'linear' needs the setting 'factor'"),
         ({"rope_type": "llama3", "factor": 2.0}, "'llama3' needs the setting 'low_freq_factor'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor: expected a number in \(0, 1\], got 1.5"),
     ],
     ids=str,
 )

@@ -43,6 +43,26 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("MixtralForCausalLM", {}),
     "mixtral-windows": ("MixtralForCausalLM", {"sliding_window": 9}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "mistral-windows": ("MistralForCausalLM", {"sliding_window": 9}),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", {}),
+    "qwen2-moe-dense-layers": (
+        "Qwen2MoeForCausalLM",
+        {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "glm4-moe": ("Glm4MoeForCausalLM", {}),
+    "glm4-moe-groups": (
+        "Glm4MoeForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "attention_bias": True,
+            "use_qk_norm": False,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
 }
 PROMPT = list(b"Ebb and flow: the tide goes out, and the tide comes in again.")
 OTHER_PROMPTS = [list(b"a"), list(b"Harbour at low water"), list(bytes(range(100, 200)))]
@@ -99,7 +119,7 @@ def test_greedy_output_and_logprobs_equal_transformers(name: str, tmp_path: Path
 
     assert run.output_ids == reference.greedy(PROMPT, 24)
     predicted = expected_logprobs(reference, run)
-    assert tokens(run.prompt_logprobs + run.logprobs) == pytest.approx(predicted, abs=1e-4)
+    assert tokens(run.prompt_logprobs + run.logprobs) == pytest.approx(predicted, abs=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])

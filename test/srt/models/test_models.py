@@ -25,6 +25,8 @@ PROMPT = list(b"Each wave finds its own way up the beach.")
 UP = {
     "Qwen3MoeForCausalLM": "model.layers.1.mlp.experts.2.up_proj.weight",
     "MixtralForCausalLM": "model.layers.1.block_sparse_moe.experts.2.w3.weight",
+    "Qwen2MoeForCausalLM": "model.layers.1.mlp.experts.2.up_proj.weight",
+    "Glm4MoeForCausalLM": "model.layers.1.mlp.experts.2.up_proj.weight",
 }
 
 
@@ -61,7 +63,8 @@ def test_the_map_names_the_tensors_of_a_checkpoint_and_fills_every_parameter_onc
         assert [start for start, _ in pieces] == [sum(n for _, n in pieces[:i]) for i in range(len(pieces))]
         assert sum(length for _, length in pieces) == parameter.shape[0]
         assert parameter.is_meta
-        assert parameter.dtype == torch.bfloat16
+        is_wide = architecture == "Glm4MoeForCausalLM" and ".gate." in name
+        assert parameter.dtype == (torch.float32 if is_wide else torch.bfloat16)
     assert len(dict(model.named_parameters())) < len(targets)
     assert not any(buffer.is_meta for buffer in model.buffers())
 
@@ -73,6 +76,10 @@ def test_ignored_names() -> None:
     assert not untied.ignored("lm_head.weight")
     assert untied.ignored("model.layers.0.self_attn.rotary_emb.inv_freq")
     assert not tied.ignored("model.norm.weight")
+    # What drafts tokens lies behind GLM's layers.
+    glm = build("Glm4MoeForCausalLM")
+    assert glm.ignored("model.layers.2.eh_proj.weight")
+    assert not glm.ignored("model.layers.1.mlp.gate.weight")
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
@@ -91,6 +98,12 @@ LINEAR_ATTENTION = {"layer_types": ["full_attention", "linear_attention"]}
         ("Qwen3MoeForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, "experts take silu"),
         ("MixtralForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 .* the 4 experts"),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "num_experts_per_tok 3 .* the 0 experts"),
+        ("Glm4MoeForCausalLM", {"n_group": 3}, "groups of two experts or more, of 8 in all, got 3 groups"),
+        (
+            "Glm4MoeForCausalLM",
+            {"n_group": 8, "topk_group": 4},
+            "groups of two experts or more, of 8 .* 8 gr",
+        ),
     ],
     ids=str,
 )
@@ -119,7 +132,7 @@ def test_one_experts_tensor_is_updated_by_its_name(architecture: str, tmp_path: 
     before = {other: store.read(other, 10**9) for other in store.names}
     new = torch.randn(before[name].shape, generator=torch.Generator().manual_seed(7))
     transposed = store.check(name, tuple(new.T.shape), torch.float32)
-    unknown = store.check(name.replace("experts.2", "experts.6"), tuple(new.shape), torch.float32)
+    unknown = store.check(name.replace("experts.2", "experts.9"), tuple(new.shape), torch.float32)
     assert transposed is not None
     assert f"expected shape {list(new.shape)}" in transposed.reason
     assert unknown is not None

@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 class Rope(NamedTuple):
-    """Cosines [T, 1, H], both halves alike, and sines [T, 1, H/2] of the positions of one step."""
+    """Cosines [T, 1, R], both halves alike, and sines [T, 1, R/2] of the positions of one step.
+
+    R: numbers of a head that are rotated, the first ones.
+    """
 
     cos_T1H: Tensor
     sin_T1H: Tensor

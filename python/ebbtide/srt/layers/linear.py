@@ -162,18 +162,6 @@ class Linear(nn.Module):
         return self.project(Inputs(x_TD), self.bias if self.group.rank == 0 else None, kernels)
 
 
-class Router(Linear):
-    """Scores of experts: so few outputs that kernels for few tokens gain nothing unless there is only one.
-
-    What they decide is not to be rounded.
-    """
-
-    is_quantizable = False
-
-    def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
-        return len(x_TD) <= kernels.few_router
-
-
 @dataclass(frozen=True, slots=True)
 class Gated:
     """A gated product that is computed by whoever reads it, perhaps in 8 bits."""

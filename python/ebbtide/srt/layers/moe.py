@@ -6,29 +6,79 @@ Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
-from ebbtide.srt.layers.linear import Router, linear
-from ebbtide.srt.layers.norm import NormedResidual, RMSNorm, gated, tensor_of
-from ebbtide.srt.layers.step import Step
+from ebbtide.srt.layers.linear import Inputs, Linear, linear
+from ebbtide.srt.layers.norm import Addend, NormedResidual, RMSNorm, Started, gated, tensor_of
+from ebbtide.srt.layers.step import Kernels, Step
 
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Sizes of one layer's experts.
+    """Sizes of one layer's experts, and how a token's are chosen.
 
     Attributes:
         inner_size: of one expert's MLP.
         renormalize: whether the weights of a token's experts are made to sum to one.
+        scoring: what makes weights of a router's scores.
+        has_bias: whether a bias for each expert, trained beside the weights, is added for the choice alone.
+        num_groups, num_kept_groups: experts are in so many groups of equal size, of which the best few are
+            kept, by the sum of the two highest scores of each.
+        scale: what weights are multiplied by.
+        shared_size: inner size of the MLP that all tokens take, beside their experts; 0: there is none.
+        gates_shared: whether that MLP's output is multiplied by a gate of its own.
     """
 
     num_experts: int
     num_experts_per_token: int
     inner_size: int
     renormalize: bool
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    scale: float = 1.0
+    shared_size: int = 0
+    gates_shared: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the best by softmax are taken, and nothing else is done."""
+        is_grouped = self.num_groups > self.num_kept_groups
+        return self.scoring == "softmax" and not self.has_bias and not is_grouped and self.scale == 1.0
+
+
+class Router(Linear):
+    """Scores of experts: so few outputs that kernels for few tokens gain nothing unless there is only one.
+
+    Attributes:
+        bias_E: float32, added to weights for the choice alone; None: there is none.
+    """
+
+    # What it decides is not to be rounded.
+    is_quantizable = False
+
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
+        # Sigmoids of many experts lie close together: those routers are trained, and kept, in float32.
+        dtype = torch.float32 if config.scoring == "sigmoid" else dtype
+        super().__init__(hidden_size, config.num_experts, bias=False, dtype=dtype)
+        self.bias_E = (
+            nn.Parameter(
+                torch.empty(config.num_experts, dtype=torch.float32, device="meta"), requires_grad=False
+            )
+            if config.has_bias
+            else None
+        )
+
+    def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
+        return linear(x.tensor().to(self.weight.dtype), self.weight, bias_O)
+
+    def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
+        return len(x_TD) <= kernels.few_router and x_TD.dtype == self.weight.dtype
 
 
 class Experts(nn.Module):
@@ -55,18 +105,21 @@ class Experts(nn.Module):
             torch.empty(num_experts * hidden_size, inner, dtype=dtype, device="meta"), requires_grad=False
         )
 
-    def forward(self, x_TD: Tensor, logits_TE: Tensor, step: Step) -> ExpertSum:
-        """The weighted sum [T, D] of each token's experts, whom the router's scores choose."""
-        top_k, renormalize = self.config.num_experts_per_token, self.config.renormalize
-        if x_TD.is_cuda:
+    def forward(self, x_TD: Tensor, logits_TE: Tensor, step: Step, bias_E: Tensor | None = None) -> ExpertSum:
+        """The weighted sum [T, D] of each token's experts, whom the router's scores and its bias choose."""
+        config = self.config
+        if x_TD.is_cuda and config.is_plain:
             from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
 
-            weights_TK, experts_TK = route_at_once(logits_TE, top_k, renormalize)
+            weights_TK, experts_TK = route_at_once(
+                logits_TE, config.num_experts_per_token, config.renormalize
+            )
         else:
-            weights_TK, experts_TK = route(logits_TE, top_k, renormalize)
+            weights_TK, experts_TK = route(logits_TE, config, bias_E)
+            experts_TK = experts_TK.int() if x_TD.is_cuda else experts_TK
         if step.given_TLK is not None:
             given_TK = step.given_TLK[:, self.layer]
-            weights_TK, experts_TK = reroute(logits_TE, weights_TK, experts_TK, given_TK, renormalize)
+            weights_TK, experts_TK = reroute(logits_TE, weights_TK, experts_TK, given_TK, config)
         if step.routes_TLK is not None:
             step.routes_TLK[: len(experts_TK), self.layer].copy_(experts_TK)
         return ExpertSum(self, x_TD, weights_TK, experts_TK)
@@ -113,38 +166,95 @@ class ExpertSum:
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
 
+@dataclass(frozen=True, slots=True)
+class SumWithShared:
+    """What a token's experts make of it, and what the MLP that all tokens take does. An `Addend`."""
+
+    experts: ExpertSum
+    shared: Addend | Tensor
+
+    def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> Started | None:
+        self.experts.add_to(residual_TD, None)
+        if not isinstance(self.shared, Tensor):
+            return self.shared.add_to(residual_TD, then)
+        residual_TD += self.shared
+        return None
+
+    def tensor(self) -> Tensor:
+        return self.experts.tensor().add_(tensor_of(self.shared))
+
+
 class MoeMLP(nn.Module):
-    """What stands in a decoder layer in place of the MLP: a router, and the experts that it chooses from."""
+    """What stands in a decoder layer in place of the MLP: a router, and the experts that it chooses from.
 
-    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype, layer: int) -> None:
+    Args:
+        shared_experts: the MLP that all tokens take too; None: there is none.
+    """
+
+    def __init__(
+        self,
+        config: MoeConfig,
+        hidden_size: int,
+        dtype: torch.dtype,
+        layer: int,
+        shared_experts: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        self.gate = Router(hidden_size, config.num_experts, bias=False, dtype=dtype)
+        self.gate = Router(config, hidden_size, dtype)
         self.experts = Experts(config, hidden_size, dtype, layer)
+        self.shared_experts = shared_experts
+        self.shared_gate = None
+        if config.gates_shared:
+            self.shared_gate = Linear(hidden_size, 1, bias=False, dtype=dtype)
+            self.shared_gate.is_quantizable = False
 
-    def forward(self, x: Tensor | NormedResidual, step: Step) -> ExpertSum:
+    def forward(self, x: Tensor | NormedResidual, step: Step) -> Addend:
         x_TD = tensor_of(x)
-        out: ExpertSum = self.experts(x_TD, self.gate(x_TD, step), step)
-        return out
+        experts = self.experts(x_TD, self.gate(x_TD, step), step, self.gate.bias_E)
+        if self.shared_experts is None:
+            return experts  # type: ignore[no-any-return]
+        shared = self.shared_experts(x_TD, step)
+        if self.shared_gate is not None:
+            shared = shared.tensor().mul_(self.shared_gate(x_TD, step).sigmoid_())
+        return SumWithShared(experts, shared)
 
 
-def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The weights (float32) and numbers (int64) of each token's experts, both [T, K], best first."""
-    weights_TK, experts_TK = torch.topk(logits_TE.softmax(dim=-1, dtype=torch.float32), top_k, dim=-1)
-    if renormalize:
-        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-    return weights_TK, experts_TK
+    scores_TE = _scores(logits_TE, config)
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if config.num_kept_groups < config.num_groups:
+        groups_TGN = choice_TE.view(len(choice_TE), config.num_groups, -1)
+        group_scores_TG = groups_TGN.topk(2, dim=2).values.sum(dim=2)
+        kept_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
+        kept_TG.scatter_(1, group_scores_TG.topk(config.num_kept_groups, dim=1).indices, value=True)
+        choice_TE = groups_TGN.masked_fill(~kept_TG[:, :, None], -torch.inf).flatten(1)
+    experts_TK = choice_TE.topk(config.num_experts_per_token, dim=1).indices
+    return _weights(scores_TE, experts_TK, config), experts_TK
 
 
 def reroute(
-    logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, given_TK: Tensor, renormalize: bool
+    logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, given_TK: Tensor, config: MoeConfig
 ) -> tuple[Tensor, Tensor]:
     """What `route` has chosen with given experts (int64; −1: none) in its place, weighted by their scores."""
     is_given_TK = given_TK >= 0
-    own_TK = logits_TE.softmax(dim=-1, dtype=torch.float32).gather(1, given_TK.clamp(min=0))
-    if renormalize:
-        own_TK = own_TK / own_TK.sum(dim=-1, keepdim=True)
+    own_TK = _weights(_scores(logits_TE, config), given_TK.clamp(min=0), config)
     experts_TK = torch.where(is_given_TK, given_TK.to(experts_TK.dtype), experts_TK)
     return torch.where(is_given_TK, own_TK, weights_TK), experts_TK
+
+
+def _scores(logits_TE: Tensor, config: MoeConfig) -> Tensor:
+    if config.scoring == "sigmoid":
+        return logits_TE.to(torch.float32).sigmoid()
+    return logits_TE.softmax(dim=-1, dtype=torch.float32)
+
+
+def _weights(scores_TE: Tensor, experts_TK: Tensor, config: MoeConfig) -> Tensor:
+    weights_TK = scores_TE.gather(1, experts_TK)
+    if config.renormalize:
+        # Sigmoids may all be zero.
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).add_(1e-20)
+    return weights_TK if config.scale == 1.0 else weights_TK * config.scale
 
 
 def run_experts(

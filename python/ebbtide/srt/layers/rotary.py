@@ -1,6 +1,6 @@
 """Rotary position embedding: the default form, linear scaling, and the scaling of Llama 3.
 
-Shapes: T tokens, N heads, K KV heads, H head_dim.
+Shapes: T tokens, N heads, K KV heads, H head_dim, R rotary_dim.
 """
 
 import math
@@ -29,6 +29,7 @@ class RopeConfig:
         low_freq_factor, high_freq_factor: bounds, as fractions of the original context, between which
             llama3 blends scaled and unscaled frequencies.
         original_context_len: context length before scaling (llama3).
+        share: of a head's numbers, the first ones, that is rotated.
     """
 
     kind: RopeKind
@@ -37,6 +38,11 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context_len: int = 8192
+    share: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Numbers of a head that are rotated."""
+        return int(head_dim * self.share)
 
 
 def rope_config(hf_config: Any) -> RopeConfig:
@@ -45,11 +51,12 @@ def rope_config(hf_config: Any) -> RopeConfig:
     Raises ConfigurationError for a variant that is not implemented, or one that lacks a setting.
     """
     settings = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None)
-    return rope_from(settings or {}, getattr(hf_config, "rope_theta", None))
+    share = getattr(hf_config, "partial_rotary_factor", None)
+    return rope_from(settings or {}, getattr(hf_config, "rope_theta", None), 1.0 if share is None else share)
 
 
-def rope_from(settings: Mapping[str, Any], theta: float | None = None) -> RopeConfig:
-    """One set of rope settings; `theta` is the base where they do not say it.
+def rope_from(settings: Mapping[str, Any], theta: float | None = None, share: float = 1.0) -> RopeConfig:
+    """One set of rope settings; `theta` is the base and `share` what is rotated where they do not say it.
 
     Raises ConfigurationError for a variant that is not implemented, or one that lacks a setting.
     """
@@ -58,8 +65,9 @@ def rope_from(settings: Mapping[str, Any], theta: float | None = None) -> RopeCo
         raise ConfigurationError(
             f"rope type {kind!r} is not supported; supported are {', '.join(get_args(RopeKind))}"
         )
-    if settings.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigurationError("partial_rotary_factor other than 1 is not supported")
+    share = float(settings.get("partial_rotary_factor", share))
+    if not 0 < share <= 1:
+        raise ConfigurationError(f"partial_rotary_factor: expected a number in (0, 1], got {share}")
     theta = settings.get("rope_theta", theta)
     try:
         return RopeConfig(
@@ -71,6 +79,7 @@ def rope_from(settings: Mapping[str, Any], theta: float | None = None) -> RopeCo
             original_context_len=int(settings["original_max_position_embeddings"])
             if kind == "llama3"
             else 8192,
+            share=share,
         )
     except KeyError as error:
         raise ConfigurationError(
@@ -79,8 +88,9 @@ def rope_from(settings: Mapping[str, Any], theta: float | None = None) -> RopeCo
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
-    """Angle per position of each of the head_dim / 2 rotated pairs, float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    """Angle per position of each of the rotary_dim / 2 pairs, float32."""
+    rotary_dim = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=device).float() / rotary_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return frequencies / rope.factor
@@ -95,7 +105,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the pairs (i, i + H/2) of every head by angles that grow with the position."""
+    """Rotates the pairs (i, i + R/2) of every head by angles that grow with the position."""
 
     inv_freq: Tensor
 
@@ -115,13 +125,17 @@ class RotaryEmbedding(nn.Module):
         return Rope(torch.cat((cos, cos), dim=-1), angles.sin().to(dtype))
 
 
-def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """The rotated heads, a new tensor. `sin_T1H` holds half a head."""
+def rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """The rotated heads, a new tensor. `sin_T1R` holds half of what is rotated."""
+    rotary_dim = cos_T1R.shape[-1]
+    if rotary_dim < x_TNH.shape[-1]:
+        rotated = rotate(x_TNH[..., :rotary_dim], cos_T1R, sin_T1R)
+        return torch.cat((rotated, x_TNH[..., rotary_dim:]), dim=-1)
     first, second = x_TNH.chunk(2, dim=-1)
-    rotated = x_TNH * cos_T1H
+    rotated = x_TNH * cos_T1R
     rotated_first, rotated_second = rotated.chunk(2, dim=-1)
-    rotated_first.addcmul_(second, sin_T1H, value=-1.0)
-    rotated_second.addcmul_(first, sin_T1H)
+    rotated_first.addcmul_(second, sin_T1R, value=-1.0)
+    rotated_second.addcmul_(first, sin_T1R)
     return rotated
 
 

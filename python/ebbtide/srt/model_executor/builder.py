@@ -279,6 +279,7 @@ def attention_shape(model: CausalLM, model_config: ModelConfig, cache_config: Ca
         dtype=DTYPES[model_config.dtype],
         kv_dtype=KV_DTYPES[cache_config.dtype],
         kinds=kinds_of(model.attention_layers),
+        rotates_all=model.rotates_all,
     )
 
 

@@ -105,6 +105,11 @@ class CausalLM(nn.Module, ABC):
     def attention_layers(self) -> list[LayerAttention]:
         """The attention of every layer that has one, for the backend to make ready."""
 
+    @property
+    def rotates_all(self) -> bool:
+        """Whether every number of queries and keys is rotated by its position."""
+        return True
+
     @abstractmethod
     def logits(self, hidden_TD: Tensor, kernels: Kernels) -> Tensor:
         """Scores [T, V] of the next token, in the model's dtype, or in float32 after `use_float32_logits`."""

@@ -174,14 +174,15 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """activation(gate(x)) · up(x), projected back; gate and up are one fused projection."""
 
-    def __init__(self, config: DenseConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: DenseConfig, dtype: torch.dtype, inner: int | None = None) -> None:
         super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, bias = config.hidden_size, config.mlp_bias
+        inner = config.intermediate_size if inner is None else inner
         self.activation = config.activation
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
-    def forward(self, x: NormedResidual, step: Step) -> Addend:
+    def forward(self, x: Tensor | NormedResidual, step: Step) -> Addend:
         return self.down_proj.addend(self.gate_up_proj.gated(x, self.activation, step), step)
 
 
@@ -265,6 +266,10 @@ class DenseCausalLM(CausalLM):
     @property
     def attention_layers(self) -> list[LayerAttention]:
         return [LayerAttention(layer, kind) for layer, kind in enumerate(self.config.kinds)]
+
+    @property
+    def rotates_all(self) -> bool:
+        return all(rope.share == 1.0 for rope in self.config.ropes)
 
     def logits(self, hidden_TD: Tensor, kernels: Kernels) -> Tensor:
         return self._output_layer.logits(hidden_TD, kernels)

@@ -8,18 +8,21 @@ from torch import Tensor
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
-from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, divided, stacked
-from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, dense_layer_map
+from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, divided, projection, stacked
+from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, GatedMLP, dense_layer_map
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How checkpoints name a layer's experts: the module that holds them, and an expert's projections."""
+    """How checkpoints name a layer's experts: the module that holds them, an expert's projections, and the
+    module of the MLP that all tokens take.
+    """
 
     block: str
     gate: str
     up: str
     down: str
+    shared: str = "shared_experts"
 
 
 class MoeCausalLM(DenseCausalLM):
@@ -50,12 +53,20 @@ class MoeCausalLM(DenseCausalLM):
                 f"{moe.num_experts} experts"
             )
 
+        group_size, rest = divmod(moe.num_experts, moe.num_groups)
+        if rest or (moe.num_kept_groups < moe.num_groups and group_size < 2):
+            raise ConfigurationError(
+                f"n_group: expected groups of two experts or more, of {moe.num_experts} in all, got "
+                f"{moe.num_groups} groups"
+            )
         if config.activation != "silu":
             raise ConfigurationError(f"hidden_act {config.activation} is not supported; experts take silu")
 
         def make_block(layer: int) -> Block:
-            experts = MoeMLP(moe, config.hidden_size, dtype, layer) if layer in sparse_layers else None
-            return Block(config, dtype, layer, experts)
+            if layer not in sparse_layers:
+                return Block(config, dtype, layer)
+            shared = GatedMLP(config, dtype, moe.shared_size) if moe.shared_size else None
+            return Block(config, dtype, layer, MoeMLP(moe, config.hidden_size, dtype, layer, shared))
 
         super().__init__(config, dtype, device, make_block)
         self.moe, self.names = moe, names
@@ -89,6 +100,23 @@ def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames) -> WeightMa
         down[f"{prefix}.{names.down}.weight"] = hidden_size
         splits[f"{prefix}.{names.down}"] = Split(INPUTS, moe.inner_size, what)
     rows = stacked("mlp.gate.weight", {f"{names.block}.gate.weight": moe.num_experts}, hidden_size)
+    if moe.has_bias:
+        rows |= stacked("mlp.gate.bias_E", {f"{names.block}.gate.e_score_correction_bias": moe.num_experts})
     rows |= stacked("mlp.experts.gate_up_proj", gate_up, hidden_size)
     rows |= stacked("mlp.experts.down_proj", down, moe.inner_size)
-    return divided(rows, splits)
+    return divided(rows, splits) | shared_expert_map(moe, hidden_size, names)
+
+
+def shared_expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames) -> WeightMap:
+    """Shard/fuse map of the MLP of a layer that all tokens take, names relative to the layer."""
+    if not moe.shared_size:
+        return {}
+    prefix, size = f"{names.block}.{names.shared}", moe.shared_size
+    gate, up, down = (f"{prefix}.{part}" for part in (names.gate, names.up, names.down))
+    rows = projection("mlp.shared_experts.gate_up_proj", {gate: size, up: size}, hidden_size, bias=False)
+    rows |= projection("mlp.shared_experts.down_proj", {down: hidden_size}, size, bias=False)
+    if moe.gates_shared:
+        rows |= stacked("mlp.shared_gate.weight", {f"{prefix}_gate.weight": 1}, hidden_size)
+    what = "intermediate_size of shared experts"
+    outputs = Split(OUTPUTS, size, what)
+    return divided(rows, {gate: outputs, up: outputs, down: Split(INPUTS, size, what)})

@@ -9,9 +9,12 @@ from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.gemma2 import Gemma2ForCausalLM
 from ebbtide.srt.models.gemma3 import Gemma3ForCausalLM
+from ebbtide.srt.models.glm4_moe import Glm4MoeForCausalLM
 from ebbtide.srt.models.llama import LlamaForCausalLM
+from ebbtide.srt.models.mistral import MistralForCausalLM
 from ebbtide.srt.models.mixtral import MixtralForCausalLM
 from ebbtide.srt.models.qwen2 import Qwen2ForCausalLM
+from ebbtide.srt.models.qwen2_moe import Qwen2MoeForCausalLM
 from ebbtide.srt.models.qwen3 import Qwen3ForCausalLM
 from ebbtide.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
@@ -20,6 +23,9 @@ MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
+    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,

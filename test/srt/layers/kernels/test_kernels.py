@@ -66,12 +66,14 @@ def test_angles_equal_those_of_torch(device: str, dtype: torch.dtype, half: int)
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "num_tokens", "norm_offset"),
+    ("dtype", "num_tokens", "norm_offset", "share"),
     [
-        (torch.float32, 1, 0.0),
-        (torch.float32, 5, None),
-        (torch.bfloat16, 5, 0.0),
-        (torch.bfloat16, 5, 1.0),
+        (torch.float32, 1, 0.0, 1.0),
+        (torch.float32, 5, None, 1.0),
+        (torch.float32, 1, None, 0.5),
+        (torch.float32, 5, 1.0, 0.25),
+        (torch.bfloat16, 5, 0.0, 1.0),
+        (torch.bfloat16, 5, 1.0, 1.0),
     ],
     ids=str,
 )
@@ -81,6 +83,7 @@ def test_queries_are_rotated_and_keys_and_values_stored(
     heads: tuple[int, int, int],
     num_tokens: int,
     norm_offset: float | None,
+    share: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ebbtide.srt.layers.kernels import rope as kernels
@@ -94,7 +97,8 @@ def test_queries_are_rotated_and_keys_and_values_stored(
     norms = None
     if norm_offset is not None:
         norms = HeadNorms(*torch.randn(2, head_dim).to(dtype), 1e-6, norm_offset)
-    rope = RotaryEmbedding(ROPE, head_dim, CPU)(torch.randint(0, 5000, (num_tokens,)), dtype)
+    rotary = RotaryEmbedding(replace(ROPE, share=share), head_dim, CPU)
+    rope = rotary(torch.randint(0, 5000, (num_tokens,)), dtype)
     slots = torch.randperm(NUM_PAGES * PAGE_SIZE)[:num_tokens]
     pages = torch.zeros(2, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype=dtype).to(device)
 

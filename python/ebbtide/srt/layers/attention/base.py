@@ -57,6 +57,7 @@ class AttentionShape:
         dtype: of queries and outputs.
         kv_dtype: of the pool.
         kinds: the kinds of layers that there are, each once.
+        rotates_all: whether every number of a head is rotated.
     """
 
     num_q_heads: int
@@ -66,6 +67,7 @@ class AttentionShape:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     kinds: tuple[AttentionKind, ...]
+    rotates_all: bool = True
 
     @property
     def group(self) -> int:

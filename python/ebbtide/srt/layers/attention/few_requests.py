@@ -31,6 +31,7 @@ def serves_few(shape: AttentionShape, num_requests: int) -> bool:
         and shape.kv_dtype == shape.dtype
         and shape.group <= _MAX_GROUP
         and is_power_of_2
+        and shape.rotates_all
     )
 
 

@@ -77,6 +77,7 @@ def rotate_and_store(
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
+        PAIRS=rope.sin_T1H.shape[-1],
         HEADS=heads_per_program,
         BLOCK=triton.next_power_of_2(head_dim // 2),
         NORM=head_norms is not None,
@@ -105,10 +106,10 @@ def _angles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store(pointer, first, second, inside, HALF: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    """Both halves of some heads."""
-    tl.store(pointer, first, mask=inside)
-    tl.store(pointer + HALF, second, mask=inside)
+def _store(pointer, first_at, second_at, first, second, inside) -> None:  # type: ignore[no-untyped-def]
+    """The numbers of some heads' pairs."""
+    tl.store(pointer + first_at, first, mask=inside)
+    tl.store(pointer + second_at, second, mask=inside)
 
 
 @triton.jit
@@ -128,6 +129,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
@@ -136,8 +138,9 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     MAX: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """One token, HEADS of its heads; a tile is [HEADS, HALF], of the first or the second halves.
+    """One token, HEADS of its heads; a tile is [HEADS, HALF], of the first or the second numbers of pairs.
 
+    PAIRS: those that are rotated, (i, i + PAIRS); behind them lie two runs of numbers that are not.
     MAX: the largest number that the pool holds, where a conversion would not see to it; 0: whatever.
     """
     NUM_HEADS: tl.constexpr = NUM_Q_HEADS + 2 * NUM_KV_HEADS
@@ -154,24 +157,29 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     is_k = (head >= NUM_Q_HEADS) & (head < NUM_Q_HEADS + NUM_KV_HEADS)
     is_v = head >= NUM_Q_HEADS + NUM_KV_HEADS
 
-    source = qkv_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + pair
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if PAIRS == HALF:
+        first_at, second_at = pair, pair + HALF
+    else:
+        first_at = tl.where(pair < PAIRS, pair, pair + PAIRS)
+        second_at = tl.where(pair < PAIRS, pair + PAIRS, pair + HALF)
+
+    source = qkv_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
+    first = tl.load(source + first_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + second_at, mask=inside, other=0.0).to(tl.float32)
     slot = tl.load(slots_ptr + token)
     x, y = first, second
     if NORM:
         squares = tl.sum(first * first + second * second, axis=1)[:, None]
         scale = 1.0 / tl.sqrt(squares / HEAD_DIM + eps)
-        weight_1 = tl.where(is_q, _weight(q_weight_ptr, pair, HALF), _weight(k_weight_ptr, pair, HALF))
-        weight_2 = tl.where(
-            is_q, _weight(q_weight_ptr + HALF, pair, HALF), _weight(k_weight_ptr + HALF, pair, HALF)
-        )
+        real = pair < HALF
+        weight_1 = _weight(is_q, q_weight_ptr + first_at, k_weight_ptr + first_at, real)
+        weight_2 = _weight(is_q, q_weight_ptr + second_at, k_weight_ptr + second_at, real)
         if NORM_OFFSET != 0.0:
             weight_1 += NORM_OFFSET
             weight_2 += NORM_OFFSET
         x, y = first * scale * weight_1, second * scale * weight_2
-    cos = tl.load(cos_ptr + token * HEAD_DIM + pair, mask=pair < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + token * (2 * PAIRS) + pair, mask=pair < PAIRS, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * PAIRS + pair, mask=pair < PAIRS, other=0.0).to(tl.float32)
     rotated_1, rotated_2 = x * cos - y * sin, y * cos + x * sin
 
     if SCALED:
@@ -183,15 +191,15 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         )
         rotated_1, rotated_2 = rotated_1 * q_scale * inverse, rotated_2 * q_scale * inverse
         first, second = first * inverse, second * inverse
-    q_at = q_ptr + token * (NUM_Q_HEADS * HEAD_DIM) + head * HEAD_DIM + pair
-    _store(q_at, rotated_1, rotated_2, inside & is_q, HALF)
-    row = slot * (NUM_KV_HEADS * HEAD_DIM) + pair
+    q_at = q_ptr + token * (NUM_Q_HEADS * HEAD_DIM) + head * HEAD_DIM
+    _store(q_at, first_at, second_at, rotated_1, rotated_2, inside & is_q)
+    row = slot * (NUM_KV_HEADS * HEAD_DIM)
     # Not `inside & (slot >= 0)`: the interpreter of Triton 3.9 makes integers of that.
     stored = tl.where(slot >= 0, inside, False)
     k_at = k_ptr + row + (head - NUM_Q_HEADS) * HEAD_DIM
-    _store(k_at, _within(rotated_1, MAX), _within(rotated_2, MAX), stored & is_k, HALF)
+    _store(k_at, first_at, second_at, _within(rotated_1, MAX), _within(rotated_2, MAX), stored & is_k)
     v_at = v_ptr + row + (head - NUM_Q_HEADS - NUM_KV_HEADS) * HEAD_DIM
-    _store(v_at, _within(first, MAX), _within(second, MAX), stored & is_v, HALF)
+    _store(v_at, first_at, second_at, _within(first, MAX), _within(second, MAX), stored & is_v)
 
 
 @triton.jit
@@ -203,5 +211,6 @@ def _within(x, MAX: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _weight(pointer, pair, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.load(pointer + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+def _weight(is_q, q_weight, k_weight, real):  # type: ignore[no-untyped-def]
+    q = tl.load(q_weight, mask=real, other=0.0).to(tl.float32)
+    return tl.where(is_q, q, tl.load(k_weight, mask=real, other=0.0).to(tl.float32))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, FP8, ScaleLayout, dequantize, quantize_into
-from ebbtide.srt.layers.moe import route, run_experts
+from ebbtide.srt.layers.moe import MoeConfig, route, run_experts
 from ebbtide.srt.layers.norm import RMSNorm
 
 ON_GPU = torch.cuda.is_available()  # noqa: TID251
@@ -93,7 +93,8 @@ def test_experts(num_tokens: int, hidden: int, inner: int, num_experts: int) -> 
     gate_up, gate_up_scales, wide_gate_up = quantized(num_experts * 2 * inner, hidden)
     down, down_scales, wide_down = quantized(num_experts * hidden, inner)
     x, residual = random(num_tokens, hidden), random(num_tokens, hidden)
-    weights, experts = route(torch.randn(num_tokens, num_experts, device=DEVICE), 2, True)
+    logits = torch.randn(num_tokens, num_experts, device=DEVICE)
+    weights, experts = route(logits, MoeConfig(num_experts, 2, inner, renormalize=True))
     expected = run_experts(x.float(), wide_gate_up, wide_down, weights, experts)
 
     plan = None if ON_GPU or num_tokens > 4 else FewPlan(64, 2, 128)
@@ -122,7 +123,8 @@ def test_experts_with_a_scale_for_each_row(
     gate_up, gate_up_scales, wide_gate_up = quantized(num_experts * 2 * inner, hidden, CHANNELS)
     down, down_scales, wide_down = quantized(num_experts * hidden, inner, CHANNELS)
     x, residual = random(num_tokens, hidden), random(num_tokens, hidden)
-    weights, experts = route(torch.randn(num_tokens, num_experts, device=DEVICE), 2, True)
+    logits = torch.randn(num_tokens, num_experts, device=DEVICE)
+    weights, experts = route(logits, MoeConfig(num_experts, 2, inner, renormalize=True))
     expected = run_experts(x.float(), wide_gate_up, wide_down, weights, experts)
 
     operands, scales = (x, gate_up, down, weights, experts.int()), (gate_up_scales, down_scales)
