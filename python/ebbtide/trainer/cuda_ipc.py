@@ -15,7 +15,6 @@ import fcntl
 import functools
 import os
 import secrets
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ebbtide.formats.shared_memory import HEADER_BYTES, object_path
+from ebbtide.formats.shared_memory import COUNTER, HEADER_BYTES, object_path
 from ebbtide.formats.tensor_list import DeviceStorage, Listing
 from ebbtide.formats.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS
 from ebbtide.srt.errors import RequestRejected
@@ -36,7 +35,6 @@ NamedTensors: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 
 # Exports that stay mapped: the buckets of one update, and some more.
 MAX_STANDING: Final = 192
-_COUNTER: Final = struct.Struct("=q")
 # CU_POINTER_ATTRIBUTE_CONTEXT
 _CONTEXT_OF_POINTER: Final = 1
 # CU_POINTER_ATTRIBUTE_BUFFER_ID
@@ -110,14 +108,14 @@ class Counts:
         self.name = b"/torch_%d_%d" % (os.getpid(), secrets.randbits(48))
         self._num_readers, self._num_references = num_readers, num_references
         self._descriptor = os.open(object_path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.ftruncate(self._descriptor, HEADER_BYTES + NUM_COUNTERS * _COUNTER.size)
+        os.ftruncate(self._descriptor, HEADER_BYTES + NUM_COUNTERS * COUNTER.size)
         # Also where nobody closes it: what stays mapped outlives the update, and may outlive the program.
         self._remove = weakref.finalize(self, _remove, self._descriptor, object_path(self.name), os.getpid())
         self.refill()
 
     def refill(self) -> None:
         """Hand every reader its references, once more."""
-        counts = _COUNTER.pack(self._num_references) * self._num_readers
+        counts = COUNTER.pack(self._num_references) * self._num_readers
         os.pwrite(self._descriptor, counts, HEADER_BYTES)
 
     def hold(self, *, stays: bool) -> None:
@@ -126,7 +124,7 @@ class Counts:
 
     @property
     def are_zero(self) -> bool:
-        counts = os.pread(self._descriptor, self._num_readers * _COUNTER.size, HEADER_BYTES)
+        counts = os.pread(self._descriptor, self._num_readers * COUNTER.size, HEADER_BYTES)
         return not any(counts)
 
     def close(self) -> None:

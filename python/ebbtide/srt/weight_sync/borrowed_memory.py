@@ -8,9 +8,7 @@ memory goes, or with its own end, however that comes.
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -19,11 +17,11 @@ from typing import Any, Final
 
 import torch
 
-from ebbtide.formats.shared_memory import SharedBlock, object_path
+from ebbtide.formats.shared_memory import Counters, SharedBlock, is_held
 from ebbtide.formats.stored_tensor import StoredTensor
 from ebbtide.formats.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef, TensorRef
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.weight_sync.cuda_memory import Counters, CudaIpc, MappedAllocation
+from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, MappedAllocation
 
 logger = logging.getLogger(__name__)
 
@@ -129,21 +127,6 @@ class KeptMemory:
                     mapping.close()
                 except EngineError as error:
                     logger.warning("memory that a trainer has given up stays mapped: %s", error)
-
-
-def is_held(counter_file: bytes) -> bool:
-    """Whether a sender holds the lock on a file of counts."""
-    try:
-        descriptor = os.open(object_path(counter_file), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 class BorrowedMemory:

@@ -8,25 +8,20 @@ mapped once. Source: wire_api section 4.2.
 from __future__ import annotations
 
 import ctypes
-import os
-import stat
-import struct
 import threading
 from collections.abc import Callable
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 
-from ebbtide.formats.shared_memory import HEADER_BYTES, KEEP_ALIVE, object_path
-from ebbtide.formats.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS, CudaStorageRef
+from ebbtide.formats.shared_memory import KEEP_ALIVE, Counters
+from ebbtide.formats.tensor_refs import DRIVER_HANDLE_BYTES, CudaStorageRef
 from ebbtide.srt.errors import EngineError, RequestRejected
 
 # Copies out of a peer's memory come at 320 GB/s by NVLink (H200), those within a device at 2 TB/s.
 PEER_COST: Final = 6
-
-_COUNTER: Final = struct.Struct("=q")
 
 
 class MappedAllocation:
@@ -206,55 +201,3 @@ class CudaIpc:
 def is_expandable(handle: bytes) -> bool:
     """Whether it is torch's handle of an expandable segment."""
     return len(handle) != DRIVER_HANDLE_BYTES and handle[1:2] == b"e"
-
-
-class Counters:
-    """The sender's counts of references, each file of them opened once. A context manager, or to be closed.
-
-    They are read and written by position: a file that is mapped and then cut short would end the process.
-    """
-
-    def __init__(self) -> None:
-        self._files: dict[bytes, int | None] = {}
-
-    def add(self, ref: CudaStorageRef, change: int) -> int | None:
-        """Add to the count of a reference; returns what it is then, None where there is none to see."""
-        if ref.counter_file not in self._files:
-            self._files[ref.counter_file] = _opened(ref.counter_file)
-        descriptor = self._files[ref.counter_file]
-        if descriptor is None:
-            return None
-        at = HEADER_BYTES + ref.counter_index * _COUNTER.size
-        found = os.pread(descriptor, _COUNTER.size, at)
-        if len(found) < _COUNTER.size:
-            return None
-        [value] = _COUNTER.unpack(found)
-        if change:
-            os.pwrite(descriptor, _COUNTER.pack(value + change), at)
-        return int(value + change)
-
-    def close(self) -> None:
-        """Idempotent; it may be used again."""
-        while self._files:
-            _, descriptor = self._files.popitem()
-            if descriptor is not None:
-                os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _opened(counter_file: bytes) -> int | None:
-    """A file of counts; None where there is none, or not one that torch makes."""
-    try:
-        descriptor = os.open(object_path(counter_file), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size < HEADER_BYTES + NUM_COUNTERS * _COUNTER.size:
-        os.close(descriptor)
-        return None
-    return descriptor
