@@ -5,7 +5,6 @@ import pickle
 import pickletools
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, strategies as st
@@ -14,8 +13,6 @@ from ebbtide.formats.pickle_reader import (
     SLICE_OPCODES,
     Budget,
     Global,
-    KeptLists,
-    LastList,
     Record,
     read_by_slices,
     read_pickle,
@@ -203,125 +200,3 @@ def test_calls_go_to_the_table_only() -> None:
 
     assert read_pickle(pickled, table) == {"a": 1}
     assert calls == ["collections.OrderedDict"]
-
-
-@dataclass
-class Entry:
-    name: str
-    place: object
-
-
-class Call:
-    """Pickles as a call of a function."""
-
-    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
-        self._reduced = (function, arguments)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return self._reduced
-
-
-def pure(*arguments: object) -> None:
-    """What a pickle calls that nobody has to hear of."""
-
-
-def heard(*arguments: object) -> None:
-    """The other kind."""
-
-
-GLOBALS = {
-    "Entry": Global("Entry", is_record=True),
-    "pure": Global("pure", lambda arguments: ("pure", *arguments), is_pure=True),
-    "heard": Global("heard", lambda arguments: ("heard", *arguments)),
-}
-
-
-def read(data: bytes, lists: KeptLists | None) -> object:
-    return finish(read_by_slices(data, lambda module, name: GLOBALS[name], None, lists))
-
-
-def told(data: bytes, lists: KeptLists | None) -> object:
-    """What a pickle says, or why it is refused."""
-    try:
-        return plain(read(data, lists))
-    except RequestRejected as refusal:
-        return refusal.message
-
-
-def plain(value: object) -> object:
-    """A value in which those are equal that say the same."""
-    match value:
-        case LastList(items=items):
-            return plain(items)
-        case Record():
-            return value.name, plain(value.fields)
-        case list() | tuple():
-            return [type(value), *map(plain, value)]
-        case dict():
-            return {key: plain(one) for key, one in value.items()}
-    return value
-
-
-def bucket(head: object, *entries: object, protocol: int = 4) -> bytes:
-    return pickle.dumps({"head": head, "entries": list(entries)}, protocol)
-
-
-def last(data: bytes, lists: KeptLists) -> object:
-    value = read(data, lists)
-    assert isinstance(value, dict)
-    return value["entries"]
-
-
-@pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_a_last_list_that_came_before_is_the_same_one(protocol: int) -> None:
-    lists = KeptLists()
-    entries = [Entry("a", Call(pure, (2, 3))), Entry("b", "x" * 300)]
-    first = last(bucket(Call(heard, b"1", pure), *entries, protocol=protocol), lists)
-    assert isinstance(first, LastList)
-    assert last(bucket(Call(heard, b"2", pure), *entries, protocol=protocol), lists) is first
-    entries[1].name = "c"
-    assert last(bucket(Call(heard, b"2", pure), *entries, protocol=protocol), lists) is not first
-
-
-def test_so_are_as_many_as_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeptLists, "MAX_BYTES", 5000)
-    lists = KeptLists()
-    kept = [last(bucket(0, number, number), lists) for number in (1, 2)]
-    assert [last(bucket(0, number, number), lists) for number in (1, 2)] == kept
-    last(bucket(0, "x" * 4000, ""), lists)
-    assert last(bucket(0, 1, 1), lists) is not kept[0]
-
-
-def test_a_last_list_is_read_each_time_where_it_says_something_else_or_somebody_has_to_hear_of_it() -> None:
-    lists = KeptLists()
-    # Its bytes refer to what comes first.
-    for head in ("x", "y", ("x",), Call(heard, "x")):
-        data = bucket(head, head, head)
-        assert told(data, lists) == told(data, None)
-    calls = bucket(0, Call(heard, 1), 2)
-    assert last(calls, lists) is not last(calls, lists)
-    assert not isinstance(last(calls, lists), LastList)
-
-
-shared = st.sampled_from(["x", "y", "xx", b"x", ("x",), ("x", "y"), pure, heard])
-parts = st.recursive(
-    shared | st.integers(0, 300),
-    lambda inner: (
-        st.builds(Call, st.sampled_from([pure, heard]), inner)
-        | st.builds(Entry, st.sampled_from(["x", "n"]), inner)
-        | st.lists(inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@given(st.lists(st.tuples(parts, st.sampled_from([0, 1])), min_size=2, max_size=4), st.data())
-def test_kept_or_not_pickles_say_the_same(given_heads: list[tuple[object, int]], data: st.DataObject) -> None:
-    entries = [data.draw(st.lists(parts, min_size=2, max_size=4)) for _ in range(2)]
-    lists = KeptLists()
-    for head, number in given_heads:
-        whole = bucket(head, *entries[number])
-        at = data.draw(st.integers(0, len(whole) - 1))
-        edited = whole[:at] + data.draw(st.binary(max_size=2)) + whole[at + 1 :]
-        for one in (whole, edited, whole):
-            assert told(one, lists) == told(one, None)

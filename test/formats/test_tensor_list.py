@@ -13,14 +13,12 @@ from ebbtide.formats.tensor_list import (
     DeviceStorage,
     HostStorage,
     Listing,
-    TensorForms,
     decode_tensors,
 )
 from ebbtide.formats.tensor_refs import (
     AnyStorageRef,
     CudaStorageRef,
     StorageRef,
-    TensorHeader,
     TensorTable,
 )
 from ebbtide.srt.errors import RequestRejected
@@ -44,9 +42,9 @@ def encoded(named: list[tuple[str, torch.Tensor]], storage_T: list[int], offset_
     return data
 
 
-def decoded(data: bytes, forms: TensorForms | None = None) -> tuple[TensorTable, list[AnyStorageRef]]:
+def decoded(data: bytes) -> tuple[TensorTable, list[AnyStorageRef]]:
     noted: list[AnyStorageRef] = []
-    table = finish(decode_tensors(data, noted.append, forms))
+    table = finish(decode_tensors(data, noted.append))
     return table, noted
 
 
@@ -67,40 +65,6 @@ def test_tensors_are_described_and_each_storage_is_noted_once() -> None:
     ]
     assert table.form.num_bytes == sum(tensor.nbytes for _, tensor in NAMED)
     assert table.form.is_contiguous_T.tolist() == [False, True, False]
-
-
-def test_names_and_shapes_that_were_read_before_are_kept_and_the_oldest_are_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    forms = TensorForms()
-    first, _ = decoded(encoded(NAMED, [0, 1, 0], [4, 0, 0]), forms)
-    elsewhere, _ = decoded(encoded(NAMED, [0, 1, 0], [0, 0, 4]), forms)
-    assert elsewhere.form is first.form
-    assert elsewhere.ref(2).offset == 4
-    other, _ = decoded(encoded(NAMED[:2], [0, 1], [0, 0]), forms)
-    monkeypatch.setattr(TensorForms, "MAX_BYTES", len(Listing(NAMED[:2]).form))
-    assert decoded(encoded(NAMED[:2], [0, 1], [0, 0]), forms)[0].form is other.form
-    assert decoded(encoded(NAMED, [0, 1, 0], [4, 0, 0]), forms)[0].form is not first.form
-
-
-def test_those_of_buckets_are_kept_as_long_as_they_take_little_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(TensorForms, "MAX_BYTES", 10_000)
-    forms = TensorForms()
-    short, other = ((TensorHeader(name, (2, 3, 1, 4), torch.bfloat16),) for name in ("a", "b"))
-    kept = [forms.packed(short), forms.packed(other)]
-    assert [forms.packed(short), forms.packed(other)] == kept
-    assert kept[0].layout(0).stride == torch.empty(2, 3, 1, 4).stride()
-    # A name as long as all that may be kept pushes them out, and is not kept itself.
-    long = (TensorHeader("c" * 10_000, (), torch.int8),)
-    assert forms.packed(long) is not forms.packed(long)
-    again = forms.packed(short)
-    assert again is not kept[0]
-    assert forms.packed(short) is again
-    # So do many tensors of short names.
-    forms.packed(tuple(TensorHeader(str(number), (), torch.int8) for number in range(1000)))
-    assert forms.packed(short) is not again
 
 
 @pytest.mark.parametrize(

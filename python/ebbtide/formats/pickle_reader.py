@@ -10,7 +10,7 @@ import pickletools
 import struct
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final, Protocol
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
@@ -58,74 +58,29 @@ class Budget:
     num_opcodes: int = MAX_OPCODES
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LastList:
-    """A list with which a pickle ends, as the last value of a dictionary, made by pure calls alone.
+class Tails(Protocol):
+    """Knows the lists that earlier pickles ended with, as the last value of a dictionary.
 
-    Attributes:
-        items: not to be changed: what comes later may have them too.
-        notes: what follows from them, for who works it out.
+    Only lists that pure calls alone have made: what they say follows from their bytes and from what these
+    refer to of what comes before. Of the same objects, or of equal strings, the same bytes say the same.
     """
 
-    items: list[object]
-    notes: dict[object, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _KeptList:
-    """`indices`: of the memo where its items begin; `outer`: what they refer to of that."""
-
-    value: LastList
-    indices: frozenset[int]
-    outer: Mapping[int, object]
-
-    def fits(self, memo: Mapping[int, object]) -> bool:
-        """Whether the same bytes say the same behind this memo."""
-        return memo.keys() == self.indices and all(
-            memo[index] is value or (type(value) is str and memo[index] == value)
-            for index, value in self.outer.items()
-        )
-
-
-class KeptLists:
-    """The lists that the last pickles ended with, by the bytes of their items, the least recently used first.
-
-    A trainer's buckets differ in where they lie, which comes first, and hardly ever in what they hold.
-    """
-
-    # What was read, and what follows from it, takes about ten times as much.
-    MAX_BYTES: Final = 8 << 20
-    _OVERHEAD_BYTES: Final = 1024
-
-    def __init__(self) -> None:
-        self._kept: dict[bytes, _KeptList] = {}
-        self._num_bytes = 0
-
-    def find(self, data: bytes, memo: Mapping[int, object]) -> LastList | None:
-        """The list of these bytes, which begin with its items and are the pickle's last; None: it is new."""
-        kept = self._kept.get(data)
-        if kept is None or not kept.fits(memo):
-            return None
-        self._kept[data] = self._kept.pop(data)
-        return kept.value
-
-    def keep(self, data: bytes, memo: Mapping[int, object], read: set[int], items: list[object]) -> LastList:
-        """Keep a list.
+    def find(self, data: bytes, memo: Mapping[int, object]) -> object | None:
+        """What stands for a list; None: it is to be read.
 
         Args:
-            memo: where its items begin.
-            read: the indices that they refer to.
+            data: what follows, from the list's first item to the pickle's end.
+            memo: what it may refer to.
         """
-        made = LastList(items)
-        if self._kept.pop(data, None) is None:
-            self._num_bytes += len(data) + self._OVERHEAD_BYTES
-        outer = {index: memo[index] for index in read if index in memo}
-        self._kept[data] = _KeptList(made, frozenset(memo), outer)
-        while self._num_bytes > self.MAX_BYTES:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            self._num_bytes -= len(oldest) + self._OVERHEAD_BYTES
-        return made
+        ...
+
+    def keep(self, data: bytes, memo: Mapping[int, object], read: set[int], items: list[object]) -> object:
+        """A list was read that may come again; returns what stands for it.
+
+        Args:
+            read: the indices of the memo that it refers to.
+        """
+        ...
 
 
 def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
@@ -144,16 +99,16 @@ def read_by_slices(
     data: bytes,
     resolve: Callable[[str, str], object],
     budget: Budget | None = None,
-    lists: KeptLists | None = None,
+    tails: Tails | None = None,
 ) -> Generator[int, None, object]:
     """As `read_pickle`, yielding the bytes read after every `SLICE_OPCODES` opcodes of its budget.
 
     What is read is taken off `budget` (None: one of its own).
 
     Args:
-        lists: of the pickles before it. A list that stands where one of these may is a `LastList` then.
+        tails: what stands for the list that the pickle ends with.
     """
-    return _Reader(data, resolve, lists).read(budget if budget is not None else Budget())
+    return _Reader(data, resolve, tails).read(budget if budget is not None else Budget())
 
 
 class _Stop(Exception):
@@ -180,14 +135,14 @@ class _OpenList:
 
 
 class _Reader:
-    __slots__ = ("data", "lists", "marks", "memo", "open_list", "position", "resolve", "stack")
+    __slots__ = ("data", "marks", "memo", "open_list", "position", "resolve", "stack", "tails")
 
     def __init__(
-        self, data: bytes, resolve: Callable[[str, str], object], lists: KeptLists | None = None
+        self, data: bytes, resolve: Callable[[str, str], object], tails: Tails | None = None
     ) -> None:
         self.data = data
         self.resolve = resolve
-        self.lists = lists
+        self.tails = tails
         self.open_list: _OpenList | None = None
         self.position = 0
         self.stack: list[object] = []
@@ -299,8 +254,8 @@ class _Reader:
     def mark(self) -> None:
         stack = self.stack
         items: list[object] = []
-        if self.lists is not None and self.open_list is None and stack and _is_empty_list(stack[-1]):
-            found = self.lists.find(self.data[self.position :], self.memo)
+        if self.tails is not None and self.open_list is None and stack and _is_empty_list(stack[-1]):
+            found = self.tails.find(self.data[self.position :], self.memo)
             if found is not None:
                 stack[-1] = found
                 self.position = len(self.data) - len(_LAST)
@@ -328,11 +283,11 @@ class _Reader:
     def append_marked(self) -> None:
         items = self.pop_to_mark()
         self.append(items)
-        opened, lists = self.open_list, self.lists
-        if lists is None or opened is None or items is not opened.items or not opened.is_pure:
+        opened, tails = self.open_list, self.tails
+        if tails is None or opened is None or items is not opened.items or not opened.is_pure:
             return
         if self.data[self.position :] == _LAST:
-            self.stack[-1] = lists.keep(self.data[opened.start :], opened.memo, opened.read, items)
+            self.stack[-1] = tails.keep(self.data[opened.start :], opened.memo, opened.read, items)
 
     def set_items(self, items: list[object]) -> None:
         target = self.stack[-1]

@@ -17,15 +17,12 @@ import torch
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from ebbtide.formats.pickle_reader import KeptLists
 from ebbtide.formats.tensor_refs import (
     AnyStorageRef,
     TensorForm,
-    TensorHeader,
     TensorLayout,
     TensorTable,
     checked_layout,
-    contiguous_layout,
     device_storage,
     host_storage,
 )
@@ -147,69 +144,16 @@ def _layout(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...] | Non
     return _Layout(str(dtype).removeprefix("torch."), tuple(shape), stride)
 
 
-class TensorForms:
-    """Names and shapes of the last payloads by the bytes that said them, the least recently used first.
-
-    Attributes:
-        lists: of the pickles among them.
-    """
-
-    MAX_BYTES: Final = 16 << 20
-
-    def __init__(self) -> None:
-        self.lists = KeptLists()
-        self._forms: dict[bytes, TensorForm] = {}
-        self._packed: dict[tuple[TensorHeader, ...], TensorForm] = {}
-        self._packed_bytes = 0
-
-    def take(self, data: bytes) -> Generator[int, None, TensorForm]:
-        """What these bytes say; in slices where they are new.
-
-        Raises RequestRejected where they are not of this kind.
-        """
-        form = self._forms.pop(data, None)
-        if form is None:
-            form = yield from _decode_form(data)
-        self._forms[data] = form
-        num_over = sum(map(len, self._forms)) - self.MAX_BYTES
-        while num_over > 0:
-            oldest = next(iter(self._forms))
-            num_over -= len(oldest)
-            del self._forms[oldest]
-        return form
-
-    def packed(self, headers: tuple[TensorHeader, ...]) -> TensorForm:
-        """The form of contiguous tensors, those of a bucket."""
-        form = self._packed.pop(headers, None)
-        if form is None:
-            numbers: dict[TensorLayout, int] = {}
-            layouts = (contiguous_layout(one.dtype, one.shape) for one in headers)
-            layout_T = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
-            names = [header.name for header in headers]
-            form = TensorForm(names, list(numbers), np.array(layout_T, dtype=np.int64))
-            form.headers += headers
-            self._packed_bytes += _kept_bytes(headers)
-        self._packed[headers] = form
-        while self._packed_bytes > self.MAX_BYTES:
-            oldest = next(iter(self._packed))
-            self._packed_bytes -= _kept_bytes(oldest)
-            del self._packed[oldest]
-        return form
-
-
-def _kept_bytes(headers: tuple[TensorHeader, ...]) -> int:
-    """About what a form of these takes at least: the sender chooses their number and their names."""
-    return 2048 + sum(64 + len(header.name) + 8 * len(header.shape) for header in headers)
-
-
 def decode_tensors(
-    data: bytes, record: Callable[[AnyStorageRef], None], forms: TensorForms | None = None
+    data: bytes,
+    record: Callable[[AnyStorageRef], None],
+    form_of: Callable[[bytes], Generator[int, None, TensorForm]] | None = None,
 ) -> Generator[int, None, TensorTable]:
     """The tensors of a payload that begins with one of `MAGICS`, described and not opened; in slices.
 
     Args:
         record: called with every reference ahead of the first slice, so that all can be given back.
-        forms: of the payloads before it.
+        form_of: reads names and shapes, or knows them; None: `decode_form`.
 
     Raises:
         RequestRejected: the payload is not of this form, or a tensor does not lie within its storage.
@@ -231,13 +175,18 @@ def decode_tensors(
     if problems:
         raise problems[0]
     yield len(data)
-    form = yield from (TensorForms() if forms is None else forms).take(listed.form)
+    form = yield from (form_of or decode_form)(listed.form)
     num_tensors = len(form.names)
     columns = (_column(data, "<i8", num_tensors) for data in (listed.storage_T, listed.offset_T))
     return TensorTable.checked(form, storages, *columns)
 
 
-def _decode_form(data: bytes) -> Generator[int, None, TensorForm]:
+def decode_form(data: bytes) -> Generator[int, None, TensorForm]:
+    """The names and shapes that a payload has; in slices.
+
+    Raises:
+        RequestRejected: they are not of this kind.
+    """
     try:
         found = _FORM_DECODER.decode(data)
     except msgspec.DecodeError as error:

@@ -14,8 +14,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, Self, TypeAlias, TypeGuard
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from typing import Final, Self, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -295,7 +296,6 @@ class TensorForm:
 
     Attributes:
         headers: as far as they were asked for by `describe`.
-        notes: what follows from all of this, kept for the next payload by who works it out.
     """
 
     def __init__(
@@ -303,7 +303,6 @@ class TensorForm:
     ) -> None:
         self.names = names
         self.headers: list[TensorHeader] = []
-        self.notes: dict[object, Any] = {}
         self._layouts = layouts
         self._layout_T = layout_T
         self.itemsize_T = self._each([layout.dtype.itemsize for layout in layouts])
@@ -311,6 +310,13 @@ class TensorForm:
         self.num_spanned_T = self._each([layout.num_spanned for layout in layouts])
         self.is_contiguous_T = self._each([layout.is_contiguous for layout in layouts]).astype(bool)
         self.num_bytes: int = sum(self.num_bytes_T.tolist())
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The same for forms of the same names, shapes and dtypes, and of no others."""
+        return blake2b(
+            f"{self.names}{self._layouts}".encode() + self._layout_T.tobytes(), digest_size=16
+        ).digest()
 
     def describe(self, first: int, end: int) -> None:
         """Make the headers of these, which come next."""

@@ -257,12 +257,6 @@ class _NullStaging:
         else:
             self._weights.write(dict.fromkeys(names, None))
 
-    def begin(self, plan: WritePlan) -> None:
-        """Nothing is kept of what was there."""
-
-    def end(self, plan: WritePlan) -> frozenset[str]:
-        return frozenset()
-
     def require_complete(self) -> None:
         """Every tensor is whole by itself."""
 
@@ -344,6 +338,12 @@ class _NullPlan:
 
     def _unmap(self) -> Slices[None]:
         yield 1
+
+    def begin(self, staging: Staging) -> None:
+        """Nothing is kept of what was there."""
+
+    def end(self, staging: Staging) -> frozenset[str]:
+        return frozenset()
 
     def write(self, staging: Staging) -> Slices[None]:
         assert isinstance(staging, _NullStaging)

@@ -73,7 +73,7 @@ def test_tensors_are_opened_in_steps_awaited_when_read_and_freed_in_steps(
     read(source)
     assert gpu.log[3:] == ["wait 0", "wait 1", "wait 2"]
     assert counters.values == [1, 1, 1]
-    assert len(list(source.release())) == 3
+    assert len(list(source.detach())) == 3
     assert sorted(gpu.log[6:]) == ["free 0", "free 1", "free 2"]
     source.close()
     source.close()
@@ -89,7 +89,7 @@ def test_a_bucket_is_one_reference(gpu: Gpu, counters: Counters) -> None:
     run(source.open())
     for name, tensor in read(source).items():
         assert torch.equal(tensor, TENSORS[name])
-    run(source.release())
+    run(source.detach())
     assert gpu.log == ["open 0", "wait 0", "free 0"]
     assert counters.values == [0]
 
@@ -349,7 +349,7 @@ def test_one_mapping_serves_all_references_into_an_allocation(gpu: Gpu, counters
     source = open_payload(gpu, [("a", first), ("b", second)])
     run(source.open())
     assert torch.equal(read(source)["b"], memory[4:8])
-    assert len(list(source.release())) == 1
+    assert len(list(source.detach())) == 1
     assert [entry for entry in gpu.log if not entry.startswith("wait")] == ["open 0", "free 0"]
     assert counters.values == [0, 0]
 

@@ -24,10 +24,10 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from ebbtide.formats.bucket import FlattenedTensorMetadata
 from ebbtide.formats.stored_tensor import whole
-from ebbtide.formats.tensor_list import TensorForms
 from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.weight_sync.plan_cache import PlanCache
 from ebbtide.trainer.payload_encoding import serialize
 
 
@@ -427,7 +427,7 @@ def test_buckets_of_another_shape_are_refused(value: object, message: str) -> No
 
 
 def test_a_bucket_is_held_against_its_bytes_however_often_its_list_has_come(block: Block) -> None:
-    forms = TensorForms()
+    cache = PlanCache()
 
     def open_bucket(
         size: int, flat_dtype: torch.dtype = torch.uint8, **changes: object
@@ -435,7 +435,7 @@ def test_a_bucket_is_held_against_its_bytes_however_often_its_list_has_come(bloc
         flat = tensor_call(block, dtype=flat_dtype, shape=(size,), stride=(1,))
         listed = [METADATA, {**METADATA, "name": "v", "start_idx": 8, "end_idx": 16, **changes}]
         payload = pickle.dumps({"flattened_tensor": flat, "metadata": listed})
-        opened = open_payload([payload], "flattened_bucket", place=SECOND_REPLICA, forms=forms)
+        opened = open_payload([payload], "flattened_bucket", place=SECOND_REPLICA, cache=cache)
         opened.close()
         return list(opened.entries)
 

@@ -138,7 +138,7 @@ def test_a_buffer_that_is_filled_again_and_again(
             assert tensor.dtype == tensors[name].dtype
             assert torch.equal(tensor, tensors[name]), name
         del tensor
-        assert list(source.release()) == []
+        assert list(source.detach()) == []
         source.close()
         del source
         conversation.answer()

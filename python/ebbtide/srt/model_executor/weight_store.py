@@ -5,7 +5,6 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +82,6 @@ class WeightStore:
         quantization: which weights are kept in 8 bits; None: none.
 
     Attributes:
-        notes: what those who write find out of its tensors, kept for the next one who asks for the same.
         sums: this rank's shares of tensors' sums (`state_sum`) in the live weights, by checkpoint name, if
             they are known: then a delta is summed up alone, and not all that it is of.
         num_chunks: of the arena, on the rank where it has most; 0 where it has none that change places.
@@ -126,7 +124,6 @@ class WeightStore:
         self._wanted = frozenset(name for name in self._placements if not self.ignored(name))
         self.generation = 0
         self.sums: Mapping[str, int] = {}
-        self.notes: dict[object, Any] = {}
         self._runs = {
             False: {
                 name: run

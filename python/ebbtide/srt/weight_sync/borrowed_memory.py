@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -21,6 +21,8 @@ from ebbtide.formats.shared_memory import Counters, SharedBlock, is_held
 from ebbtide.formats.stored_tensor import StoredTensor
 from ebbtide.formats.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef, TensorRef
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.model_executor.weight_copies import PlannedSpans
+from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, MappedAllocation
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class KeptPayload:
         decoded: what the payload describes.
         mapped: see `BorrowedMemory`, in part until it was opened for the first time.
         ends: of the mappings, by their beginnings.
-        notes: what follows from the payload and from where its memory is mapped, for who works it out.
+        spans: planned copies from where its memory is mapped.
     """
 
     def __init__(self, refs: Sequence[CudaStorageRef], decoded: object) -> None:
@@ -47,7 +49,7 @@ class KeptPayload:
         self.decoded = decoded
         self.mapped: dict[object, MappedAllocation] = {}
         self.ends: dict[int, int] = {}
-        self.notes: dict[object, Any] = {}
+        self.spans: dict[bool, PlannedSpans] = {}
         self.num_users = 0
 
     @property
@@ -171,9 +173,9 @@ class BorrowedMemory:
         self._mapped, self._ends = payload.mapped, payload.ends
 
     @property
-    def notes(self) -> dict[object, Any] | None:
+    def spans(self) -> dict[bool, PlannedSpans] | None:
         """See `KeptPayload`; None where the memory does not stay."""
-        return None if self._stays_in is None else self._stays_in[1].notes
+        return None if self._stays_in is None else self._stays_in[1].spans
 
     def record(self, ref: AnyStorageRef) -> None:
         """Take over a reference that the payload makes."""
@@ -248,18 +250,6 @@ class BorrowedMemory:
             return 0
         return self._awaited_mapping(storage).address + storage.offset_bytes
 
-    def release(self) -> Iterator[int]:
-        """Give the device memory back, once all that reads it has run; yields the bytes of each mapping."""
-        if self._stays_in is not None:
-            self._mapped = {}
-        while self._mapped:
-            key, mapping = self._mapped.popitem()
-            mapping.close()
-            refs = self._opened.pop(key, [])
-            self._give_back(refs)
-            yield sum(ref.num_bytes for ref in refs)
-        self._give_back_opened()
-
     def detach(self) -> Generator[int, None, None]:
         """Let the sender use its device memory again; it stays mapped until what this returns has run.
 
@@ -280,8 +270,7 @@ class BorrowedMemory:
     def close(self) -> None:
         """Give everything back, opened or not. Idempotent."""
         recorded, self._recorded = self._recorded, []
-        for _ in self.release():
-            pass
+        finish(self.detach())
         self._give_back([ref for ref in recorded if isinstance(ref, CudaStorageRef)])
         self._counters.close()
         self._close_blocks([ref for ref in recorded if isinstance(ref, StorageRef)])

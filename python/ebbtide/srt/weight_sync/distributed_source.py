@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Final
 
 import torch
@@ -23,6 +23,7 @@ from ebbtide.srt.weight_sync.sparse_source import (
     DeltaSource,
     PlacedChanges,
     PlacedPatches,
+    Placing,
 )
 
 # A request ends at its own deadline; a broadcast that nobody waits for any more ends a little later.
@@ -137,54 +138,36 @@ class BroadcastSource(WeightSource):
         return [((size,), torch.uint8) for size in sizes]
 
 
-class SparseBroadcastSource(DeltaSource):
+def _sparse(
+    entries: Sequence[TensorHeader], num_updates: Sequence[int], group: WeightGroup, timeout_s: float
+) -> DeltaSource:
     """Patches that a trainer broadcasts: of each, the positions as int32, then the values."""
+    headers = [
+        TensorHeader(entry.name, (count,), dtype)
+        for entry, count in zip(entries, num_updates, strict=True)
+        for dtype in (torch.int32, entry.dtype)
+    ]
+    parts = BroadcastSource(headers, group, timeout_s=timeout_s)
 
-    is_sent = True
-    needs_own_dtype = False
+    def decode() -> Generator[int, None, Placing]:
+        yield 0
 
-    def __init__(
-        self,
-        entries: Sequence[TensorHeader],
-        num_updates: Sequence[int],
-        group: WeightGroup,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(entries, {})
-        parts = [
-            TensorHeader(entry.name, (count,), dtype)
-            for entry, count in zip(entries, num_updates, strict=True)
-            for dtype in (torch.int32, entry.dtype)
-        ]
-        self._parts = BroadcastSource(parts, group, timeout_s=timeout_s)
+        def place(weights: PatchedWeights) -> PlacedChanges:
+            # Gloo receives into host memory, wherever the weights are.
+            device = weights.base(torch.uint8).device
+            arrived = [whole(tensor).to(device) for _, tensor in parts]
+            rows = zip(entries, arrived[::2], arrived[1::2], strict=True)
+            patches = [Patch(each.name, each.shape, at, values).checked() for each, at, values in rows]
+            return PlacedPatches(patches, weights)
 
-    def arrived(self) -> bool:
-        return self._parts.arrived()
+        return place
 
-    def abandon(self) -> bool:
-        return self._parts.abandon()
-
-    def place(self, weights: PatchedWeights) -> PlacedChanges:
-        """As `DeltaSource.place`.
-
-        Raises:
-            RequestRejected: 400, a position twice, or outside of its tensor.
-        """
-        # Gloo receives into host memory, wherever the weights are.
-        device = weights.base(torch.uint8).device
-        arrived = [whole(tensor).to(device) for _, tensor in self._parts]
-        rows = zip(self.entries, arrived[::2], arrived[1::2], strict=True)
-        patches = [Patch(entry.name, entry.shape, where, values).checked() for entry, where, values in rows]
-        return PlacedPatches(patches, weights.places(self.entries))
-
-    def close(self) -> None:
-        super().close()
-        self._parts.close()
+    return DeltaSource(entries, parts, decode, takes_any_dtype=True)
 
 
 def open_broadcast(
     announced: Announcement, group: WeightGroup, timeout_s: float
-) -> BroadcastSource | SparseBroadcastSource:
+) -> BroadcastSource | DeltaSource:
     """The source of what was announced. Nothing is received yet.
 
     Args:
@@ -207,7 +190,7 @@ def open_broadcast(
     entries = [TensorHeader(name, _shape(name, shape), _dtype(name, dtype)) for name, dtype, shape in listed]
     if announced.load_format == "sparse":
         _check_sparse(entries, announced.num_updates)
-        return SparseBroadcastSource(entries, announced.num_updates, group, timeout_s)
+        return _sparse(entries, announced.num_updates, group, timeout_s)
     chunks: list[slice] | None = None
     if announced.load_format is not None and entries:
         sizes = [entry.num_bytes for entry in entries]

@@ -12,13 +12,13 @@ from typing import Final
 from ebbtide.formats.allowed_globals import cuda_tensor, kind_of, resolve_global
 from ebbtide.formats.announcement import IpcTensor
 from ebbtide.formats.pickle_reader import read_by_slices
-from ebbtide.formats.tensor_list import TensorForms
 from ebbtide.formats.tensor_refs import TensorHeader, TensorRef, dtype_named
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.source import PackedTensors, WeightSource, borrowed_source, packed_source
+from ebbtide.srt.weight_sync.plan_cache import PlanCache
+from ebbtide.srt.weight_sync.source import WeightSource, borrowed_source, packed_source
 
 IPC_HANDLES: Final = "ipc_handles"
 
@@ -29,14 +29,14 @@ def open_handles(
     *,
     place: ParallelConfig,
     cuda: CudaIpc | None,
-    forms: TensorForms | None = None,
+    cache: PlanCache | None = None,
 ) -> Generator[int, None, WeightSource]:
     """Opens the tensors of this rank's device, by slices.
 
     Args:
         entries: for each rank a pickle: a list with the handles of each tensor, or the handles of a buffer.
         lent: what is behind them.
-        forms: the names and shapes of the payloads before it.
+        cache: what was worked out for the payloads before it.
 
     Raises:
         RequestRejected: 400; every reference of this device that was read has been given back.
@@ -57,7 +57,7 @@ def open_handles(
     memory = BorrowedMemory(cuda, is_kept=isinstance(handles, dict))
     try:
         if isinstance(handles, dict):
-            return _open_buffer(handles, headers, lent, memory, cuda, forms)
+            return _open_buffer(handles, headers, lent, memory, cuda, cache)
         return _open_each(handles, headers, memory, cuda)
     except BaseException:
         memory.close()
@@ -89,7 +89,7 @@ def _open_buffer(
     lent: Sequence[IpcTensor],
     memory: BorrowedMemory,
     cuda: CudaIpc,
-    forms: TensorForms | None,
+    cache: PlanCache | None,
 ) -> WeightSource:
     ref = _own(handles, "the buffer", memory, cuda)
     if len(ref.shape) != 1 or ref.stride != (1,):
@@ -106,7 +106,7 @@ def _open_buffer(
     num_bytes = ref.shape[0] * ref.dtype.itemsize
     if start > num_bytes:
         raise RequestRejected(f"tensor_sizes: {start} bytes are not within the buffer of {num_bytes}")
-    return packed_source(ref, PackedTensors.at(places, forms), memory)
+    return packed_source(ref, (cache or PlanCache()).packed(places), memory)
 
 
 def _own(by_device: object, where: str, memory: BorrowedMemory, cuda: CudaIpc) -> TensorRef:

@@ -1,11 +1,11 @@
-"""A weight source over versions that a trainer published, for `update_weights_from_disk` of a pulled folder.
+"""Pulls versions that a trainer published: what an update from a pulled folder brings, as one delta.
 
 Source: wire_vllm section 5.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,14 +18,14 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.delta.folder import (
     PublishedDelta,
     PulledState,
-    checksum_of,
     decompress,
     names_of,
     open_files,
     read_chain,
 )
-from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, PatchKind
-from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges, PlacedPatches
+from ebbtide.srt.weight_sync.delta.patch import Patch, PatchKind
+from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedPatches, Placing
 
 # A name → shape and dtype of the parameter; None for one that the model does not have.
 Describe: TypeAlias = Callable[[str], tuple[tuple[int, ...], torch.dtype] | None]
@@ -39,6 +39,7 @@ class _Changes:
 
     values: Tensor
     mask: Tensor | None
+    digest: tuple[str, str] | None = None
 
     def follow(self, later: _Changes) -> None:
         """Both, one after the other."""
@@ -47,104 +48,61 @@ class _Changes:
         else:
             self.mask |= later.mask
             self.values = torch.where(later.mask, later.values, self.values)
+        self.digest = later.digest if later.digest is not None else self.digest
 
-    def apply(self, old: Tensor) -> Tensor:
-        """What these bytes become."""
-        return old ^ self.values if self.mask is None else torch.where(self.mask, self.values, old)
+    def patch(self, entry: TensorHeader, device: torch.device) -> Patch:
+        if self.mask is None:
+            elements = self.values.view(BITS[entry.dtype.itemsize])
+            positions = elements.nonzero()[:, 0]
+            values, kind = elements[positions].view(entry.dtype), PatchKind.XOR
+        else:
+            positions = self.mask.nonzero()[:, 0]
+            values, kind = self.values[positions], PatchKind.BYTES
+        where, what = positions.to(device), values.to(device)
+        return Patch(entry.name, entry.shape, where, what, kind, self.digest)
 
 
-class PublishedSource(DeltaSource):
+def open_published(state: PulledState, describe: Describe, device: torch.device) -> DeltaSource:
     """Several published versions, folded into one delta.
 
     Raises:
         RequestRejected: 400, a version is missing, torn, or not of this model.
     """
+    chain = read_chain(state.source_dir, state.base, state.target)
+    if len({delta.encoding for delta in chain}) > 1:
+        raise RequestRejected("these versions are encoded in several ways: pull one at a time")
+    files = [open_files(delta) for delta in chain]
+    described = {name: describe(name) for name in names_of(chain)}
+    # What the model does not have is refused, unless it has no use for it.
+    entries = [
+        TensorHeader(name, *(found if found is not None else ((), torch.uint8)))
+        for name, found in described.items()
+    ]
+    known = {entry.name: entry for entry in entries if described[entry.name] is not None}
 
-    def __init__(self, state: PulledState, describe: Describe, device: torch.device) -> None:
-        self._chain = read_chain(state.source_dir, state.base, state.target)
-        if len({delta.encoding for delta in self._chain}) > 1:
-            raise RequestRejected("these versions are encoded in several ways: pull one at a time")
-        self._files = [open_files(delta) for delta in self._chain]
-        described = {name: describe(name) for name in names_of(self._chain)}
-        entries = [
-            TensorHeader(name, *(found if found is not None else ((), torch.uint8)))
-            for name, found in described.items()
-        ]
-        super().__init__(entries, {})
-        self.base_version = state.base_version
-        self._device = device
-        # Refused, unless it is of those that the model has no use for.
-        self._unknown = frozenset(name for name, found in described.items() if found is None)
-        self._changes: dict[str, _Changes] = {}
-        self._sums: dict[str, tuple[str, str]] = {}
-
-    def open(self) -> Iterator[int]:
-        sizes = {entry.name: entry.num_bytes for entry in self.entries}
-        for delta, files in zip(self._chain, self._files, strict=True):
-            for file in files.values():
+    def decode() -> Generator[int, None, Placing]:
+        changes = {name: _Changes(torch.empty(0, dtype=torch.uint8), None) for name in described}
+        is_new = set(known)
+        for delta, opened in zip(chain, files, strict=True):
+            for file in opened.values():
                 with file.open():
                     for name, stored in file.tensors.items():
-                        if name in self._unknown:
+                        if name not in known:
                             continue
-                        frame = stored.read().numpy().tobytes()
-                        changes = _decoded(delta, name, frame, sizes[name])
-                        if name in self._changes:
-                            self._changes[name].follow(changes)
-                        else:
-                            self._changes[name] = changes
+                        found = _decoded(delta, name, stored.read().numpy().tobytes(), known[name].num_bytes)
                         checksum = delta.checksums.get(name, file.metadata.get(name))
                         if checksum is not None:
-                            self._sums[name] = delta.checksum_format, checksum
-                        yield sizes[name]
+                            found.digest = delta.checksum_format, checksum
+                        if name in is_new:
+                            is_new.remove(name)
+                            changes[name] = found
+                        else:
+                            changes[name].follow(found)
+                        yield known[name].num_bytes
+        patches = [changes[entry.name].patch(entry, device) for entry in entries]
+        return lambda weights: PlacedPatches(patches, weights)
 
-    def verify(self, weights: PatchedWeights) -> Iterator[int]:
-        """Hold checksums against what tensors are to become; yields bytes. Not of those that ranks divide.
-
-        Raises:
-            RequestRejected: 400, one is another.
-        """
-        for entry in self.entries:
-            destination = weights.destination(entry.name)
-            if entry.name not in self._sums or destination is None or destination.part is not None:
-                continue
-            old = destination.region.reshape(-1).cpu().contiguous().view(torch.uint8)
-            new = self._changes[entry.name].apply(old)
-            kind, expected = self._sums[entry.name]
-            found = checksum_of(new.numpy().data, kind)
-            if found != expected:
-                raise RequestRejected(
-                    f"nothing was written: {entry.name}: its {kind} would be {found}, the trainer's is "
-                    f"{expected}: what serves is not what was published, or the files are damaged"
-                )
-            yield entry.num_bytes
-
-    def place(self, weights: PatchedWeights) -> PlacedChanges:
-        patches = [self._patch(entry) for entry in self.entries]
-        places = weights.places(self.entries)
-        by_byte = [
-            place.bytewise() if place is not None and patch.kind is PatchKind.SET else place
-            for place, patch in zip(places, patches, strict=True)
-        ]
-        return PlacedPatches(patches, by_byte)
-
-    def close(self) -> None:
-        super().close()
-        self._changes = {}
-
-    def _patch(self, entry: TensorHeader) -> Patch:
-        if entry.name in self._unknown:
-            nothing = torch.empty(0, device=self._device)
-            return Patch(entry.name, entry.shape, nothing.long(), nothing)
-        changes = self._changes[entry.name]
-        if changes.mask is None:
-            elements = changes.values.view(BITS[entry.dtype.itemsize])
-            positions = elements.nonzero()[:, 0]
-            values, kind = elements[positions].view(entry.dtype), PatchKind.XOR
-        else:
-            positions = changes.mask.nonzero()[:, 0]
-            values, kind = changes.values[positions], PatchKind.SET
-        where, what = positions.to(self._device), values.to(self._device)
-        return Patch(entry.name, entry.shape, where, what, kind)
+    return DeltaSource(entries, WeightSource((), tuple), decode, base_version=state.base_version)
 
 
 def _decoded(delta: PublishedDelta, name: str, frame: bytes, num_bytes: int) -> _Changes:

@@ -5,25 +5,24 @@ Where they lie in memory of the sender's, that is opened, read, and given back o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self, TypeAlias
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ebbtide.formats.bucket import Places, tensors_in
+from ebbtide.formats.bucket import tensors_in
 from ebbtide.formats.stored_tensor import StoredTensor
-from ebbtide.formats.tensor_list import TensorForms
 from ebbtide.formats.tensor_refs import (
-    TensorForm,
     TensorHeader,
     TensorRef,
     TensorTable,
 )
 from ebbtide.srt.errors import EngineError
+from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
+from ebbtide.srt.weight_sync.plan_cache import PackedTensors, Spans
 
 NamedTensor: TypeAlias = tuple[str, torch.Tensor | StoredTensor]
 
@@ -44,10 +43,12 @@ class WeightSource:
         entries: what iteration will yield; known before any data is read.
         direct: whether names and shapes are the engine's own (fused, sharded) and not those of a checkpoint.
         is_sent: whether somebody has yet to send the tensors, see `BroadcastSource`.
+        digest: the same for sources of the same headers, and of no others; None: nothing of it is kept.
         base_version: of the weights that it changes; None: it says nothing of that.
     """
 
     is_sent = False
+    digest: Hashable = None
     base_version: str | None = None
 
     def __init__(
@@ -80,17 +81,18 @@ class WeightSource:
         return None if cost is None else cost * self.num_bytes
 
     @property
-    def notes(self) -> dict[object, Any] | None:
-        """What follows from its entries, kept for the next one of the same; None where nothing is kept."""
-        return None
-
-    @property
-    def place_notes(self) -> tuple[dict[object, Any] | None, int]:
-        """The same of what follows from where its memory is too, told from an address, which comes second.
+    def spans(self) -> tuple[Spans | None, int]:
+        """Copies that were planned from where its memory is, relative to an address; None: none are kept.
 
         To be asked for once it is open, where work is launched that reads it.
         """
-        return self._memory.notes, 0
+        return self._memory.spans, 0
+
+    def misfit(
+        self, store: WeightStore, entry: TensorHeader, dtypes: Mapping[str, torch.dtype]
+    ) -> TensorProblem | None:
+        """What stands against a tensor that fits, because of what comes with it (by name) or how it comes."""
+        return store.check_scales(entry.name, entry.dtype, dtypes, self.direct)
 
     def open(self) -> Iterator[int]:
         """Bring the tensors within reach; yields the bytes of each piece of memory. Run it to its end.
@@ -122,11 +124,6 @@ class WeightSource:
             raise EngineError("the weight source is closed")
         return iter(self._read())
 
-    def release(self) -> Iterator[int]:
-        """Every copy has run: give device memory back, piece by piece. Only `close` may follow."""
-        self._read = None
-        return self._memory.release()
-
     def detach(self) -> Generator[int, None, None]:
         """Every copy has run: the sender may use its memory again. Only `close` may follow. Idempotent.
 
@@ -157,30 +154,6 @@ def borrowed_source(
     return WeightSource(
         headers, lambda: ((name, memory.tensor(ref)) for name, ref in refs), direct=direct, memory=memory
     )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedTensors:
-    """Tensors in a run of bytes, wherever that lies.
-
-    Attributes:
-        start_T: the bytes at which they begin.
-        num_bytes: up to the end of the last one.
-        notes: what follows from all of this, for who works it out.
-    """
-
-    places: Places
-    form: TensorForm
-    start_T: NDArray[np.int64]
-    num_bytes: int
-    notes: dict[object, Any] = field(default_factory=dict)
-
-    @classmethod
-    def at(cls, places: Places, forms: TensorForms | None = None) -> Self:
-        """Args: `forms`: of the ones before it."""
-        form = (TensorForms() if forms is None else forms).packed(tuple(header for header, _ in places))
-        start_T = np.array([start for _, start in places], dtype=np.int64)
-        return cls(places, form, start_T, int((start_T + form.num_bytes_T).max(initial=0)))
 
 
 def packed_source(flat: TensorRef, packed: PackedTensors, memory: BorrowedMemory) -> WeightSource:
@@ -228,6 +201,7 @@ class TableSource(WeightSource):
 
         super().__init__(table.form.headers, read, direct=direct, memory=memory)
         self.table = table
+        self.digest = table.form.digest
         self._packed = packed
 
     @property
@@ -235,15 +209,11 @@ class TableSource(WeightSource):
         return self.table.form.num_bytes
 
     @property
-    def notes(self) -> dict[object, Any]:
-        return self.table.form.notes
-
-    @property
-    def place_notes(self) -> tuple[dict[object, Any] | None, int]:
+    def spans(self) -> tuple[Spans | None, int]:
         if self._packed is None:
-            return super().place_notes
+            return super().spans
         packed, begin = self._packed
-        return packed.notes, self._memory.address(self.table.storages[0]) + begin
+        return packed.spans, self._memory.address(self.table.storages[0]) + begin
 
     @property
     def address_T(self) -> NDArray[np.int64]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -20,8 +18,11 @@ from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import NonFinite
+from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
+from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, Place
+from ebbtide.srt.weight_sync.plan_cache import PlanCache
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, is_safetensors, open_by_slices
 
@@ -34,6 +35,14 @@ LINE_BYTES: Final = 64
 
 class PlacedChanges(Protocol):
     """What changes of several tensors, and where on this rank."""
+
+    def verify(self) -> Iterator[int]:
+        """Check what tensors are to become, besides their sums; yields bytes. Nothing is written.
+
+        Raises:
+            RequestRejected: that is not what the sender says.
+        """
+        ...
 
     def sums_after(self, known: Sequence[int | None]) -> Generator[int, None, Tensor]:
         """This rank's share of each tensor's `state_sum` as it is to be, int64; yields bytes.
@@ -52,46 +61,93 @@ class PlacedChanges(Protocol):
         ...
 
 
-class DeltaSource(WeightSource, ABC):
-    """A set of changes on their way into the engine. Open it before it is placed.
+Placing: TypeAlias = Callable[[PatchedWeights], PlacedChanges]
 
-    Attributes:
+
+class DeltaSource(WeightSource):
+    """A set of changes on their way into the engine, to be opened before it is placed.
+
+    Args:
+        payload: brings what is decoded.
+        decode: of what was opened, or has arrived; yields bytes, and returns how it is placed.
         checksums: by the name of a tensor, what its `state_sum` is to be.
-        form: the same for sources of the same headers, and of no others; None: nothing is the same.
-        needs_own_dtype: whether it is of the bits of parameters, and means nothing for another dtype.
+        moved_bytes: how much a device moves to write them, which are brought there before.
+        takes_any_dtype: values are converted to the parameter's dtype; else they are of its bits.
     """
 
-    needs_own_dtype = True
-    form: Hashable = None
-
-    def __init__(self, entries: Sequence[TensorHeader], checksums: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        entries: Sequence[TensorHeader],
+        payload: WeightSource,
+        decode: Callable[[], Generator[int, None, Placing]],
+        *,
+        checksums: Mapping[str, int] | None = None,
+        base_version: str | None = None,
+        moved_bytes: int = sys.maxsize,
+        takes_any_dtype: bool = False,
+    ) -> None:
         super().__init__(entries, tuple)
-        self.checksums = checksums
+        self.is_sent = payload.is_sent
+        self.base_version = base_version
+        self.checksums = {} if checksums is None else checksums
+        names, shapes = [each.name for each in entries], [each.shape for each in entries]
+        self.digest = (takes_any_dtype, *names, *shapes, *[each.dtype for each in entries])
+        self._payload = payload
+        self._decode = decode
+        self._moved_bytes = moved_bytes
+        self._takes_any_dtype = takes_any_dtype
+        self._placing: Placing | None = None
 
     @property
     def near_bytes(self) -> int:
-        """How much a device moves to write them, which are brought there before: unknown, and so much."""
-        return sys.maxsize
+        return self._moved_bytes
 
-    def verify(self, weights: PatchedWeights) -> Iterator[int]:
-        """Check on this rank what tensors are to become; yields bytes. Nothing is written.
+    def misfit(
+        self, store: WeightStore, entry: TensorHeader, dtypes: Mapping[str, torch.dtype]
+    ) -> TensorProblem | None:
+        return store.check_change(entry.name, entry.dtype, of_bits=not self._takes_any_dtype)
+
+    def open(self) -> Iterator[int]:
+        yield from self._payload.open()
+        self._placing = yield from self._decode()
+
+    def place(self, weights: PatchedWeights) -> PlacedChanges:
+        """The changes where they belong.
 
         Raises:
-            RequestRejected: 400, that is not what the sender says.
+            RequestRejected: 400, a position twice, or outside of its tensor.
         """
-        return iter(())
+        if self._placing is None:  # What is received is not opened.
+            self._placing = finish(self._decode())
+        return self._placing(weights)
 
-    @abstractmethod
-    def place(self, weights: PatchedWeights) -> PlacedChanges:
-        """The changes where they belong."""
+    def arrived(self) -> bool:
+        return self._payload.arrived()
+
+    def abandon(self) -> bool:
+        return self._payload.abandon()
+
+    def detach(self) -> Generator[int, None, None]:
+        self._placing = None
+        return self._payload.detach()
+
+    def close(self) -> None:
+        self._placing = None
+        self._payload.close()
 
 
 class PlacedPatches:
     """Patches, each of a tensor of its own or written after the last one of it."""
 
-    def __init__(self, patches: Sequence[Patch], places: Sequence[Place | None]) -> None:
-        self._pairs = list(zip(patches, places, strict=True))
+    def __init__(self, patches: Sequence[Patch], weights: PatchedWeights) -> None:
+        self._pairs = [(patch, Place.for_patch(patch, weights.destination(patch.name))) for patch in patches]
         self._nonfinite = NonFinite()
+
+    def verify(self) -> Iterator[int]:
+        for patch, place in self._pairs:
+            if place is not None and patch.digest is not None:
+                place.check(patch)
+                yield place.region.nbytes
 
     def sums_after(self, known: Sequence[int | None]) -> Generator[int, None, Tensor]:
         sums = []
@@ -112,11 +168,13 @@ class PlacedPatches:
         return [int(index) for index in self._nonfinite.names()]
 
 
-_Placing: TypeAlias = Callable[[PatchedWeights], PlacedChanges]
-
-
-class CodedSource(DeltaSource):
-    """Changes as the trainer's `WeightSender` codes them: see `encode_positions`.
+def coded_source(
+    changed: Sequence[ChangedTensor],
+    payload: WeightSource,
+    device: torch.device,
+    base_version: str | None = None,
+) -> DeltaSource:
+    """Changes as the trainer's `WeightSender` codes them, see `formats.delta`.
 
     Args:
         payload: of two tensors, the codes and the values of all of `changed`.
@@ -125,91 +183,59 @@ class CodedSource(DeltaSource):
     Raises:
         RequestRejected: 400, payload and header do not belong together.
     """
+    try:
+        codes, values = _codes_and_values(payload)
+        _check_header(changed, codes, values)
+    except RequestRejected:
+        payload.close()
+        raise
+    entries = [TensorHeader(each.name, each.shape, values.dtype) for each in changed]
 
-    def __init__(
-        self,
-        changed: Sequence[ChangedTensor],
-        payload: WeightSource,
-        device: torch.device,
-        base_version: str | None = None,
-    ) -> None:
-        try:
-            codes, values = _codes_and_values(payload)
-            _check_header(changed, codes, values)
-        except RequestRejected:
-            payload.close()
-            raise
-        entries = [TensorHeader(each.name, each.shape, values.dtype) for each in changed]
-        checksums = {each.name: int(each.checksum, 16) for each in changed if each.checksum is not None}
-        super().__init__(entries, checksums)
-        self._names = [each.name for each in changed]
-        self.form = (values.dtype, *self._names, *(each.shape for each in changed))
-        self.base_version = base_version
-        self._changed = changed
-        self._payload = payload
-        self._device = device
-        self._codes = self._values = torch.empty(0)
-        self._place: _Placing | None = None
+    def decode() -> Generator[int, None, Placing]:
+        tensors = {name: whole(tensor).to(device) for name, tensor in payload}
+        yield tensors[VALUES].nbytes
+        place = _place_blocks if device.type == "cuda" else _place_patches
+        return place(changed, tensors[CODES], tensors[VALUES])
 
-    @cached_property
-    def near_bytes(self) -> int:
-        touched = [
-            -math.expm1(-each.num_changed * LINE_BYTES / max(1, entry.num_bytes)) * entry.num_bytes
-            for each, entry in zip(self._changed, self.entries, strict=True)
-        ]
-        return int(sum(touched))
+    touched = (
+        -math.expm1(-each.num_changed * LINE_BYTES / max(1, entry.num_bytes)) * entry.num_bytes
+        for each, entry in zip(changed, entries, strict=True)
+    )
+    return DeltaSource(
+        entries,
+        payload,
+        decode,
+        checksums={each.name: int(each.checksum, 16) for each in changed if each.checksum is not None},
+        base_version=base_version,
+        moved_bytes=int(sum(touched)),
+    )
 
-    def open(self) -> Iterator[int]:
-        yield from self._payload.open()
-        tensors = {name: whole(tensor).to(self._device) for name, tensor in self._payload}
-        self._codes, self._values = tensors[CODES], tensors[VALUES]
-        yield self._values.nbytes
-        self._place = self._place_blocks() if self._device.type == "cuda" else self._place_patches()
 
-    def place(self, weights: PatchedWeights) -> PlacedChanges:
-        assert self._place is not None, "it is opened first"
-        return self._place(weights)
-
-    def release(self) -> Iterator[int]:
-        self._forget()
-        yield from self._payload.release()
-
-    def detach(self) -> Generator[int, None, None]:
-        self._forget()
-        return self._payload.detach()
-
-    def close(self) -> None:
-        super().close()
-        self._forget()
-        self._payload.close()
-
-    def _forget(self) -> None:
-        self._codes = self._values = torch.empty(0)
-        self._place = None
-
-    def _place_patches(self) -> _Placing:
-        codes = torch.split(self._codes, [each.num_codes for each in self._changed])
-        values = torch.split(self._values, [each.num_changed for each in self._changed])
-        patches = [
-            Patch(each.name, each.shape, decode_positions(code), value)
-            for each, code, value in zip(self._changed, codes, values, strict=True)
-        ]
-        for patch in patches:
-            last = int(patch.positions[-1]) if len(patch.positions) else -1
-            _check_positions(patch.name, patch.shape, last, len(patch.positions), len(patch.values))
-        return lambda weights: PlacedPatches(patches, weights.places(self.entries))
-
-    def _place_blocks(self) -> _Placing:
-        # Triton is there where CUDA is.
-        from ebbtide.srt.weight_sync.delta.kernels import PlacedBlocks, coded_blocks
-
-        blocks = coded_blocks(self._codes, [each.num_codes for each in self._changed])
-        for each, last, num_values in zip(self._changed, blocks.lasts, blocks.num_values, strict=True):
-            _check_positions(each.name, each.shape, last, num_values, each.num_changed)
-        values, base_dtype = self._values, BITS[self._values.dtype.itemsize]
-        return lambda weights: PlacedBlocks(
-            blocks, values, weights.table(self._names), weights.base(base_dtype)
+def _place_patches(changed: Sequence[ChangedTensor], codes: Tensor, values: Tensor) -> Placing:
+    patches = [
+        Patch(each.name, each.shape, decode_positions(code), value)
+        for each, code, value in zip(
+            changed,
+            torch.split(codes, [each.num_codes for each in changed]),
+            torch.split(values, [each.num_changed for each in changed]),
+            strict=True,
         )
+    ]
+    for patch in patches:
+        last = int(patch.positions[-1]) if len(patch.positions) else -1
+        _check_positions(patch.name, patch.shape, last, len(patch.positions), len(patch.values))
+    return lambda weights: PlacedPatches(patches, weights)
+
+
+def _place_blocks(changed: Sequence[ChangedTensor], codes: Tensor, values: Tensor) -> Placing:
+    # Triton is there where CUDA is.
+    from ebbtide.srt.weight_sync.delta.kernels import PlacedBlocks, coded_blocks
+
+    blocks = coded_blocks(codes, [each.num_codes for each in changed])
+    for each, last, num_values in zip(changed, blocks.lasts, blocks.num_values, strict=True):
+        _check_positions(each.name, each.shape, last, num_values, each.num_changed)
+    names, base_dtype = [each.name for each in changed], BITS[values.dtype.itemsize]
+    return lambda weights: PlacedBlocks(blocks, values, weights.table(names), weights.base(base_dtype))
 
 
 def open_sparse(
@@ -220,7 +246,8 @@ def open_sparse(
     base_version: str | None = None,
     place: ParallelConfig = ONE_RANK,
     cuda: CudaIpc | None = None,
-) -> Generator[int, None, CodedSource]:
+    cache: PlanCache | None = None,
+) -> Generator[int, None, DeltaSource]:
     """Opens this rank's part of `serialized_named_tensors` of the format `sparse`, by slices.
 
     Args:
@@ -234,8 +261,9 @@ def open_sparse(
         raise RequestRejected("changed: load_format sparse needs it, one entry per tensor")
     # Entries of other ranks are left empty where each rank has one of its own.
     is_image = any(entry and is_safetensors(entry) for entry in entries)
-    payload = yield from open_by_slices(entries, SAFETENSORS if is_image else None, place=place, cuda=cuda)
-    return CodedSource(changed, payload, device, base_version)
+    load_format = SAFETENSORS if is_image else None
+    payload = yield from open_by_slices(entries, load_format, place=place, cuda=cuda, cache=cache)
+    return coded_source(changed, payload, device, base_version)
 
 
 def _codes_and_values(payload: WeightSource) -> tuple[TensorHeader, TensorHeader]:

@@ -22,8 +22,8 @@ from ebbtide.formats.bucket import (
     check_bucket,
     check_bytes,
 )
-from ebbtide.formats.pickle_reader import Budget, LastList, Record, read_by_slices
-from ebbtide.formats.tensor_list import MAGIC_STAYS, MAGICS, TensorForms, decode_tensors
+from ebbtide.formats.pickle_reader import Budget, Record, read_by_slices
+from ebbtide.formats.tensor_list import MAGIC_STAYS, MAGICS, decode_tensors
 from ebbtide.formats.tensor_refs import (
     AnyStorageRef,
     TensorHeader,
@@ -37,8 +37,8 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory, KeptMemory
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
+from ebbtide.srt.weight_sync.plan_cache import KnownList, PackedTensors, PlanCache
 from ebbtide.srt.weight_sync.source import (
-    PackedTensors,
     TableSource,
     WeightSource,
     borrowed_source,
@@ -87,7 +87,7 @@ def decode_by_slices(
     data: bytes,
     record: Callable[[AnyStorageRef], None],
     budget: Budget | None = None,
-    forms: TensorForms | None = None,
+    cache: PlanCache | None = None,
 ) -> Generator[int, None, object]:
     """Decodes what a payload describes: plain values, `TensorRef`s, and records by class name; or a
     `TensorTable`.
@@ -98,15 +98,14 @@ def decode_by_slices(
     Args:
         record: called with every reference to the sender's memory as it is read, so that those of a payload
             that is refused half-way can be given back.
-        forms: the names and shapes of the payloads before it.
+        cache: what was worked out for the payloads before it.
 
     Raises:
         RequestRejected: 400, for anything outside wire_api section 4.4. It names the global.
     """
     if data.startswith(MAGICS):
-        return (yield from decode_tensors(data, record, forms))
-    lists = None if forms is None else forms.lists
-    return (yield from read_by_slices(data, recording(record), budget, lists))
+        return (yield from decode_tensors(data, record, None if cache is None else cache.form))
+    return (yield from read_by_slices(data, recording(record), budget, cache))
 
 
 def as_metadata(value: object) -> FlattenedTensorMetadata:
@@ -138,7 +137,7 @@ def open_by_slices(
     place: ParallelConfig = ONE_RANK,
     cuda: CudaIpc | None = None,
     keeper: KeptMemory | None = None,
-    forms: TensorForms | None = None,
+    cache: PlanCache | None = None,
 ) -> Generator[int, None, WeightSource]:
     """Opens this rank's part of `serialized_named_tensors`; yields the bytes of each slice just decoded.
 
@@ -148,7 +147,7 @@ def open_by_slices(
         place: which of the engine's ranks this is.
         cuda: opens tensors on the device that this rank runs on; None where that is the CPU.
         keeper: of the payloads whose memory stays mapped; None: of all it is unmapped again.
-        forms: the names and shapes of the payloads before it.
+        cache: what was worked out for the payloads before it.
 
     Raises:
         RequestRejected: 400, for anything that is wrong with the payload. Nothing has been written then, and
@@ -165,11 +164,11 @@ def open_by_slices(
     try:
         data = raw_payload(entry)
         if keeper is not None and data.startswith(MAGIC_STAYS):
-            decoded = yield from _decode_kept(data, place.tp_rank, memory, keeper, forms)
+            decoded = yield from _decode_kept(data, place.tp_rank, memory, keeper, cache)
         else:
-            decoded = yield from _decode(data, place.tp_rank, memory, forms)
+            decoded = yield from _decode(data, place.tp_rank, memory, cache)
         if load_format == "flattened_bucket":
-            return _open_bucket(decoded, memory, forms)
+            return _open_bucket(decoded, memory, cache)
         return _open_named(decoded, memory, direct=load_format == "direct")
     except BaseException:
         memory.close()
@@ -177,12 +176,12 @@ def open_by_slices(
 
 
 def _decode_kept(
-    data: bytes, tp_rank: int, memory: BorrowedMemory, keeper: KeptMemory, forms: TensorForms | None
+    data: bytes, tp_rank: int, memory: BorrowedMemory, keeper: KeptMemory, cache: PlanCache | None
 ) -> Generator[int, None, object]:
     """What a payload describes whose memory stays; one of the same bytes has been decoded before."""
     kept = keeper.take(data)
     if kept is None:
-        decoded = yield from _decode(data, tp_rank, memory, forms)
+        decoded = yield from _decode(data, tp_rank, memory, cache)
         kept = keeper.add(data, memory.device_refs, decoded)
         if kept is None:
             return decoded
@@ -194,9 +193,9 @@ def _decode_kept(
 
 
 def _decode(
-    pickled: bytes, tp_rank: int, memory: BorrowedMemory, forms: TensorForms | None
+    pickled: bytes, tp_rank: int, memory: BorrowedMemory, cache: PlanCache | None
 ) -> Generator[int, None, object]:
-    decoding = _decode_all(pickled, tp_rank, memory, forms)
+    decoding = _decode_all(pickled, tp_rank, memory, cache)
     try:
         while True:
             try:
@@ -211,11 +210,11 @@ def _decode(
 
 
 def _decode_all(
-    pickled: bytes, tp_rank: int, memory: BorrowedMemory, forms: TensorForms | None
+    pickled: bytes, tp_rank: int, memory: BorrowedMemory, cache: PlanCache | None
 ) -> Generator[int, None, object]:
     """What a payload describes, with this rank's tensor in the place of each `LocalSerializedTensor`."""
     budget = Budget()
-    decoded = yield from decode_by_slices(pickled, memory.record, budget, forms)
+    decoded = yield from decode_by_slices(pickled, memory.record, budget, cache)
     if not isinstance(decoded, list):
         return decoded
     for index, item in enumerate(decoded):
@@ -268,32 +267,33 @@ def _named_ref(item: object) -> tuple[str, TensorRef]:
     return name, value
 
 
-def _open_bucket(decoded: object, memory: BorrowedMemory, forms: TensorForms | None) -> WeightSource:
+def _open_bucket(decoded: object, memory: BorrowedMemory, cache: PlanCache | None) -> WeightSource:
     if not isinstance(decoded, dict) or decoded.keys() != {"flattened_tensor", "metadata"}:
         raise RequestRejected('the payload: expected a dictionary of "flattened_tensor" and "metadata"')
     flat_ref, listed = decoded["flattened_tensor"], decoded["metadata"]
     if not isinstance(flat_ref, TensorRef):
         raise RequestRejected(f"flattened_tensor: expected a tensor, got {kind_of(flat_ref)}")
-    if not isinstance(listed, LastList | list | tuple):
+    if not isinstance(listed, KnownList | list | tuple):
         raise RequestRejected(f"metadata: expected a list, got {kind_of(listed)}")
-    return packed_source(flat_ref, _packed(flat_ref, listed, forms), memory)
+    return packed_source(flat_ref, _packed(flat_ref, listed, cache or PlanCache()), memory)
 
 
-def _packed(flat: TensorRef, listed: LastList | Sequence[object], forms: TensorForms | None) -> PackedTensors:
+def _packed(flat: TensorRef, listed: KnownList | Sequence[object], cache: PlanCache) -> PackedTensors:
     """A bucket's tensors, checked against its bytes. Those of a list that came before are known already."""
-    known: PackedTensors | None = None
-    if isinstance(listed, LastList):
-        known = listed.notes.get(PackedTensors)
-    if known is not None:
+    if not isinstance(listed, KnownList):
+        return _checked(flat, listed, cache)
+    if listed.packed is not None:
         check_bytes(flat.dtype, flat.shape, flat.stride)
-        if known.num_bytes <= flat.shape[0]:
-            return known
-    metadata = [as_metadata(item) for item in (listed.items if isinstance(listed, LastList) else listed)]
+        if listed.packed.num_bytes <= flat.shape[0]:
+            return listed.packed
+    listed.packed = _checked(flat, listed.items, cache)
+    return listed.packed
+
+
+def _checked(flat: TensorRef, items: Sequence[object], cache: PlanCache) -> PackedTensors:
+    metadata = [as_metadata(item) for item in items]
     check_bucket(flat.dtype, flat.shape, flat.stride, metadata)
-    packed = PackedTensors.at([item.place for item in metadata], forms)
-    if isinstance(listed, LastList):
-        listed.notes[PackedTensors] = packed
-    return packed
+    return cache.packed([item.place for item in metadata])
 
 
 def is_safetensors(entry: bytes | str) -> bool:

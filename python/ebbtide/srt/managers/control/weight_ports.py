@@ -89,8 +89,19 @@ class WritePlan(Protocol):
         """Get hold of the sender's memory, for a write to this staging. Nothing is written before its end."""
         ...
 
+    def begin(self, staging: Staging) -> None:
+        """What it touches is about to be overwritten. The same on all ranks."""
+        ...
+
     def write(self, staging: Staging) -> Slices[None]:
         """Launch the copies of the tensors."""
+        ...
+
+    def end(self, staging: Staging) -> frozenset[str]:
+        """It was written on all ranks; returns what is whole by it besides its `names`.
+
+        That is what it brought one part of, where the other had come before.
+        """
         ...
 
     def sum_up(self, staging: Staging) -> Slices[None]:
@@ -161,17 +172,6 @@ class Staging(Protocol):
     """
 
     is_staged: bool
-
-    def begin(self, plan: WritePlan) -> None:
-        """What a plan touches is about to be overwritten. The same on all ranks."""
-        ...
-
-    def end(self, plan: WritePlan) -> frozenset[str]:
-        """A plan was written on all ranks; returns what is whole by it besides its `names`.
-
-        That is what it brought one part of, where the other had come before.
-        """
-        ...
 
     def require_complete(self) -> None:
         """Refuse (409) to commit parts of parameters whose other parts have not come."""

@@ -5,7 +5,7 @@ Source: wire_vllm section 5.5.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Self
@@ -16,22 +16,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.formats.delta import bits_of, matrix_shape, state_sum, sum_of_changes
-from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.weight_sync.delta.folder import checksum_of
 
 # `Place.numbers` of a tensor that is not there.
 _NOWHERE: Final = [0] * 8
 
 
 class PatchKind(Enum):
-    """What becomes of an element: the value replaces it, or its bits are those of both, exclusive or."""
+    """What becomes of an element: the value replaces it, or its bits are those of both, exclusive or.
+
+    BYTES: positions and values are those of bytes, which replace the tensor's.
+    """
 
     SET = "set"
     XOR = "xor"
+    BYTES = "bytes"
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class Patch:
         shape: of the whole tensor.
         positions: int64, flat, ascending and different.
         values: one for each position.
-        checksum: of the whole tensor once it is patched, see `state_sum`; None: nobody compares it.
+        digest: a checksum's name (`delta.folder`), and what it is to be of the bytes of the whole tensor once
+            it is patched; None: nobody compares it.
     """
 
     name: str
@@ -50,7 +55,7 @@ class Patch:
     positions: Tensor
     values: Tensor
     kind: PatchKind = PatchKind.SET
-    checksum: str | None = None
+    digest: tuple[str, str] | None = None
 
     def checked(self) -> Patch:
         """The same with its positions in order.
@@ -84,6 +89,7 @@ class Place:
         num_columns: of the whole matrix.
         first_row, first_column: where the part begins in it.
         counts: whether no rank before this one holds the same part.
+        is_whole: whether all of the tensor is here.
     """
 
     region: Tensor
@@ -91,6 +97,7 @@ class Place:
     first_row: int
     first_column: int
     counts: bool
+    is_whole: bool = True
 
     @classmethod
     def of(cls, destination: Destination, shape: tuple[int, ...]) -> Place:
@@ -102,10 +109,11 @@ class Place:
         if part is None:
             return cls(matrix, num_columns, 0, 0, destination.is_first)
         if part.dim == len(shape) - 1:
-            return cls(matrix, num_columns, 0, part.start, destination.is_first)
+            return cls(matrix, num_columns, 0, part.start, destination.is_first, is_whole=False)
         assert part.dim == 0, "ranks divide the first dimension or the last"
         rows_of_one = torch.Size(shape[1:-1]).numel()
-        return cls(matrix, num_columns, part.start * rows_of_one, 0, destination.is_first)
+        first_row = part.start * rows_of_one
+        return cls(matrix, num_columns, first_row, 0, destination.is_first, is_whole=False)
 
     def numbers(self, base: Tensor) -> list[int]:
         """The place as a kernel takes it: where it begins, counted in elements of `base`, and its sizes."""
@@ -116,8 +124,15 @@ class Place:
             *(self.first_row, num_rows, self.first_column, num_columns, int(self.counts)),
         ]
 
-    def bytewise(self) -> Place:
-        """The same of the tensor's bytes."""
+    @classmethod
+    def for_patch(cls, patch: Patch, destination: Destination | None) -> Place | None:
+        """Where a patch goes; None for what nobody needs."""
+        if destination is None:
+            return None
+        place = cls.of(destination, patch.shape)
+        return place._bytewise() if patch.kind is PatchKind.BYTES else place
+
+    def _bytewise(self) -> Place:
         size = self.region.element_size()
         return replace(
             self,
@@ -125,6 +140,25 @@ class Place:
             num_columns=self.num_columns * size,
             first_column=self.first_column * size,
         )
+
+    def check(self, patch: Patch) -> None:
+        """Hold a digest against what the tensor is to become. Nobody can where ranks divide it.
+
+        Raises:
+            RequestRejected: 400, it is another.
+        """
+        if patch.digest is None or not self.is_whole:
+            return
+        region = self.region.to("cpu", copy=True).contiguous()
+        on_host = replace(patch, positions=patch.positions.cpu(), values=patch.values.cpu())
+        replace(self, region=region).apply(on_host)
+        kind, expected = patch.digest
+        found = checksum_of(region.view(-1).view(torch.uint8).numpy().data, kind)
+        if found != expected:
+            raise RequestRejected(
+                f"nothing was written: {patch.name}: its {kind} would be {found}, the trainer's is "
+                f"{expected}: what serves is not what was published, or the files are damaged"
+            )
 
     def apply(self, patch: Patch) -> Tensor:
         """Write the elements that are this rank's; returns them."""
@@ -182,9 +216,16 @@ class PlaceTable:
 
 
 class PatchedWeights:
-    """The parameters of a rank that deltas are written to: live, or those of a staged copy."""
+    """The parameters of a rank that deltas are written to: live, or those of a staged copy.
 
-    def __init__(self, store: WeightStore, shadow: Shadow | None) -> None:
+    Attributes:
+        places_known: where the tensors of this delta lie; None: nobody has asked yet.
+    """
+
+    def __init__(
+        self, store: WeightStore, shadow: Shadow | None, places_known: PlaceTable | None = None
+    ) -> None:
+        self.places_known = places_known
         self._store = store
         self._shadow = shadow
 
@@ -192,23 +233,11 @@ class PatchedWeights:
         """Where a tensor goes; None if nobody needs it."""
         return self._store.destination(name, self._shadow)
 
-    def places(self, entries: Iterable[TensorHeader]) -> list[Place | None]:
-        """Where whole tensors lie on this rank; None for what nobody needs."""
-        destinations = [(self.destination(entry.name), entry.shape) for entry in entries]
-        return [None if found is None else Place.of(found, shape) for found, shape in destinations]
-
     def table(self, names: Sequence[str]) -> PlaceTable:
-        """Where these tensors lie, counted in elements of `base`: in every copy of a store at the same place.
-
-        It is kept: from one update to the next they are the same as a rule.
-        """
-        notes = self._store.notes
-        known: tuple[list[str], PlaceTable] | None = notes.get(PlaceTable)
-        if known is not None and known[0] == names:
-            return known[1]
-        table = PlaceTable.of([self._numbers(name) for name in names], self._store.device)
-        notes[PlaceTable] = (list(names), table)
-        return table
+        """Where these tensors lie, in elements of `base`: in every copy of a store at the same place."""
+        if self.places_known is None:
+            self.places_known = PlaceTable.of([self._numbers(name) for name in names], self._store.device)
+        return self.places_known
 
     def _numbers(self, name: str) -> list[int] | None:
         destination = self._store.destination(name, None)

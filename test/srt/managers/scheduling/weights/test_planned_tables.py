@@ -18,15 +18,16 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from ebbtide.formats.bucket import FlattenedTensorBucket
-from ebbtide.formats.tensor_list import DeviceStorage, Listing, TensorForms
+from ebbtide.formats.tensor_list import DeviceStorage, Listing
 from ebbtide.srt.device.cpu import CpuDevice
-from ebbtide.srt.managers.scheduling.weights.incoming_weights import IncomingTensors, InPlaceStaging
+from ebbtide.srt.managers.scheduling.weights.write_plan import InPlaceStaging, TensorPlan, make_plan
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor.weight_copies import EXPONENTS, WeightCopies
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.slices import finish
+from ebbtide.srt.weight_sync.plan_cache import PlanCache
 
 Named = list[tuple[str, torch.Tensor]]
 NORM = "model.norm.weight"
@@ -97,14 +98,14 @@ def lend(named: Named, gpu: Gpu, counters: Counters) -> bytes:
 
 
 def write(
-    store: WeightStore, data: bytes, gpu: Gpu, forms: TensorForms, load_format: str | None = None
-) -> tuple[IncomingTensors, list[str]]:
+    store: WeightStore, data: bytes, gpu: Gpu, cache: PlanCache, load_format: str | None = None
+) -> tuple[TensorPlan, list[str]]:
     """One update as a GPU's is planned; the names of what was copied in some other way."""
     device = CpuDevice()
-    incoming = IncomingTensors(open_payload([data], load_format, cuda=gpu, forms=forms), store, device)
+    source = open_payload([data], load_format, cuda=gpu, cache=cache)
+    incoming = finish(make_plan(source, store, device, cache))
     incoming._is_planned = True
     incoming._copies = WeightCopies(torch.device("cpu"))
-    finish(incoming.check())
     assert incoming.problems == []
     staging = InPlaceStaging(store, device)
     finish(incoming.open(staging))
@@ -121,10 +122,10 @@ def stored(store: WeightStore, name: str) -> torch.Tensor:
 def test_every_byte_arrives_time_after_time_wherever_the_tensors_lie(
     store: WeightStore, named: Named, gpu: Gpu, counters: Counters
 ) -> None:
-    forms = TensorForms()
+    cache = PlanCache()
     for sign in (1, -1):
         sent = [(name, tensor * sign) for name, tensor in named]
-        incoming, others = write(store, lend(sent, gpu, counters), gpu, forms)
+        incoming, others = write(store, lend(sent, gpu, counters), gpu, cache)
         assert (others, incoming.names, incoming.nonfinite()) == ([], store.names, [])
         assert all(torch.equal(stored(store, name), tensor) for name, tensor in sent)
     assert not any(counters.values)
@@ -137,9 +138,9 @@ def test_what_is_not_copied_as_it_is_is_written_one_by_one(
     given[EXPERT] = given[EXPERT].t().contiguous().t()
     given[NORM] = given[NORM].double()
     sent = [*given.items(), (ROTARY, torch.zeros(4))]
-    forms = TensorForms()
+    cache = PlanCache()
     for _ in range(2):
-        incoming, others = write(store, lend(sent, gpu, counters), gpu, forms)
+        incoming, others = write(store, lend(sent, gpu, counters), gpu, cache)
         assert sorted(others) == sorted([EXPERT, NORM, ROTARY])
         assert (incoming.num_tensors, incoming.num_ignored) == (len(named), 1)
         assert all(torch.equal(stored(store, name), tensor) for name, tensor in named)
@@ -150,7 +151,7 @@ def test_of_two_tensors_of_one_name_the_later_one_counts(
 ) -> None:
     later = (NORM, dict(named)[NORM] + 1)
     sent = [*named, later]
-    incoming, _ = write(store, lend(sent, gpu, counters), gpu, TensorForms())
+    incoming, _ = write(store, lend(sent, gpu, counters), gpu, PlanCache())
     assert torch.equal(stored(store, NORM), later[1])
     assert incoming.names == store.names
 
@@ -169,11 +170,11 @@ def test_what_a_bucket_holds_is_planned_at_once_behind_its_event_and_checked_onc
     checked: list[str] = []
     check = store.check
     monkeypatch.setattr(store, "check", lambda name, *rest: checked.append(name) or check(name, *rest))
-    forms = TensorForms()
+    cache = PlanCache()
     for factor, num_before in ((1, 0), (-1, 0), (2, 48)):
         sent = [(name, tensor * factor) for name, tensor in named]
         data = bucket_of(sent, gpu, num_before)
-        incoming, others = write(store, data, gpu, forms, "flattened_bucket")
+        incoming, others = write(store, data, gpu, cache, "flattened_bucket")
         assert (others, incoming.names, incoming.nonfinite()) == ([], store.names, [])
         assert all(torch.equal(stored(store, name), tensor) for name, tensor in sent)
     assert gpu.log == [f"{done} {number}" for number in range(3) for done in ("open", "wait", "free")]
@@ -184,11 +185,11 @@ def test_what_a_bucket_holds_is_planned_at_once_behind_its_event_and_checked_onc
 def test_a_bucket_that_lies_where_nothing_can_be_planned_arrives_too(
     store: WeightStore, named: Named, gpu: Gpu
 ) -> None:
-    forms = TensorForms()
+    cache = PlanCache()
     for factor, num_before in ((1, 0), (-1, 4), (2, 0)):
         sent = [(name, tensor * factor) for name, tensor in named]
         data = bucket_of(sent, gpu, num_before)
-        _, others = write(store, data, gpu, forms, "flattened_bucket")
+        _, others = write(store, data, gpu, cache, "flattened_bucket")
         assert len(others) == (len(named) if num_before else 0)
         assert all(torch.equal(stored(store, name), tensor) for name, tensor in sent)
 
@@ -197,11 +198,11 @@ def test_so_it_arrives_where_a_tensor_begins_between_two_elements(
     store: WeightStore, named: Named, gpu: Gpu
 ) -> None:
     sent = [(ROTARY, torch.zeros(3, dtype=torch.uint8)), *named]
-    write(store, bucket_of(sent, gpu), gpu, TensorForms(), "flattened_bucket")
+    write(store, bucket_of(sent, gpu), gpu, PlanCache(), "flattened_bucket")
     assert all(torch.equal(stored(store, name), tensor) for name, tensor in named)
 
 
 def test_nan_is_told_by_name(store: WeightStore, named: Named, gpu: Gpu, counters: Counters) -> None:
     dict(named)[EXPERT][1, 1] = torch.nan
-    incoming, _ = write(store, lend(named, gpu, counters), gpu, TensorForms())
+    incoming, _ = write(store, lend(named, gpu, counters), gpu, PlanCache())
     assert incoming.nonfinite() == [EXPERT]

@@ -367,10 +367,10 @@ class WeightSession:
         else:
             self.names -= plan.touched
             if staging is not None:
-                staging.begin(plan)
+                plan.begin(staging)
         if staging is not None:
             num_bytes = yield from self._copy(plan, staging, terms)
-            self.names = _union(self.names, staging.end(plan))
+            self.names = _union(self.names, plan.end(staging))
         self.names = _union(self.names, plan.names)
         for refused in self._refused:
             if refused.names is not None:

@@ -10,7 +10,6 @@ import torch
 
 from ebbtide.formats.announcement import Announcement
 from ebbtide.formats.rendezvous import GroupAddress, decode_id
-from ebbtide.formats.tensor_list import TensorForms
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
@@ -25,13 +24,14 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.scheduling.weights.incoming_weights import (
+from ebbtide.srt.managers.scheduling.weights.parameter_checker import ParameterChecker
+from ebbtide.srt.managers.scheduling.weights.write_plan import (
     CopyStaging,
-    IncomingTensors,
     InPlaceStaging,
+    TensorPlan,
+    make_plan,
     paced_by_time,
 )
-from ebbtide.srt.managers.scheduling.weights.parameter_checker import ParameterChecker
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.borrowed_memory import KeptMemory
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
@@ -42,7 +42,8 @@ from ebbtide.srt.weight_sync.distributed_source import open_broadcast
 from ebbtide.srt.weight_sync.handle_source import open_handles
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.memberships import Joining, Memberships
-from ebbtide.srt.weight_sync.published_source import PublishedSource
+from ebbtide.srt.weight_sync.plan_cache import PlanCache
+from ebbtide.srt.weight_sync.published_source import open_published
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse
 from ebbtide.srt.weight_sync.state_dict_source import StateDictConversation
@@ -80,16 +81,16 @@ class EngineWeights:
             _, _, index = device.name.partition(":")
             self._cuda = CudaIpc(int(index), device.uuid)
         self._keeper = None if self._cuda is None else KeptMemory(self._cuda)
-        self._forms = TensorForms()
+        self._cache = PlanCache()
 
     @property
     def copies(self) -> CopyStream:
         return self._device
 
-    def open(self, request: WeightUpdateRequest) -> Slices[IncomingTensors]:
+    def open(self, request: WeightUpdateRequest) -> Slices[TensorPlan]:
         loader = self._loader(request)
         source = yield from self._source(request, loader)
-        return (yield from _checked(IncomingTensors(source, self._store, self._device, loader)))
+        return (yield from make_plan(source, self._store, self._device, self._cache, loader))
 
     def converse(self, request: PiecewiseRequest) -> CheckedConversation:
         conversation: IpcConversation | StateDictConversation
@@ -98,7 +99,7 @@ class EngineWeights:
         else:
             group = self._groups.get(request.group_name)
             conversation = StateDictConversation(group, self._limit_s(request))
-        return CheckedConversation(conversation, self._store, self._device)
+        return CheckedConversation(conversation, self._store, self._device, self._cache)
 
     def stage(self, *, in_place: bool, is_last: bool = True) -> Slices[Staging]:
         if in_place or self._config.update.staging == "never":
@@ -162,7 +163,7 @@ class EngineWeights:
             case UpdateWeightFromDiskReqInput():
                 pulled = read_state(Path(request.model_path))
                 if pulled is not None:
-                    return PublishedSource(pulled, self._store.described, self._store.device)
+                    return open_published(pulled, self._store.described, self._store.device)
                 architecture = self._config.model.architecture
                 return open_checkpoint(request.model_path, request.load_format, architecture=architecture)
             case UpdateWeightsFromTensorReqInput(load_format="sparse"):
@@ -174,12 +175,13 @@ class EngineWeights:
                         base_version=None if request.base_version is None else str(request.base_version),
                         place=self._config.parallel,
                         cuda=self._cuda,
+                        cache=self._cache,
                     )
                 )
             case UpdateWeightsFromTensorReqInput(load_format="ipc_handles"):
                 entries, place = request.serialized_named_tensors, self._config.parallel
-                lent, forms = request.lent, self._forms
-                return (yield from open_handles(entries, lent, place=place, cuda=self._cuda, forms=forms))
+                lent, cache = request.lent, self._cache
+                return (yield from open_handles(entries, lent, place=place, cuda=self._cuda, cache=cache))
             case UpdateWeightsFromTensorReqInput():
                 return (
                     yield from open_by_slices(
@@ -188,7 +190,7 @@ class EngineWeights:
                         place=self._config.parallel,
                         cuda=self._cuda,
                         keeper=self._keeper,
-                        forms=self._forms,
+                        cache=self._cache,
                     )
                 )
             case UpdateWeightsFromDistributedReqInput():
@@ -202,30 +204,23 @@ class CheckedConversation:
     """A sender's pieces, checked against the model."""
 
     def __init__(
-        self, conversation: IpcConversation | StateDictConversation, store: WeightStore, device: Device
+        self,
+        conversation: IpcConversation | StateDictConversation,
+        store: WeightStore,
+        device: Device,
+        cache: PlanCache,
     ) -> None:
         self.poll = conversation.poll
         self.answer = conversation.answer
         self.close = conversation.close
         self._conversation = conversation
-        self._store = store
-        self._device = device
+        self._parts = store, device, cache
 
-    def piece(self) -> Slices[IncomingTensors | None]:
+    def piece(self) -> Slices[TensorPlan | None]:
         bucket = self._conversation.bucket
         if bucket is None:
             return None
-        return (yield from _checked(IncomingTensors(bucket, self._store, self._device)))
-
-
-def _checked(incoming: IncomingTensors) -> Slices[IncomingTensors]:
-    """The tensors, held against the model. They are closed if that fails, or is ended early."""
-    try:
-        yield from incoming.check()
-    except BaseException:
-        incoming.close()
-        raise
-    return incoming
+        return (yield from make_plan(bucket, *self._parts))
 
 
 def _announced(request: UpdateWeightsFromDistributedReqInput) -> Announcement:
