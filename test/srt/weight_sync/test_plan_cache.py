@@ -116,6 +116,8 @@ def told(data: bytes, cache: PlanCache | None) -> object:
         return plain(read(data, cache))
     except RequestRejected as refusal:
         return refusal.message
+    except RecursionError:
+        return "a value that holds itself"
 
 
 def plain(value: object) -> object:
