@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from fixtures.deadlines import HANG_S
 from hypothesis import given, strategies as st
 
 from ebbtide.srt.entrypoints import request_body
@@ -140,17 +141,26 @@ def test_all_bodies_together_hold_no_more_than_that() -> None:
     asyncio.run(script())
 
 
-def test_the_rest_of_a_body_is_not_awaited_for_ever() -> None:
-    async def half() -> AsyncIterator[bytes]:
-        yield b'{"a": '
-        await asyncio.Event().wait()
+async def stops(num_bytes: int) -> AsyncIterator[bytes]:
+    yield b" " * num_bytes
+    await asyncio.Event().wait()
 
+
+async def drips() -> AsyncIterator[bytes]:
+    while True:
+        yield b" "
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("half", [stops(0), stops(6), stops(1 << 26), drips()])
+def test_the_rest_of_a_body_is_not_awaited_for_ever(half: AsyncIterator[bytes]) -> None:
     async def script() -> None:
-        reader = BodyReader(max_held_bytes=10, patience_s=0.01)
-        with pytest.raises(RequestRejected, match="6 bytes came, and not the rest") as raised:
-            await reader.read(half(), max_bytes=10)
+        limit = 1 << 26
+        reader = BodyReader(max_held_bytes=limit, patience_s=0.05)
+        with pytest.raises(RequestRejected, match="bytes came, and not the rest") as raised:
+            await asyncio.wait_for(reader.read(half, max_bytes=limit), HANG_S)
         assert raised.value.status == 408
-        assert await reader.read(chunks(b"{}" + b" " * 8), max_bytes=10) == {}
+        assert await reader.read(chunks(b"{}" + b" " * (limit - 2)), max_bytes=limit) == {}
 
     asyncio.run(script())
 

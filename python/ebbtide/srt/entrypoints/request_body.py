@@ -35,7 +35,8 @@ class BodyReader:
 
     Args:
         max_held_bytes: of all that are being read or decoded; more where one alone may be longer.
-        patience_s: how long a client may take, beside a second for each `LEAST_BYTES_PER_S`.
+        patience_s: how long a client may send nothing, and how long it may take for a body, beside a second
+            for each `LEAST_BYTES_PER_S`.
     """
 
     def __init__(self, max_held_bytes: int = MAX_HELD_BYTES, patience_s: float = PATIENCE_S) -> None:
@@ -62,10 +63,12 @@ class BodyReader:
         body = bytearray()
         try:
             async with asyncio.timeout(self._patience_s) as deadline:
-                began_s = asyncio.get_running_loop().time()
+                loop = asyncio.get_running_loop()
+                began_s = loop.time()
                 async for chunk in chunks:
                     self._take(body, chunk, max_bytes)
-                    allowed_s = self._patience_s + len(body) / LEAST_BYTES_PER_S
+                    # Neither in drops for ever, nor all but the end at once.
+                    allowed_s = min(loop.time() - began_s, len(body) / LEAST_BYTES_PER_S) + self._patience_s
                     deadline.reschedule(began_s + allowed_s)
             if not body or body.isspace():
                 return {}
@@ -74,8 +77,8 @@ class BodyReader:
             return await asyncio.to_thread(decode_in_pieces, body, binary_fields)
         except TimeoutError:
             raise RequestRejected(
-                f"the body: {len(body)} bytes came, and not the rest: expected all within "
-                f"{self._patience_s:g} s and a second for each {LEAST_BYTES_PER_S} bytes",
+                f"the body: {len(body)} bytes came, and not the rest: expected more every "
+                f"{self._patience_s:g} s, and {LEAST_BYTES_PER_S} in a second",
                 408,
             ) from None
         finally:

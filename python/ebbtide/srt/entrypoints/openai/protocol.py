@@ -245,19 +245,12 @@ class CompletionChoice(Struct, kw_only=True):
     sampling_mask: list[list[int]] | UnsetType = UNSET
 
 
-class Answer(Struct, kw_only=True):
-    """What answers and chunks have in common.
+class Completion(Struct, kw_only=True):
+    """An answer of `/v1/completions`, or a chunk of its stream.
 
     `metadata`: see `AnswerMetadata`. `ignored_fields`: of the request, those that nothing is known of; in a
     stream its first chunks have them.
     """
-
-    metadata: dict[str, str] | UnsetType = UNSET
-    ignored_fields: list[str] | UnsetType = UNSET
-
-
-class Completion(Answer, kw_only=True):
-    """An answer of `/v1/completions`, or a chunk of its stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -265,6 +258,8 @@ class Completion(Answer, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
+    ignored_fields: list[str] | UnsetType = UNSET
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -329,7 +324,7 @@ class ChatChoice(Struct, kw_only=True):
     meta_info: dict[str, Any] | UnsetType = UNSET
 
 
-class ChatCompletion(Answer, kw_only=True):
+class ChatCompletion(Struct, kw_only=True):
     """An answer of `/v1/chat/completions`."""
 
     id: str
@@ -340,6 +335,8 @@ class ChatCompletion(Answer, kw_only=True):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType | None = None
+    metadata: dict[str, str] | UnsetType = UNSET
+    ignored_fields: list[str] | UnsetType = UNSET
 
 
 class ChatDelta(Struct, kw_only=True):
@@ -365,7 +362,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     sampling_mask: list[list[int]] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Answer, kw_only=True):
+class ChatCompletionChunk(Struct, kw_only=True):
     """A chunk of the stream of `/v1/chat/completions`."""
 
     id: str
@@ -375,6 +372,8 @@ class ChatCompletionChunk(Answer, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
+    ignored_fields: list[str] | UnsetType = UNSET
 
 
 class ModelCard(Struct, kw_only=True):
