@@ -38,12 +38,13 @@ RUFF_OPTIONS := --config python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo clean test-gpu test-multi-gpu bench-gpu
+.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo wheel clean test-gpu test-multi-gpu bench-gpu
 
 help:
 	@echo "make test     formatting, lint, types, import order, tests"
 	@echo "make unit     the tests that start no process; make contract, make processes: the others"
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
+	@echo "make wheel    dist/ebbtide-….whl"
 	@echo "make fuzz     50,000 random sequences of control requests (FUZZ_SEQUENCES)"
 	@echo "make soak     a server under a storm of control requests for 30 minutes (SOAK_MINUTES)"
 	@echo "make test-gpu what needs a CUDA GPU, and the end-to-end tests on it"
@@ -58,6 +59,7 @@ $(INSTALLED): python/pyproject.toml
 	@echo "installing into $(VENV) (minutes the first time)"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "torch is there; now what Ebbtide and its tests need"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[dev,demo]"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[router]" \
 		|| echo "sglang-router is not to be had: its tests are skipped"
@@ -138,9 +140,21 @@ format: $(INSTALLED)
 	@$(RUFF) check $(RUFF_OPTIONS) --quiet --fix $(SOURCES)
 	@$(RUFF) format $(RUFF_OPTIONS) $(SOURCES)
 
-demo: $(INSTALLED)
+# Of the demo alone: the developers' tools take minutes more.
+$(VENV)/.installed-demo: python/pyproject.toml
+	@echo "installing into $(VENV): torch, then Ebbtide and what draws the report"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --disable-pip-version-check $(TORCH)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[demo]"
+	@touch $@
+
+demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 	@$(BIN)/ebbtide demo
 
+wheel: $(INSTALLED)
+	@$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./python
+	@ls dist/*.whl
+
 clean:
-	rm -rf $(VENV) demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo_out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	cd python && rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -5,7 +5,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
+from ebbtide.srt.entrypoints.welcome import welcome
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.testing import NullRunner
 from ebbtide.testing.null_engine import NullEngine
@@ -60,3 +62,11 @@ def test_its_processes_need_no_torch() -> None:
     """Half of what a start would cost."""
     code = "import sys, ebbtide.testing.null_engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_server_that_is_ready_says_what_it_serves_and_where(engine: NullEngine) -> None:
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(welcome(engine._service))
+    said = captured.get()
+    assert all(one in said for one in ("null", "kv_cache", "/dashboard", "ebbtide chat"))

@@ -59,6 +59,7 @@ from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.information import ServerInfoQuery, vllm_sections
 from ebbtide.srt.entrypoints.vllm.routes import VllmApi
+from ebbtide.srt.entrypoints.welcome import show_welcome
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
 from ebbtide.srt.file_limit import raise_file_limit
 from ebbtide.srt.heap import freeze_heap
@@ -367,6 +368,7 @@ async def _serve(
         freeze_heap()
         _listen(listener, config.http)
         logger.info("ready: listening on %s", config.server_args.url())
+        show_welcome(service)
         await server.serve(sockets=[listener])
     except EngineError:
         if not service.is_down:

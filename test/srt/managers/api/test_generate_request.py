@@ -2,6 +2,7 @@
 
 import base64
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -425,3 +426,10 @@ def test_a_request_brings_no_more_ids_than_that(fields: dict[str, Any], message:
 def test_prompts_share_what_is_given_once_for_all() -> None:
     first, second = plan(input_ids=[[1], [2]], sampling_params={"top_k": 3}).outputs
     assert first.sampling_params is second.sampling_params
+
+
+def test_structured_output_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(RequestRejected, match=r"sampling_params\.regex: .*ebbtide\[structured\]") as caught:
+        plan(input_ids=[1], sampling_params={"regex": "a+"})
+    assert caught.value.status == 501

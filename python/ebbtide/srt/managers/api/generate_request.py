@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import msgspec
@@ -291,6 +292,7 @@ class RequestNormalizer:
                 self._need_tokenizer("sampling_params.bad_words")
             if one.grammar is not None:
                 self._need_tokenizer(f"sampling_params.{one.grammar.kind}")
+                _need_grammars(f"sampling_params.{one.grammar.kind}")
         return params
 
     def _seeds(self, params: SamplingParams, num_samples: int) -> list[int]:
@@ -400,6 +402,15 @@ def _returns_sampling_mask(request: GenerateReqInput, params: SamplingParams, vo
             f"{name}: expected top_k, top_p or min_p, or greedy sampling: there is no bound"
         )
     return bool(request.return_sampling_mask)
+
+
+def _need_grammars(field: str) -> None:
+    """Refuse structured output where the library is not installed that does it."""
+    if find_spec("xgrammar") is None:
+        hint = "pip install 'ebbtide[structured]' where the server runs"
+        raise RequestRejected(
+            f"{field}: structured output needs xgrammar, which is not installed: {hint}", 501
+        )
 
 
 def _one_sampling_params(given: Any) -> SamplingParams:
