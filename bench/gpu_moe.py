@@ -8,18 +8,17 @@ same process, or that of the products at the rate of a large product, whichever 
 two products alone by torch's grouped GEMM, on tokens that are sorted by expert already: what else there is
 to do comes on top.
 
-`--sweep` tries tiles for every number of tokens; with `--keep` the quickest go into `moe_tiles.json`.
+`--sweep` tries tiles for every number of tokens; with `--keep` the quickest go into `tiles.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,18 +27,17 @@ from common import write_result
 from gpu_machine import Machine
 from torch import Tensor, nn
 
+from ebbtide.srt.layers.kernels import tiles
 from ebbtide.srt.layers.kernels.fused_moe import fused_experts
-from ebbtide.srt.layers.kernels.moe_plan import (
+from ebbtide.srt.layers.kernels.moe_routing import route
+from ebbtide.srt.layers.kernels.tiles import (
     DEFAULTS,
     ONE_BY_ONE,
-    TILES_FILE,
     Layer,
     Plan,
     Tile,
     choose_plan,
-    measured,
 )
-from ebbtide.srt.layers.kernels.moe_routing import route
 from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
 from ebbtide.srt.layers.step import ON_GPU
 
@@ -197,16 +195,16 @@ def sweep(batch: Batch) -> tuple[Plan, list[dict[str, Any]]]:
         try:
             us = statistics.median(batch.time_us(lambda call: batch.experts(call, plan), num_runs=2))
         except Exception as error:
-            rows.append({"plan": plan.fields(), "error": f"{type(error).__name__}: {error}"[:200]})
+            rows.append({"plan": asdict(plan), "error": f"{type(error).__name__}: {error}"[:200]})
             return float("inf")
-        rows.append({"plan": plan.fields(), "us": us})
+        rows.append({"plan": asdict(plan), "us": us})
         return us
 
     quickest: list[tuple[float, Plan]] = []
     for start in starts(batch.num_tokens, batch.config):
         size = start.block_tokens
-        tiles = ALONE if size == 1 else FEW_ROWS if size <= 32 else MANY_ROWS + FEW_ROWS[4:9:2]
-        plans = [replace(start, gate_up=tile, down=tile) for tile in tiles]
+        candidates = ALONE if size == 1 else FEW_ROWS if size <= 32 else MANY_ROWS + FEW_ROWS[4:9:2]
+        plans = [replace(start, gate_up=tile, down=tile) for tile in candidates]
         with ThreadPoolExecutor(16) as pool:
             compiled = list(pool.map(lambda plan: _compiles(batch, plan), plans))
         plans = [start, *itertools.compress(plans, compiled)]
@@ -233,15 +231,6 @@ def _compiles(batch: Batch, plan: Plan) -> bool:
 
 def _first(pair: tuple[float, Plan]) -> float:
     return pair[0]
-
-
-def keep(layer: Layer, plans: dict[int, Plan]) -> None:
-    """Write plans into the file that `choose_plan` reads."""
-    kept = json.loads(TILES_FILE.read_text())
-    rows = kept.setdefault(torch.cuda.get_device_name(), {}).setdefault(layer.key, {})
-    rows.update({str(tokens): plan.fields() for tokens, plan in plans.items()})
-    TILES_FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-    measured.cache_clear()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -271,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.sweep:
                 best, row["sweep"] = sweep(batch)
                 if args.keep:
-                    keep(batch.key, {num_tokens: best})
+                    tiles.keep(batch.key.key, {num_tokens: best}, DEVICE)
             results[name]["rows"][str(num_tokens)] = row | measure(name, batch, machine)
     print(f"written to {write_result('gpu_moe', results)}")
 

@@ -3,7 +3,7 @@
 Every figure is that of a CUDA graph in which calls follow one another on different weights, of more than the
 second-level cache holds. `torch` is cuBLAS with separate kernels for norm, gate and residual. Where the block
 sizes that the engine would take fall short of a share of the limit, others are tried; with `--keep` the
-quickest go into `layers/small_batch/tiles.json`.
+quickest go into `layers/kernels/tiles.json`.
 
     python bench/gpu_small_batch.py [--keep] [--tokens 1 8 32 64] [--models llama8b qwen0.6b]
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,20 +26,19 @@ from common import write_result
 from gpu_machine import Machine
 from torch import Tensor
 
-from ebbtide.srt.layers.norm import PartialNorm
-from ebbtide.srt.layers.small_batch import multiply
-from ebbtide.srt.layers.small_batch.tuning import (
-    TILES_FILE,
+from ebbtide.srt.layers.kernels import tiles
+from ebbtide.srt.layers.kernels.tiles import (
     TOKEN_BUCKETS,
     Config,
     MatvecConfig,
     ProductConfig,
     Shape,
-    choose,
-    default_config,
-    measured,
+    choose_product,
+    default_product,
     token_bucket,
 )
+from ebbtide.srt.layers.norm import PartialNorm
+from ebbtide.srt.layers.small_batch import multiply
 
 EPS = 1e-5
 # Far more than the 50 MB of second-level cache, in each graph before a weight comes round again.
@@ -277,13 +275,13 @@ def sweep(
     rows = []
     for product in (*model.layer, model.head):
         case = Case.make(product, num_tokens, weights)
-        now = choose(num_tokens, product.shape, torch.device("cuda"))
+        now = choose_product(num_tokens, product.shape, torch.device("cuda"))
         num_bytes = product.shape.num_bytes
         row: dict[str, Any] = {"model": model.name, "product": product.name, "tokens": num_tokens}
         row |= {"bytes": num_bytes, "torch_us": round(case_us(case, case.run_torch), 2)}
         tried = try_all(case, [now])
         if not tried or num_bytes / limit / tried[0][0] < enough:
-            default = default_config(token_bucket(num_tokens), product.shape)
+            default = default_product(token_bucket(num_tokens), product.shape)
             others = dict.fromkeys((default, *candidates(product, num_tokens)))
             others.pop(now, None)
             row["tried"] = len(others)
@@ -357,14 +355,10 @@ def step_us(model: Model, num_tokens: int, weights: Weights, how: str, best: dic
 def keep(num_tokens: int, found: list[dict[str, Any]], model: Model) -> None:
     """Write what was better than what the engine takes now into the file that it reads."""
     shapes = {product.name: product.shape for product in (*model.layer, model.head)}
-    kept = json.loads(TILES_FILE.read_text())
-    rows = kept.setdefault(torch.cuda.get_device_name(), {})
     for row in found:
         if "best" in row and (row["now_us"] is None or row["best_us"] < 0.98 * row["now_us"]):
-            buckets = rows.setdefault(shapes[row["product"]].key, {})
-            buckets[str(token_bucket(num_tokens))] = asdict(row["best"])
-    TILES_FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-    measured.cache_clear()
+            key = shapes[row["product"]].key
+            tiles.keep(key, {token_bucket(num_tokens): row["best"]}, torch.device("cuda"))
 
 
 def main() -> None:

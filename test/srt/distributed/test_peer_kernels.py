@@ -83,7 +83,7 @@ def add_up(rank: int, paths: Sequence[Path]) -> None:
     order, naps = random.Random(3), random.Random(rank)
     size = len(paths)
     for call in range(NUM_CALLS):
-        kernel, add = order.choice(("words", "one_shot", "two_shot")), order.random() < 0.5
+        kernel, add = order.choice(("words", "one_shot")), order.random() < 0.5
         # For two bytes to hold them, no numbers beyond 1000.
         count = order.choice((4, 8, 700, 2048, 2052, 4100)) * size
         numbers = (torch.arange(count) % 97 + call).to(torch.float16 if kernel == "words" else torch.float32)
@@ -99,7 +99,7 @@ def launch(name: str, x: Tensor, out: Tensor, memories: Tensor, rank: int, add: 
     from ebbtide.srt.distributed import peer_kernels
 
     size = len(memories)
-    counts = {"words": len(x) // 4, "one_shot": len(x), "two_shot": len(x) // size}
+    counts = {"words": len(x) // 4, "one_shot": len(x)}
     constants = {"SIZE": size, "ADD": add, "OVERLAPPED": False}
     if name == "words":
         constants |= {"TILE": peer_kernels.SLOT_WORDS}
@@ -160,7 +160,7 @@ def test_hopper_has_instructions_of_16_bytes_for_all_of_it() -> None:
     counts = json.loads(in_a_process("compile"))
 
     # One in each thread to each of three ranks, and from there to the sum, which is half as long in words.
-    assert counts == {"words": 3, "one_shot": 3 + 1, "two_shot": 3 + 3 + 3}
+    assert counts == {"words": 3, "one_shot": 3 + 1}
 
 
 def vector_stores() -> dict[str, int]:
@@ -174,12 +174,8 @@ def vector_stores() -> dict[str, int]:
     constants = {"SIZE": 3, "LANES": 4, "TILE": tile, "ADD": True, "OVERLAPPED": True}
     of_words = {"SIZE": 3, "TILE": peer_kernels.SLOT_WORDS, "ADD": True, "OVERLAPPED": True}
     counts = {}
-    for name, count, own in (
-        ("words", "count", of_words),
-        ("one_shot", "count", constants),
-        ("two_shot", "part_count", constants),
-    ):
-        types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "memories_ptr": "*i64", count: "i32", "rank": "i32"}
+    for name, own in (("words", of_words), ("one_shot", constants)):
+        types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "memories_ptr": "*i64", "count": "i32", "rank": "i32"}
         # The first four are multiples of 16.
         aligned = {(index,): [["tt.divisibility", 16]] for index in range(4)}
         source = ASTSource(

@@ -34,9 +34,9 @@ def kernels() -> ModuleType:
     if not HAS_GPU and type(language.sum).__name__ != "InterpretedFunction":
         pytest.skip("Triton was imported before TRITON_INTERPRET was set")
     from ebbtide.srt.layers import kernels
-    from ebbtide.srt.layers.kernels import fused_moe, moe_plan, moe_routing
+    from ebbtide.srt.layers.kernels import fused_moe, moe_routing, tiles
 
-    assert (kernels.fused_moe, kernels.moe_plan, kernels.moe_routing) == (fused_moe, moe_plan, moe_routing)
+    assert (kernels.fused_moe, kernels.moe_routing, kernels.tiles) == (fused_moe, moe_routing, tiles)
     return kernels
 
 
@@ -199,8 +199,8 @@ def test_the_kernels_agree_with_the_loop(
 
     plan = None
     if num_tokens == 3:
-        tiles = kernels.moe_plan.Tile(4, 16, 4, 1), kernels.moe_plan.Tile(4, 16, 4, 1)
-        plan = kernels.moe_plan.Plan(1, *tiles)
+        tiles = kernels.tiles.Tile(4, 16, 4, 1), kernels.tiles.Tile(4, 16, 4, 1)
+        plan = kernels.tiles.Plan(1, *tiles)
     experts_TK = experts.int()
     out = kernels.fused_moe.fused_experts(x, gate_up, down, weights, experts_TK, plan)
     residual = x.clone()

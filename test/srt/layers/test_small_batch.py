@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.tiles import Config, MatvecConfig, ProductConfig
 from ebbtide.srt.layers.norm import PartialNorm
-from ebbtide.srt.layers.small_batch.tuning import Config, MatvecConfig, ProductConfig
 
 ON_GPU = torch.cuda.is_available()  # noqa: TID251
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")

@@ -68,31 +68,12 @@ class ParallelGroup(Protocol):
 
 
 class SoloGroup:
-    """One rank, which holds everything."""
+    """One rank, which holds everything.
 
-    rank = 0
-    size = 1
+    Or one of several without the others, for what is compiled: shapes are right then, numbers are not.
+    """
 
-    def all_reduce_(self, x: Tensor) -> Tensor:
-        return x
-
-    def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
-        onto += x
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return x
-
-    def smallest(self, value: int) -> int:
-        return value
-
-    def close(self) -> None:
-        """There is nothing to leave."""
-
-
-class LoneRank:
-    """One of so many ranks without the others, for what is compiled: shapes are right, numbers are not."""
-
-    def __init__(self, size: int, rank: int = 0) -> None:
+    def __init__(self, size: int = 1, rank: int = 0) -> None:
         self.size, self.rank = size, rank
 
     def all_reduce_(self, x: Tensor) -> Tensor:
@@ -102,9 +83,7 @@ class LoneRank:
         onto += x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        repeats = [1] * x.dim()
-        repeats[dim] = self.size
-        return x.repeat(*repeats)
+        return x if self.size == 1 else torch.cat([x] * self.size, dim=dim)
 
     def smallest(self, value: int) -> int:
         return value

@@ -179,51 +179,6 @@ def one_shot(
 
 
 @triton.jit
-def two_shot(
-    x_ptr,
-    out_ptr,
-    memories_ptr,
-    part_count,
-    rank,
-    SIZE: tl.constexpr,
-    LANES: tl.constexpr,
-    TILE: tl.constexpr,
-    ADD: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-) -> None:
-    """out = the sum of all ranks' x, both [SIZE, part_count]: each adds up one row, and pushes it to all."""
-    at = tl.arange(0, TILE)
-    counter = _counter(memories_ptr, rank, SIZE)
-    flags_there, flags_here = _flags(memories_ptr, rank, SIZE, LANES)
-    _await_predecessor(OVERLAPPED)
-    step = tl.load(counter)
-    mine = tl.load(memories_ptr + rank)
-    first = tl.program_id(0) * TILE
-    while first < part_count:
-        step += 1
-        here = first + at
-        inside = here < part_count
-        for other in tl.static_range(SIZE):
-            part = tl.load(x_ptr + other * part_count + here, mask=inside)
-            tl.store(_slot(tl.load(memories_ptr + other), step, rank, x_ptr, SIZE) + at, part, mask=inside)
-        _meet(flags_there, flags_here, step, SIZE, LANES)
-        total = _pushed(memories_ptr, rank, step, x_ptr, at, inside, SIZE, TILE).to(x_ptr.dtype.element_ty)
-        step += 1
-        for other in tl.static_range(SIZE):
-            tl.store(_slot(tl.load(memories_ptr + other), step, rank, x_ptr, SIZE) + at, total, mask=inside)
-        _meet(flags_there, flags_here, step, SIZE, LANES)
-        for source in tl.static_range(SIZE):
-            out = out_ptr + source * part_count + here
-            slot = _slot(mine, step, source, x_ptr, SIZE)
-            whole = tl.load(slot + at, mask=inside, cache_modifier=".cg").to(tl.float32)
-            if ADD:
-                whole += tl.load(out, mask=inside).to(tl.float32)
-            tl.store(out, whole.to(x_ptr.dtype.element_ty), mask=inside)
-        first += tl.num_programs(0) * TILE
-    tl.store(counter, step)
-
-
-@triton.jit
 def _push_words(addresses, words, step) -> None:
     """Each word of 8 bytes as two of 4, and each of those with the step's number in one store of 8."""
     tl.inline_asm_elementwise(

@@ -30,15 +30,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _HANDLE_BYTES: Final = 64
 _BUS_ID_BYTES: Final = 32
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-# Measured with two ranks: `words` is the quickest as far as its slots go, one
-# exchange is as quick as two at every size, and both are quicker than NCCL up to 32 MiB, the longest message
-# measured, by a share that falls slowly. Nothing is measured with more ranks: they push as much, or less.
+# Measured with two ranks: `words` is the quickest as far as its slots go, and `one_shot` is quicker than NCCL
+# up to 32 MiB, the longest message measured, by a share that falls slowly. With more ranks nothing is
+# measured: `one_shot` pushes all of a message to each of them, so they sum short ones only.
 WORDS_PUSHED_BYTES: Final = 256 << 10
-ONE_SHOT_PUSHED_BYTES: Final = 1 << 20
 MAX_BYTES_OF_TWO: Final = 64 << 20
-MAX_BYTES_OF_MORE: Final = 2 << 20
-# Every rank's part of a message must be whole vectors.
-_VECTOR_ELEMENTS: Final = 16
+MAX_PUSHED_BYTES_OF_MORE: Final = 1 << 20
 _WORD_BYTES: Final = 8
 # Kernels that meet for the first time are compiled first, on each rank in its own time.
 FIRST_MEETING_S: Final = 120.0
@@ -81,7 +78,7 @@ class PeerMemory:
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
         self._kernels = _load_kernels()
         self._store, self._rank, self._size, self._device = store, rank, size, device
-        self._max_bytes = MAX_BYTES_OF_TWO if size == 2 else MAX_BYTES_OF_MORE
+        self._max_bytes = MAX_BYTES_OF_TWO if size == 2 else MAX_PUSHED_BYTES_OF_MORE // (size - 1)
         self._driver = CudaDriver()
         self.num_bytes = self._kernels.num_bytes(size)
         # Torch makes its context the current one of this thread when it first allocates.
@@ -124,10 +121,7 @@ class PeerMemory:
         pushed_bytes = x.nbytes * (self._size - 1)
         if x.itemsize == 2 and pushed_bytes <= WORDS_PUSHED_BYTES and x.nbytes % _WORD_BYTES == 0:
             return self.words_(x, onto)
-        is_short = self._size == 2 or pushed_bytes <= ONE_SHOT_PUSHED_BYTES
-        if is_short or x.numel() % (self._size * _VECTOR_ELEMENTS):
-            return self.one_shot_(x, onto)
-        return self.two_shot_(x, onto)
+        return self.one_shot_(x, onto)
 
     def words_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """`all_reduce_` of whole words of 8 bytes, 256 KiB at most, and of types of two bytes."""
@@ -136,12 +130,8 @@ class PeerMemory:
 
     def one_shot_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """`all_reduce_` in one exchange for each piece of 2 MiB."""
-        return self._launch(self._kernels.one_shot, x, onto, x.numel(), **self._exchange_of(x))
-
-    def two_shot_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """`all_reduce_` in two exchanges for each piece of 2 MiB of a rank's part; the parts are alike."""
-        count = x.numel() // self._size
-        return self._launch(self._kernels.two_shot, x, onto, count, **self._exchange_of(x))
+        lanes, tile = 1 << (self._size - 1).bit_length(), self._kernels.SLOT_BYTES // x.itemsize
+        return self._launch(self._kernels.one_shot, x, onto, x.numel(), LANES=lanes, TILE=tile)
 
     def let_go(self) -> None:
         """Kernels of this rank no longer wait for others, now and from here on; their sums are wrong."""
@@ -164,7 +154,7 @@ class PeerMemory:
         done = torch.Event(device=self._device)
         sums = []
         for _ in range(3):
-            for add in (self.words_, self.one_shot_, self.two_shot_):
+            for add in (self.words_, self.one_shot_):
                 sums.append(add((numbers + self._rank).to(torch.bfloat16)))
         done.record()
         deadline_s = time.monotonic() + timeout_s
@@ -191,10 +181,6 @@ class PeerMemory:
             keys = [_key("closed", rank) for rank in range(self._size)]
             self._store.wait(keys, timedelta(seconds=LEAVE_S))
             self._driver.call("cuMemFree", self._mine)
-
-    def _exchange_of(self, x: Tensor) -> dict[str, int]:
-        lanes = 1 << (self._size - 1).bit_length()
-        return {"LANES": lanes, "TILE": self._kernels.SLOT_BYTES // x.itemsize}
 
     def _launch(self, kernel: Any, x: Tensor, onto: Tensor | None, count: int, **constants: int) -> Tensor:
         out = x if onto is None else onto

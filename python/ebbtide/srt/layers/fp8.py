@@ -213,7 +213,8 @@ class Fp8Linear(EightBitLinear):
 
     def _gated_in_eight_bits(self, x: Inputs, activation: Activation, kernels: Kernels) -> QuantizedTokens:
         from ebbtide.srt.layers.kernels.fp8.product import quantize_gated, room_for_tokens
-        from ebbtide.srt.layers.small_batch.fp8_products import gates_at_once, multiply_quantized
+        from ebbtide.srt.layers.kernels.tiles import gates_at_once
+        from ebbtide.srt.layers.small_batch.fp8_products import multiply_quantized
 
         (num_tokens, num_columns), num_rows = x.x_TD.shape, len(self.weight) // 2
         if num_tokens > kernels.few_quantized:

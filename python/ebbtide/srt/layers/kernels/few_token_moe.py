@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.launch import overlap_options
-from ebbtide.srt.layers.kernels.moe_plan import Plan
 from ebbtide.srt.layers.kernels.moe_routing import follow
+from ebbtide.srt.layers.kernels.tiles import Plan
 
 
 def few_tokens_(

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ebbtide.srt.layers.kernels.few_token_moe import few_tokens_
 from ebbtide.srt.layers.kernels.launch import overlap_options
-from ebbtide.srt.layers.kernels.moe_plan import DEFAULTS, Layer, Plan, Tile, choose_plan
 from ebbtide.srt.layers.kernels.moe_routing import follow, list_slots
+from ebbtide.srt.layers.kernels.tiles import DEFAULTS, Layer, Plan, Tile, choose_plan
 
 _SUMMED_COLUMNS = 1024
 

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbtide.srt.layers.norm import Activation, PartialNorm
-from ebbtide.srt.layers.small_batch import fp8_products, kernels
-from ebbtide.srt.layers.small_batch.tuning import (
+from ebbtide.srt.layers.kernels.tiles import (
     TOKEN_BUCKETS,
     Config,
     MatvecConfig,
     ProductConfig,
     Shape,
-    choose,
+    choose_product,
 )
+from ebbtide.srt.layers.norm import Activation, PartialNorm
+from ebbtide.srt.layers.small_batch import fp8_products, kernels
 
 MAX_TOKENS = TOKEN_BUCKETS[-1]
 
@@ -119,7 +119,7 @@ def multiply(
         operands = (x_TK, norm_weight_K, eps, weight, scales, bias, out_TO)
         fp8_products.multiply_one(*operands, gated=gated, add=add)
         return None
-    config = config if config is not None else choose(len(x_TK), shape, x_TK.device)
+    config = config if config is not None else choose_product(len(x_TK), shape, x_TK.device)
     # Every kernel on a GPU is launched as a dependent of the one before, which the interpreter cannot do.
     overlapped = overlapped and x_TK.is_cuda
     launch = {"OVERLAPPED": overlapped, "launch_pdl": overlapped}

@@ -3,70 +3,24 @@
 Shapes: T tokens, K columns, O outputs, G = K / 128 groups.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.launch import overlap_options
+from ebbtide.srt.layers.kernels.tiles import (
+    PassingConfig,
+    QuantizedConfig,
+    StationaryConfig,
+    choose_one,
+    choose_quantized,
+)
 from ebbtide.srt.layers.norm import Activation
 from ebbtide.srt.layers.small_batch import fp8_kernels
 
 MAX_TOKENS = 64
-MAX_STATIONARY = 8192
 _COMBINED_ROWS = 512
-_FEW_PROGRAMS = 100
-# Groups of a part of the columns from which on it is worth being halved.
-_LONG = 14
-
-
-@dataclass(frozen=True)
-class QuantizedConfig:
-    """How tokens of 8 bits are multiplied.
-
-    Attributes:
-        block_tokens, block_rows: of a program.
-        num_splits: parts into which the columns are divided; more than one need a second kernel.
-        num_warps, num_stages: warps of a program, tiles in shared memory.
-    """
-
-    block_tokens: int
-    block_rows: int
-    num_splits: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
-class StationaryConfig:
-    """How one token is multiplied whose columns fit into the registers of a program's threads.
-
-    Attributes:
-        block_rows: that are read at once, by all threads of a program.
-        num_steps: so many times; all of these rows lie in one row of blocks.
-        num_warps: of a program.
-    """
-
-    block_rows: int
-    num_steps: int
-    num_warps: int
-
-
-@dataclass(frozen=True)
-class PassingConfig:
-    """How one token of more columns is multiplied: rows of a program, and words of each read at once."""
-
-    block_rows: int
-    block_words: int
-    num_warps: int
-
-
-def choose_one(num_columns: int, *, gated: bool) -> StationaryConfig | PassingConfig:
-    """The best of what was tried on an H200."""
-    if num_columns > MAX_STATIONARY:
-        return PassingConfig(2, 512, 4) if gated else PassingConfig(4, 512, 8)
-    return StationaryConfig(2, 2, 4) if gated else StationaryConfig(4, 2, 4)
 
 
 def multiply_one(
@@ -137,7 +91,7 @@ def multiply_quantized(
         values_TK, x_scales_TG: of `quantize_tokens`; they and `out_scales_TG` have more rows than T.
         weight, scales: of 8 bits, by blocks of 128 × 128.
         out_scales_TG: the gated product is to be quantised, as `quantize_tokens` would do it; its values go
-            into `out_TO`. Not where the columns are divided: see `gates_at_once`.
+            into `out_TO`. Not where the columns are divided: see `tiles.gates_at_once`.
     """
     num_columns, num_rows = values_TK.shape[1], out_TO.shape[1]
     num_tokens = len(out_TO)
@@ -177,28 +131,6 @@ def multiply_quantized(
     )
     if partial is not None:
         _combine(partial, bias, out_TO, switches)
-
-
-def choose_quantized(num_tokens: int, num_rows: int, num_columns: int) -> QuantizedConfig:
-    """Programs for every multiprocessor, of four groups at least: the best of what was tried on an H200."""
-    tokens = max(16, 1 << (num_tokens - 1).bit_length())
-    programs, groups, splits = num_rows // 128, num_columns // 128, 1
-    while programs * splits < _FEW_PROGRAMS and groups % (2 * splits) == 0 and groups >= 8 * splits:
-        splits *= 2
-    if splits == 1:
-        return QuantizedConfig(tokens, 128, 1, 8, 4)
-    if groups % (2 * splits) == 0 and groups >= 2 * _LONG * splits:
-        return QuantizedConfig(tokens, 128, 2 * splits, 8 if tokens == 32 else 4, 3)
-    return (
-        QuantizedConfig(tokens, 64, splits, 4, 5)
-        if tokens == 64
-        else QuantizedConfig(tokens, 128, splits, 8, 4)
-    )
-
-
-def gates_at_once(num_rows: int, num_columns: int) -> bool:
-    """Whether a gated product of so many outputs can be quantised by the kernel that computes it."""
-    return choose_quantized(1, num_rows, num_columns).num_splits == 1
 
 
 def _combine(partial: Tensor, bias: Tensor | None, out: Tensor, switches: dict[str, Any]) -> None:

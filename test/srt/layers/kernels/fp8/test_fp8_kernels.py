@@ -59,13 +59,14 @@ def test_products_of_one_token(
     num_rows: int, num_columns: int, most_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose columns are kept in registers, or pass by."""
+    from ebbtide.srt.layers.kernels import tiles
     from ebbtide.srt.layers.small_batch import fp8_products, linear_add_, norm_gate_up, norm_linear
 
-    monkeypatch.setattr(fp8_products, "MAX_STATIONARY", most_kept)
+    monkeypatch.setattr(tiles, "_MAX_STATIONARY", most_kept)
     if not ON_GPU:
         # Few programs: the interpreter takes its time for each.
-        passing = fp8_products.PassingConfig(64, 64, 4)
-        config = passing if most_kept < num_columns else fp8_products.StationaryConfig(64, 2, 4)
+        passing = tiles.PassingConfig(64, 64, 4)
+        config = passing if most_kept < num_columns else tiles.StationaryConfig(64, 2, 4)
         monkeypatch.setattr(fp8_products, "choose_one", lambda num_columns, gated: config)
     torch.manual_seed(0)
     values, scales, weight = quantized(2 * num_rows, num_columns)
@@ -87,7 +88,8 @@ def test_products_of_one_token(
     [(384, 128, 4), (2048, 768, 16)] if ON_GPU else [(384, 128, 4)],
 )
 def test_experts(num_tokens: int, hidden: int, inner: int, num_experts: int) -> None:
-    from ebbtide.srt.layers.kernels.fp8.moe import FewPlan, fused_quantized_experts
+    from ebbtide.srt.layers.kernels.fp8.moe import fused_quantized_experts
+    from ebbtide.srt.layers.kernels.tiles import FewPlan
 
     torch.manual_seed(1)
     gate_up, gate_up_scales, wide_gate_up = quantized(num_experts * 2 * inner, hidden)
@@ -193,7 +195,8 @@ def test_only_flashinfers_kernel_has_tokens_filled_up_to_its_tiles(
 )
 def test_products_of_few_tokens_of_8_bits(num_tokens: int, num_rows: int, num_columns: int) -> None:
     from ebbtide.srt.layers.kernels.fp8.product import quantize_gated, quantize_tokens, room_for_tokens
-    from ebbtide.srt.layers.small_batch.fp8_products import QuantizedConfig, multiply_quantized
+    from ebbtide.srt.layers.kernels.tiles import QuantizedConfig
+    from ebbtide.srt.layers.small_batch.fp8_products import multiply_quantized
 
     def wide(values: Tensor, scales: Tensor) -> Tensor:
         groups = values[:num_tokens].float().view(num_tokens, -1, 128) * scales[:num_tokens, :, None]

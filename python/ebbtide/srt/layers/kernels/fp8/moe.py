@@ -13,8 +13,6 @@ a weight, G groups of 128 columns. Kernels call D and I `HIDDEN` and `INNER`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -25,55 +23,15 @@ from ebbtide.srt.layers.kernels.fp8.quantize import divided
 from ebbtide.srt.layers.kernels.fp8.words import four_of, fours, row_sums
 from ebbtide.srt.layers.kernels.fused_moe import add_up_
 from ebbtide.srt.layers.kernels.launch import overlap_options
-from ebbtide.srt.layers.kernels.moe_plan import FEW_TOKENS
 from ebbtide.srt.layers.kernels.moe_routing import follow, list_slots
 from ebbtide.srt.layers.kernels.prefetch import prefetch
+from ebbtide.srt.layers.kernels.tiles import FewPlan, ManyPlan, choose_fp8_plan
 
 GROUP = 128
 
 
-@dataclass(frozen=True)
-class ManyPlan:
-    """How many tokens are cut.
-
-    Attributes:
-        block_tokens: tokens of one expert that a program multiplies, a power of two ≥ 16.
-        gate_up, down: warps of a program, and tiles in shared memory.
-        down_rows: rows of the second weight that a program has, 64 or 128.
-    """
-
-    block_tokens: int
-    gate_up: tuple[int, int] = (8, 3)
-    down: tuple[int, int] = (8, 4)
-    down_rows: int = 128
-
-
-@dataclass(frozen=True)
-class FewPlan:
-    """How few tokens are cut.
-
-    Attributes:
-        rows: of the first weight, gates and ups, that are read at once.
-        steps: so many times by one program; `rows` · `steps` divides 128.
-        down_rows: of the second weight that a program has.
-    """
-
-    rows: int = 2
-    steps: int = 2
-    down_rows: int = 4
-    num_warps: int = 4
-
-
 # Words of a token's inner columns that are read at once.
 _MOST_WORDS = 1024
-
-
-def choose_fp8_plan(num_tokens: int, num_experts: int, top_k: int) -> ManyPlan | FewPlan:
-    """Few tokens one by one, others in blocks with room for half as much again as an expert's share."""
-    if num_tokens <= FEW_TOKENS:
-        return FewPlan()
-    room = 3 * num_tokens * top_k // (2 * num_experts)
-    return ManyPlan(16 if room <= 24 else 32 if room <= 48 else 64)
 
 
 def fused_quantized_experts(
