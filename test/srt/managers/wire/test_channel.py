@@ -19,7 +19,7 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from ebbtide.srt.managers.wire.channel import Receiver, Sender, channel_pair
+from ebbtide.srt.managers.wire.channel import MAX_AT_ONCE, Receiver, Sender, channel_pair
 from ebbtide.srt.sampling_params import SamplingParams
 
 
@@ -40,6 +40,7 @@ def take(receiver: Receiver[Any], count: int) -> list[Any]:
     while len(messages) < count:
         got = receiver.receive()
         assert got, f"only {len(messages)} of {count} messages arrived"
+        assert len(got) <= MAX_AT_ONCE
         messages += got
     return messages
 

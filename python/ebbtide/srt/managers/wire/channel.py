@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -23,6 +23,9 @@ Given = TypeVar("Given", covariant=True)
 
 # Below this many bytes, handing the buffer over to ZMQ costs more than copying it.
 ZERO_COPY_FROM_BYTES = 1 << 16
+# So many messages are read before what they ask for is done: one request may bring tens of thousands of
+# prompts, and others' tokens are not to wait until all of them are read.
+MAX_AT_ONCE: Final = 256
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Receiver(Generic[T]):
         self._socket.bind(address)
 
     def receive(self, timeout_s: float | None = None) -> list[T]:
-        """Everything that is queued, after waiting up to `timeout_s` for the first message.
+        """What is queued, up to `MAX_AT_ONCE`, after waiting up to `timeout_s` for the first message.
 
         0 only looks; None waits for ever. An empty list means that the time passed.
         """
@@ -114,7 +117,7 @@ class Receiver(Generic[T]):
         return messages
 
     async def receive_async(self) -> list[T]:
-        """Everything that is queued, after waiting for the first message. Cancelling it loses nothing."""
+        """As `receive`, without a time. Cancelling it loses nothing."""
         while not (messages := self._drain()):
             with self._readable() as readable:
                 await readable.wait()
@@ -125,12 +128,13 @@ class Receiver(Generic[T]):
 
     def _drain(self) -> list[T]:
         messages: list[T] = []
-        while True:
+        while len(messages) < MAX_AT_ONCE:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return messages
+                break
             messages.append(self._decoder.decode(frame.buffer))
+        return messages
 
     @contextmanager
     def _readable(self) -> Iterator[asyncio.Event]:
