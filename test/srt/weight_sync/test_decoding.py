@@ -27,7 +27,7 @@ from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.plan_cache import PlanCache
+from ebbtide.srt.weight_sync.source import PlanCache
 from ebbtide.trainer.payload_encoding import serialize
 
 

@@ -22,7 +22,6 @@ from ebbtide.formats.stored_tensor import StoredTensor
 from ebbtide.formats.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef, TensorRef
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.model_executor.weight_copies import PlannedSpans
-from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, MappedAllocation
 
 logger = logging.getLogger(__name__)
@@ -270,7 +269,8 @@ class BorrowedMemory:
     def close(self) -> None:
         """Give everything back, opened or not. Idempotent."""
         recorded, self._recorded = self._recorded, []
-        finish(self.detach())
+        for _ in self.detach():
+            pass
         self._give_back([ref for ref in recorded if isinstance(ref, CudaStorageRef)])
         self._counters.close()
         self._close_blocks([ref for ref in recorded if isinstance(ref, StorageRef)])

@@ -17,8 +17,7 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.plan_cache import PlanCache
-from ebbtide.srt.weight_sync.source import WeightSource, borrowed_source, packed_source
+from ebbtide.srt.weight_sync.source import PlanCache, WeightSource, borrowed_source, packed_source
 
 IPC_HANDLES: Final = "ipc_handles"
 

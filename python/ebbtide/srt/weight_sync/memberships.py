@@ -16,7 +16,7 @@ class Joining:
     def __init__(self, groups: Memberships, address: GroupAddress, timeout_s: float, replaced: bool) -> None:
         self.replaced = replaced
         self.address = address
-        self._groups = groups
+        self.groups = groups
         self._timeout_s = timeout_s
         self._given_up: str | None = None
         self._group: WeightGroup | None = None
@@ -41,19 +41,19 @@ class Joining:
                 f"{type(error).__name__}: {error}"[:1000]
             ) from error
         if self._group is None:
-            device = self._groups.buffer_device(self.address)
+            device = self.groups.buffer_device(self.address)
             self._group = WeightGroup(self.address.name, member, device)
-            self._groups.add(self._group)
+            self.groups.add(self._group)
         return True
 
     def close(self, why: str = "the request ended") -> None:
         """Give it up, unless it has been joined. The thread ends when its time is up."""
         if self._group is None and self._given_up is None:
             self._given_up = why
-        self._groups.forget(self)
+        self.groups.forget(self)
 
     def _join(self) -> Member:
-        member = connect(self.address, self._timeout_s, self._groups.buffer_device(self.address))
+        member = connect(self.address, self._timeout_s, self.groups.buffer_device(self.address))
         if self._given_up is not None:
             abort([member])
             raise GroupLeft(self._given_up)
@@ -71,12 +71,13 @@ class Memberships:
     def __init__(self, device: torch.device, place: ParallelConfig = ONE_RANK) -> None:
         self._device = device
         self._place = place
-        self._groups: dict[str, WeightGroup] = {}
+        # The closed ones too, until others of their names are joined.
+        self.groups: dict[str, WeightGroup] = {}
         self._joining: dict[str, Joining] = {}
 
     @property
     def names(self) -> list[str]:
-        return sorted(name for name, group in self._groups.items() if not group.is_closed)
+        return sorted(name for name, group in self.groups.items() if not group.is_closed)
 
     def join(self, address: GroupAddress, timeout_s: float) -> Joining:
         """Begin to join. A live group of that name is left first, and then those whose trainers have ended.
@@ -91,7 +92,7 @@ class Memberships:
                 409,
             )
         replaced = self.leave(address.name, "another group of that name is joined") is not None
-        for group in self._groups.values():
+        for group in self.groups.values():
             group.leave_if_abandoned()
         joining = self._joining[address.name] = Joining(self, address, timeout_s, replaced)
         return joining
@@ -102,7 +103,7 @@ class Memberships:
         Raises:
             RequestRejected: 400, there is none.
         """
-        group = self._groups.get(name)
+        group = self.groups.get(name)
         if group is not None and not group.is_closed:
             return group
         why = f" (left: {group.why_closed})" if group is not None else ""
@@ -116,14 +117,14 @@ class Memberships:
         joining = self._joining.get(name)
         if joining is not None:
             joining.close(why)
-        group = self._groups.get(name)
+        group = self.groups.get(name)
         if group is None or group.is_closed:
             return None if joining is None else Leaving(name, lambda: None)
         return group.close(why)
 
     def add(self, group: WeightGroup) -> None:
         """A group has been joined."""
-        self._groups[group.name] = group
+        self.groups[group.name] = group
 
     def forget(self, joining: Joining) -> None:
         """It is not being joined any more."""

@@ -22,8 +22,7 @@ from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, Place
-from ebbtide.srt.weight_sync.plan_cache import PlanCache
-from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.weight_sync.source import PlanCache, WeightSource
 from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, is_safetensors, open_by_slices
 
 CODES: Final = "codes"

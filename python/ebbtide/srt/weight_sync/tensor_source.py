@@ -37,8 +37,10 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory, KeptMemory
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
-from ebbtide.srt.weight_sync.plan_cache import KnownList, PackedTensors, PlanCache
 from ebbtide.srt.weight_sync.source import (
+    KnownList,
+    PackedTensors,
+    PlanCache,
     TableSource,
     WeightSource,
     borrowed_source,

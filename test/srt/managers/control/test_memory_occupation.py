@@ -8,7 +8,7 @@ from fixtures.control import PROMPT, Harness, updating
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.managers.control import resize
-from ebbtide.srt.managers.control.weight_content import WeightContent
+from ebbtide.srt.managers.control.memory_occupation import WeightContent
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,

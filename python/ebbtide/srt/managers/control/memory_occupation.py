@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from msgspec import structs
@@ -28,7 +29,6 @@ from ebbtide.srt.managers.control.ports import (
     TagMemory,
     Work,
 )
-from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
 from ebbtide.srt.managers.io_struct import (
     Preserve,
     ReleaseMemoryOccupationReqInput,
@@ -36,12 +36,69 @@ from ebbtide.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqOutput,
     TagReport,
+    WeightsContent,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 T = TypeVar("T")
 
 NOTHING_PARKED: Final = ParkingPlan(frozenset(), [], keeps_cache=False)
+# How many names of stale parameters a report lists.
+MAX_NAMES: Final = 10
+
+
+@dataclass(frozen=True)
+class Valid:
+    """Every parameter holds a committed value."""
+
+
+@dataclass(frozen=True)
+class Stale:
+    """These parameters hold nothing: not written since their memory came back, or half-written."""
+
+    missing: frozenset[str]
+
+
+class WeightContent:
+    """Whether the live weights may be computed with: `Valid | Stale(missing)`."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._report: WeightsContent | None = None
+        self.state: Valid | Stale = Valid()
+
+    def lose(self, names: frozenset[str] | None = None) -> None:
+        """The contents of these parameters (all by default) are gone."""
+        missing = self._names if names is None else names & self._names
+        if isinstance(self.state, Stale):
+            missing |= self.state.missing
+        if missing:
+            self._change(Stale(missing))
+
+    def note_written(self, names: frozenset[str]) -> None:
+        """A committed update has written these parameters."""
+        if isinstance(self.state, Stale):
+            missing = self.state.missing - names
+            self._change(Stale(missing) if missing else Valid())
+
+    @property
+    def missing(self) -> frozenset[str]:
+        return self.state.missing if isinstance(self.state, Stale) else frozenset()
+
+    def report(self) -> WeightsContent:
+        """The state as clients see it. It is asked for in every turn, and sorted when it has changed."""
+        if self._report is None:
+            missing = self.missing
+            self._report = WeightsContent(
+                content="stale" if missing else "valid",
+                num_missing=len(missing),
+                missing=sorted(missing)[:MAX_NAMES],
+            )
+        return self._report
+
+    def _change(self, state: Valid | Stale) -> None:
+        self.state = state
+        self._report = None
 
 
 class MemoryOccupation:

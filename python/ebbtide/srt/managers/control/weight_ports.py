@@ -76,9 +76,7 @@ class WritePlan(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Receive no more of it: whatever has arrived here, the group of its sender is left.
-
-        Returns when nothing is written to the staging any more.
+        """Leave the group of its sender; returns when nothing is written to the staging any more.
 
         Raises:
             OutOfStep: it does not end.
@@ -105,7 +103,7 @@ class WritePlan(Protocol):
         ...
 
     def sum_up(self, staging: Staging) -> Slices[None]:
-        """Compute what the tensors of a patch are to come to. What it changes is there; writes nothing."""
+        """Compute what the tensors of a patch are to come to, over a staging that holds what it changes."""
         ...
 
     def sums(self) -> Mapping[str, int]:
@@ -113,11 +111,7 @@ class WritePlan(Protocol):
         ...
 
     def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
-        """Hold these shares, of all ranks, against what the sender says.
-
-        Raises:
-            RequestRejected: 400, one is another.
-        """
+        """Refuse (400) a patch for which the shares of all ranks are not what its sender says."""
         ...
 
     def finish(self) -> None:
@@ -159,9 +153,7 @@ class Conversation(Protocol):
         """Tell the sender what became of the piece. A problem ends in a refusal of the whole, at its end."""
         ...
 
-    def close(self) -> None:
-        """Leave the sender, wherever the update has got to. Idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 class Staging(Protocol):
@@ -193,12 +185,10 @@ class Staging(Protocol):
         ...
 
     def repay(self) -> None:
-        """After a commit, give up as much memory as was lent for the copy."""
+        """After a commit, give up as much memory as was lent for the copy; `release` gives the rest back."""
         ...
 
-    def release(self) -> Slices[None]:
-        """After a commit, give the rest of the copy's memory back."""
-        ...
+    def release(self) -> Slices[None]: ...
 
     def close(self) -> None:
         """Give the copy's memory back. Before a commit, that is the rollback."""
@@ -245,32 +235,21 @@ class Lender(Protocol):
         ...
 
     def take_back(self) -> None:
-        """When the copy has given its memory back, have everything that was set aside again. Idempotent.
-
-        The same on all ranks, in the same turn.
-        """
+        """Have everything again once the copy is gone, on all ranks in the same turn. Idempotent."""
         ...
 
 
 class GroupJoining(Protocol):
-    """A group of processes that is being joined.
-
-    Attributes:
-        replaced: a live group of that name was left for it.
-    """
+    """A group of processes that is being joined. `replaced`: a live group of that name was left for it."""
 
     replaced: bool
 
     def poll(self) -> bool:
-        """Whether all of its processes are there.
-
-        Raises:
-            RequestRejected: 400, they have not met in time.
-        """
+        """Whether all of its processes are there; refused (400) if they have not met in time."""
         ...
 
     def close(self) -> None:
-        """Give it up, unless it has been joined. Idempotent."""
+        """Give it up, unless it has been joined."""
         ...
 
 
@@ -308,7 +287,9 @@ class Parameters(Protocol):
         ...
 
     def pieces(self, index: int, first_byte: int, num_bytes: int) -> list[WeightPiece]:
-        """At most so many bytes of one of them, and those that follow it as far as they fit in whole.
+        """At most that many bytes of one of them, and those that follow it as far as they fit in whole.
+
+        A later piece of a parameter comes alone.
 
         Raises:
             RequestRejected: 400, there is none of that number.
@@ -334,13 +315,11 @@ class Weights(Protocol):
     refuses_nonfinite: bool
 
     @property
-    def parameters(self) -> Parameters:
-        """The same as this rank holds them."""
-        ...
+    def parameters(self) -> Parameters: ...
 
     @property
     def copies(self) -> CopyStream:
-        """Where `WritePlan.write` and `Staging.complete` launch their copies."""
+        """Where plans and stagings launch their copies."""
         ...
 
     def open(self, request: WeightUpdateRequest) -> Slices[WritePlan]:
@@ -379,15 +358,11 @@ class Weights(Protocol):
         ...
 
     def join_group(self, request: InitWeightsUpdateGroupReqInput) -> GroupJoining:
-        """Begin to join a group that weights are broadcast in.
-
-        Raises:
-            RequestRejected: 400, a field is wrong; 409, one of that name is just being joined.
-        """
+        """Begin to join one; refused where a field is wrong (400), or one of its name is joined (409)."""
         ...
 
     def leave_group(self, name: str) -> Callable[[], bool] | None:
-        """Begin to leave a group; what it returns tells whether it is left. None: there is none."""
+        """Begin to leave a group; what it returns says whether it is left. None: there is none."""
         ...
 
     def stored_as(self, name: str) -> str:

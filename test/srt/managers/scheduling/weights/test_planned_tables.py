@@ -27,7 +27,7 @@ from ebbtide.srt.model_executor.weight_copies import EXPONENTS, WeightCopies
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.plan_cache import PlanCache
+from ebbtide.srt.weight_sync.source import PlanCache
 
 Named = list[tuple[str, torch.Tensor]]
 NORM = "model.norm.weight"

@@ -1,20 +1,18 @@
-"""On what terms an update is committed, and what these ask of the engine's state.
+"""What an update asks for, what that takes of the engine's state, and what it is answered.
 
-One may be a canary: a forward pass of the new weights ahead of the commit, held against what the trainer
-expects of them. Source: control_semantics section 2.
+Source: control_semantics section 2.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeAlias, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 
-from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.errors import EngineError, RequestRejected, first_few
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Valid
 from ebbtide.srt.managers.control.operations import require_timeout
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import (
@@ -23,12 +21,8 @@ from ebbtide.srt.managers.control.ports import (
     Operation,
     OutOfStep,
     Overruled,
-    Ranks,
     Requests,
-    Work,
 )
-from ebbtide.srt.managers.control.weight_content import Valid
-from ebbtide.srt.managers.control.weight_ports import TrialPass, Weights
 from ebbtide.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     Canary,
@@ -41,13 +35,12 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.wire.logprobs import LOWEST_LOGPROB
 from ebbtide.srt.managers.wire.weight_requests import STATE_DICTS
 
 logger = logging.getLogger(__name__)
 
-# Calls what it is given while the new weights serve, and brings the old ones back.
-Trial: TypeAlias = Callable[[Callable[[], list[float]]], Work[list[float]]]
+# How many names, or refusals, the fields of an answer list at most.
+MAX_LISTED: Final = 10
 
 
 @dataclass(frozen=True)
@@ -68,6 +61,81 @@ class CommitTerms:
     canary: Canary | None = None
     refuses_nonfinite: bool = False
     folder: tuple[str, str] | None = None
+
+
+def terms_of(
+    request: WeightUpdateRequest | EndWeightUpdateReqInput,
+    flush_cache: bool,
+    *,
+    refuses_nonfinite: bool = False,
+) -> CommitTerms:
+    """Args: `refuses_nonfinite`: where an update does not say."""
+    mode = request.pause_mode if request.pause_mode is not None else PauseMode.WAIT
+    folder = None
+    if isinstance(request, WeightUpdateRequest):
+        if request.abort_all_requests:
+            mode = PauseMode.ABORT
+        if request.refuse_nonfinite is not None:
+            refuses_nonfinite = request.refuse_nonfinite
+    if isinstance(request, UpdateWeightFromDiskReqInput):
+        folder = request.model_path, request.load_format or "auto"
+    version = None if request.weight_version is None else str(request.weight_version)
+    return CommitTerms(mode, flush_cache, version, request.canary, refuses_nonfinite, folder)
+
+
+class Counts(NamedTuple):
+    num_tensors: int = 0
+    num_ignored: int = 0
+    num_bytes: int = 0
+
+
+@dataclass
+class _Refused:
+    """An update of the session that was refused.
+
+    Attributes:
+        names: what it was to write and nobody has written since; None: not even its names could be read.
+    """
+
+    reason: str
+    names: frozenset[str] | None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        names = None if self.names is None else sorted(self.names)[:MAX_LISTED]
+        return {"message": self.reason, "names": names}
+
+
+class RefusedUpdates:
+    """Updates of a session that were refused, until others have written all that these were to write."""
+
+    def __init__(self) -> None:
+        self._refused: list[_Refused] = []
+
+    def add(self, reason: str, names: frozenset[str] | None) -> None:
+        """One was refused that was to write these names; None: nobody knows which."""
+        self._refused.append(_Refused(reason, names))
+
+    def make_up(self, names: frozenset[str]) -> None:
+        """These were written."""
+        for refused in self._refused:
+            if refused.names is not None:
+                refused.names -= names
+
+    def require_none(self) -> None:
+        """Refuse to commit half of what was sent."""
+        left = [refused for refused in self._refused if refused.names != frozenset()]
+        if left:
+            can_be_sent_again = all(refused.names is not None for refused in left)
+            remedy = "Send it, or" if can_be_sent_again else "Not all of their names could be read:"
+            raise RequestRejected(
+                f"the session is incomplete: refused were {len(left)} of its updates, and what they were to "
+                f"write was not sent again: {first_few([refused.reason for refused in left], '; ')}. "
+                f"{remedy} abort_weight_update; allow_incomplete commits what there is",
+                409,
+                refusals=[refused.fields for refused in left[:MAX_LISTED]],
+                num_refusals=len(left),
+            )
 
 
 def check_fields(
@@ -207,106 +275,6 @@ class CommitConditions:
         return self.mode(terms) is PauseMode.WAIT and self._memory.allows_forward
 
 
-class CanaryTrials:
-    """Tries staged weights out: exchanges them with the live ones for one forward pass.
-
-    Args:
-        weights: which say what an update refuses that does not say itself.
-    """
-
-    def __init__(
-        self, trial_pass: TrialPass, memory: MemoryOccupation, ranks: Ranks, weights: Weights
-    ) -> None:
-        self._weights = weights
-        self._pass = trial_pass
-        self._memory = memory
-        self._ranks = ranks
-
-    def terms(self, request: WeightUpdateRequest | EndWeightUpdateReqInput, flush_cache: bool) -> CommitTerms:
-        """On what terms a request would have its session committed.
-
-        Raises:
-            RequestRejected: 400, its canary can never be tried.
-        """
-        if request.canary is not None:
-            self._check(request.canary)
-        mode = request.pause_mode if request.pause_mode is not None else PauseMode.WAIT
-        refuses_nonfinite, folder = False, None
-        if isinstance(request, WeightUpdateRequest):
-            if request.abort_all_requests:
-                mode = PauseMode.ABORT
-            asked = request.refuse_nonfinite
-            refuses_nonfinite = self._weights.refuses_nonfinite if asked is None else asked
-        if isinstance(request, UpdateWeightFromDiskReqInput):
-            folder = request.model_path, request.load_format or "auto"
-        version = None if request.weight_version is None else str(request.weight_version)
-        return CommitTerms(mode, flush_cache, version, request.canary, refuses_nonfinite, folder)
-
-    def _check(self, canary: Canary) -> None:
-        ids, logprobs, limits = canary.input_ids, canary.logprobs, self._pass
-        if not 2 <= len(ids) <= limits.max_tokens:
-            raise RequestRejected(
-                f"canary.input_ids: expected 2 to {limits.max_tokens} tokens, got {len(ids)}"
-            )
-        bad = next((token_id for token_id in ids if not 0 <= token_id < limits.vocab_size), None)
-        if bad is not None:
-            raise RequestRejected(
-                f"canary.input_ids: {bad} is not in the vocabulary of {limits.vocab_size} ids"
-            )
-        if logprobs is not None and not _is_per_token(logprobs, len(ids)):
-            raise RequestRejected(
-                f"canary.logprobs: expected {len(ids) - 1} finite numbers, of the second token and those "
-                f"behind it (or as many as tokens, the first null), got {len(logprobs)} entries"
-            )
-        if not (math.isfinite(canary.atol) and canary.atol >= 0):
-            raise RequestRejected(f"canary.atol: expected a finite number from 0, got {canary.atol}")
-
-    def run(self, canary: Canary, trial: Trial) -> Work[str]:
-        """Run the pass by the new weights; says how it went.
-
-        Raises:
-            RequestRejected: 400, a rank found something else than was expected.
-        """
-        if self._memory.is_kv_released:
-            raise RequestRejected("canary: its forward pass needs kv_cache: resume_memory_occupation first")
-        passing = trial(lambda: self._pass.logprobs(canary.input_ids))
-        logprobs, by_rank = yield from self._ranks.survey(Activity.ALONE, passing, lambda found: found)
-        misses = [_miss(canary, found) for found in by_rank]
-        if any(misses):
-            told = "; ".join(f"rank {rank}: {miss}" for rank, miss in enumerate(misses) if miss)
-            raise RequestRejected(
-                f"the canary was missed, the old weights serve: {told}",
-                canary={"logprobs": [None, *logprobs], "misses": [miss or None for miss in misses]},
-            )
-        if canary.logprobs is None:
-            return f"The canary's {len(logprobs)} logprobs are finite."
-        largest = max(abs(own - other) for own, other in zip(logprobs, _expected(canary), strict=True))
-        return f"The canary's logprobs differ by at most {largest:.3g}."
-
-
-def _is_per_token(logprobs: Sequence[float | None], num_tokens: int) -> bool:
-    given = logprobs[1:] if len(logprobs) == num_tokens and logprobs[0] is None else logprobs
-    return len(given) == num_tokens - 1 and all(one is not None and math.isfinite(one) for one in given)
-
-
-def _expected(canary: Canary) -> list[float]:
-    return [one for one in canary.logprobs or () if one is not None]
-
-
-def _miss(canary: Canary, found: Sequence[float]) -> str:
-    """What is wrong with a rank's logprobs; empty if nothing is."""
-    bad = [index for index, logprob in enumerate(found, 1) if not LOWEST_LOGPROB < logprob < 1]
-    if bad:
-        return f"{len(bad)} of {len(found)} logprobs are not finite, the first that of token {bad[0]}"
-    if canary.logprobs is None:
-        return ""
-    differences = [abs(own - other) for own, other in zip(found, _expected(canary), strict=True)]
-    largest = max(differences)
-    if largest <= canary.atol:
-        return ""
-    worst = differences.index(largest)
-    num_out = sum(difference > canary.atol for difference in differences)
-    return (
-        f"{num_out} of {len(found)} logprobs differ by more than atol={canary.atol:g}; at token {worst + 1} "
-        f"{found[worst]:.4f} instead of {_expected(canary)[worst]:.4f}"
-    )
+def describe_nonfinite(nonfinite: frozenset[str]) -> str:
+    """Which tensors hold NaN or Inf, as a sentence."""
+    return f"{len(nonfinite)} tensors hold NaN or Inf: {first_few(sorted(nonfinite))}."

@@ -7,11 +7,12 @@ import operator
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
+from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
 from ebbtide.srt.managers.control.pace import Pace, Stall, is_burst
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import (
@@ -24,9 +25,13 @@ from ebbtide.srt.managers.control.ports import (
     Superseded,
     Work,
 )
-from ebbtide.srt.managers.control.weight_content import Valid, WeightContent
 from ebbtide.srt.managers.control.weight_ports import How, Lender, Staging, Weights, WritePlan
-from ebbtide.srt.managers.control.weights.commit_terms import CommitTerms
+from ebbtide.srt.managers.control.weights.commit_terms import (
+    CommitTerms,
+    Counts,
+    RefusedUpdates,
+    describe_nonfinite,
+)
 from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput
 from ebbtide.srt.slices import finish
 
@@ -36,8 +41,6 @@ T = TypeVar("T")
 
 # The memory of this many buckets of a session stays mapped, in case the next ones lie in it.
 MAX_MAPPED: Final = 4
-# How many names, or refusals, the fields of an answer list at most.
-MAX_LISTED: Final = 10
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,9 @@ class InPlace:
 
 @dataclass(frozen=True)
 class Burst:
-    """One plan is written to live weights that serve, at one boundary.
+    """One plan is written to live weights that serve, between two forward passes that do not wait for it.
 
-    Its copies are launched behind the forward pass under way, the commit follows at once, and the next pass
-    is launched behind the copies.
+    Its copies are launched behind the pass under way, and the commit and the next pass behind them.
     """
 
     staging: Staging
@@ -79,29 +81,6 @@ class Spoilt:
 
 
 SessionState: TypeAlias = Empty | Staged | InPlace | Burst | Spoilt
-
-
-class Counts(NamedTuple):
-    num_tensors: int = 0
-    num_ignored: int = 0
-    num_bytes: int = 0
-
-
-@dataclass
-class _Refused:
-    """An update of the session that was refused.
-
-    Attributes:
-        names: what it was to write and nobody has written since; None: not even its names could be read.
-    """
-
-    reason: str
-    names: frozenset[str] | None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        names = None if self.names is None else sorted(self.names)[:MAX_LISTED]
-        return {"message": self.reason, "names": names}
 
 
 class WeightSession:
@@ -142,7 +121,7 @@ class WeightSession:
         self.folder: tuple[str, str] | None = None
         self.canary_message = ""
         self.stall = Stall()
-        self._refused: list[_Refused] = []
+        self.refused = RefusedUpdates()
         self._unmap: list[Slices[None]] = []
         self._weights = weights
         self._lender = lender
@@ -158,8 +137,6 @@ class WeightSession:
     @property
     def _staging(self) -> Staging | None:
         return None if isinstance(self.state, Empty) else self.state.staging
-
-    # -------------------------------------------------------------------------------------------- answers
 
     def reply(
         self, version: str, message: str, counts: Counts, *, is_committed: bool, num_paused: int = 0
@@ -180,33 +157,16 @@ class WeightSession:
 
     def with_outcome(self, reply: UpdateWeightsReqOutput) -> UpdateWeightsReqOutput:
         """The answer with what is known only once the copies have run."""
-        message = f"{reply.message} {_describe(self.nonfinite)}" if self.nonfinite else reply.message
+        message = f"{reply.message} {describe_nonfinite(self.nonfinite)}" if self.nonfinite else reply.message
         return structs.replace(
             reply, stall_ms=self.stall.longest_s * 1e3, num_nonfinite=len(self.nonfinite), message=message
         )
-
-    def note_refused(self, reason: str, names: frozenset[str] | None) -> None:
-        """An update was refused that was to write these names; None: nobody knows which."""
-        self._refused.append(_Refused(reason, names))
 
     def require_complete(self) -> None:
         """Refuse to commit half of what was sent."""
         if self._staging is not None:
             self._staging.require_complete()
-        left = [refused for refused in self._refused if refused.names != frozenset()]
-        if left:
-            can_be_sent_again = all(refused.names is not None for refused in left)
-            remedy = "Send it, or" if can_be_sent_again else "Not all of their names could be read:"
-            raise RequestRejected(
-                f"the session is incomplete: refused were {len(left)} of its updates, and what they were to "
-                f"write was not sent again: {first_few([refused.reason for refused in left], '; ')}. "
-                f"{remedy} abort_weight_update; allow_incomplete commits what there is",
-                409,
-                refusals=[refused.fields for refused in left[:MAX_LISTED]],
-                num_refusals=len(left),
-            )
-
-    # ----------------------------------------------------------------------------------------------- room
+        self.refused.require_none()
 
     def prepare(
         self, plan: WritePlan, terms: CommitTerms, *, is_alone: bool = False, nobody_waits: bool = False
@@ -240,9 +200,6 @@ class WeightSession:
         """Find room for what others are about to send, and have it received there if nothing serves from it.
 
         Returns the names that count as written no more: what is received overwrites them.
-
-        Raises:
-            RequestRejected: what the copy holds is unknown.
         """
         self._require_sound()
         yield from self._make_room(plan, terms)
@@ -313,7 +270,8 @@ class WeightSession:
         """Take a copy in memory that is free or lent easily, else in all that can be lent, else none."""
         is_staged = False
         try:
-            if self._serves and not (yield from self._on_all_ranks(bursts)):
+            bursting = self._ranks.survey(Activity.COPYING, at_once(lambda: bursts), bool)
+            if self._serves and not all((yield from bursting)[1]):
                 yield Activity.BOUNDARY
                 self._lender.set_aside()
                 is_staged = yield from self._stage()
@@ -326,10 +284,6 @@ class WeightSession:
         except BaseException:
             self.close()
             raise
-
-    def _on_all_ranks(self, holds: bool) -> Work[bool]:
-        _, facts = yield from self._ranks.survey(Activity.COPYING, at_once(lambda: holds), bool)
-        return all(facts)
 
     def _stage(self, *, is_last: bool = False) -> Work[bool]:
         """Take a copy on all ranks, or on none if one has no memory for it; returns whether there is one."""
@@ -351,8 +305,6 @@ class WeightSession:
         self.state = InPlace(staging) if in_place else Staged(staging)
         return staging
 
-    # -------------------------------------------------------------------------------------------- writing
-
     def write(self, plan: WritePlan, terms: CommitTerms) -> Work[None]:
         """Write one plan's tensors, which were prepared.
 
@@ -372,9 +324,7 @@ class WeightSession:
             num_bytes = yield from self._copy(plan, staging, terms)
             self.names = _union(self.names, plan.end(staging))
         self.names = _union(self.names, plan.names)
-        for refused in self._refused:
-            if refused.names is not None:
-                refused.names -= plan.sent | plan.names
+        self.refused.make_up(plan.sent | plan.names)
         added = plan.num_tensors, plan.num_ignored, num_bytes
         self.counts = Counts(*map(operator.add, self.counts, added))
         if isinstance(self.state, Burst):
@@ -395,7 +345,7 @@ class WeightSession:
             nonfinite = frozenset[str]().union(*found)
             if terms.refuses_nonfinite and nonfinite:
                 raise RequestRejected(
-                    f"refuse_nonfinite: nothing of this update serves. {_describe(nonfinite)}",
+                    f"refuse_nonfinite: nothing of this update serves. {describe_nonfinite(nonfinite)}",
                     num_nonfinite=len(nonfinite),
                 )
         except BaseException as error:
@@ -437,10 +387,9 @@ class WeightSession:
         plan.check_sums(shares)
 
     def _note_nonfinite(self, plan: WritePlan, names: frozenset[str]) -> None:
-        if self.nonfinite or names:
-            self.nonfinite = (self.nonfinite - plan.sent) | names
+        self.nonfinite = (self.nonfinite - plan.sent) | names
         if names:
-            logger.warning("a weight update: %s", _describe(self.nonfinite))
+            logger.warning("a weight update: %s", describe_nonfinite(self.nonfinite))
 
     def _lose(self, plan: WritePlan) -> None:
         """From here to the commit the live weights are a mixture, which no forward pass may see."""
@@ -448,14 +397,8 @@ class WeightSession:
             self.stall.begin()
         self._content.lose(plan.touched)
 
-    # --------------------------------------------------------------------------------------------- commit
-
     def complete(self) -> Work[None]:
-        """Fill what was not written with the live weights, so that the copy is whole.
-
-        Raises:
-            RequestRejected: what the copy holds is unknown.
-        """
+        """Fill what was not written with the live weights, so that the copy is whole."""
         self._require_sound()
         if isinstance(self.state, Staged) and not self.names >= self._weights.names:
             copies = self._weights.copies
@@ -544,11 +487,6 @@ class WeightSession:
     def _do(self, slices: Slices[None], kind: Activity, copies: CopyStream | None = None) -> Work[None]:
         """Do work on all ranks, as one phase."""
         yield from self._ranks.phase(kind, self._pace.turns(slices, kind, self.stall, copies))
-
-
-def _describe(nonfinite: frozenset[str]) -> str:
-    """Which tensors hold NaN or Inf, as a sentence."""
-    return f"{len(nonfinite)} tensors hold NaN or Inf: {first_few(sorted(nonfinite))}."
 
 
 def _union(first: frozenset[str], second: frozenset[str]) -> frozenset[str]:

@@ -34,17 +34,19 @@ from ebbtide.srt.managers.control.ports import (
 )
 from ebbtide.srt.managers.control.weight_ports import How, Lender, TrialPass, Weights, WritePlan
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces, Whole
+from ebbtide.srt.managers.control.weights.canary import CanaryTrials
 from ebbtide.srt.managers.control.weights.checks import WeightReading
 from ebbtide.srt.managers.control.weights.commit_terms import (
-    CanaryTrials,
     CommitConditions,
     CommitTerms,
+    Counts,
     announced_names,
     check_fields,
     require_base,
+    terms_of,
 )
 from ebbtide.srt.managers.control.weights.groups import GroupRequests
-from ebbtide.srt.managers.control.weights.session import Burst, Counts, InPlace, WeightSession
+from ebbtide.srt.managers.control.weights.session import Burst, InPlace, WeightSession
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     AnyReply,
@@ -118,7 +120,7 @@ class WeightUpdates:
         self._line = Line()
         self._conditions = CommitConditions(generation, memory, requests)
         self._awaits_verdict = False
-        self._trials = CanaryTrials(trial_pass, memory, ranks, weights)
+        self._trials = CanaryTrials(trial_pass, memory, ranks)
         self._arrivals = Arrivals(weights, ranks, pace, wake, self._require_open_for)
         self.handlers: HandlerTable = {
             UpdateWeightFromDiskReqInput: self.update,
@@ -135,8 +137,6 @@ class WeightUpdates:
         memory.on_weights_release = self._end_for_release
         requests.serve(version, is_update=False)
 
-    # ------------------------------------------------------------------------------------------ requests
-
     def update(self, request: WeightUpdateRequest) -> Operation:
         """One update: a session of its own, or a part of the open one."""
         contents = Contents(announced_names(request))
@@ -147,7 +147,7 @@ class WeightUpdates:
             # An update of the open session that is refused leaves the session incomplete.
             session = self._session
             if session is not None and request.session_id in (None, session.session_id):
-                session.note_refused(str(error), contents.names)
+                session.refused.add(str(error), contents.names)
             raise
 
     def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
@@ -215,13 +215,11 @@ class WeightUpdates:
             return None
         return SessionReport(opened_at=session.opened_at, num_tensors_staged=session.counts.num_tensors)
 
-    # ---------------------------------------------------------------------------------------- operations
-
     def _update(self, request: WeightUpdateRequest, contents: Contents, stages: Stages) -> Operation:
         with self._line.turn() as has_come, ExitStack() as opened:
             parts = yield from self._arrivals.open(request, opened, contents)
             stages.end("decode")
-            terms = self._trials.terms(request, request.flush_cache)
+            terms = self._terms(request, request.flush_cache)
             if self._session is None:
                 self._conditions.check(terms)
             while not has_come():
@@ -330,7 +328,7 @@ class WeightUpdates:
             if not request.allow_incomplete:
                 session.require_complete()
             flush_cache = session.flush_cache if request.flush_cache is None else request.flush_cache
-            terms = self._trials.terms(request, flush_cache)
+            terms = self._terms(request, flush_cache)
             self._conditions.check(terms)
             if terms.canary is not None:
                 session.require_copy()
@@ -394,7 +392,12 @@ class WeightUpdates:
         finally:
             self._awaits_verdict = False
 
-    # ---------------------------------------------------------------------------------------- conditions
+    def _terms(
+        self, request: WeightUpdateRequest | EndWeightUpdateReqInput, flush_cache: bool
+    ) -> CommitTerms:
+        if request.canary is not None:
+            self._trials.check(request.canary)
+        return terms_of(request, flush_cache, refuses_nonfinite=self._weights.refuses_nonfinite)
 
     def _require_open_for(self, request: WeightUpdateRequest) -> None:
         self._require_resident()
@@ -458,8 +461,6 @@ class WeightUpdates:
             *(reply.weight_version, reply.num_tensors, reply.num_bytes, reply.staged, stall_ms),
         )
         return session.with_outcome(reply)
-
-    # -------------------------------------------------------------------------------------------- effects
 
     def _serve(self, version: str, *, is_update: bool = True) -> None:
         self.version = version

@@ -29,15 +29,7 @@ LOW_32_BITS: Final = (1 << 32) - 1
 
 
 class ParameterChecker:
-    """Reads all parameters of a weight store piece by piece, on their device.
-
-    The generators yield the bytes of each piece just read. Parameters with any of `skipped` in their names
-    are left out.
-
-    Args:
-        device: where the parameters are.
-        parallel: which rank of how many this is.
-    """
+    """Implements `weight_ports.Parameters`, piece by piece on their device."""
 
     def __init__(self, store: WeightStore, device: Device, parallel: ParallelConfig) -> None:
         self._store = store
@@ -46,7 +38,6 @@ class ParameterChecker:
 
     @property
     def generation(self) -> int:
-        """Another number whenever something has been written to the parameters."""
         return self._store.generation
 
     def checksums(
@@ -55,7 +46,7 @@ class ParameterChecker:
         """Of the bytes of each parameter and their places; the same on every kind of device."""
         checksums: dict[str, str] = {}
         summed = _sha256 if algorithm == "sha256" else _sum64
-        for name, parameter in self._chosen(skipped):
+        for name, parameter in _without(skipped, self._store):
             checksums[name] = yield from summed(parameter)
         listed = "".join(f"{name}={checksums[name]};" for name in sorted(checksums))
         return RankChecksums(
@@ -65,11 +56,6 @@ class ParameterChecker:
         )
 
     def snapshot(self) -> Generator[int, None, ParameterSnapshot]:
-        """A copy of all of them in host memory.
-
-        Raises:
-            RequestRejected: 409, there is too little of that.
-        """
         needed_bytes = sum(parameter.nbytes for _, parameter in self._store.parameters())
         free_bytes = psutil.virtual_memory().available
         if needed_bytes > free_bytes:
@@ -90,18 +76,10 @@ class ParameterChecker:
         return ParameterSnapshot(self._store, copies)
 
     def sources(self, skipped: Sequence[str]) -> frozenset[str]:
-        """The checkpoint names of the parameters."""
-        covered = [self._store.covered(name, direct=True) for name, _ in self._chosen(skipped)]
+        covered = [self._store.covered(name, direct=True) for name, _ in _without(skipped, self._store)]
         return frozenset[str]().union(*covered)
 
     def pieces(self, index: int, first_byte: int, num_bytes: int) -> list[WeightPiece]:
-        """At most so many bytes of one of them, and those that follow it as far as they fit in whole.
-
-        They are in the order of the store. A later piece of a parameter comes alone.
-
-        Raises:
-            RequestRejected: 400, there is none of that number.
-        """
         parameters = list(self._store.parameters())
         if index >= len(parameters):
             raise RequestRejected(f"index: expected 0 to {len(parameters) - 1}, got {index}")
@@ -125,15 +103,11 @@ class ParameterChecker:
         return pieces
 
     def fill(self, skipped: Sequence[str]) -> None:
-        """Write random bytes to the parameters. They are there when it returns."""
         self._store.note_write()
-        for _, parameter in self._chosen(skipped):
+        for _, parameter in _without(skipped, self._store):
             for piece in _pieces(parameter):
                 piece.random_(0, 256)
         self._device.synchronize()
-
-    def _chosen(self, skipped: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        return _without(skipped, self._store)
 
     def _place(self) -> Parallelism:
         parallel = self._parallel
@@ -148,17 +122,14 @@ class ParameterChecker:
 
 
 class ParameterSnapshot:
-    """What the parameters of a store once were."""
+    """Implements `weight_ports.Snapshot`."""
 
     def __init__(self, store: WeightStore, copies: dict[str, list[Tensor]]) -> None:
         self._store = store
         self._copies = copies
 
     def differences(self, skipped: Sequence[str]) -> Generator[int, None, list[dict[str, str]]]:
-        """The parameters that are not bit for bit as they were, as `{"name", "reason"}`.
-
-        A reason gives the largest difference of two elements, `max_abs_err`; NaN where one of them is.
-        """
+        """A reason gives the largest difference of two elements, `max_abs_err`; NaN where one of them is."""
         found: list[dict[str, str]] = []
         for name, parameter in _without(skipped, self._store):
             num_different, max_abs_err = 0, 0.0

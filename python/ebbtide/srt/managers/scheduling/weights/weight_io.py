@@ -42,9 +42,8 @@ from ebbtide.srt.weight_sync.distributed_source import open_broadcast
 from ebbtide.srt.weight_sync.handle_source import open_handles
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.memberships import Joining, Memberships
-from ebbtide.srt.weight_sync.plan_cache import PlanCache
 from ebbtide.srt.weight_sync.published_source import open_published
-from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.weight_sync.source import PlanCache, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse
 from ebbtide.srt.weight_sync.state_dict_source import StateDictConversation
 from ebbtide.srt.weight_sync.tensor_source import open_by_slices
@@ -120,7 +119,7 @@ class EngineWeights:
 
     @property
     def group_names(self) -> list[str]:
-        return self._groups.names
+        return self._groups.names if self._groups.groups else []
 
     def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Joining:
         address = GroupAddress(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import MappingProxyType
 from typing import Final, TypeVar
@@ -17,13 +17,12 @@ from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.managers.control.ports import OutOfStep, Slices
 from ebbtide.srt.managers.control.weight_ports import How, Staging
 from ebbtide.srt.memory_saver.arena import Shadow
-from ebbtide.srt.model_executor.weight_copies import Destination, NonFinite, RunTable, WeightCopies
+from ebbtide.srt.model_executor.weight_copies import Destination, NonFinite, WeightCopies
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
 from ebbtide.srt.weight_sync.delta.patch import PatchedWeights
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
-from ebbtide.srt.weight_sync.plan_cache import Fit, PlanCache
-from ebbtide.srt.weight_sync.source import NamedTensor, TableSource, WeightSource
+from ebbtide.srt.weight_sync.source import Fit, NamedTensor, PlanCache, TableSource, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges
 
 T = TypeVar("T")
@@ -156,45 +155,13 @@ def make_plan(
     try:
         if loader is not None:
             return LoaderPlan(source, store, device, loader)
-        fit = yield from cache.fit(source.digest, lambda: _held_against(store, source))
+        fit = yield from cache.fit(source.digest, lambda: source.fit(store))
         if isinstance(source, DeltaSource):
             return PatchPlan(source, fit, store, device)
         return TensorPlan(source, fit, store, device)
     except BaseException:
         source.close()
         raise
-
-
-def _held_against(store: WeightStore, source: WeightSource) -> Generator[int, None, Fit]:
-    """What stands against writing a source's tensors, and what they cover."""
-    direct, dtypes, fit = source.direct, {entry.name: entry.dtype for entry in source.entries}, Fit()
-    covered, others, scales, halves, runs = set[str](), set[str](), set[str](), {}, []
-    for entry in source.entries:
-        name = entry.name
-        if store.is_scales(name, direct):
-            scales.add(name)
-        runs.append(store.run(name, entry.dtype, direct))
-        problem = store.check(name, entry.shape, entry.dtype, direct) or source.misfit(store, entry, dtypes)
-        if problem is not None and problem.lacks is None:
-            fit.problems.append({"name": problem.name, "reason": problem.reason})
-        is_ignored = not direct and store.ignored(name)
-        fit.num_ignored += is_ignored
-        if problem is not None and problem.lacks is not None:
-            halves[name] = problem.lacks
-            others.add(name)
-        elif is_ignored or not store.knows(name, direct):
-            others.add(name)
-        else:
-            covered |= store.covered(name, direct)
-        yield len(name)
-    if isinstance(source, TableSource) and len(dtypes) == len(runs):
-        are_contiguous = source.table.form.is_contiguous_T.tolist()
-        fit.runs = RunTable([run if one else None for run, one in zip(runs, are_contiguous, strict=True)])
-    fit.num_tensors = len(runs) - fit.num_ignored
-    fit.names = frozenset(covered)
-    fit.touched = fit.names | {weight for _, weight in halves.values()}
-    fit.sent, fit.scales, fit.halves = frozenset(covered | others), frozenset(scales), halves
-    return fit
 
 
 class TensorPlan:

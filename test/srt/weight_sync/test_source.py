@@ -13,8 +13,8 @@ from ebbtide.formats.tensor_list import Listing
 from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync import plan_cache
-from ebbtide.srt.weight_sync.plan_cache import Fit, KnownList, PlanCache
+from ebbtide.srt.weight_sync import source
+from ebbtide.srt.weight_sync.source import Fit, KnownList, PlanCache
 
 NAMED = [
     ("rows", torch.empty(6, 4)[:2, :3]),
@@ -27,7 +27,7 @@ def test_names_and_shapes_that_were_read_before_are_kept_and_the_oldest_are_drop
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     forms = [Listing(named).form for named in (NAMED, NAMED[:2])]
-    monkeypatch.setattr(plan_cache, "MAX_FORM_BYTES", sum(map(len, forms)) + 2 * plan_cache.ENTRY_BYTES)
+    monkeypatch.setattr(source, "MAX_FORM_BYTES", sum(map(len, forms)) + 2 * source.ENTRY_BYTES)
     cache = PlanCache()
     first, other = (finish(cache.form(form)) for form in forms)
     assert [finish(cache.form(form)) for form in forms] == [first, other]
@@ -41,7 +41,7 @@ def test_names_and_shapes_that_were_read_before_are_kept_and_the_oldest_are_drop
 def test_those_of_buckets_are_kept_as_long_as_they_take_little_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan_cache, "MAX_FORM_BYTES", 10_000)
+    monkeypatch.setattr(source, "MAX_FORM_BYTES", 10_000)
     cache = PlanCache()
     short, other = ([(TensorHeader(name, (2, 3, 1, 4), torch.bfloat16), 0)] for name in ("a", "b"))
     kept = [cache.packed(short), cache.packed(other)]
@@ -156,7 +156,7 @@ def test_a_last_list_that_came_before_is_the_same_one(protocol: int) -> None:
 
 
 def test_so_are_as_many_as_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "MAX_LIST_BYTES", 5000)
+    monkeypatch.setattr(source, "MAX_LIST_BYTES", 5000)
     cache = PlanCache()
     kept = [last(bucket(0, number, number), cache) for number in (1, 2)]
     assert [last(bucket(0, number, number), cache) for number in (1, 2)] == kept
