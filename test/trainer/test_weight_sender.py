@@ -331,3 +331,8 @@ def test_arguments_that_make_no_sense(options: dict[str, Any]) -> None:
 def test_a_url_must_be_one(url: str) -> None:
     with pytest.raises(ValueError, match="http://HOST:PORT"):
         WeightSender(url)
+
+
+def test_a_server_is_given_once() -> None:
+    with pytest.raises(ValueError, match="each server once"):
+        WeightSender(["http://127.0.0.1:30000", "http://127.0.0.1:30000/"])

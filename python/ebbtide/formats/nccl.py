@@ -61,11 +61,7 @@ class _Config(ctypes.Structure):
 
 
 def load_library() -> Any:
-    """The library that torch has loaded.
-
-    Raises:
-        NcclFailed: there is none.
-    """
+    """The library that torch has loaded. Raises `NcclFailed` if there is none."""
     try:
         return ctypes.CDLL("libnccl.so.2")
     except OSError as error:
@@ -114,12 +110,10 @@ class RawNccl:
         kind = _TYPES.get(tensor.dtype, _UINT8)
         count = tensor.nbytes if kind == _UINT8 else tensor.numel()
         timeout: timedelta = options.timeout
-        address = ctypes.c_void_p(tensor.data_ptr())
-        self._do(
-            "ncclBroadcast",
-            (address, address, ctypes.c_size_t(count), kind, options.rootRank, self._comm, self._stream()),
-            time.monotonic() + timeout.total_seconds(),
-        )
+        place = ctypes.c_void_p(tensor.data_ptr())
+        what = (place, place, ctypes.c_size_t(count), kind, options.rootRank)
+        until_s = time.monotonic() + timeout.total_seconds()
+        self._do("ncclBroadcast", (*what, self._comm, self._stream()), until_s)
         return Launched(self._device)
 
     def abort(self) -> None:
@@ -133,17 +127,9 @@ class RawNccl:
     def _warm_up(self, until_s: float) -> None:
         """What every rank of such a group does first; one that leaves it out hangs the others."""
         one = torch.zeros(1, device=self._device)
-        address = ctypes.c_void_p(one.data_ptr())
-        arguments = (
-            address,
-            address,
-            ctypes.c_size_t(1),
-            _TYPES[one.dtype],
-            _SUM,
-            self._comm,
-            self._stream(),
-        )
-        self._do("ncclAllReduce", arguments, until_s)
+        place = ctypes.c_void_p(one.data_ptr())
+        what = (place, place, ctypes.c_size_t(1), _TYPES[one.dtype], _SUM)
+        self._do("ncclAllReduce", (*what, self._comm, self._stream()), until_s)
         launched = Launched(self._device)
         self._wait(launched.is_completed, until_s)
 

@@ -24,14 +24,11 @@ from ebbtide.formats.rendezvous import SOURCE_RANK, GroupAddress, connect, host_
 from ebbtide.formats.weight_group import FIRST_LOOK_S, LOOK_S, Broadcasts, InThread, WeightGroup
 from ebbtide.srt.errors import EbbtideError, EngineError
 from ebbtide.trainer.cuda_ipc import NamedTensors
-from ebbtide.trainer.targets import EngineSize, Target
+from ebbtide.trainer.targets import EngineSize, Outcomes, Target, failures_in, outcomes_of
 
 logger = logging.getLogger(__name__)
 
 Backend = Literal["gloo", "nccl"]
-# The body of each target's reply, or why there is none, by the target's name.
-Outcomes = dict[str, Mapping[str, Any] | EbbtideError]
-
 # How much longer than the engines this end waits, so that they answer first.
 SOURCE_MARGIN_S: Final = 5.0
 
@@ -88,10 +85,11 @@ class Broadcaster:
             self._store = host_store(self._master_port or 0)
         with ThreadPoolExecutor(2 * len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
             sizing = {target.name: pool.submit(target.size) for target in self._targets}
-            failures = _failures(sizing)
+            found = outcomes_of(sizing)
+            failures: Outcomes = {**failures_in(found)}
             if failures:
                 return failures
-            sizes = [future.result() for future in sizing.values()]
+            sizes: list[Any] = list(found.values())
             own = GroupAddress(
                 name=next(self._names),
                 host="localhost",
@@ -109,7 +107,8 @@ class Broadcaster:
             }
             if not _all_succeed(joining, member):
                 self._ask_to_leave(pool, own.name)
-                return _failures(joining) or self._blamed(member, "the group was not joined")
+                failures = {**failures_in(outcomes_of(joining))}
+                return failures or self._blamed(member, "the group was not joined")
         self._group = WeightGroup(own.name, member.result(), device)
         return {}
 
@@ -146,11 +145,7 @@ class Broadcaster:
                 self._group = None
                 group.close("a bucket was not taken by every engine")
                 self._ask_to_leave(pool, group.name)
-            failures = _failures(calls)
-        outcomes: Outcomes = {
-            name: failures[name] if name in failures else call.result() for name, call in calls.items()
-        }
-        return outcomes
+            return outcomes_of(calls)
 
     def close(self) -> None:
         """Leave the group, and let the store go. It may be used again."""
@@ -213,34 +208,6 @@ def _has_failed(own: InThread[Any] | Broadcasts) -> bool:
         logger.warning("this end of a weight group failed: %s", error)
         return True
     return False
-
-
-def _failures(calls: Mapping[str, Future[Any]]) -> Outcomes:
-    """Wait for all; by target, why it failed."""
-    wait(calls.values())
-    errors = {name: call.exception() for name, call in calls.items()}
-    for error in errors.values():
-        if error is not None and not isinstance(error, EbbtideError):
-            raise error
-    return {name: error for name, error in errors.items() if isinstance(error, EbbtideError)}
-
-
-def outcome_at(target: Target, outcomes: Future[Outcomes]) -> Future[Any]:
-    """One target's share; None where it has neither succeeded nor failed, since others had failed before."""
-    share: Future[Any] = Future()
-
-    def settle(whole: Future[Outcomes]) -> None:
-        error = whole.exception()
-        outcome = None if error is not None else whole.result().get(target.name)
-        if isinstance(outcome, EbbtideError):
-            error = outcome
-        if error is not None:
-            share.set_exception(error)
-        else:
-            share.set_result(outcome)
-
-    outcomes.add_done_callback(settle)
-    return share
 
 
 def _wait_for_devices(tensors: NamedTensors, current: torch.device) -> None:

@@ -34,7 +34,7 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Change:
-    """What has become of a tensor."""
+    """Which elements of a tensor have which values now, and what its checksum is then."""
 
     name: str
     copy: _Copy
@@ -43,12 +43,13 @@ class _Change:
     total: Tensor
 
     def header(self, num_codes: int) -> ChangedTensor:
+        shape, checksum = tuple(self.copy.tensor.shape), as_hex(int(self.total))
         return ChangedTensor(
             name=self.name,
-            shape=tuple(self.copy.tensor.shape),
+            shape=shape,
             num_codes=num_codes,
             num_changed=len(self.values),
-            checksum=as_hex(int(self.total)),
+            checksum=checksum,
         )
 
     def carry_out(self) -> None:
@@ -129,11 +130,7 @@ class ServedWeights:
     def _copy(self, name: str, tensor: Tensor) -> None:
         clone = tensor.detach().clone(memory_format=torch.contiguous_format)
         copy = _Copy(clone, state_sum(clone.view(*matrix_shape(tuple(clone.shape)))))
-
-        def keep() -> None:
-            self._copies[name] = copy
-
-        self._on_commit.append(keep)
+        self._on_commit.append(lambda: self._copies.update({name: copy}))
 
     def _coded(self, changes: list[_Change]) -> tuple[list[tuple[str, Tensor]], ChangeHeader]:
         assert self.version is not None, "without a version all is sent"

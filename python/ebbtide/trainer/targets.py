@@ -18,8 +18,9 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, get_args
+from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -33,6 +34,8 @@ from ebbtide.trainer.gathering import Bucket
 from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
 
 Transport = Literal["auto", "memory", "body", "broadcast"]
+# What each target's call returned, or why it failed, by the target's name.
+Outcomes: TypeAlias = dict[str, Any | EbbtideError]
 
 # How much longer than the server's own deadline an answer is awaited: the server's says more.
 MARGIN_S: Final = 30.0
@@ -317,6 +320,22 @@ def _trace_headers() -> dict[str, str]:
 
         propagate.inject(headers)
     return headers
+
+
+def outcomes_of(calls: Mapping[str, Future[Any]]) -> Outcomes:
+    """Wait for all calls; what each came to. What is not an engine's answer is raised."""
+    wait(calls.values())
+    outcomes: Outcomes = {}
+    for name, call in calls.items():
+        error = call.exception()
+        if error is not None and not isinstance(error, EbbtideError):
+            raise error
+        outcomes[name] = call.result() if error is None else error
+    return outcomes
+
+
+def failures_in(outcomes: Outcomes) -> dict[str, EbbtideError]:
+    return {name: one for name, one in outcomes.items() if isinstance(one, EbbtideError)}
 
 
 def check_transport(transport: str) -> None:

@@ -8,17 +8,18 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
 from ebbtide.srt.errors import EbbtideError, RequestRejected
-from ebbtide.trainer.broadcaster import Broadcaster, Outcomes, outcome_at
+from ebbtide.trainer.broadcaster import Broadcaster
 from ebbtide.trainer.gathering import Bucket
-from ebbtide.trainer.targets import AnswerLost, Target
+from ebbtide.trainer.targets import AnswerLost, Outcomes, Target, failures_in, outcomes_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,6 @@ T = TypeVar("T")
 # Buckets that an engine is given before it has answered the first of them: it takes one with each forward
 # pass then, and not one with every second or third.
 AT_ONCE: Final = 2
-
-_Answers: TypeAlias = list[tuple[Target, Future[Any]]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,8 @@ class Update:
         self._broadcaster = broadcaster
         self._open: dict[str, Target] = {}
         self._version_before: dict[str, str] = {}
-        self._started: deque[_Answers] = deque()
+        # Each waits for what a call came to.
+        self._started: deque[Callable[[], Outcomes]] = deque()
         self._is_over = threading.Event()
 
     def stage(self, buckets: Iterable[Bucket], progress: ProgressCallback | None) -> tuple[int, int]:
@@ -109,13 +109,16 @@ class Update:
         """Discard what is open; returns why, where that failed."""
         # A bucket that arrived behind the abort would find no session, and be served by itself.
         self._is_over.set()
-        wait([future for answers in self._started for _, future in answers])
+        for finish in self._started:
+            with suppress(Exception):
+                finish()
         aborts = {name: self._pool.submit(target.abort) for name, target in self._open.items()}
         outcomes = {name: abort.exception() for name, abort in aborts.items()}
         return {name: error for name, error in outcomes.items() if isinstance(error, Exception)}
 
     def _start(self, call: Callable[[Target], Any]) -> None:
-        self._started.append([(target, self._pool.submit(call, target)) for target in self._targets])
+        calls = {target.name: self._pool.submit(call, target) for target in self._targets}
+        self._started.append(functools.partial(outcomes_of, calls))
 
     def _start_bucket(self, bucket: Bucket) -> None:
         if self._broadcaster is None:
@@ -123,24 +126,16 @@ class Update:
             return
         # It is done in this thread, whose current GPU it may be about.
         device = self._broadcaster.device_for(bucket.tensors[0][1])
-        outcomes = self._pool.submit(self._broadcast, self._broadcaster, bucket, device)
-        self._started.append([(target, outcome_at(target, outcomes)) for target in self._targets])
+        self._started.append(self._pool.submit(self._broadcast, self._broadcaster, bucket, device).result)
 
     def _finish(self, what: str) -> list[Any]:
         """Wait for all targets' answers to the oldest call. Raises `UpdateFailed` unless all have one."""
-        answers = self._started.popleft()
-        wait([future for _, future in answers])
-        results, failures, done = [], {}, []
-        for target, future in answers:
-            try:
-                results.append(future.result())
-                done.append(target.name)
-            except EbbtideError as error:
-                failures[target.name] = error
+        outcomes = self._started.popleft()()
+        failures = failures_in(outcomes)
         if failures:
-            is_commit = what == "end_weight_update"
-            raise UpdateFailed(what, failures, done if is_commit else ())
-        return results
+            committed = outcomes.keys() - failures.keys() if what == "end_weight_update" else ()
+            raise UpdateFailed(what, failures, sorted(committed))
+        return [outcomes[target.name] for target in self._targets]
 
     def _begin_at(self, target: Target) -> None:
         is_lost = False
@@ -183,7 +178,7 @@ class Update:
             outcomes = broadcaster.connect(device, timeout_s)
             is_connected = not outcomes
             outcomes = outcomes or broadcaster.send(bucket.tensors, timeout_s)
-            failures = {name: error for name, error in outcomes.items() if isinstance(error, EbbtideError)}
+            failures = failures_in(outcomes)
             # An answer that was lost may have said that a part was written.
             again = RequestRejected if is_connected else (RequestRejected, AnswerLost)
             may_pass = all(isinstance(error, again) and _may_pass(error) for error in failures.values())

@@ -110,7 +110,7 @@ class WeightSender:
             version. Engines that serve another version are sent everything. Not with "broadcast".
 
     Raises:
-        ValueError: an argument out of range, or `delta` with "broadcast".
+        ValueError: an argument out of range, a server given twice, or `delta` with "broadcast".
     """
 
     def __init__(
@@ -151,6 +151,9 @@ class WeightSender:
             )
             for number, one in enumerate(given)
         ]
+        names = [target.name for target in self._targets]
+        if len(set(names)) < len(names):
+            raise ValueError(f"target: expected each server once, got {names}")
         self._bucket_bytes = bucket_bytes
         self._progress = progress
         self._served = ServedWeights() if delta else None
