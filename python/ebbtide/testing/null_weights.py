@@ -297,6 +297,7 @@ class _NullPlan:
         names: Sequence[str] = manifest.get("names", sorted(weights.names))
         self.is_sent: bool = manifest.get("is_sent", False)
         self.near_bytes: int | None = manifest.get("near_bytes")
+        self.cost = 1
         self.opens = not self.is_sent
         adds: bool = manifest.get("needs_copy", False)
         self.how = How.LOAD if adds else How.COPY

@@ -280,10 +280,14 @@ class WeightCopies:
         planned.move(address, origin)
         self._names, self._ready = planned.names, planned.ready
 
-    def launch(self) -> Iterator[int]:
-        """Launch what is ready; yields the bytes of each kernel. To be run to its end."""
+    def launch(self, cost: int = 1) -> Iterator[int]:
+        """Launch what is ready; yields the bytes of each kernel. To be run to its end.
+
+        Args:
+            cost: how many times as long as from the device's own memory the copies take.
+        """
         for ready in self._ready:
-            yield from ready.launch(LAUNCH_BYTES)
+            yield from ready.launch(LAUNCH_BYTES // cost)
         found = [ready.found_S for ready in self._ready]
         if found:
             self._is_found = download(found[0] if len(found) == 1 else torch.cat(found))

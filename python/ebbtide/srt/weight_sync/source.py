@@ -246,13 +246,17 @@ class WeightSource:
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
-    def near_bytes(self) -> int | None:
-        """How much it is, if all of it lies in memory that this rank's device reads: in bytes of its own.
+    def cost(self) -> int | None:
+        """How many times as long as out of its own memory this rank's device takes to read it.
 
-        Bytes of another device's count as so many as take as long.
+        None: some of it lies where the device does not read.
         """
-        cost = 1 if self._is_on_device else self._memory.cost
-        return None if cost is None else cost * self.num_bytes
+        return 1 if self._is_on_device else self._memory.cost
+
+    @property
+    def near_bytes(self) -> int | None:
+        """How much it is, if the device reads all of it: in bytes of the device's own memory."""
+        return None if self.cost is None else self.cost * self.num_bytes
 
     @property
     def spans(self) -> tuple[Spans | None, int]:

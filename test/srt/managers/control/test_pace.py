@@ -33,9 +33,9 @@ def work(clock: Clock, num_slices: int, num_bytes: int = 1, takes_s: float = 0.0
         yield num_bytes
 
 
-def num_turns(pace: Pace, slices: Slices[None], stall: Stall | None = None) -> int:
+def num_turns(pace: Pace, slices: Slices[None], stall: Stall | None = None, cost: int = 1) -> int:
     """How many turns of the loop it takes."""
-    activities = list(pace.turns(slices, Activity.WORKING, stall))
+    activities = list(pace.turns(slices, Activity.WORKING, stall, cost=cost))
     assert set(activities) <= {Activity.WORKING}
     return len(activities) + 1
 
@@ -54,6 +54,8 @@ class TestWhilePassesRun:
     def test_or_what_the_device_copies_in_that_time(self, clock: Clock) -> None:
         num_bytes = int(STEP_S * SHARE * COPY_BYTES_PER_S / 10)
         assert num_turns(running(), work(clock, 100, num_bytes + 1)) == 10 + 1
+        # Of another device's memory, which comes more slowly, it copies less.
+        assert num_turns(running(), work(clock, 100, num_bytes + 1), cost=5) == 50 + 1
 
     def test_a_pass_that_took_very_long_makes_no_very_long_turn(self, clock: Clock) -> None:
         assert num_turns(running(1000.0), work(clock, 10, takes_s=LONGEST_TURN_S)) == 10 + 1

@@ -146,6 +146,7 @@ class Pace:
         copies: CopyStream | None = None,
         *,
         waits: bool = True,
+        cost: int = 1,
     ) -> Work[tuple[int, T]]:
         """Do the work, letting a forward pass in after every turn; returns its bytes and its result.
 
@@ -157,6 +158,7 @@ class Pace:
             stall: notes the turns; while it lasts no pass can run, so there is nothing to be kept short for.
             copies: where the work launches its copies. The end is when they have run.
             waits: False: it is when they are launched, behind the forward pass under way.
+            cost: how many times as long as within the device they take.
         """
         num_bytes = 0
         with closing(slices):
@@ -172,7 +174,7 @@ class Pace:
                         while True:
                             slice_bytes = next(slices)
                             num_bytes += slice_bytes
-                            left_bytes -= slice_bytes
+                            left_bytes -= slice_bytes * cost
                             if slice_bytes == 0 or left_bytes <= 0 or time.perf_counter() >= until_s:
                                 break
                     except StopIteration as end:

@@ -44,6 +44,7 @@ class WritePlan(Protocol):
         opens: `open` has something to do.
         near_bytes: how much is to be read (of a patch: moved), if all of it lies in memory that this device
             reads, in bytes of its own memory, which it reads soonest; None: it does not.
+        cost: how many times as long as out of its own memory the device takes to read it.
     """
 
     how: How
@@ -56,6 +57,7 @@ class WritePlan(Protocol):
     is_sent: bool
     opens: bool
     near_bytes: int | None
+    cost: int
     num_tensors: int
     num_ignored: int
 

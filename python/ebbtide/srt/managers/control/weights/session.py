@@ -365,7 +365,9 @@ class WeightSession:
     ) -> Work[tuple[int, list[str]]]:
         """Copy on this rank; returns the bytes, and the tensors that hold NaN or Inf."""
         copies = self._weights.copies
-        num_bytes, _ = yield from self._pace.turns(plan.write(staging), kind, self.stall, copies, waits=waits)
+        num_bytes, _ = yield from self._pace.turns(
+            plan.write(staging), kind, self.stall, copies, waits=waits, cost=plan.cost
+        )
         nonfinite = plan.nonfinite() if waits else []
         if not (plan.is_sent or self.stall.lasts):
             # The sender may use its memory again. It stays mapped for now: the next bucket often comes in the

@@ -177,6 +177,7 @@ class TensorPlan:
     is_sent: bool
     opens: bool
     near_bytes: int | None
+    cost: int
     num_tensors: int
     num_ignored: int
 
@@ -186,6 +187,8 @@ class TensorPlan:
         self.problems = fit.problems
         self.base_version = source.base_version
         self.is_sent, self.near_bytes = source.is_sent, source.near_bytes
+        # A patch moves what lies in the weights.
+        self.cost = (source.cost or 1) if self.how is How.COPY else 1
         self.opens = not self.is_sent or bool(fit.scales)
         self.incomplete = ""
         if fit.halves:
@@ -333,7 +336,7 @@ class TensorPlan:
                 self._looked_at.add(name, region)
                 yield region.nbytes
             return
-        yield from self._copies.launch()
+        yield from self._copies.launch(self.cost)
         named = self._others.items() if self._is_planned else self._source
         store, shadow, direct = self._store, staging.shadow, self._source.direct
         try:
