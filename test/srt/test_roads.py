@@ -15,11 +15,11 @@ BUDGETS = {
     "release kv_cache": 25,  # 24
     "resume kv_cache": 23,  # 24
     "pause retract": 20,  # 20
-    "tensors": 52,  # 35
-    "bucket": 53,  # 38
-    "folder": 49,  # 36
-    "delta": 52,  # 38
-    "quantised to fp8": 53,  # 40
+    "tensors": 43,  # 35
+    "bucket": 43,  # 38
+    "folder": 42,  # 36
+    "delta": 43,  # 38
+    "quantised to fp8": 44,  # 40
 }
 
 
