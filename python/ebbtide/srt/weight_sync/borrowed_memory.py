@@ -155,7 +155,7 @@ class BorrowedMemory:
         self._is_kept = is_kept
         self._cost = 1
         self._recorded: list[AnyStorageRef] = []
-        self._wanted: dict[CudaStorageRef, None] = {}
+        self._required: dict[CudaStorageRef, None] = {}
         self._blocks: dict[bytes, SharedBlock] = {}
         self._mapped: dict[object, MappedAllocation] = {}
         # Where mappings end, by their beginnings.
@@ -196,7 +196,7 @@ class BorrowedMemory:
                 self._block(storage)
             case CudaStorageRef():
                 self._check_reach(storage)
-                self._wanted[storage] = None
+                self._required[storage] = None
 
     @property
     def cost(self) -> int | None:
@@ -204,7 +204,7 @@ class BorrowedMemory:
 
         None: some of it is on no device.
         """
-        is_on_device = bool(self._wanted) and all(isinstance(ref, CudaStorageRef) for ref in self._recorded)
+        is_on_device = bool(self._required) and all(isinstance(ref, CudaStorageRef) for ref in self._recorded)
         return self._cost if is_on_device else None
 
     def open(self) -> Iterator[int]:
@@ -214,7 +214,7 @@ class BorrowedMemory:
             RequestRejected: the sender has ended, or the memory is not what the payload says.
         """
         looked_at: set[tuple[bytes, int]] = set()
-        for ref in self._wanted:
+        for ref in self._required:
             assert self._cuda is not None
             counter = ref.counter_file, ref.counter_index
             if counter not in looked_at and not self._is_kept and self._counters.add(ref, 0) == 0:
@@ -244,8 +244,8 @@ class BorrowedMemory:
 
     def address(self, storage: AnyStorageRef | None) -> int:
         """Where device memory is mapped that is open, for work launched on torch's current stream; 0 for what
-        is not wanted."""
-        if not isinstance(storage, CudaStorageRef) or storage not in self._wanted:
+        is not required."""
+        if not isinstance(storage, CudaStorageRef) or storage not in self._required:
             return 0
         return self._awaited_mapping(storage).address + storage.offset_bytes
 
@@ -254,9 +254,9 @@ class BorrowedMemory:
 
         That yields the bytes of each mapping. All that reads them has run.
         """
-        opened = dict(self._opened)
+        opened, self._opened = self._opened, {}
         mapped, self._mapped = ({} if self._stays_in is not None else self._mapped), {}
-        self._give_back_opened()
+        self._give_back([ref for refs in opened.values() for ref in refs])
 
         def unmap() -> Generator[int, None, None]:
             while mapped:
@@ -332,10 +332,6 @@ class BorrowedMemory:
             self._cuda.wait(ref.event)
             self._awaited.add(ref)
         return mapping
-
-    def _give_back_opened(self) -> None:
-        opened, self._opened = self._opened, {}
-        self._give_back([ref for refs in opened.values() for ref in refs])
 
     def _give_back(self, refs: Sequence[CudaStorageRef]) -> None:
         if not self._owns_references:
