@@ -8,14 +8,40 @@ from typing import Any
 
 import pytest
 from fixtures.deadlines import HANG_S
+from fixtures.scripted_engine import updated
 from fixtures.servers import wait_until
 
-from ebbtide.ray import ActorDied, RayFleet, fleet as fleet_module
+from ebbtide.ray import ActorDied, RayFleet, supervisor
 from ebbtide.ray.continuation import OutputSoFar
+from ebbtide.ray.joint_engine import TENSORS, Answered
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
+from ebbtide.srt.managers.io_struct import (
+    AbortReq,
+    AbortReqOutput,
+    AbortWeightUpdateReqInput,
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    GivenUp,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PauseMode,
+    Prepared,
+    Refusal,
+    WeightSessionReqOutput,
+)
 
 PROMPT = [1, 2, 3]
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 7}
+REPLIES: dict[type, Any] = {
+    AbortReq: AbortReqOutput(changed=False, num_aborted=0),
+    AbortWeightUpdateReqInput: WeightSessionReqOutput(changed=True),
+    BeginWeightUpdateReqInput: WeightSessionReqOutput(changed=True),
+    ContinueGenerationReqInput: ContinueGenerationReqOutput(changed=True),
+    PauseGenerationReqInput: PauseGenerationReqOutput(
+        changed=True, mode=PauseMode.WAIT, num_running=0, num_retracted=0, num_aborted=0, num_queued=0
+    ),
+}
 
 
 class ScriptedEngine:
@@ -24,8 +50,7 @@ class ScriptedEngine:
     Attributes:
         dies_after: chunks of its first request; None: it lives.
         asked: every request and every call, in order.
-        named: the named arguments of calls.
-        faults: what a method raises, by its name.
+        faults: what a method raises, by its name; for "decide", what the commit does.
     """
 
     num_ranks = 1
@@ -35,11 +60,11 @@ class ScriptedEngine:
         self.dies_after: int | None = None
         self.asked: list[tuple[str, Any]] = []
         self.faults: dict[str, Exception] = {}
+        self.refusals: dict[str, Refusal] = {}
         self.session_open = False
         self.actor = self
         self.dead = asyncio.Event()
-        self.prepared: str | None = None
-        self.named: list[dict[str, Any]] = []
+        self.verdicts: dict[str, asyncio.Future[str | None]] = {}
 
     async def async_ended(self) -> str:
         await self.dead.wait()
@@ -49,11 +74,7 @@ class ScriptedEngine:
         self.dead.set()
         return ActorDied("the actor has died: it was killed")
 
-    async def async_generate(self, **fields: Any) -> Any:
-        self.asked.append(("generate", fields))
-        return await self._whole(fields)
-
-    async def stream_behind(
+    async def stream(
         self, so_far: OutputSoFar | None, fields: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
         self.asked.append(("generate", {**fields, "so_far": so_far}))
@@ -86,42 +107,49 @@ class ScriptedEngine:
             raise self.die()
         return {"output_ids": [0], "meta_info": {}, "slot": self.slot}
 
-    async def ask(self, method: str, *args: Any) -> Any:
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "answer":
+            self.asked.append(("generate", args[0]))
+            return await self._whole(args[0])
         self.asked.append((method, args))
-        if method in self.faults:
-            raise self.faults.pop(method)
-        match method:
-            case "prepare":
-                self.prepared = args[3]["weight_version"]
-                return None
-            case "decide":
-                if args[1] is not None:
-                    raise RequestRejected(args[1])
-                assert self.prepared is not None
-                self.version = self.prepared
-                return {"weight_version": self.version}
-            case "take_weights":
-                self.version = args[1]
-        return None
+        self._fail_at(method)
+        if method == "decide":
+            self.verdicts[args[0]].set_result(args[1])
+        if method == "take_weights":
+            self.version = args[1]
+        return {
+            "weight_version": self.version,
+            "per_engine_checksum": self.version,
+            "weight_update": {"session_open": self.session_open},
+            "state": {
+                "generation": {"state": "paused", "mode": "retract"},
+                "tags": {"weights": {"state": "resident"}, "kv_cache": {"state": "released"}},
+            },
+        }
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if not name.startswith("async_"):
-            raise AttributeError(name)
+    async def propose(
+        self, call_id: str, kind: type, fields: dict[str, Any], is_joint: bool, number: int | None
+    ) -> AsyncGenerator[Prepared | Answered, None]:
+        self.asked.append((kind.__name__, fields))
+        self._fail_at("propose")
+        reply: Any = REPLIES.get(kind)
+        if "propose" in self.refusals:
+            reply = self.refusals.pop("propose")
+        elif is_joint:
+            verdict = self.verdicts[call_id] = asyncio.get_running_loop().create_future()
+            yield Prepared()
+            refusal = await verdict
+            self._fail_at("commit")
+            if refusal is not None:
+                reply = GivenUp(status=400, message=refusal)
+            else:
+                self.version = fields["weight_version"]
+                reply = updated(self.version)
+        yield Answered(reply, {"weight_version": self.version}, self.session_open)
 
-        async def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            self.asked.append((name, args))
-            self.named.append(kwargs)
-            return {
-                "weight_version": self.version,
-                "per_engine_checksum": self.version,
-                "weight_update": {"session_open": self.session_open},
-                "state": {
-                    "generation": {"state": "paused", "mode": "retract"},
-                    "tags": {"weights": {"state": "resident"}, "kv_cache": {"state": "released"}},
-                },
-            }
-
-        return call
+    def _fail_at(self, step: str) -> None:
+        if step in self.faults:
+            raise self.faults.pop(step)
 
     def kill(self) -> None:
         self.asked.append(("kill", ()))
@@ -161,9 +189,9 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedFleet]:
-    monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
-    monkeypatch.setattr("ebbtide.ray.replica.DEATH_NEWS_S", 0.2)
-    monkeypatch.setattr(fleet_module, "shut_down", lambda engines: None)
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.01)
+    monkeypatch.setattr("ebbtide.ray.controller.DEATH_NEWS_S", 0.2)
+    monkeypatch.setattr("ebbtide.ray.fleet.shut_down", lambda engines: None)
     with ScriptedFleet() as fleet:
         yield fleet
 
@@ -240,7 +268,7 @@ def test_an_error_of_a_replica_that_lives_is_the_request_s(fleet: ScriptedFleet)
         raise EngineError("no token came")
         yield {}
 
-    first_engine(fleet).stream_behind = fail  # type: ignore[method-assign]
+    first_engine(fleet).stream = fail  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="no token came"):
         generate(fleet)
     assert len(fleet.started) == 2
@@ -260,7 +288,7 @@ def test_the_rid_of_a_batch_aborts_each_of_its_requests_wherever_it_is(
     fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_begun, may_go_on = threading.Event(), threading.Event()
-    answer = ScriptedEngine.stream_behind
+    answer = ScriptedEngine.stream
 
     async def hold(engine: ScriptedEngine, *request: Any) -> AsyncGenerator[dict[str, Any], None]:
         has_begun.set()
@@ -268,7 +296,7 @@ def test_the_rid_of_a_batch_aborts_each_of_its_requests_wherever_it_is(
         async for chunk in answer(engine, *request):
             yield chunk
 
-    monkeypatch.setattr(ScriptedEngine, "stream_behind", hold)
+    monkeypatch.setattr(ScriptedEngine, "stream", hold)
     batch = threading.Thread(target=lambda: fleet.generate(input_ids=[[1], [2]], rid="b"))
     batch.start()
     has_begun.wait()
@@ -277,8 +305,8 @@ def test_the_rid_of_a_batch_aborts_each_of_its_requests_wherever_it_is(
     batch.join()
     fleet.abort_request(["b", "c"])
     for engine, _ in fleet.started:
-        aborted = [args for method, args in engine.asked if method == "async_abort_request"]
-        assert aborted == [(["b_0", "b_1"], False), (["b", "c"], False)]
+        aborted = [fields["rid"] for method, fields in engine.asked if method == "AbortReq"]
+        assert aborted == [["b_0", "b_1"], ["b", "c"]]
 
 
 @pytest.mark.parametrize("params", [{}, {"stop": ["x"]}], ids=["goes on", "begins anew"])
@@ -286,7 +314,7 @@ def test_an_abort_that_no_replica_hears_ends_the_request_where_it_moves(
     fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
 ) -> None:
     has_begun, may_die = threading.Event(), threading.Event()
-    stream, whole = ScriptedEngine.stream_behind, ScriptedEngine._whole
+    stream, whole = ScriptedEngine.stream, ScriptedEngine._whole
 
     async def hold(engine: ScriptedEngine) -> None:
         if engine is first_engine(fleet):
@@ -295,7 +323,7 @@ def test_an_abort_that_no_replica_hears_ends_the_request_where_it_moves(
             raise engine.die()
         num_asked = len(engine.asked)
         async with asyncio.timeout(HANG_S):
-            while not any(method == "async_abort_request" for method, _ in engine.asked[num_asked:]):
+            while not any(method == "abort_request" for method, _ in engine.asked[num_asked:]):
                 await asyncio.sleep(0.01)
 
     async def held_stream(engine: ScriptedEngine, *request: Any) -> AsyncGenerator[dict[str, Any], None]:
@@ -307,7 +335,7 @@ def test_an_abort_that_no_replica_hears_ends_the_request_where_it_moves(
         await hold(engine)
         return await whole(engine, fields)
 
-    monkeypatch.setattr(ScriptedEngine, "stream_behind", held_stream)
+    monkeypatch.setattr(ScriptedEngine, "stream", held_stream)
     monkeypatch.setattr(ScriptedEngine, "_whole", held_whole)
     answers: list[Any] = []
     request = threading.Thread(target=lambda: answers.append(generate(fleet, rid="r", params=params)))
@@ -334,12 +362,12 @@ class TestUpdates:
     def test_entries_for_all_ranks_are_dealt(self, fleet: ScriptedFleet) -> None:
         fleet.update_weights_from_tensor([b"a", b"b"], weight_version="new")
         sent = [
-            args[2] for engine, _ in fleet.started for method, args in engine.asked if method == "prepare"
+            fields[TENSORS] for engine, _ in fleet.started for _, fields in engine.asked if TENSORS in fields
         ]
-        assert sent == [[[b"a"]], [[b"b"]]]
+        assert sent == [[b"a"], [b"b"]]
 
     def test_one_that_refuses_is_named_and_none_commits(self, fleet: ScriptedFleet) -> None:
-        fleet.started[1][0].faults["prepare"] = RequestRejected("wrong shape", 400)
+        fleet.started[1][0].refusals["propose"] = Refusal(status=400, message="wrong shape")
         with pytest.raises(
             RequestRejected, match=r"^replica 1: wrong shape\. Nothing was committed$"
         ) as caught:
@@ -348,7 +376,7 @@ class TestUpdates:
         assert self.serving(fleet) == ["first", "first"]
         self.update(fleet)
 
-    @pytest.mark.parametrize("step", ["prepare", "decide"])
+    @pytest.mark.parametrize("step", ["propose", "decide", "commit"])
     def test_one_that_dies_does_not_count_and_is_replaced(self, fleet: ScriptedFleet, step: str) -> None:
         fleet.started[1][0].faults[step] = ActorDied("replica 1 has died")
         reply = self.update(fleet)
@@ -358,22 +386,39 @@ class TestUpdates:
         successor, changes = fleet.started[2]
         assert changes == {"load_format": "dummy"}, "weights come from a replica, not from disk"
         methods = [method for method, _ in successor.asked]
-        assert methods.index("take_weights") < methods.index("async_pause_generation")
-        assert ("async_release_memory_occupation", (["kv_cache"],)) in successor.asked
+        assert methods.index("take_weights") < methods.index("pause_generation")
+        assert ("release_memory_occupation", (["kv_cache"],)) in successor.asked
         assert fleet.status()[1]["num_deaths"] == 1
 
     def test_one_that_did_not_commit_what_the_other_did_is_replaced(self, fleet: ScriptedFleet) -> None:
-        fleet.started[1][0].faults["decide"] = EngineError("it failed")
+        fleet.started[1][0].faults["commit"] = EngineError("it failed")
         self.update(fleet)
         fleet.wait_for_all()
         assert ("kill", ()) in fleet.started[1][0].asked
         assert self.serving(fleet) == ["new", "new"]
         assert fleet.status()[1]["last_death"] == "it failed"
 
+    @pytest.mark.parametrize(
+        ("call", "taken_back_by"),
+        [
+            (lambda fleet: fleet.begin_weight_update(), "AbortWeightUpdateReqInput"),
+            (lambda fleet: fleet.pause_generation("wait", timeout_s=1), "ContinueGenerationReqInput"),
+        ],
+        ids=["session", "pause"],
+    )
+    def test_what_one_refuses_the_others_take_back(
+        self, fleet: ScriptedFleet, call: Callable[[RayFleet], Any], taken_back_by: str
+    ) -> None:
+        fleet.started[1][0].refusals["propose"] = Refusal(status=409, message="not now")
+        with pytest.raises(RequestRejected, match=r"^replica 1: not now$"):
+            call(fleet)
+        asked = [[method for method, _ in engine.asked] for engine, _ in fleet.started]
+        assert [taken_back_by in methods for methods in asked] == [True, False]
+
     def test_a_new_replica_waits_for_the_end_of_a_session(
         self, fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(fleet_module, "LOOK_S", 0.01)
+        monkeypatch.setattr(supervisor, "LOOK_S", 0.01)
         first_engine(fleet).session_open = True
         fleet._runner.call(fleet.started[1][0].dead.set)
         wait_until(lambda: len(fleet.started) == 3, "there is another one")
@@ -404,7 +449,7 @@ def test_weights_that_nobody_has_any_more_end_the_fleet(fleet: ScriptedFleet) ->
 
 
 def test_a_replica_that_does_not_come_back_stays_out(fleet: ScriptedFleet) -> None:
-    fleet.start_faults = [EngineError("the node is gone")] * fleet_module.MAX_ATTEMPTS
+    fleet.start_faults = [EngineError("the node is gone")] * supervisor.MAX_ATTEMPTS
     first_engine(fleet).dies_after = 1
     assert generate(fleet)["output_ids"] == [4, 5, 6, 7, 8, 9]
     with pytest.raises(EngineError, match="not all replicas serve: replica 0: the node is gone"):

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from ebbtide.ray.continuation import Continuation
-from ebbtide.ray.replica import Replica
+from ebbtide.ray.controller import Replica
 from ebbtide.srt.errors import EbbtideError
 
 # A replica that does not know a request yet is asked again so soon.

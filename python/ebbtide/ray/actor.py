@@ -18,12 +18,13 @@ from ray.exceptions import RayError
 
 from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.ray.errors import translated
-from ebbtide.ray.joint_engine import JointEngine, WeightBucket
+from ebbtide.ray.joint_engine import TENSORS, Answered, JointEngine, WeightBucket
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.engine import Engine
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.entrypoints.launch.placement import ReservedPorts
 from ebbtide.srt.errors import EngineError
+from ebbtide.srt.managers.io_struct import ControlRequest, Prepared
 from ebbtide.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -121,20 +122,26 @@ class EngineActor:
         """Never return: who waits for it hears when this actor has died."""
         await asyncio.Event().wait()
 
-    async def prepare(
-        self, call_id: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
-        """Do all of an update but its commit; see `JointEngine.prepare`.
+    async def carry_out(self, kind: type[ControlRequest], fields: Mapping[str, Any]) -> Any:
+        """Carry a control request out; see `JointEngine.carry_out`."""
+        return await self._running.carry_out(kind, await _read(fields))
 
-        Args:
-            args: those that are references to objects of Ray's stand for these.
-        """
-        given = [await one if isinstance(one, ray.ObjectRef) else one for one in args]
-        return await self._running.prepare(call_id, method, given, kwargs)
+    async def propose(
+        self,
+        call_id: str,
+        kind: type[ControlRequest],
+        fields: Mapping[str, Any],
+        is_joint: bool,
+        number: int | None,
+    ) -> AsyncGenerator[Prepared | Answered, None]:
+        """Carry a control request out together with other engines; see `JointEngine.propose`."""
+        given = await _read(fields)
+        async for word in self._running.propose(call_id, kind, given, is_joint=is_joint, number=number):
+            yield word
 
-    async def decide(self, call_id: str, refusal: str | None) -> dict[str, Any]:
+    async def decide(self, call_id: str, refusal: str | None) -> None:
         """Commit what was prepared, or give it up; see `JointEngine.decide`."""
-        return await self._running.decide(call_id, refusal)
+        self._running.decide(call_id, refusal)
 
     async def read_weights(self, index: int) -> WeightBucket:
         """Some of the weights that serve; see `JointEngine.read_weights`."""
@@ -169,19 +176,19 @@ class EngineActor:
         if self._lender is not None:
             self._lender.take_back(loan)
 
-    async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
-        """`generate` as a stream of chunks."""
-        async for chunk in await self._running.async_generate(*args, **{**kwargs, "stream": True}):
-            yield chunk
+    async def answer(self, fields: Mapping[str, Any]) -> Any:
+        """`generate`, given the fields of the request."""
+        return await self._running.async_generate(**_arguments(fields))
 
-    async def stream_behind(
-        self, so_far: OutputSoFar | None, **fields: Any
+    async def stream(
+        self, so_far: OutputSoFar | None, fields: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """As `stream`, behind an output of another engine; None: from the beginning."""
+        """As `answer`, in chunks, behind an output of another engine; None: from the beginning."""
+        given = {**_arguments(fields), "stream": True}
         if so_far is not None:
             await self._running.adopt(so_far)
-            fields["continue_from"] = so_far.rid
-        async for chunk in self.stream(**fields):
+            given["continue_from"] = so_far.rid
+        async for chunk in await self._running.async_generate(**given):
             yield chunk
 
     async def shutdown(self) -> None:
@@ -198,6 +205,21 @@ class EngineActor:
                 "this actor has no engine: requests go to the one of node 0, once it has started"
             )
         return self._engine
+
+
+async def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, with the tensors that lie in Ray's store."""
+    match fields.get(TENSORS):
+        case [ray.ObjectRef() as stored]:
+            return {**fields, TENSORS: await stored}
+        case _:
+            return dict(fields)
+
+
+def _arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a generation as arguments of `Engine.generate`."""
+    given = dict(fields)
+    return {"prompt": given.pop("text", None), **given}
 
 
 def _forwarding(name: str) -> Any:

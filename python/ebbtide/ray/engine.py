@@ -6,17 +6,18 @@ import asyncio
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
-from ebbtide.ray.actor import ENGINE_METHODS
 from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.ray.errors import translated
+from ebbtide.ray.joint_engine import Answered
 from ebbtide.ray.launch import (
     OWN_ARGUMENTS,
     NodeSeats,
@@ -29,18 +30,68 @@ from ebbtide.ray.launch import (
     wait_for_room,
 )
 from ebbtide.ray.placement import RankShare, default_bundles
-from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.entrypoints.engine_methods import EngineMethods
+from ebbtide.srt.entrypoints.loop_thread import LoopThread
+from ebbtide.srt.errors import ConfigurationError, EbbtideError
+from ebbtide.srt.managers.io_struct import ControlRequest, Prepared
+
+if TYPE_CHECKING:
+    from ebbtide.trainer.payload_encoding import PayloadEncoder
 
 PLACEMENT_TIMEOUT_S = 60.0
 
 
-class RayEngine:
+class RemoteMethods(EngineMethods):
+    """The methods of `Engine`, for one or several that run in actors."""
+
+    @abstractmethod
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the actors."""
+
+    async def _transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        body: dict[str, Any] = await self.ask("transition", **fields)
+        return body
+
+    async def _payload_encoder(self) -> PayloadEncoder:
+        if self._encoder is None:
+            from ebbtide.ray.node_loans import StoreEncoder  # torch: whoever has tensors has it too
+
+            self._encoder = StoreEncoder()
+        return self._encoder
+
+    async def async_memory_occupation(self) -> dict[str, Any]:
+        body: dict[str, Any] = await self.ask("memory_occupation")
+        return body
+
+    async def async_model_info(self) -> dict[str, Any]:
+        body: dict[str, Any] = await self.ask("model_info")
+        return body
+
+    async def async_server_info(self) -> dict[str, Any]:
+        body: dict[str, Any] = await self.ask("server_info")
+        return body
+
+    async def async_loads(self, include: str = "core", dp_rank: int | None = None) -> dict[str, Any]:
+        body: dict[str, Any] = await self.ask("loads", include, dp_rank)
+        return body
+
+    async def async_metrics(self) -> dict[str, float]:
+        body: dict[str, float] = await self.ask("metrics")
+        return body
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the serving weights."""
+        version: str = self.model_info()["weight_version"]
+        return version
+
+
+class RayEngine(RemoteMethods):
     """An engine whose ranks are Ray actors in the bundles of a placement group.
 
-    The constructor returns when the engine is ready. It has the methods of `Engine`: `m`, which blocks, and
-    the coroutine `async_m`. Calls and results travel through Ray; messages between the engine's own processes
-    do not. Tensors are passed by value: a trainer on the same GPUs should send references made by
-    `ebbtide.trainer.payload_encoding.serialize_bucket`.
+    The constructor returns when the engine is ready. Calls and results travel through Ray; messages between
+    the engine's own processes do not. Tensors are passed by value: a trainer on the same GPUs should send
+    references made by `ebbtide.trainer.payload_encoding.serialize_bucket`.
 
     Args:
         placement_group: the group to use. Each bundle holds the ranks of a whole node, or as many as fit.
@@ -110,7 +161,10 @@ class RayEngine:
             room.give_back()
             raise
         self._room = room
-        self._finalizer = weakref.finalize(self, _stop, self._nodes, room)
+        self._runner = LoopThread("ray-engine")
+        self._finalizer = weakref.finalize(
+            self, self._runner.end, _nothing, partial(_stop, self._nodes, room)
+        )
 
     # ---------------------------------------------------------------------------------------------- methods
 
@@ -119,33 +173,60 @@ class RayEngine:
         """The actor of node 0, for other actors and tasks: `actor.generate.remote(...)`."""
         return self._nodes[0].seats[0].actor
 
-    @property
-    def weight_version(self) -> str:
-        """The version of the serving weights."""
-        version: str = self._wait("model_info")["weight_version"]
-        return version
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the actor of node 0."""
+        try:
+            return await getattr(self.actor, method).remote(*args, **kwargs)
+        except RayError as error:
+            raise translated(error, self._described) from None
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """The methods of `Engine` that have no other form here."""
-        method = name.removeprefix("async_")
-        if method not in ENGINE_METHODS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return partial(self._wait if method == name else self.ask, method)
+    def propose(
+        self,
+        call_id: str,
+        kind: type[ControlRequest],
+        fields: Mapping[str, Any],
+        is_joint: bool,
+        number: int | None,
+    ) -> AsyncGenerator[Prepared | Answered, None]:
+        """Carry out a control request that other engines carry out too; see `JointEngine.propose`."""
+        return self._words("propose", call_id, kind, fields, is_joint, number)
 
-    async def async_generate(
-        self, prompt: Any = None, *args: Any, stream: bool = False, **fields: Any
-    ) -> dict[str, Any] | list[dict[str, Any]] | AsyncGenerator[dict[str, Any], None]:
-        """Like `Engine.async_generate`."""
-        if stream:
-            return self._stream("stream", (prompt, *args), _with_rid(fields))
-        answer: dict[str, Any] | list[dict[str, Any]] = await self.ask("generate", prompt, *args, **fields)
-        return answer
+    async def stream(
+        self, so_far: OutputSoFar | None, fields: Mapping[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """A stream of what comes behind the output of another engine; None: from the beginning.
 
-    def generate(self, prompt: Any = None, *args: Any, stream: bool = False, **fields: Any) -> Any:
-        """Like `Engine.generate`."""
-        if stream:
-            return self._iterate((prompt, *args), _with_rid(fields))
-        return self._wait("generate", prompt, *args, **fields)
+        Args:
+            fields: of the request, with a rid, and without a prompt where there is an output.
+        """
+        has_ended = False
+        try:
+            async for chunk in self._words("stream", so_far, fields):
+                yield chunk
+            has_ended = True
+        except EbbtideError:
+            has_ended = True
+            raise
+        finally:
+            if not has_ended:
+                self.actor.abort_request.remote(fields["rid"])
+
+    async def _words(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """What a method of the actor yields."""
+        try:
+            async for word in getattr(self.actor, method).options(num_returns="streaming").remote(*args):
+                yield await word
+        except RayError as error:
+            raise translated(error, self._described) from None
+
+    async def _generate(self, fields: Mapping[str, Any]) -> Any:
+        if not fields.get("stream"):
+            return await self.ask("answer", fields)
+        rid = fields.get("rid")
+        return self.stream(None, {**fields, "rid": uuid.uuid4().hex if rid is None else rid})
+
+    async def _carry_out(self, kind: type[ControlRequest], fields: Mapping[str, Any]) -> Any:
+        return await self.ask("carry_out", kind, fields)
 
     async def async_ended(self) -> str:
         """Wait until the engine has failed or one of its actors has died; returns what happened."""
@@ -175,6 +256,7 @@ class RayEngine:
         self._finalizer.detach()
         kill_engine(self._nodes)
         self._room.give_back()
+        self._runner.end(_nothing, lambda: None)
 
     def shutdown(self) -> None:
         """End the engine: its processes, its actors, then the bundles it created. Idempotent."""
@@ -190,63 +272,6 @@ class RayEngine:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    # -------------------------------------------------------------------------------------------- internals
-
-    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the actor of node 0."""
-        try:
-            return await getattr(self.actor, method).remote(*args, **kwargs)
-        except RayError as error:
-            raise translated(error, self._described) from None
-
-    def _wait(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return ray.get(getattr(self.actor, method).remote(*args, **kwargs))
-        except RayError as error:
-            raise translated(error, self._described) from None
-
-    def stream_behind(
-        self, so_far: OutputSoFar | None, fields: dict[str, Any]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """A stream of what comes behind the output of another engine; None: from the beginning.
-
-        Args:
-            fields: of the request; with a rid, and without a prompt where there is an output.
-        """
-        return self._stream("stream_behind", (so_far,), fields)
-
-    async def _stream(
-        self, method: str, args: tuple[Any, ...], fields: dict[str, Any]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        chunks = getattr(self.actor, method).options(num_returns="streaming").remote(*args, **fields)
-        has_ended = False
-        try:
-            async for chunk in chunks:
-                yield await chunk
-            has_ended = True
-        except RayError as error:
-            has_ended = True
-            raise translated(error, self._described) from None
-        finally:
-            if not has_ended:
-                self.actor.abort_request.remote(fields["rid"])
-
-    def _iterate(
-        self, args: tuple[Any, ...], fields: dict[str, Any]
-    ) -> Generator[dict[str, Any], None, None]:
-        chunks = self.actor.stream.options(num_returns="streaming").remote(*args, **fields)
-        has_ended = False
-        try:
-            for chunk in chunks:
-                yield ray.get(chunk)
-            has_ended = True
-        except RayError as error:
-            has_ended = True
-            raise translated(error, self._described) from None
-        finally:
-            if not has_ended:
-                self.actor.abort_request.remote(fields["rid"])
-
     @property
     def _described(self) -> str:
         return f"{self.name} ({self._nodes[0]})"
@@ -255,11 +280,6 @@ class RayEngine:
 async def _result(reference: Any) -> str:
     told: str = await reference
     return told
-
-
-def _with_rid(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with a request id, by which a stream can be ended that nobody reads on."""
-    return fields if fields.get("rid") is not None else {**fields, "rid": uuid.uuid4().hex}
 
 
 def _checked_ranks(tp: int, dp: int, nnodes: int | None, arguments: Mapping[str, Any]) -> int:
@@ -284,6 +304,12 @@ def shut_down(engines: Sequence[RayEngine]) -> None:
         stop_engine([node for engine in alive for node in engine._nodes])
         for engine in alive:
             engine._room.give_back()
+    for engine in alive:
+        engine._runner.end(_nothing, lambda: None)
+
+
+async def _nothing() -> None:
+    """There is nothing to close in the loop."""
 
 
 def _stop(nodes: Sequence[NodeSeats], room: Room) -> None:

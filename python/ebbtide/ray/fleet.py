@@ -3,50 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from ebbtide.ray.aborts import Aborts, repeated
-from ebbtide.ray.actor import ENGINE_METHODS
 from ebbtide.ray.batches import split_batch
 from ebbtide.ray.continuation import Continuation
-from ebbtide.ray.engine import RayEngine, shut_down
-from ebbtide.ray.joint_updates import JOINT_METHODS, JointUpdates
+from ebbtide.ray.controller import FleetController, Replica, replica_name, told_by
+from ebbtide.ray.engine import RayEngine, RemoteMethods, shut_down
 from ebbtide.ray.launch import places_of_replicas, rank_as_cause
-from ebbtide.ray.replica import Answers, Replica, gather, replica_name, told_by
-from ebbtide.ray.succession import bring_up_to_date
-from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking, refuse_in_event_loop
-from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError, RequestRejected
-
-logger = logging.getLogger(__name__)
-
-# A replica that does not come up is tried so often in a row, with a pause in between.
-MAX_ATTEMPTS: Final = 3
-RETRY_S: Final = 2.0
-# How often a new replica looks whether the others have weights to give.
-LOOK_S: Final = 0.5
+from ebbtide.ray.supervisor import Supervisor
+from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
+from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
+from ebbtide.srt.managers.io_struct import AbortReq, ControlRequest, PauseGenerationReqInput, PauseMode
 
 
-class RayFleet:
+class RayFleet(RemoteMethods):
     """Several replicas on Ray, each an engine of its own; the fleet survives the death of a replica.
 
-    The constructor returns when all are ready. Each method `m` blocks; its coroutine `async_m` works in any
-    event loop. Control methods ask every live replica and return the first one's reply, with all of them in
-    `replicas`. An update is prepared by all replicas, then committed by all or by none.
+    The constructor returns when all are ready. Control methods ask every live replica and return the first
+    one's reply, with all of them in `replicas`. An update is prepared by all replicas, then committed by all
+    or by none.
+
+    `generate` sends each prompt to the replica with the fewest requests; consecutive equal prompts stay
+    together, up to a replica's share of the batch.
 
     A replica that dies is replaced by a new one, which takes the weights of a live one and then serves. The
-    requests of the dead one continue elsewhere: see `async_generate`.
+    requests of the dead one continue elsewhere, after the tokens generated so far, whose versions are kept,
+    as if there had been one replica. A request with stop strings, `n` > 1, or records other than logprobs
+    starts over there, unless it was streamed. In that case, and if it says `on_death="error"`, it ends with
+    an `EngineError`.
 
     Args:
         num_replicas: number of replicas, 1 or more.
@@ -90,66 +84,45 @@ class RayFleet:
             for engine in engines:
                 engine.kill()
             raise _start_failure(failures)
-        self._replicas = [Replica(slot, 0, engine) for slot, engine in enumerate(engines)]
-        self._updates = JointUpdates(lambda: self._living, num_replicas)
-        self._failure = ""
+        self._controller = FleetController([Replica(slot, 0, engine) for slot, engine in enumerate(engines)])
+        self._supervisor = Supervisor(self._controller, self._start_engine, self._threads)
         # The rids of batches that were posted with a single one.
         self._batches: dict[str, list[str]] = {}
         self._aborts = Aborts()
-        self._changes = asyncio.Event()
-        self._supervisors: list[asyncio.Task[None]] = []
-        self._deaths: dict[int, str] = {}
-        # What new replicas wait for that have started.
-        self._waits: dict[int, str] = {}
-        self._runner = LoopThread()
+        self._runner = LoopThread("fleet")
         self._finalizer = weakref.finalize(
             self,
             self._runner.end,
-            _ending(self._supervisors),
-            _stopping(self._replicas, self._threads, self._is_ending),
+            self._supervisor.end,
+            _stopping(self._controller.replicas, self._threads, self._is_ending),
         )
         self._runner.wait(self._open())
 
     async def _open(self) -> None:
-        self._supervisors += [
-            asyncio.create_task(self._supervise(slot)) for slot in range(len(self._replicas))
-        ]
+        self._supervisor.begin()
+
+    def _start_engine(self, slot: int, changes: Mapping[str, Any]) -> RayEngine:
+        arguments = {**self._arguments, **self._places[slot], **changes, "name": replica_name(slot)}
+        engine = RayEngine(**arguments, abandoned=self._is_ending)
+        if self._is_ending.is_set():
+            engine.kill()
+            raise EngineError("the fleet has been shut down")
+        return engine
 
     # ------------------------------------------------------------------------------------------ generation
 
-    async def async_generate(
-        self,
-        /,
-        prompt: str | list[str] | None = None,
-        sampling_params: Any = None,
-        input_ids: list[int] | list[list[int]] | None = None,
-        *,
-        stream: bool = False,
-        on_death: str = "continue",
-        **fields: Any,
-    ) -> Any:
-        """Like `Engine.async_generate`. Each prompt goes to the replica with the fewest requests; consecutive
-        equal prompts stay together, up to a replica's share of the batch.
-
-        Args:
-            on_death: what happens when the replica dies. "continue": another one continues after the tokens
-                generated so far, whose versions are kept, as if there had been one replica. A request with
-                stop strings, `n` > 1, or records other than logprobs starts over there, unless it was
-                streamed. In that case, and with "error", it ends with an `EngineError`.
-
-        Raises:
-            EngineError: the replica died and the request could not continue, or no replica is left.
-        """
+    async def _generate(self, fields: Mapping[str, Any]) -> Any:
+        given = {name: value for name, value in fields.items() if value is not None}
+        on_death = given.pop("on_death", "continue")
         if on_death not in ("continue", "error"):
             raise RequestRejected(f"on_death: expected continue or error, got {on_death!r}")
-        given = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **fields}
-        singles, is_list = split_batch({name: value for name, value in given.items() if value is not None})
-        if stream:
+        singles, is_list = split_batch(given)
+        if given.get("stream"):
             if is_list:
                 raise RequestRejected("a stream through a fleet is of one output: ask for each by itself")
-            chunks = self._relay({**singles[0], "stream": True}, on_death, None)
+            chunks = self._relay(singles[0], on_death, None)
             return self._runner.stream(chunks, lambda: asyncio.ensure_future(chunks.aclose()))
-        batch = fields.get("rid") if is_list and isinstance(fields.get("rid"), str) else None
+        batch = given.get("rid") if is_list and isinstance(given.get("rid"), str) else None
         answers = await self._runner.run(self._generate_all(singles, on_death, batch))
         flat = [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
         return flat if is_list else flat[0]
@@ -167,7 +140,7 @@ class RayFleet:
         for single in singles:
             prompt = single.get("input_ids", single.get("text"))
             # They share the prompt's KV, but no replica gets more of the batch than its part.
-            is_full = replica is not None and placed[replica] * len(self._living) >= len(singles)
+            is_full = replica is not None and placed[replica] * len(self._controller.living) >= len(singles)
             together = prompt == before and not is_full
             replica = await self._choose(replica if together else None, placed)
             placed[replica] += 1
@@ -192,7 +165,7 @@ class RayFleet:
                 replica = await self._choose(replica)
                 try:
                     with replica.working(), repeated(asked, replica, output):
-                        return await replica.ask("generate", **{**fields, "rid": output.rid})
+                        return await replica.ask("answer", {**fields, "rid": output.rid})
                 except EngineError as error:
                     await self._after(replica, error, on_death, 0)
                 output.move()
@@ -202,7 +175,7 @@ class RayFleet:
         self, fields: Mapping[str, Any], on_death: str, first: Replica | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The answer, on as many replicas as it takes: as it grows if it is streamed, else once whole."""
-        output = Continuation(fields, is_incremental=self._is_incremental and "stream" in fields)
+        output = Continuation(fields, is_incremental=self._is_incremental and bool(fields.get("stream")))
         is_stream = bool(fields.get("stream"))
         replica = first
         with self._aborts.known(output.rid) as asked:
@@ -210,7 +183,7 @@ class RayFleet:
                 replica = await self._choose(replica)
                 try:
                     with replica.working(), repeated(asked, replica, output):
-                        chunks = replica.engine.stream_behind(output.so_far, output.next_fields())
+                        chunks = replica.engine.stream(output.so_far, output.next_fields())
                         async with aclosing(chunks):
                             async for chunk in chunks:
                                 output.add(chunk)
@@ -245,169 +218,34 @@ class RayFleet:
         Args:
             placed: requests that are about to go to each.
         """
-        if wanted is not None and wanted in self._living:
+        if wanted is not None and wanted in self._controller.living:
             return wanted
-        while not self._living:
-            if self._failure:
-                raise EngineError(self._failure)
-            await self._changes.wait()
-        return min(self._living, key=lambda one: one.num_live + (placed or {}).get(one, 0))
-
-    # -------------------------------------------------------------------------------------- deaths and births
-
-    @property
-    def _living(self) -> list[Replica]:
-        return [one for one in self._replicas if not one.has_died.is_set()]
-
-    async def _supervise(self, slot: int) -> None:
-        """Wait for the death of a replica, and put another one in its place; again and again."""
-        while True:
-            replica = self._replicas[slot]
-            await replica.watch()
-            logger.warning(
-                "%s is taken out with %d requests: %s", replica.name, replica.num_live, replica.reason
-            )
-            self._deaths[slot] = replica.reason
-            self._note_change()
-            await asyncio.to_thread(replica.engine.kill)
-            if not await self._replace_soon(replica):
-                if not self._living:
-                    told = "; ".join(f"{replica_name(one)}: {why}" for one, why in self._deaths.items())
-                    self._failure = f"no replica of the fleet is left, nor are its weights ({told})"
-                self._note_change()
-                return
-
-    async def _replace_soon(self, dead: Replica) -> bool:
-        """Try a few times; returns whether another one serves in its place."""
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            try:
-                await self._replace(dead)
-                return True
-            except EbbtideError as error:
-                logger.warning("%s did not come back (%d): %s", dead.name, attempt, error)
-                self._deaths[dead.slot] = str(error)
-            await asyncio.sleep(RETRY_S)
-        return False
-
-    async def _replace(self, dead: Replica) -> None:
-        """Start a replica in the place of another one, and let it serve what the others serve.
-
-        Raises:
-            EbbtideError: it does not start, or has died again, or nobody is left who has the weights.
-        """
-        # The weights come from those that live; only where nothing was ever changed are the first ones those.
-        from_peer = {"load_format": "dummy"} if self._living else {}
-        if not from_peer and self._updates.has_committed:
-            raise EngineError("no replica is left to take the weights from")
-        began_s = time.monotonic()
-        loop = asyncio.get_running_loop()
-        engine = await loop.run_in_executor(self._threads, self._start_engine, dead.slot, from_peer)
-        replica = Replica(dead.slot, dead.life + 1, engine)
-        started_s = time.monotonic()
-        try:
-            while from_peer and (obstacle := await self._admit(replica)):
-                if obstacle != self._waits.get(dead.slot):
-                    logger.warning("%s has started, and waits: %s", replica.name, obstacle)
-                    self._waits[dead.slot] = obstacle
-                await asyncio.sleep(LOOK_S)
-        except BaseException:
-            await asyncio.to_thread(engine.kill)
-            raise
-        finally:
-            self._waits.pop(dead.slot, None)
-        if not from_peer:
-            self._replicas[dead.slot] = replica
-        logger.warning(
-            "%s serves again: %.1f s to start, %.1f s to become as the others",
-            *(replica.name, started_s - began_s, time.monotonic() - started_s),
-        )
-        self._note_change()
-
-    async def _admit(self, replica: Replica) -> str:
-        """Let a new replica serve, once it is as those that live; what it has to wait for, or nothing."""
-        async with self._updates.lock:
-            obstacle = await bring_up_to_date(replica, self._living)
-            if not obstacle:
-                # From here on it serves, and takes part in every update.
-                self._replicas[replica.slot] = replica
-            return obstacle
-
-    def _start_engine(self, slot: int, changes: Mapping[str, Any]) -> RayEngine:
-        arguments = {**self._arguments, **self._places[slot], **changes, "name": replica_name(slot)}
-        engine = RayEngine(**arguments, abandoned=self._is_ending)
-        if self._is_ending.is_set():
-            engine.kill()
-            raise EngineError("the fleet has been shut down")
-        return engine
-
-    def _note_change(self) -> None:
-        self._changes.set()
-        self._changes = asyncio.Event()
+        while not self._controller.living:
+            if self._supervisor.failure:
+                raise EngineError(self._supervisor.failure)
+            await self._supervisor.next_change()
+        return min(self._controller.living, key=lambda one: one.num_live + (placed or {}).get(one, 0))
 
     # ---------------------------------------------------------------------------------------------- control
 
-    async def async_abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> Any:
-        """Like `Engine.async_abort_request`, on whichever replicas the requests are."""
-        return await self._runner.run(self._abort([rid] if isinstance(rid, str) else rid, abort_all))
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of all live replicas' actors."""
+        return await self._runner.run(self._controller.ask_all(method, *args, **kwargs))
 
-    async def _abort(self, rids: Sequence[str], abort_all: bool) -> Any:
-        alone = [one for rid in rids for one in self._batches.get(rid, [rid])]
-        self._aborts.ask(alone, abort_all)
-        return await self._control("abort_request", (alone, abort_all), {})
+    async def _carry_out(self, kind: type[ControlRequest], fields: Mapping[str, Any]) -> Any:
+        return await self._runner.run(self._control_all(kind, fields))
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """The control methods of `Engine`, on all replicas."""
-        method = name.removeprefix("async_")
-        if method not in ENGINE_METHODS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return partial(self._in_loop if method != name else self._wait, method)
-
-    async def _in_loop(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await self._runner.run(self._control(method, args, kwargs))
-
-    def _wait(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        refuse_in_event_loop(f"async_{method}")
-        return self._runner.wait(self._control(method, args, kwargs))
-
-    async def _control(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self._failure:
-            raise EngineError(self._failure)
-        if method == "pause_generation" and "abort" in (*args[:1], kwargs.get("mode")):
+    async def _control_all(self, kind: type[ControlRequest], fields: Mapping[str, Any]) -> Any:
+        if self._supervisor.failure:
+            raise EngineError(self._supervisor.failure)
+        if kind is AbortReq:
+            rids = [fields["rid"]] if isinstance(fields["rid"], str) else fields["rid"]
+            alone = [one for rid in rids for one in self._batches.get(rid, [rid])]
+            self._aborts.ask(alone, fields["abort_all"])
+            fields = {**fields, "rid": alone}
+        elif kind is PauseGenerationReqInput and fields["mode"] == PauseMode.ABORT:
             self._aborts.ask([], abort_all=True)
-        if method in JOINT_METHODS:
-            answers = await self._updates.update(method, args, kwargs)
-        elif method == "begin_weight_update":
-            answers = await self._updates.begin(
-                lambda: self._ask_all(method, *args, **kwargs),
-                lambda replica: replica.ask("abort_weight_update"),
-            )
-        elif method == "init_weights_update_group":
-            answers = await self._join_group(args, kwargs)
-        else:
-            answers = await self._ask_all(method, *args, **kwargs)
-            answers.require_all_done()
-        return answers.merged
-
-    async def _ask_all(self, method: str, *args: Any, **kwargs: Any) -> Answers:
-        return await gather({one: one.ask(method, *args, **kwargs) for one in self._living})
-
-    async def _join_group(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answers:
-        """Have the ranks of all replicas join a group, replica by replica."""
-        names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
-        fields = {**dict(zip(names, args, strict=False)), **kwargs}
-        first = fields.pop("rank_offset")
-        places = {one: first + index * one.engine.num_ranks for index, one in enumerate(self._living)}
-        answers = await gather(
-            {
-                one: one.ask("init_weights_update_group", rank_offset=place, **fields)
-                for one, place in places.items()
-            }
-        )
-        if answers.failed:
-            name = {"group_name": fields["group_name"]} if "group_name" in fields else {}
-            await gather({one: one.ask("destroy_weights_update_group", **name) for one in answers.done})
-        answers.require_all_done("The group was left again")
-        return answers
+        return await self._controller.control(kind, fields)
 
     async def async_wait_for_all(self, /, timeout_s: float | None = None) -> None:
         """Wait until every replica serves; raises EngineError if one stays out, or takes longer."""
@@ -417,22 +255,14 @@ class RayFleet:
         try:
             async with asyncio.timeout(timeout_s):
                 # One may have died that nobody has heard of yet.
-                await self._ask_all("loads")
-                while len(self._living) < len(self._replicas):
-                    if any(task.done() for task in self._supervisors):
-                        break
-                    await self._changes.wait()
+                await self._controller.ask_all("loads")
+                await self._supervisor.wait_for_all()
         except TimeoutError:
             pass
-        missing = [one for one in self._replicas if one not in self._living]
+        missing = [one for one in self._controller.replicas if one.has_died.is_set()]
         if missing:
-            told = "; ".join(f"{one.name}: {self._why_out(one.slot)}" for one in missing)
-            raise EngineError(f"not all replicas serve: {told}")
-
-    def _why_out(self, slot: int) -> str:
-        if slot in self._waits:
-            return f"it has started, and waits: {self._waits[slot]}"
-        return self._deaths[slot]
+            reasons = "; ".join(f"{one.name}: {self._supervisor.why_out(one.slot)}" for one in missing)
+            raise EngineError(f"not all replicas serve: {reasons}")
 
     def status(self) -> list[dict[str, Any]]:
         """Of each replica: name, whether it serves, earlier lives, running requests, why it last died."""
@@ -442,25 +272,23 @@ class RayFleet:
                 "serves": not one.has_died.is_set(),
                 "num_deaths": one.life + one.has_died.is_set(),
                 "num_live": one.num_live,
-                "last_death": self._deaths.get(one.slot),
+                "last_death": self._supervisor.deaths.get(one.slot),
             }
-            for one in self._replicas
+            for one in self._controller.replicas
         ]
-
-    @property
-    def weight_version(self) -> str:
-        """The version of the serving weights."""
-        version: str = self._wait("model_info")["weight_version"]
-        return version
 
     @property
     def engines(self) -> list[RayEngine]:
         """The replicas' engines, as they are now; one that has died may be among them."""
-        return [one.engine for one in self._replicas]
+        return [one.engine for one in self._controller.replicas]
 
     def shutdown(self) -> None:
         """End all replicas. Idempotent."""
         self._finalizer()
+
+    async def async_shutdown(self) -> None:
+        """Like `shutdown`."""
+        await asyncio.to_thread(self.shutdown)
 
     def __enter__(self) -> Self:
         return self
@@ -468,8 +296,6 @@ class RayFleet:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    generate = blocking(async_generate)
-    abort_request = blocking(async_abort_request)
     wait_for_all = blocking(async_wait_for_all)
 
 
@@ -479,15 +305,6 @@ def _start_failure(failures: Mapping[str, BaseException]) -> BaseException:
     if not isinstance(cause, ConfigurationError | EngineError):
         return cause
     return type(cause)(told_by({name: str(error) for name, error in failures.items()}))
-
-
-def _ending(supervisors: Sequence[asyncio.Task[None]]) -> Callable[[], Coroutine[Any, Any, None]]:
-    async def end() -> None:
-        for task in supervisors:
-            task.cancel()
-        await asyncio.gather(*supervisors, return_exceptions=True)
-
-    return end
 
 
 def _stopping(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from msgspec.structs import replace
@@ -16,11 +16,16 @@ from numpy.typing import NDArray
 
 from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.srt.entrypoints.engine import Engine
+from ebbtide.srt.entrypoints.service import ControlAnswer
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.control_client import Vote
 from ebbtide.srt.managers.io_struct import (
+    AnyReply,
+    ControlRequest,
+    GivenUp,
+    Prepared,
     ReadWeightsReqInput,
     ReadWeightsReqOutput,
+    Refusal,
     TokenizedGenerateReqInput,
     WeightPiece,
 )
@@ -35,9 +40,8 @@ if TYPE_CHECKING:
 PIECE_BYTES: Final = 32 << 20
 BUCKET_BYTES: Final = 256 << 20
 
-# How the update that this task asks for is decided; None: by the engine itself.
-_vote: ContextVar[Vote | None] = ContextVar("vote", default=None)
-
+# The field in which an update brings its tensors.
+TENSORS: Final = "serialized_named_tensors"
 CHANGED: Final = "the weights changed while they were read: ask again"
 
 
@@ -79,11 +83,17 @@ class WeightBucket:
 
 
 @dataclass(frozen=True)
-class _Ballot:
-    """An update that is prepared."""
+class Answered:
+    """What one engine of several has answered.
 
-    update: asyncio.Task[dict[str, Any]]
-    verdict: concurrent.futures.Future[str | None]
+    Attributes:
+        body: of the answer, where it is no refusal.
+        has_session: whether a weight update session is open there now.
+    """
+
+    reply: AnyReply
+    body: Any
+    has_session: bool
 
 
 class JointEngine(Engine):
@@ -94,23 +104,37 @@ class JointEngine(Engine):
     """
 
     def __init__(self, others: Sequence[Any] = (), **arguments: Any) -> None:
-        self._ballots: dict[str, _Ballot] = {}
+        self._verdicts: dict[str, concurrent.futures.Future[str | None]] = {}
         self._others = others
+        # How many of the calls that are numbered have been handed to the engine.
+        self._num_taken = 0
+        self._taken = asyncio.Condition()
         super().__init__(**arguments)
 
-    async def prepare(
-        self, call_id: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
-        """Do all of an update but its commit, from which on it will not be refused.
+    async def carry_out(self, kind: type[ControlRequest], fields: Mapping[str, Any]) -> Any:
+        """Carry a control request out, in which tensors may stand for a payload; returns its body."""
+        async with self._as_sent(fields) as sent:
+            return await self._carry_out(kind, sent)
+
+    async def propose(
+        self,
+        call_id: str,
+        kind: type[ControlRequest],
+        fields: Mapping[str, Any],
+        *,
+        is_joint: bool,
+        number: int | None,
+    ) -> AsyncGenerator[Prepared | Answered, None]:
+        """Carry a control request out; what several engines commit together, as far as its commit.
 
         Args:
-            method: of this engine, without the prefix of the coroutine.
+            number: calls that have one are carried out in that order.
 
-        Returns:
-            None: it waits for `decide`. Otherwise the reply to what commits nothing, in a session.
+        Yields:
+            `Prepared`, if it waits for `decide`; then the answer.
 
         Raises:
-            RequestRejected, EngineError: as the method; nothing waits.
+            EngineError: the engine failed.
         """
         verdict: concurrent.futures.Future[str | None] = concurrent.futures.Future()
         prepared = asyncio.Event()
@@ -120,27 +144,62 @@ class JointEngine(Engine):
             loop.call_soon_threadsafe(prepared.set)
             return await asyncio.wrap_future(verdict)
 
-        token = _vote.set(vote)
-        update = asyncio.create_task(getattr(self, f"async_{method}")(*args, **kwargs))
-        _vote.reset(token)
-        waiting = asyncio.create_task(prepared.wait())
-        await asyncio.wait([update, waiting], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if update.done():
-            reply: dict[str, Any] = update.result()
-            return reply
-        self._ballots[call_id] = _Ballot(update, verdict)
-        return None
+        self._verdicts[call_id] = verdict
+        try:
+            async with self._as_sent(fields) as sent:
+                await self._take(number)
+                work = self._service.answer(kind, sent, vote if is_joint else None)
+                answering = asyncio.wrap_future(self._runner.submit(work))
+                waiting = asyncio.create_task(prepared.wait())
+                either: list[asyncio.Future[Any]] = [answering, waiting]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if not answering.done():
+                    yield Prepared()
+                yield await self._answered(answering, verdict)
+        finally:
+            del self._verdicts[call_id]
 
-    async def decide(self, call_id: str, refusal: str | None) -> dict[str, Any]:
-        """Commit what was prepared, or give it up for this reason; the reply.
+    def decide(self, call_id: str, refusal: str | None) -> None:
+        """Have what was prepared be committed, or given up for this reason."""
+        verdict = self._verdicts.get(call_id)
+        if verdict is not None and not verdict.done():
+            verdict.set_result(refusal)
 
-        Raises:
-            RequestRejected: it was given up, or its time had passed.
-        """
-        ballot = self._ballots.pop(call_id)
-        ballot.verdict.set_result(refusal)
-        return await ballot.update
+    async def _take(self, number: int | None) -> None:
+        """Wait until the calls before this one have been handed to the engine."""
+        if number is not None:
+            async with self._taken:
+                await self._taken.wait_for(lambda: self._num_taken == number)
+                self._num_taken += 1
+                self._taken.notify_all()
+
+    async def _answered(
+        self, answering: asyncio.Future[ControlAnswer], verdict: concurrent.futures.Future[str | None]
+    ) -> Answered:
+        reply: AnyReply
+        body: Any = None
+        try:
+            answer = await answering
+            reply, body = cast("AnyReply", answer.reply), answer.body
+        except RequestRejected as error:
+            was_given_up = verdict.done() and verdict.result() is not None
+            refusal = GivenUp if was_given_up else Refusal
+            reply = refusal(status=error.status, message=error.message, fields=error.fields)
+        return Answered(reply, body, self._service.state.session is not None)
+
+    @asynccontextmanager
+    async def _as_sent(self, fields: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
+        """The fields with a payload in place of (name, tensor) pairs, as long as it is read."""
+        tensors = fields.get(TENSORS)
+        if tensors is None or all(isinstance(one, bytes | str) for one in tensors):
+            yield fields
+            return
+        encoder = await self._payload_encoder()
+        with await asyncio.to_thread(encoder.encode, tensors) as payload:
+            load_format = fields.get("load_format")
+            load_format = payload.load_format if load_format is None else load_format
+            yield {**fields, TENSORS: payload.entries, "load_format": load_format}
 
     async def adopt(self, so_far: OutputSoFar) -> None:
         """Have what another engine has generated be continued here, by `continue_from`."""
@@ -262,6 +321,3 @@ class JointEngine(Engine):
 
         args = self.server_args
         return NodeLoans(NodeLender(), self._others, args.tp_size * args.dp_size, args.tp_size)
-
-    async def _carry_out(self, kind: type[Any], fields: Mapping[str, Any]) -> Any:
-        return await self._in_loop(self._service.control(kind, fields, _vote.get()))

@@ -63,6 +63,20 @@ class NodeLender:
         _close(shared)
 
 
+class StoreEncoder(PayloadEncoder):
+    """Puts (name, tensor) pairs into Ray's store, once for all engines that are to read them there."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+    def encode(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
+    ) -> Payload:
+        """As `PayloadEncoder.encode`; a reference stands for the entries, and the tensors may change."""
+        stored: Any = ray.put([(name, _on_host(tensor)) for name, tensor in named_tensors])
+        return Payload([stored])
+
+
 class NodeLoans(PayloadEncoder):
     """Makes the payloads of an engine whose ranks are on several nodes.
 

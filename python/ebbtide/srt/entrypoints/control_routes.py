@@ -99,7 +99,7 @@ def _takes_list(annotation: Any) -> bool:
 
 
 def _answer(kind: type[ControlRequest], fields: Mapping[str, Any], answer: ControlAnswer) -> Response:
-    reply, remark = answer
+    reply, remark = answer.body, answer.remark
     if kind.row.body_if is not None and not fields.get(kind.row.body_if):
         return Response()
     if isinstance(reply, dict) and not reply["success"]:

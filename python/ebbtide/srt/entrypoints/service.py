@@ -75,6 +75,7 @@ class ControlAnswer(NamedTuple):
 
     body: Any
     remark: str = ""
+    reply: Reply = Reply()
 
 
 class EngineService:
@@ -320,12 +321,12 @@ class EngineService:
         if kind in _LOGGED:
             logger.info("%s ms=%.1f", reply.message, 1000 * (time.monotonic() - started))
         if kind.row.body_field is not None:
-            return ControlAnswer(getattr(reply, kind.row.body_field), reply.message)
+            return ControlAnswer(getattr(reply, kind.row.body_field), reply.message, reply)
         if isinstance(reply, TotalsReply):
             reply = count_devices_once(reply, self.state.ranks, self.config.parallel)
         body = msgspec.to_builtins(reply)
         del body["type"]  # The tag with which it travelled is no part of the body.
-        return ControlAnswer({**body, "ignored_fields": ignored} if ignored else body)
+        return ControlAnswer({**body, "ignored_fields": ignored} if ignored else body, reply=reply)
 
     async def transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out several control requests, given as loose fields; see `Transitions.run`."""

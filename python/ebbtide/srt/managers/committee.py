@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +74,7 @@ class Closed:
         is_committed: whether they were told to commit.
     """
 
-    replies: dict[int, AnyReply]
+    replies: Mapping[int, AnyReply]
     refusal: Refusal | None
     is_committed: bool
 

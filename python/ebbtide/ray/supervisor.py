@@ -1,0 +1,220 @@
+"""Replaces the replicas of a fleet that die by others, which come to serve what those that live serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from ebbtide.ray.controller import FleetController, Replica, replica_name
+from ebbtide.ray.engine import RayEngine
+from ebbtide.ray.errors import ActorDied
+from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
+
+logger = logging.getLogger(__name__)
+
+# A replica that does not come up is tried so often in a row, with a pause in between.
+MAX_ATTEMPTS: Final = 3
+RETRY_S: Final = 2.0
+# How often a new replica looks whether the others have weights to give.
+LOOK_S: Final = 0.5
+
+
+class Supervisor:
+    """Watches replicas, and puts others in the place of those that die.
+
+    Args:
+        start: starts the engine of a slot, given changes to its arguments.
+        threads: where engines are started.
+
+    Attributes:
+        failure: why the fleet has ended; empty as long as it has not.
+        deaths: why the replica of a slot last died, or did not come back.
+    """
+
+    def __init__(
+        self,
+        controller: FleetController,
+        start: Callable[[int, Mapping[str, Any]], RayEngine],
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self.failure = ""
+        self.deaths: dict[int, str] = {}
+        self._controller = controller
+        self._start = start
+        self._threads = threads
+        # What new replicas wait for that have started.
+        self._waits: dict[int, str] = {}
+        self._changes = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def begin(self) -> None:
+        """Watch, from now on, in this event loop."""
+        self._tasks += [asyncio.create_task(self._watch(one.slot)) for one in self._controller.replicas]
+
+    async def end(self) -> None:
+        """Watch no more, and wait for no answer."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._controller.end()
+
+    async def next_change(self) -> None:
+        """Wait until a replica has died or begun to serve, or will never."""
+        await self._changes.wait()
+
+    async def wait_for_all(self) -> None:
+        """Wait until every replica serves, or one will never."""
+        while len(self._controller.living) < len(self._tasks) and not any(
+            task.done() for task in self._tasks
+        ):
+            await self.next_change()
+
+    def why_out(self, slot: int) -> str:
+        """Why the replica of this slot does not serve."""
+        waits_for = self._waits.get(slot)
+        return self.deaths[slot] if waits_for is None else f"it has started, and waits: {waits_for}"
+
+    async def _watch(self, slot: int) -> None:
+        """Wait for the death of a replica, and put another one in its place; again and again."""
+        while True:
+            replica = self._controller.replicas[slot]
+            await replica.watch()
+            logger.warning(
+                "%s is taken out with %d requests: %s", replica.name, replica.num_live, replica.reason
+            )
+            self.deaths[slot] = replica.reason
+            self._controller.bury(replica)
+            self._note_change()
+            await asyncio.to_thread(replica.engine.kill)
+            if not await self._replace_soon(replica):
+                if not self._controller.living:
+                    reasons = "; ".join(f"{replica_name(one)}: {why}" for one, why in self.deaths.items())
+                    self.failure = f"no replica of the fleet is left, nor are its weights ({reasons})"
+                self._note_change()
+                return
+
+    async def _replace_soon(self, dead: Replica) -> bool:
+        """Try a few times; returns whether another one serves in its place."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                await self._replace(dead)
+                return True
+            except EbbtideError as error:
+                logger.warning("%s did not come back (%d): %s", dead.name, attempt, error)
+                self.deaths[dead.slot] = str(error)
+            await asyncio.sleep(RETRY_S)
+        return False
+
+    async def _replace(self, dead: Replica) -> None:
+        """Start a replica in the place of another one, and let it serve what the others serve.
+
+        Raises:
+            EbbtideError: it does not start, or has died again, or nobody is left who has the weights.
+        """
+        # The weights come from those that live; only where nothing was ever changed are the first ones those.
+        from_peer = {"load_format": "dummy"} if self._controller.living else {}
+        if not from_peer and self._controller.has_committed:
+            raise EngineError("no replica is left to take the weights from")
+        began_s = time.monotonic()
+        loop = asyncio.get_running_loop()
+        engine = await loop.run_in_executor(self._threads, self._start, dead.slot, from_peer)
+        replica = Replica(dead.slot, dead.life + 1, engine)
+        started_s = time.monotonic()
+        try:
+            while from_peer and (obstacle := await self._admit(replica)):
+                if obstacle != self._waits.get(dead.slot):
+                    logger.warning("%s has started, and waits: %s", replica.name, obstacle)
+                    self._waits[dead.slot] = obstacle
+                await asyncio.sleep(LOOK_S)
+        except BaseException:
+            await asyncio.to_thread(engine.kill)
+            raise
+        finally:
+            self._waits.pop(dead.slot, None)
+        if not from_peer:
+            self._controller.admit(replica)
+        logger.warning(
+            "%s serves again: %.1f s to start, %.1f s to become as the others",
+            *(replica.name, started_s - began_s, time.monotonic() - started_s),
+        )
+        self._note_change()
+
+    async def _admit(self, replica: Replica) -> str:
+        """Let a new replica serve, once it is as those that live; what it has to wait for, or nothing."""
+        async with self._controller.without_updates():
+            obstacle = await bring_up_to_date(replica, self._controller.living)
+            if not obstacle:
+                self._controller.admit(replica)
+            return obstacle
+
+    def _note_change(self) -> None:
+        self._changes.set()
+        self._changes = asyncio.Event()
+
+
+async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> str:
+    """Give a new replica the weights of a living one, and bring it into the same state.
+
+    Updates have to wait meanwhile: that is the caller's affair.
+
+    Returns:
+        What it has to wait for; empty: nothing, it is done.
+
+    Raises:
+        EngineError: nobody lives, or the new replica has died, or holds other weights in spite of it all.
+    """
+    if not living:
+        raise EngineError("no replica is left to take the weights from")
+    peer = min(living, key=lambda one: one.num_live)
+    try:
+        state = await peer.ask("server_info")
+        weights = state["state"]["tags"]["weights"]
+        if state["weight_update"]["session_open"]:
+            return "a weight update session is open"
+        if weights["state"] != "resident":
+            return f"the weights of {peer.name} are {weights['state']}"
+        if weights.get("content", "valid") != "valid":
+            return f"the weights of {peer.name} are {weights['content']}"
+        version = (await peer.ask("model_info"))["weight_version"]
+        began_s = time.monotonic()
+        # A replica at work reads its weights for the checksum piece by piece, beside its forward passes: that
+        # takes long, and need not wait for the transfer.
+        num_bytes, theirs = await asyncio.gather(
+            replica.ask("take_weights", peer.engine.actor, version), peer.ask("check_weights")
+        )
+        logger.info(
+            "%s has the weights of %s: bytes=%s s=%.1f",
+            *(replica.name, peer.name, num_bytes, time.monotonic() - began_s),
+        )
+        mine = await replica.ask("check_weights")
+        await _imitate(replica, state["state"])
+    except ActorDied:
+        if peer.engine is not replica.engine and await _lives(replica):
+            return f"{peer.name}, which was to give its weights, has died"
+        raise
+    except RequestRejected as error:
+        return f"it cannot take the weights of {peer.name} now: {error}"
+    if mine["per_engine_checksum"] != theirs["per_engine_checksum"]:
+        raise EngineError(f"{replica.name} holds other weights than {peer.name} after taking them")
+    return ""
+
+
+async def _imitate(replica: Replica, state: Mapping[str, Any]) -> None:
+    """Pause and release what the others have paused and released."""
+    released = [tag for tag, report in state["tags"].items() if report["state"] == "released"]
+    if released:
+        await replica.ask("release_memory_occupation", released)
+    if state["generation"]["state"] == "paused":
+        await replica.ask("pause_generation", state["generation"]["mode"])
+
+
+async def _lives(replica: Replica) -> bool:
+    try:
+        await replica.ask("model_info")
+    except EngineError:
+        return False
+    return True
