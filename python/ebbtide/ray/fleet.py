@@ -1,4 +1,4 @@
-"""Several engines as one. Some may die: their requests go on elsewhere, and others take their place."""
+"""Several engines as one, which survives the death of some of them."""
 
 from __future__ import annotations
 

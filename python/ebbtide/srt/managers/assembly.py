@@ -22,13 +22,11 @@ from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport
 from ebbtide.srt.managers.scheduler import Scheduler
 from ebbtide.srt.managers.scheduling.kv_chunks import ChunkMemory, KVChunks
-from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
-from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports
+from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, TimeLimits
+from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports, StepLog
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.ranks.lockstep import RankInbox
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
-from ebbtide.srt.managers.scheduling.step_log import StepLog
-from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
 from ebbtide.srt.managers.scheduling.weights.trial_pass import SchedulerTrialPass
 from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import Tokenizer

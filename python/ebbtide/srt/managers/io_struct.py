@@ -40,7 +40,6 @@ from ebbtide.srt.managers.wire.load_report import (
     RetractCause as RetractCause,
     StallCounts as StallCounts,
 )
-from ebbtide.srt.managers.wire.logprobs import LogprobColumns as LogprobColumns, LogprobList as LogprobList
 from ebbtide.srt.managers.wire.message import (
     Message as Message,
     Refusal as Refusal,
@@ -56,6 +55,10 @@ from ebbtide.srt.managers.wire.reports import (
     StateReport as StateReport,
     TagReport as TagReport,
     WeightsContent as WeightsContent,
+)
+from ebbtide.srt.managers.wire.token_columns import (
+    LogprobColumns as LogprobColumns,
+    LogprobList as LogprobList,
 )
 from ebbtide.srt.managers.wire.weight_requests import (
     DEFAULT_GROUP as DEFAULT_GROUP,

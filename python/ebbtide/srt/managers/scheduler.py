@@ -25,21 +25,20 @@ from ebbtide.srt.managers.io_struct import (
     Verdict,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.scheduling.live_requests import LiveRequests
+from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, TimeLimits
+from ebbtide.srt.managers.scheduling.load_meter import StepLog
 from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, OutputProcessor
 from ebbtide.srt.managers.scheduling.ranks.lockstep import Demand, RankInbox
 from ebbtide.srt.managers.scheduling.ranks.messages import TurnInput
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
-from ebbtide.srt.managers.scheduling.step_log import StepLog
-from ebbtide.srt.managers.scheduling.time_limits import TimeLimits
 from ebbtide.srt.managers.text.grammar import BannedSequences, GrammarShelf, TokenRules
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopStringMatcher
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.agreement import Decision
 from ebbtide.srt.managers.wire.channel import SendEnd
-from ebbtide.srt.managers.wire.supports import MASKS_AT_ONCE
+from ebbtide.srt.managers.wire.token_columns import MASKS_AT_ONCE
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PendingStep, Runner, SampleSpec
 
 

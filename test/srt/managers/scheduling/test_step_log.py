@@ -6,8 +6,8 @@ import pytest
 
 from ebbtide.srt.managers import assembly
 from ebbtide.srt.managers.io_struct import PauseGenerationReqInput, PauseGenerationReqOutput, PauseMode
+from ebbtide.srt.managers.scheduling.load_meter import StepLog
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
-from ebbtide.srt.managers.scheduling.step_log import StepLog
 from ebbtide.testing import SchedulerHarness, default_schedule
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from ebbtide.srt.managers.scheduling.admission import WaitingOrder
 from ebbtide.srt.managers.scheduling.request import Req
-from ebbtide.srt.managers.scheduling.waiting_order import WaitingOrder
 from ebbtide.srt.model_executor.batch_plan import SampleSpec
 from ebbtide.srt.sampling_params import SamplingParams
 

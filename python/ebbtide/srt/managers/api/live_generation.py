@@ -24,8 +24,7 @@ from ebbtide.srt.managers.io_struct import (
     RoutedExperts,
     TokenizedGenerateReqInput,
 )
-from ebbtide.srt.managers.wire.logprobs import LOWEST_LOGPROB, LogprobRows, finite
-from ebbtide.srt.managers.wire.supports import SupportList, masks_of
+from ebbtide.srt.managers.wire.token_columns import LOWEST_LOGPROB, LogprobRows, SupportList, finite, masks_of
 
 # Logprob, token id, text. No list: one per token would keep the garbage collector busy.
 Triple = tuple[float | None, int, str | None]

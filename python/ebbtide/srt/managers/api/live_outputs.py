@@ -10,7 +10,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client, EndedOutputs
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState
 from ebbtide.srt.managers.io_struct import RequestOutput, StreamedTokens
-from ebbtide.srt.managers.wire.logprobs import LogprobRows
+from ebbtide.srt.managers.wire.token_columns import LogprobRows
 
 
 @dataclass(slots=True)

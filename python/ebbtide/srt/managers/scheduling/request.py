@@ -12,7 +12,7 @@ from ebbtide.srt.managers.scheduling.running_rows import LONGEST_STREAM_INTERVAL
 from ebbtide.srt.managers.scheduling.versions import NO_CONTRACT, Commit
 from ebbtide.srt.managers.text.incremental_detokenizer import StopStringMatcher
 from ebbtide.srt.managers.wire.generation import VersionContract
-from ebbtide.srt.managers.wire.supports import SupportList
+from ebbtide.srt.managers.wire.token_columns import SupportList
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, SampleSpec
 

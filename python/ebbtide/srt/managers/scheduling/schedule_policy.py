@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.ports import PageStore, ParkingPlan
 from ebbtide.srt.managers.io_struct import FinishReason, RetractCause
-from ebbtide.srt.managers.scheduling.growth_reserve import GrowthReserve
-from ebbtide.srt.managers.scheduling.prefill_share import PrefillShare
+from ebbtide.srt.managers.scheduling.admission import GrowthReserve, PrefillShare, WaitingOrder
 from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
 from ebbtide.srt.managers.scheduling.request_pages import RequestPages
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.versions import Commit, ServedVersions, Standing
-from ebbtide.srt.managers.scheduling.waiting_order import WaitingOrder
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.prefix_cache import PrefixCache

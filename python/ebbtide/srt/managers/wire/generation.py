@@ -8,9 +8,8 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from ebbtide.srt.managers.wire.logprobs import LogprobColumns
 from ebbtide.srt.managers.wire.message import Message
-from ebbtide.srt.managers.wire.supports import SupportColumns
+from ebbtide.srt.managers.wire.token_columns import LogprobColumns, SupportColumns
 from ebbtide.srt.sampling_params import SamplingParams
 
 

@@ -1,0 +1,196 @@
+"""What a pass takes in: which requests are tried first, how much of each prompt, what stays free."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+
+from ebbtide.srt.managers.scheduling.request import Req
+
+if TYPE_CHECKING:
+    from ebbtide.srt.config import ScheduleConfig
+
+# Requests whose prefixes are matched per step: that costs, and nobody waits on the order of the 200th.
+MATCHED_WINDOW: Final = 128
+
+# Where a request stands in a tree: at each level how many go on the same way (negative), and the page.
+TreePlace: TypeAlias = tuple[tuple[int, int], ...]
+Key = TypeVar("Key", float, tuple[int, int], TreePlace)
+
+# A pass that streams wait for takes prompt tokens for so many shares only. By default they take about as long
+# as 1,024 requests that decode: beside those, a pass takes twice as long as one without prompts. Nothing here
+# is measured, so all ranks decide alike.
+SHARES_BESIDE_STREAMS: Final = 3
+# Smaller passes serve fewer tokens per second, which whoever has no token yet waits for: as long as there are
+# more than so many of them to each stream, passes are whole.
+NEWCOMERS_PER_STREAM: Final = 7
+
+
+class WaitingOrder:
+    """The order of a schedule policy. Retracted requests come first in all of them, and equals by arrival.
+
+    Args:
+        policy: `fcfs`, by arrival; `lpm`, the longest cached prefix first; `dfs-weight`, by the tree of
+            cached prefixes; `lof`, the longest output first; `priority`, the highest first; `priority-lof`,
+            of equal ones the longest output; `random`.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+        # The same on all ranks: they ask for the same numbers in the same turns.
+        self._random = random.Random(0)
+
+    def candidates(self, waiting: Sequence[Req], cached_pages: Callable[[Req], list[int]]) -> Iterable[Req]:
+        """The requests to be tried, in order. Each may leave `waiting` before the next is asked for.
+
+        Args:
+            waiting: retracted ones first, each group by arrival.
+            cached_pages: the pages of the prefix cache that a request could begin with.
+        """
+        match self._policy:
+            case "fcfs":
+                return _walk(waiting)
+            case "lof":
+                return _ordered(waiting, lambda req: -req.num_to_come)
+            case "priority":
+                return _ordered(waiting, lambda req: -req.priority)
+            case "priority-lof":
+                return _ordered(waiting, lambda req: (-req.priority, -req.num_to_come))
+            case "random":
+                return _ordered(waiting, lambda req: self._random.random())
+        window = waiting[:MATCHED_WINDOW]
+        pages = {req.rid: cached_pages(req) for req in window}
+        if self._policy == "lpm":
+            return _ordered(window, lambda req: -len(pages[req.rid]))
+        assert self._policy == "dfs-weight", self._policy
+        places = dfs_places(pages)
+        return _ordered(window, lambda req: places[req.rid])
+
+
+def dfs_places(pages: Mapping[str, Sequence[int]]) -> dict[str, TreePlace]:
+    """What to sort requests by for a walk through the tree of cached prefixes, depth first.
+
+    Of two branches the one that more requests go through comes first, so that what shares a prefix runs
+    together; requests that end at a node come behind those that go on from it.
+
+    Args:
+        pages: the cached pages that each request begins with.
+    """
+    nodes: dict[tuple[int, int], int] = {}
+    paths: dict[str, list[tuple[int, int]]] = {}
+    num_through: Counter[int] = Counter()
+    for rid, own in pages.items():
+        node = 0
+        path = paths[rid] = []
+        for page in own:
+            node = nodes.setdefault((node, page), len(nodes) + 1)
+            num_through[node] += 1
+            path.append((node, page))
+    end = (1, 0)  # Behind every branch: those begin with a negative number.
+    return {rid: (*((-num_through[node], page) for node, page in path), end) for rid, path in paths.items()}
+
+
+def _walk(waiting: Sequence[Req]) -> Iterator[Req]:
+    """One after the other, without a copy of what may be thousands."""
+    index = 0
+    while index < len(waiting):
+        req = waiting[index]
+        yield req
+        if index < len(waiting) and waiting[index] is req:
+            index += 1
+
+
+def _ordered(requests: Sequence[Req], key: Callable[[Req], Key]) -> list[Req]:
+    return sorted(requests, key=lambda req: (not req.has_begun, key(req)))
+
+
+class PrefillShare:
+    """What one prompt gets of a pass at most, whoever else is there: who comes next waits for that pass.
+
+    Attributes:
+        budget: prompt tokens of a pass.
+        budget_beside_streams: the same, where streams wait for it.
+        tokens: of one prompt; without chunks there are no shares.
+    """
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        chunk = config.chunked_prefill_size
+        self.budget = config.max_prefill_tokens if chunk is None else chunk
+        self.tokens = self.budget if chunk is None else max(1, int(chunk * config.prefill_share))
+        self.budget_beside_streams = min(self.budget, SHARES_BESIDE_STREAMS * self.tokens)
+        self._is_chunked = chunk is not None
+        self._has_stepped_aside = False
+
+    def of_running(
+        self, prefilling: Sequence[Req], upcoming: Sequence[Req], num_streams: int
+    ) -> tuple[dict[Req, int], int]:
+        """How many tokens a pass computes of each prompt that is being prefilled, where it computes any.
+
+        Those that end with it come first. Returns what is left of the pass too.
+
+        Args:
+            upcoming: those that wait and may be admitted: a share is left to them. Those that have begun
+                come first.
+            num_streams: requests that decode and are streamed.
+        """
+        budget = self._of_pass(prefilling, upcoming, num_streams)
+        left = self.tokens if upcoming and 2 * self.tokens <= budget else 0
+        budget -= left
+        chunks: dict[Req, int] = {}
+        for req in sorted(prefilling, key=lambda req: req.num_missing > self.tokens):
+            if budget > 0:
+                chunks[req] = min(req.num_missing, self.tokens, budget)
+                budget -= chunks[req]
+        return chunks, budget + left
+
+    def _of_pass(self, prefilling: Sequence[Req], upcoming: Sequence[Req], num_streams: int) -> int:
+        """Prompt tokens of the next pass.
+
+        Streams that have begun and lost their KV stand still until it is there again: they wait for it too.
+        """
+        begun = [req for req in prefilling if req.has_begun]
+        begun += takewhile(lambda req: req.has_begun, upcoming)
+        num_newcomers = len(prefilling) + len(upcoming) - len(begun)
+        num_streams += sum(req.is_streamed for req in begun)
+        is_whole = num_newcomers > NEWCOMERS_PER_STREAM * num_streams
+        return self.budget if is_whole or not num_streams else self.budget_beside_streams
+
+    def short_first(self, chunks: dict[Req, int]) -> dict[Req, int]:
+        """The chunks of a pass. Where short prompts end with it, those that go on wait for the next one, so
+        that first tokens do not wait for them; but never twice in a row, nor for more than a share.
+        """
+        ending = {req: chunk for req, chunk in chunks.items() if chunk == req.num_missing}
+        steps_aside = len(ending) < len(chunks) and 0 < sum(ending.values()) <= self.tokens
+        self._has_stepped_aside = steps_aside and not self._has_stepped_aside
+        return ending if self._has_stepped_aside else chunks
+
+    def of_admitted(self, req: Req, budget: int) -> int:
+        """How many tokens a pass computes of a prompt that it begins with."""
+        return min(req.num_missing, budget, self.tokens) if self._is_chunked else req.num_missing
+
+
+class GrowthReserve:
+    """How many pages to leave free for running requests, when a new one asks to be admitted.
+
+    Few requests use all of their `max_new_tokens`, so a share of it is set aside: more after a retraction,
+    which costs a second prefill, and slowly less while all goes well.
+    """
+
+    SHARE_AT_START, SHARE_MIN, STEP_UP, DECAY = 0.4, 0.1, 0.2, 0.999
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._share = self.SHARE_AT_START
+
+    def pages(self, num_tokens: int) -> int:
+        """How many are kept for so many tokens that running requests may still generate."""
+        return int(self._share * num_tokens) // self._page_size
+
+    def note_step(self) -> None:
+        self._share = max(self.SHARE_MIN, self._share * self.DECAY)
+
+    def note_retraction(self) -> None:
+        self._share = min(1.0, self._share + self.STEP_UP)
