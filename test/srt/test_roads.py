@@ -10,8 +10,8 @@ from fixtures import roads
 # How many files each road may have: as many as today, so that none grows. In the comments, the goals.
 BUDGETS = {
     "idle turn": 8,  # 9
-    "first pass of a prompt": 47,  # 40
-    "decode step": 30,  # 28
+    "first pass of a prompt": 41,  # 40
+    "decode step": 27,  # 28
     "release kv_cache": 25,  # 24
     "resume kv_cache": 23,  # 24
     "pause retract": 20,  # 20
