@@ -14,7 +14,7 @@ from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.ports import Activity, Ranks, Work
 from ebbtide.srt.managers.control.weight_ports import TrialPass
 from ebbtide.srt.managers.io_struct import Canary
-from ebbtide.srt.managers.wire.logprobs import LOWEST_LOGPROB
+from ebbtide.srt.managers.wire.token_columns import LOWEST_LOGPROB
 
 # Calls what it is given while the new weights serve, and brings the old ones back.
 Trial: TypeAlias = Callable[[Callable[[], list[float]]], Work[list[float]]]
