@@ -73,6 +73,7 @@ def generate_with_room(group: Any, path: Path) -> Output:
             {**SIX_HEADS, "num_attention_heads": 12},
             "expected a divisor or a multiple of num_key_value_heads=3, got 4",
         ),
+        ("Phi3ForCausalLM", {}, "expected a divisor of ranks that hold self_attn.qkv_proj of Phi-3=1, got 4"),
         ("Qwen3ForCausalLM", {"intermediate_size": 98}, "expected a divisor of intermediate_size=98, got 4"),
         (
             "Qwen3MoeForCausalLM",

@@ -45,6 +45,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-windows": ("MixtralForCausalLM", {"sliding_window": 9}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None}),
     "mistral-windows": ("MistralForCausalLM", {"sliding_window": 9}),
+    "phi3": ("Phi3ForCausalLM", {}),
+    "phi3-windows-partial": ("Phi3ForCausalLM", {"sliding_window": 9, "partial_rotary_factor": 0.5}),
     "qwen2-moe": ("Qwen2MoeForCausalLM", {}),
     "qwen2-moe-dense-layers": (
         "Qwen2MoeForCausalLM",

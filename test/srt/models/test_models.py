@@ -65,7 +65,8 @@ def test_the_map_names_the_tensors_of_a_checkpoint_and_fills_every_parameter_onc
         assert parameter.is_meta
         is_wide = architecture == "Glm4MoeForCausalLM" and ".gate." in name
         assert parameter.dtype == (torch.float32 if is_wide else torch.bfloat16)
-    assert len(dict(model.named_parameters())) < len(targets)
+    num_fused = len(targets) - len(dict(model.named_parameters()))
+    assert num_fused > 0 or architecture == "Phi3ForCausalLM"  # which checkpoints hold fused
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 

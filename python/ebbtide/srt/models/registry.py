@@ -13,6 +13,7 @@ from ebbtide.srt.models.glm4_moe import Glm4MoeForCausalLM
 from ebbtide.srt.models.llama import LlamaForCausalLM
 from ebbtide.srt.models.mistral import MistralForCausalLM
 from ebbtide.srt.models.mixtral import MixtralForCausalLM
+from ebbtide.srt.models.phi3 import Phi3ForCausalLM
 from ebbtide.srt.models.qwen2 import Qwen2ForCausalLM
 from ebbtide.srt.models.qwen2_moe import Qwen2MoeForCausalLM
 from ebbtide.srt.models.qwen3 import Qwen3ForCausalLM
@@ -27,6 +28,7 @@ MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
 }
