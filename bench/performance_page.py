@@ -3,7 +3,8 @@
 `--check` only says if they differ.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; nothing else of the page is touched. Of two
-files with a row of the same key the later one counts. A row that no file has is "not measured".
+files of one kind of GPU with a row of the same key the later one counts. Another GPU than the usual one is
+named in the row. A row that no file has is "not measured".
 """
 
 from __future__ import annotations
@@ -38,25 +39,33 @@ HEADLINE = {
     "default.kept_reply_idle": "the same with the trainer's memory kept mapped (`keep_mapped`)",
 }
 
-# Tables that say how far runs are from each other.
-WITH_RUNS = ("rollout",)
+# What most rows are measured on, and the figures of other engines.
+USUAL_CARD = "H200"
 
 Row = dict[str, Any]
 
 
 def load(folder: Path) -> tuple[dict[str, Row], list[dict[str, Any]]]:
-    """Rows by key, and the files that they are from, oldest first."""
+    """Rows by key, with "@CARD" behind it where that is not the usual one; their files, oldest first."""
     files = [json.loads(path.read_text()) for path in folder.glob("gpu_*.json")]
     # Some benchmarks have tables of their own.
     files = [file for file in files if isinstance(file["results"].get("rows"), dict)]
     files = sorted(files, key=lambda file: file["date"])
     rows: dict[str, Row] = {}
     for file in files:
-        for key, row in file["results"]["rows"].items():
+        card = _card(file)
+        for name, row in file["results"]["rows"].items():
+            key = name if card == USUAL_CARD else f"{name}@{card}"
             # A later attempt that failed does not hide what was measured.
             if key not in rows or "value" in row:
                 rows[key] = row
     return rows, files
+
+
+def _card(file: dict[str, Any]) -> str:
+    """ "H100" of "NVIDIA H100 80GB HBM3"; without GPUs the usual one."""
+    gpus = file["hardware"].get("gpus")
+    return gpus[0]["name"].removeprefix("NVIDIA ").partition(" ")[0] if gpus else USUAL_CARD
 
 
 def filled(page: str, folder: Path) -> str:
@@ -77,16 +86,21 @@ def filled(page: str, folder: Path) -> str:
 def table(name: str, rows: dict[str, Row]) -> list[str]:
     if name not in TABLES:
         raise SystemExit(f"there is no table {name!r}, only {', '.join(TABLES)}, headline and sources")
-    # What was never tried and has no goal is no row.
-    mine = {
-        key: goal
-        for key, goal in GOALS.items()
-        if goal.table == name and (key in rows or goal.goal is not None)
-    }
+    cards: dict[str, list[str]] = {}
+    for full in rows:
+        key, _, card = full.partition("@")
+        cards.setdefault(key, []).append(card)
     lines = [_line(HEAD), _line(["---"] * len(HEAD))]
     bases: list[str] = []
-    for key, goal in mine.items():
-        lines.append(_line(_cells(goal, rows.get(key, {}), bases)))
+    for key, goal in GOALS.items():
+        if goal.table != name:
+            continue
+        # What was never tried and has no goal is no row.
+        for card in sorted(cards.get(key, [""] if goal.goal is not None else [])):
+            cells = _cells(goal, rows.get(f"{key}@{card}" if card else key, {}), bases)
+            if card:
+                cells = [f"{cells[0]} ({card})", *cells[1:-2], "", ""]
+            lines.append(_line(cells))
     notes = [f"{_mark(number)} {basis}." for number, basis in enumerate(bases)]
     return [*lines, *([""] if notes else []), *(f"{note}  " for note in notes)]
 
@@ -96,7 +110,7 @@ def headline(rows: dict[str, Row]) -> list[str]:
     lines = [_line(HEADLINE_HEAD), _line(["---"] * len(HEADLINE_HEAD))]
     for key, title in HEADLINE.items():
         _, value, _, _, fraction, *others = _cells(GOALS[key], rows.get(key, {}), [])
-        lines.append(_line([title, value.strip("*"), fraction, *others]))
+        lines.append(_line([title, value.partition(" (")[0].strip("*"), fraction, *others]))
     return lines
 
 
@@ -118,7 +132,7 @@ def _cells(goal: Goal, row: Row, bases: list[str]) -> list[str]:
     value = f"{number(row['value'])} {goal.unit}"
     # Bold where a goal is reached, and only there.
     value = f"**{value}**" if row["reached"] else value
-    if goal.table in WITH_RUNS:
+    if "runs" in row:
         value += f" ({_runs(row['runs'])})"
     return [goal.title, value, goal_cell, limit, fraction, *others]
 
