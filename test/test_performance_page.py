@@ -56,18 +56,19 @@ def test_a_table_is_filled_from_the_latest_result(tmp_path: Path) -> None:
     options = ("--page", str(page), "--results", str(results))
 
     assert generate(*options).returncode == 0
-    assert "kernels cached | not measured" in page.read_text()
+    assert "| start to first token, kernels cached | not measured" in page.read_text()
 
     for name, seconds, date in (("gpu_a", 16.0, "2026-02-02"), ("gpu_b", 99.0, "2026-01-01")):
         (results / f"{name}.json").write_text(json.dumps(result(seconds, date)))
     assert generate("--check", *options).returncode != 0
     assert generate(*options).returncode == 0
     text = page.read_text()
-    assert "| **16 s** | ≤ 20 | 4 (a) | 25% |" in text
+    # A GPU that is not the usual one is named.
+    assert "| start to first token, kernels cached (Some) | **16 s** | ≤ 20 | 4 (a) | 25% |" in text
     assert "(a) a bare process." in text
     assert "0123456789" in text
     assert "Some GPU" in text
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert "kernels cached | not measured" not in text
+    assert "| start to first token, kernels cached | not measured" not in text
     assert generate("--check", *options).returncode == 0
