@@ -9,7 +9,7 @@ import torch
 from fixtures.deadlines import HANG_S
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.attention import flashinfer_compile
+from ebbtide.srt.layers.attention import flashinfer_kernels
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.paged_kernel import UntilCompiled
 
@@ -45,8 +45,8 @@ class Spec:
 def compile_with(monkeypatch: pytest.MonkeyPatch, log: list[str], **specs: Spec) -> None:
     """Compile these modules; each step goes to the log."""
     monkeypatch.setenv("PATH", os.environ["PATH"])  # which compiling changes
-    monkeypatch.setattr(flashinfer_compile, "module_specs", lambda shape, device, whole: specs)
-    flashinfer_compile.compile_kernels(
+    monkeypatch.setattr(flashinfer_kernels, "module_specs", lambda shape, device, whole: specs)
+    flashinfer_kernels.compile_kernels(
         SHAPE,
         torch.device("cpu"),
         lambda name, number, total: log.append(f"{name} {number}/{total}"),

@@ -116,15 +116,16 @@ def test_every_product_equals_the_one_of_torch_in_the_interpreter(
 
 def test_too_many_tokens_and_weights_that_do_not_fit_are_refused() -> None:
     pytest.importorskip("triton")
-    from ebbtide.srt.layers.small_batch import MAX_TOKENS, linear_add_, norm_linear
+    from ebbtide.srt.layers.small_batch import MAX_TOKENS, multiply
 
     given = Tensors(MAX_TOKENS + 1, 32, 64)
     with pytest.raises(ValueError, match="65 tokens"):
-        norm_linear(given.x, given.norm, EPS, given.half, None)
+        multiply(given.x, given.norm, EPS, given.half, None, given.residual)
+    few, out = given.x[:4], given.residual[:4]
     with pytest.raises(ValueError, match="does not fit"):
-        linear_add_(given.x[:4], given.weight, None, given.residual[:4])
+        multiply(few, None, EPS, given.weight, None, out, add=True)
     with pytest.raises(ValueError, match="contiguous"):
-        norm_linear(given.x[:4].T.contiguous().T, given.norm, EPS, given.half, None)
+        multiply(few.T.contiguous().T, given.norm, EPS, given.half, None, out)
 
 
 @pytest.mark.gpu
@@ -140,7 +141,7 @@ def test_every_product_equals_the_one_of_torch(num_tokens: int, num_rows: int, n
 @pytest.mark.parametrize("num_tokens", [1, 8, 32])
 def test_a_chain_in_a_graph_gives_bit_for_bit_what_it_gives_outside(num_tokens: int) -> None:
     """In a graph kernels overlap: a kernel that read too early, or wrote too early, would show here."""
-    from ebbtide.srt.layers.small_batch import linear_add_, norm_gate_up, norm_linear
+    from ebbtide.srt.layers.small_batch import multiply
 
     given = [Tensors(num_tokens, 1024, 1024) for _ in range(2)]
     residual = given[0].x.clone()
@@ -148,11 +149,13 @@ def test_a_chain_in_a_graph_gives_bit_for_bit_what_it_gives_outside(num_tokens: 
     def chain() -> Tensor:
         started = None
         for layer in range(24):
-            tensors = given[layer % 2]
-            y = norm_linear(residual, tensors.norm, EPS, tensors.half, tensors.bias, started=started)
-            started = linear_add_(y, tensors.half, None, residual, then=(tensors.norm, EPS))
-            gated = norm_gate_up(residual, tensors.norm, EPS, tensors.weight, started=started)
-            started = linear_add_(gated, tensors.half, None, residual, then=(given[1 - layer % 2].norm, EPS))
+            tensors, following = given[layer % 2], (given[1 - layer % 2].norm, EPS)
+            own = (tensors.norm, EPS)
+            y, gated = torch.empty_like(residual), torch.empty_like(residual)
+            multiply(residual, *own, tensors.half, tensors.bias, y, started=started)
+            started = multiply(y, None, 0.0, tensors.half, None, residual, add=True, then=own)
+            multiply(residual, *own, tensors.weight, None, gated, gated="silu", started=started)
+            started = multiply(gated, None, 0.0, tensors.half, None, residual, add=True, then=following)
         return residual.clone()
 
     expected = chain()

@@ -107,17 +107,17 @@ class Linear(nn.Module):
     def project(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
         """What `forward` gives."""
         if self.takes_few(x.x_TD, kernels):
-            from ebbtide.srt.layers.small_batch import norm_linear
-
-            return norm_linear(*_folded(x), self.weight, bias_O, self.scales, _partial(x))
+            out_TO = x.x_TD.new_empty(len(x.x_TD), len(self.weight))
+            self._multiply_few(x, bias_O, out_TO)
+            return out_TO
         return self.multiply(x, bias_O, kernels)
 
     def gate(self, x: Inputs, activation: Activation, kernels: Kernels) -> Tensor:
         """What `gated` gives."""
         if self.bias is None and self.takes_few(x.x_TD, kernels):
-            from ebbtide.srt.layers.small_batch import norm_gate_up
-
-            return norm_gate_up(*_folded(x), self.weight, activation, self.scales, _partial(x))
+            out_TI = x.x_TD.new_empty(len(x.x_TD), len(self.weight) // 2)
+            self._multiply_few(x, None, out_TI, activation=activation)
+            return out_TI
         return gated(self.multiply(x, self.bias, kernels), activation)
 
     def add_to(
@@ -128,11 +128,7 @@ class Linear(nn.Module):
         if self.group.size > 1:
             self.group.add_reduced_(self._part(x_TD, kernels), residual_TO)
         elif self.takes_few(x_TD, kernels):
-            from ebbtide.srt.layers.small_batch import linear_add_
-
-            # Those kernels know no offset.
-            follows = None if then is None or then.offset != 0.0 else (then.weight, then.eps)
-            return linear_add_(x_TD, self.weight, self.bias, residual_TO, self.scales, follows)
+            return self._multiply_few(Inputs(x_TD), self.bias, residual_TO, add=True, then=then)
         else:
             self.multiply_onto(residual_TO, x_TD, kernels)
         return None
@@ -156,6 +152,35 @@ class Linear(nn.Module):
     def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
         """Whether the kernels for few tokens multiply these."""
         return len(x_TD) <= kernels.few
+
+    def _multiply_few(
+        self,
+        x: Inputs,
+        bias_O: Tensor | None,
+        out_TO: Tensor,
+        *,
+        activation: Activation | None = None,
+        add: bool = False,
+        then: RMSNorm | None = None,
+    ) -> Started | None:
+        """The product, or a gated one, into `out_TO`, or added to it; returns a part of `then`."""
+        from ebbtide.srt.layers.small_batch import multiply
+
+        # These kernels know no offset of a norm.
+        norm = x.norm if x.norm is not None and x.norm.offset == 0.0 else None
+        return multiply(
+            x.tensor() if norm is None else x.x_TD,
+            None if norm is None else norm.weight,
+            0.0 if norm is None else norm.eps,
+            self.weight,
+            bias_O,
+            out_TO,
+            gated=activation,
+            add=add,
+            scales=self.scales,
+            started=x.started if isinstance(x.started, PartialNorm) else None,
+            then=None if then is None or then.offset != 0.0 else (then.weight, then.eps),
+        )
 
     def _part(self, x_TD: Tensor, kernels: Kernels) -> Tensor:
         """What this rank adds to the product: its inputs', and from the first rank the bias."""
@@ -188,17 +213,3 @@ class Product:
 
     def tensor(self) -> Tensor:
         return self.linear.summed(self.x, self.kernels)
-
-
-def _folded(x: Inputs) -> tuple[Tensor, Tensor | None, float]:
-    """Inputs, and weight and eps of the norm, for kernels that apply it themselves.
-
-    They know no offset: with one the inputs are normalised here, and there is no weight.
-    """
-    if x.norm is None or x.norm.offset != 0.0:
-        return x.tensor(), None, 0.0
-    return x.x_TD, x.norm.weight, x.norm.eps
-
-
-def _partial(x: Inputs) -> PartialNorm | None:
-    return x.started if isinstance(x.started, PartialNorm) else None

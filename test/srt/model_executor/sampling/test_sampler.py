@@ -12,10 +12,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
-from ebbtide.srt.model_executor.sampling.choosing import invert_cdf
+from ebbtide.srt.model_executor.sampling.choosing import invert_cdf, uniforms
 from ebbtide.srt.model_executor.sampling.filters import Filters
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
-from ebbtide.srt.model_executor.sampling.noise import uniforms
 from ebbtide.srt.model_executor.sampling.sampler import Sampled, Sampler
 from ebbtide.srt.sampling_params import SamplingParams
 

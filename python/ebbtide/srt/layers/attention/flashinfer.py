@@ -29,10 +29,10 @@ from ebbtide.srt.layers.attention.base import (
     fp8_problem,
 )
 from ebbtide.srt.layers.attention.few_requests import FewRequests, serves_few, suits_few
-from ebbtide.srt.layers.attention.flashinfer_compile import compile_kernels
 from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel, can_list, saves_time
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
     Workspace,
+    compile_kernels,
     decode_kernel,
     partial_bytes,
     prefill_kernel,

@@ -34,58 +34,6 @@ _LEAST_TOKENS = 16
 _MOST_SUMS = 256
 
 
-def norm_linear(
-    x_TD: Tensor,
-    norm_weight_D: Tensor | None,
-    eps: float,
-    weight_OD: Tensor,
-    bias_O: Tensor | None,
-    scales: Tensor | None = None,
-    started: PartialNorm | None = None,
-) -> Tensor:
-    """rms_norm(x) Wᵀ (+ b), [T, O]; without the norm where its weight is None. 1 ≤ T ≤ MAX_TOKENS.
-
-    Args:
-        started: a part of the same norm of x, if it was computed before.
-    """
-    out_TO = x_TD.new_empty(len(x_TD), len(weight_OD))
-    multiply(x_TD, norm_weight_D, eps, weight_OD, bias_O, out_TO, scales=scales, started=started)
-    return out_TO
-
-
-def norm_gate_up(
-    x_TD: Tensor,
-    norm_weight_D: Tensor | None,
-    eps: float,
-    weight_2ID: Tensor,
-    activation: Activation = "silu",
-    scales: Tensor | None = None,
-    started: PartialNorm | None = None,
-) -> Tensor:
-    """activation(gate) · up of rms_norm(x), [T, I]; the gates' rows of the weight come first."""
-    out_TI = x_TD.new_empty(len(x_TD), len(weight_2ID) // 2)
-    multiply(
-        x_TD, norm_weight_D, eps, weight_2ID, None, out_TI, gated=activation, scales=scales, started=started
-    )
-    return out_TI
-
-
-def linear_add_(
-    x_TK: Tensor,
-    weight_OK: Tensor,
-    bias_O: Tensor | None,
-    residual_TO: Tensor,
-    scales: Tensor | None = None,
-    then: tuple[Tensor, float] | None = None,
-) -> PartialNorm | None:
-    """residual += x Wᵀ (+ b), in place; rounded once.
-
-    Args:
-        then: weight and eps of the norm that follows, of which a part may be computed here.
-    """
-    return multiply(x_TK, None, 0.0, weight_OK, bias_O, residual_TO, add=True, scales=scales, then=then)
-
-
 def multiply(
     x_TK: Tensor,
     norm_weight_K: Tensor | None,
@@ -102,11 +50,14 @@ def multiply(
     started: PartialNorm | None = None,
     then: tuple[Tensor, float] | None = None,
 ) -> PartialNorm | None:
-    """All of the above, with the block sizes of `config`, or those that suit the shape.
+    """x Wᵀ (+ b), or of rms_norm(x), into `out_TO` [T, O], or added to it, rounded once. 1 ≤ T ≤ MAX_TOKENS.
 
     Args:
+        norm_weight_K, eps: of the norm; without a weight there is none.
+        config: block sizes; None: those that suit the shape.
         scales: of a weight of 8 bits, one for each block of 128 × 128; of one token, which keeps its dtype.
-        gated: the activation of the gates, where the weight holds gates and ups.
+        gated: the activation of the gates, whose rows of the weight come first: the result is that · up.
+        add: whether the result is added.
         overlapped: whether kernels start before their predecessors end; it changes no result.
         started: a part of the norm of x; a kernel for one token does not use it.
         then: the norm of the result, of which a part may be computed, and returned.

@@ -1,4 +1,4 @@
-"""What chooses tokens from adjusted scores: on the host here, on CUDA in `sampling_kernel`.
+"""What chooses tokens from adjusted scores, on the host here and on CUDA in `kernel`; and the noise by which.
 
 Shapes: S rows that sample, G of them by chance (not greedy), V vocabulary.
 """
@@ -17,6 +17,10 @@ from torch import Tensor
 from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import told
 from ebbtide.srt.sampling_params import SamplingParams
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 # Temperatures beyond this say nothing more, and products with their inverse stay normal numbers.
 _MAX_TEMPERATURE = 1e30
@@ -166,3 +170,35 @@ def temperature_of(params: SamplingParams) -> float:
 
 def _aligned(num_rows: int) -> int:
     return -(-num_rows // _ROWS_ALIGNED) * _ROWS_ALIGNED
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """One number in [0, 1) per (seed, position) pair, with 53 random bits: whatever else is in the batch.
+
+    Args:
+        seeds: any integers; taken modulo 2**64.
+        positions: ≥ 0.
+
+    Source: the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+    Generators, 2014), applied to the seed and again to the position.
+    """
+    return uniforms_at(mixed_seeds(seeds), np.array(positions, dtype=np.int64))
+
+
+def mixed_seeds(seeds: Sequence[int]) -> NDArray[np.uint64]:
+    """The part of `uniforms` that depends on the seeds alone."""
+    # The seed is mixed before the position is added: seeds that differ by little must not be
+    # one another's sequence at other positions.
+    return _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64) + _GOLDEN)
+
+
+def uniforms_at(mixed: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`uniforms` of seeds that went through `mixed_seeds`."""
+    state = mixed + positions.astype(np.uint64) * _GOLDEN
+    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))

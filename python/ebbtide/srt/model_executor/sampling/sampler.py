@@ -17,7 +17,13 @@ from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec, SampleSpec, Supports
 from ebbtide.srt.model_executor.host_copies import download, upload
-from ebbtide.srt.model_executor.sampling.choosing import Chosen, HostChooser, MakeChooser
+from ebbtide.srt.model_executor.sampling.choosing import (
+    Chosen,
+    HostChooser,
+    MakeChooser,
+    mixed_seeds,
+    uniforms_at,
+)
 from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import (
     LOWEST,
@@ -25,7 +31,6 @@ from ebbtide.srt.model_executor.sampling.logprobs import (
     alternatives,
     position_logprobs,
 )
-from ebbtide.srt.model_executor.sampling.noise import mixed_seeds, uniforms_at
 from ebbtide.srt.model_executor.sampling.penalties import Penalties
 from ebbtide.srt.model_executor.sampling.support import LaunchedSupports, SupportReader
 from ebbtide.srt.model_executor.sampling.token_masks import AllowedTokens, TokenMasks

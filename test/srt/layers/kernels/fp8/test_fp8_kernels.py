@@ -60,7 +60,7 @@ def test_products_of_one_token(
 ) -> None:
     """Whose columns are kept in registers, or pass by."""
     from ebbtide.srt.layers.kernels import tiles
-    from ebbtide.srt.layers.small_batch import fp8_products, linear_add_, norm_gate_up, norm_linear
+    from ebbtide.srt.layers.small_batch import fp8_products, multiply
 
     monkeypatch.setattr(tiles, "_MAX_STATIONARY", most_kept)
     if not ON_GPU:
@@ -73,12 +73,15 @@ def test_products_of_one_token(
     x, norm, bias = random(1, num_columns), random(num_columns), random(2 * num_rows)
     normed = F.rms_norm(x.float(), norm.shape, norm.float(), EPS)
 
-    assert_near(norm_linear(x, norm, EPS, values, bias, scales), normed @ weight.T + bias.float())
+    out, gated = x.new_empty(1, 2 * num_rows), x.new_empty(1, num_rows)
+    multiply(x, norm, EPS, values, bias, out, scales=scales)
+    assert_near(out, normed @ weight.T + bias.float())
     gate, up = (normed @ weight.T).chunk(2, dim=1)
-    assert_near(norm_gate_up(x, norm, EPS, values, "silu", scales), F.silu(gate) * up)
+    multiply(x, norm, EPS, values, None, gated, gated="silu", scales=scales)
+    assert_near(gated, F.silu(gate) * up)
     residual = random(1, 2 * num_rows)
     expected = residual.float() + x.float() @ weight.T
-    linear_add_(x, values, None, residual, scales)
+    multiply(x, None, 0.0, values, None, residual, add=True, scales=scales)
     assert_near(residual, expected)
 
 
