@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
+from ebbtide import Client
 from ebbtide.srt.entrypoints.welcome import welcome
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.testing import NullRunner
@@ -70,3 +71,11 @@ def test_a_server_that_is_ready_says_what_it_serves_and_where(engine: NullEngine
         console.print(welcome(engine._service))
     said = captured.get()
     assert all(one in said for one in ("null", "kv_cache", "/dashboard", "ebbtide chat"))
+
+
+def test_an_engine_in_python_serves_http_beside_its_own_callers(engine: NullEngine) -> None:
+    with Client(engine.serve_http()) as client:
+        asked = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3, "sampling_seed": 1}}
+        assert client.generate(**asked)["output_ids"] == engine.generate(**asked)["output_ids"]
+        assert client.pause_generation("in_place")["changed"] is True
+        engine.continue_generation()

@@ -19,6 +19,8 @@ from ebbtide.srt.managers import io_struct
 from ebbtide.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from ebbtide.trainer.payload_encoding import PayloadEncoder
 
 T = TypeVar("T")
@@ -136,15 +138,43 @@ class Engine(EngineMethods):
         Raises:
             ConfigurationError: the port is taken.
         """
-        return self._wait(self._serve_dashboard(port))
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.routing import Route
 
-    async def _serve_dashboard(self, port: int) -> str:
-        from ebbtide.srt.entrypoints.dashboard.server import DashboardServer
+        from ebbtide.srt.entrypoints.dashboard.routes import Dashboard
 
-        server = DashboardServer(self._service, port)
-        self._service.at_close.append(server.close)
-        server.start()
-        return server.url
+        routes = [Route(path, endpoint) for path, endpoint in Dashboard(self._service).routes().items()]
+        # The page of another site could read what is told here if its own name came to lead here.
+        names = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+        application = Starlette(routes=routes, middleware=[names])
+        return self._wait(self._open_door(application, "127.0.0.1", port)) + "/dashboard"
+
+    def serve_http(self, port: int = 0) -> str:
+        """Serve everything that `ebbtide serve` does, on `server_args.host`, as long as the engine lives.
+
+        Args:
+            port: TCP port; 0: a free one.
+
+        Returns:
+            The URL.
+
+        Raises:
+            ConfigurationError: the port is taken.
+        """
+        from ebbtide.srt.entrypoints.http_server import create_app  # seconds of imports
+
+        application = create_app(self._service)
+        return self._wait(self._open_door(application, self.server_args.host, port))
+
+    async def _open_door(self, application: ASGIApp, host: str, port: int) -> str:
+        from ebbtide.srt.entrypoints.door import Door
+
+        door = Door(application, host, port)
+        self._service.at_close.append(door.close)
+        door.start()
+        return door.url
 
     # --------------------------------------------------------------------------------------------- lifetime
 
