@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := python compat test bench examples
+SOURCES := python compat plugins test bench examples
 # All, or some: make tests TESTS=test/srt/test_config.py
 TESTS := test
 # Much of a test's time is waiting for an engine: four at a time keep two cores busy.
@@ -38,12 +38,13 @@ RUFF_OPTIONS := --config python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo wheel clean test-gpu test-multi-gpu bench-gpu
+.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo wheel test-plugins clean test-gpu test-multi-gpu bench-gpu
 
 help:
 	@echo "make test     formatting, lint, types, import order, tests"
 	@echo "make unit     the tests that start no process; make contract, make processes: the others"
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
+	@echo "make test-plugins  verl drives an engine through plugins/ebbtide-verl"
 	@echo "make wheel    dist/ebbtide-….whl"
 	@echo "make fuzz     50,000 random sequences of control requests (FUZZ_SEQUENCES)"
 	@echo "make soak     a server under a storm of control requests for 30 minutes (SOAK_MINUTES)"
@@ -151,10 +152,22 @@ $(VENV)/.installed-demo: python/pyproject.toml
 demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 	@$(BIN)/ebbtide demo
 
+# In an environment of their own: verl brings a hundred packages.
+test-plugins: .venv-plugins/.installed
+	@.venv-plugins/bin/python -m pytest --quiet plugins/ebbtide-verl/tests
+
+.venv-plugins/.installed: python/pyproject.toml plugins/ebbtide-verl/pyproject.toml
+	@echo "installing verl and the plugin into .venv-plugins (minutes)"
+	@$(PYTHON) -m venv .venv-plugins
+	@.venv-plugins/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	@.venv-plugins/bin/pip install --quiet --disable-pip-version-check pytest httpx \
+		--editable python --editable plugins/ebbtide-verl
+	@touch $@
+
 wheel: $(INSTALLED)
 	@$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./python
 	@ls dist/*.whl
 
 clean:
-	rm -rf $(VENV) demo_out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-plugins demo_out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	cd python && rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

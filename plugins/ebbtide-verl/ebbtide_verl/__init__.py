@@ -1,0 +1,24 @@
+"""Ebbtide as a rollout engine of verl, whose own import imports this by its entry point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "ebbtide"
+
+
+def _load_replica() -> type[Any]:
+    from ebbtide_verl.replica import EbbtideReplica
+
+    return EbbtideReplica
+
+
+def register() -> None:
+    """Have `rollout.name=ebbtide` mean this package."""
+    from verl.workers.rollout import base, replica
+
+    replica.RolloutReplicaRegistry.register(NAME, _load_replica)
+    base._ROLLOUT_REGISTRY[NAME, "async"] = "ebbtide_verl.trainer_side.TrainerSide"
+
+
+register()

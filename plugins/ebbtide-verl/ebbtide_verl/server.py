@@ -1,0 +1,205 @@
+"""The engine of a replica in its Ray actor, with the methods that verl's agent loops and trainers call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
+
+from ebbtide import Engine
+from ebbtide_verl.settings import engine_arguments
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
+
+class EbbtideServer:
+    """One engine, and the HTTP server over it.
+
+    Args:
+        config: verl's RolloutConfig.
+        model_config: verl's HFModelConfig.
+        mode: whether the trainer shares the engine's GPUs, and brings it weights.
+    """
+
+    def __init__(self, config: Any, model_config: Any, mode: RolloutMode) -> None:
+        self._config, self._mode = config, mode
+        self._arguments = engine_arguments(
+            config, model_config, shares_gpus=mode is not RolloutMode.STANDALONE
+        )
+        self._engine: Engine | None = None
+        self._address = ""
+
+    async def launch_server(self) -> str:
+        """Start; returns host:port of the HTTP server."""
+        host = ray.util.get_node_ip_address()
+        self._engine = await asyncio.to_thread(Engine, host=host, **self._arguments)
+        self._address = urlsplit(await asyncio.to_thread(self._engine.serve_http)).netloc
+        return self._address
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "launch_server comes first"
+        return self._engine
+
+    # -------------------------------------------------------------------------------------------- generation
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        **_: Any,
+    ) -> TokenOutput:
+        """Continue token ids.
+
+        Args:
+            sampling_params: of SGLang's or vLLM's names for what differs: `max_tokens`, `logprobs`.
+
+        Raises:
+            ValueError: images or videos, or a prompt that leaves no room.
+            RequestRejected: what the engine refuses.
+        """
+        if image_data or video_data:
+            raise ValueError("rollout.name=ebbtide takes text alone: got images or videos")
+        params = dict(sampling_params)
+        wants_logprobs = bool(params.pop("logprobs", False))
+        num_prompt_logprobs = params.pop("prompt_logprobs", None)
+        wanted = params.pop("max_new_tokens", None)
+        wanted = params.pop("max_tokens", wanted)
+        params["max_new_tokens"] = self._room(len(prompt_ids), wanted)
+        of_prompt = {} if num_prompt_logprobs is None else {"logprob_start_len": 0}
+        if num_prompt_logprobs:
+            of_prompt["top_logprobs_num"] = num_prompt_logprobs
+        answer = await self.engine.async_generate(
+            input_ids=[int(one) for one in prompt_ids],
+            sampling_params=params,
+            rid=request_id,
+            return_logprob=wants_logprobs or bool(of_prompt),
+            return_routed_experts=bool(self._config.enable_rollout_routing_replay) or None,
+            routed_experts_format="npy" if self._config.enable_rollout_routing_replay else None,
+            **of_prompt,
+        )
+        meta = answer["meta_info"]
+        extra = steps_of(meta)
+        if num_prompt_logprobs is not None:
+            extra.update(prompt_logprobs(meta, num_prompt_logprobs))
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]] if wants_logprobs else None
+        return TokenOutput(
+            token_ids=answer["output_ids"],
+            log_probs=logprobs,
+            routed_experts=meta.get("routed_experts"),
+            stop_reason=(meta["finish_reason"] or {}).get("type"),
+            num_preempted=meta["num_retractions"],
+            extra_fields=extra,
+        )
+
+    def _room(self, prompt_len: int, wanted: int | None) -> int:
+        """How many tokens an output may have."""
+        config = self._config
+        if wanted is None:
+            wanted = min(config.response_length, config.prompt_length + config.response_length - prompt_len)
+        most = wanted if config.max_model_len is None else config.max_model_len - prompt_len - 1
+        if most < 0:
+            raise ValueError(
+                f"a prompt of {prompt_len} tokens does not fit max_model_len={config.max_model_len}"
+            )
+        return max(0, min(wanted, most))
+
+    # ----------------------------------------------------------------------------------------------- control
+
+    async def wake_up(self) -> None:
+        """Take memory again. In hybrid mode the trainer does, with new weights."""
+        if self._mode is RolloutMode.HYBRID:
+            raise ValueError(
+                "wake_up: in hybrid mode the trainer resumes weights and KV cache, and updates them"
+            )
+        await self.engine.async_resume_memory_occupation(self._slept_tags)
+
+    async def sleep(self) -> None:
+        """Give memory to the trainer, if `free_cache_engine` says so."""
+        if self._config.free_cache_engine:
+            await self.engine.async_release_memory_occupation(self._slept_tags)
+
+    @property
+    def _slept_tags(self) -> list[str]:
+        return [KV_CACHE] if self._mode is RolloutMode.STANDALONE else [KV_CACHE, WEIGHTS]
+
+    async def release(self, tags: Sequence[str]) -> None:
+        if self._config.free_cache_engine:
+            await self.engine.async_release_memory_occupation(list(tags))
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        if self._config.free_cache_engine:
+            await self.engine.async_resume_memory_occupation(list(tags))
+
+    async def release_kv_cache(self) -> None:
+        await self.release([KV_CACHE])
+
+    async def resume_kv_cache(self) -> None:
+        await self.resume([KV_CACHE])
+
+    async def clear_kv_cache(self) -> None:
+        await self.engine.async_flush_cache()
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """End running requests with the tokens that they have; new ones wait for `resume_generation`."""
+        await self.engine.async_pause_generation("abort")
+
+    async def resume_generation(self) -> None:
+        await self.engine.async_continue_generation()
+
+    async def begin_update(self) -> None:
+        await self.engine.async_begin_weight_update()
+
+    async def stage(self, entries: list[bytes]) -> None:
+        """Take a bucket, an entry for each rank; it serves once the update has ended."""
+        await self.engine.async_update_weights_from_tensor(entries, load_format="flattened_bucket")
+
+    async def end_update(self, global_steps: int | None) -> None:
+        """Commit all buckets at once, as the weights of this step."""
+        version = None if global_steps is None else str(global_steps)
+        await self.engine.async_end_weight_update(weight_version=version, flush_cache=True)
+
+    async def abort_update(self) -> None:
+        await self.engine.async_abort_weight_update()
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Name the weights that serve."""
+        await self.engine.async_update_weight_version(str(global_steps))
+
+    async def start_profile(self, **_: Any) -> None:
+        """There is no profiler of the engine's own; `ebbtide top` and traces show what it does."""
+
+    async def stop_profile(self) -> None:
+        """As `start_profile`."""
+
+
+def steps_of(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Which steps' weights sampled an output: verl's fields, from the engine's spans."""
+    named = [span["version"] for span in meta["weight_versions"]] or [meta["weight_version"]]
+    steps = [int(version) for version in named if version.isdecimal()]
+    if not steps:
+        return {"global_steps": None}
+    return {"global_steps": steps[-1], "min_global_steps": min(steps), "max_global_steps": max(steps)}
+
+
+def prompt_logprobs(meta: Mapping[str, Any], num_top: int) -> dict[str, Any]:
+    """Logprobs of prompt tokens as verl's distillation reads them: a row for each token, the last of zeros.
+
+    Row i is of token i + 1: the first token has no probability.
+    """
+    if num_top:
+        rows = [[entry[:2] for entry in entries] for entries in meta["input_top_logprobs"][1:]]
+    else:
+        rows = [[entry[:2]] for entry in meta["input_token_logprobs"][1:]]
+    width = max(num_top, 1)
+    return {
+        "prompt_ids": [[int(token_id) for _, token_id in row] for row in rows] + [[0] * width],
+        "prompt_logprobs": [[float(logprob) for logprob, _ in row] for row in rows] + [[0.0] * width],
+    }

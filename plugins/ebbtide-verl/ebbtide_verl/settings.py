@@ -1,0 +1,73 @@
+"""What verl's rollout settings mean as arguments of an engine, and which of them it cannot honour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def refuse(config: Any, model_config: Any, num_nodes: int) -> None:
+    """Refuse settings that would be ignored otherwise.
+
+    Args:
+        config: verl's RolloutConfig.
+        model_config: verl's HFModelConfig.
+        num_nodes: that a replica would be on.
+
+    Raises:
+        ValueError: names the setting, and what does.
+    """
+    lora_rank = getattr(model_config, "lora_rank", 0) or 0
+    merges = bool((getattr(model_config, "lora", None) or {}).get("merge", False))
+    mtp = getattr(config, "mtp", None)
+    disaggregation = getattr(config, "disaggregation", None)
+    problems = [
+        (
+            config.pipeline_model_parallel_size > 1,
+            f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}: expected 1",
+        ),
+        (
+            num_nodes > 1,
+            f"a replica on {num_nodes} nodes: choose a tensor_model_parallel_size that one node has",
+        ),
+        (lora_rank > 0 and not merges, "LoRA: expected model.lora.merge=True"),
+        (mtp is not None and mtp.enable and mtp.enable_rollout, "mtp.enable_rollout: expected False"),
+        (disaggregation is not None and disaggregation.enabled, "disaggregation.enabled: expected False"),
+        (
+            config.quantization not in (None, "fp8"),
+            f"quantization={config.quantization}: expected fp8 or none",
+        ),
+    ]
+    named = [text for is_so, text in problems if is_so]
+    if named:
+        raise ValueError(f"rollout.name=ebbtide does not do this: {'; '.join(named)}")
+
+
+def engine_arguments(config: Any, model_config: Any, *, shares_gpus: bool) -> dict[str, Any]:
+    """The fields of `ebbtide.ServerArgs`.
+
+    Args:
+        config: verl's RolloutConfig.
+        model_config: verl's HFModelConfig.
+        shares_gpus: with the trainer, which then brings the first weights.
+    """
+    given = dict((config.engine_kwargs or {}).get("ebbtide") or {})
+    arguments = {
+        "model_path": model_config.local_path,
+        "dtype": config.dtype,
+        "tp_size": config.tensor_model_parallel_size,
+        "dp_size": config.data_parallel_size,
+        "mem_fraction_static": config.gpu_memory_utilization,
+        "context_length": config.max_model_len,
+        "max_running_requests": config.max_num_seqs,
+        "trust_remote_code": model_config.trust_remote_code,
+        "skip_tokenizer_init": config.skip_tokenizer_init,
+        "disable_cuda_graph": config.enforce_eager,
+        "load_format": config.load_format if config.load_format == "dummy" else None,
+        "quantization": config.quantization,
+        "enable_return_routed_experts": config.enable_rollout_routing_replay or None,
+        "enable_weights_cpu_backup": shares_gpus or None,
+        "log_level": "error",
+        # verl's workers of other nodes ask it too; its network is that of the Ray cluster.
+        "allow_unauthenticated_control": True,
+    }
+    return {name: value for name, value in {**arguments, **given}.items() if value is not None}

@@ -1,0 +1,123 @@
+"""What runs in verl's training workers: it hands the engine of their replica memory and weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import ray
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.utils import ensure_async_iterator
+
+from ebbtide.formats.bucket import FlattenedTensorBucket
+from ebbtide.trainer.payload_encoding import serialize_bucket
+from ebbtide_verl.replica import server_name
+
+
+class TrainerSide(BaseRollout):  # type: ignore[misc]
+    """The rollout of one training worker. The first worker of each replica speaks for all of them.
+
+    Every worker has to walk through `weights`: a sharded trainer gathers tensors as it yields them.
+    """
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
+        super().__init__(config, model_config, device_mesh)
+        rank = int(os.environ["RANK"])
+        per_replica = self.config.tensor_model_parallel_size * self.config.data_parallel_size
+        self._replica_rank = rank // per_replica if replica_rank == -1 else replica_rank
+        self._server: Any = None
+
+    async def resume(self, tags: list[str]) -> None:
+        """Take memory of the engine again: `weights`, `kv_cache`."""
+        if self._leads:
+            await self._actor.resume.remote(tags)
+
+    async def release(self) -> None:
+        """Have the engine give the memory of weights and KV cache to the trainer."""
+        if self._leads:
+            await self._actor.release.remote(["kv_cache", "weights"])
+
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]],
+        wire_format: str = "named_tensors",
+        global_steps: int | None = None,
+        **_: Any,
+    ) -> None:
+        """Send all weights, bucket by bucket; the engine serves them once it has all.
+
+        Args:
+            weights: (checkpoint name, whole tensor) pairs.
+            wire_format: only "named_tensors".
+            global_steps: the version of the weights.
+
+        Raises:
+            NotImplementedError: another wire format.
+            RequestRejected: they do not fit the engine's model; what served before goes on.
+        """
+        if wire_format != "named_tensors":
+            raise NotImplementedError(f"wire_format={wire_format}: rollout.name=ebbtide takes named_tensors")
+        bucket_bytes = int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20
+        if self._leads:
+            await self._actor.begin_update.remote()
+        try:
+            async for bucket in _buckets(weights, bucket_bytes):
+                entries = self._gather(serialize_bucket(bucket))
+                if self._leads:
+                    await self._actor.stage.remote(entries)
+                # The engine has read what lies behind the entries; only now may it be freed.
+                dist.barrier(self._mesh.get_group())
+        except BaseException:
+            if self._leads:
+                await self._actor.abort_update.remote()
+            raise
+        if self._leads:
+            await self._actor.end_update.remote(global_steps)
+
+    def _gather(self, entry: bytes) -> list[bytes]:
+        """The entries of all workers of the replica, in the order of the ranks; for the first of them."""
+        size = self._mesh.size()
+        entries: list[Any] | None = [None] * size if self._leads else None
+        dist.gather_object(
+            entry, entries, dst=int(self._mesh.mesh.flatten()[0]), group=self._mesh.get_group()
+        )
+        return entries or []
+
+    @property
+    def _mesh(self) -> Any:
+        """The workers of this replica."""
+        if self.device_mesh is None:
+            per_replica = self.config.tensor_model_parallel_size * self.config.data_parallel_size
+            shape = (dist.get_world_size() // per_replica, per_replica)
+            self.device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "infer_tp"))
+        return self.device_mesh["infer_tp"]
+
+    @property
+    def _leads(self) -> bool:
+        return bool(self._mesh.get_local_rank() == 0)
+
+    @property
+    def _actor(self) -> Any:
+        if self._server is None:
+            self._server = ray.get_actor(server_name(self._replica_rank))
+        return self._server
+
+
+async def _buckets(
+    weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], bucket_bytes: int
+) -> AsyncIterator[FlattenedTensorBucket]:
+    """Buckets of at most so many bytes; a larger tensor has its own. Holds one bucket's tensors at a time."""
+    pending: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    async for name, tensor in ensure_async_iterator(weights):
+        if pending and num_bytes + tensor.nbytes > bucket_bytes:
+            yield FlattenedTensorBucket(pending)
+            pending, num_bytes = [], 0
+        pending.append((name, tensor.detach()))
+        num_bytes += tensor.nbytes
+    if pending:
+        yield FlattenedTensorBucket(pending)
