@@ -232,20 +232,17 @@ def _shared_storage(storage: torch.UntypedStorage) -> HostStorage:
     return HostStorage(manager, handle, num_bytes)
 
 
-def _checked(named_tensors: Iterable[object]) -> NamedTensors:
-    checked = []
-    for item in named_tensors:
-        match item:
-            case (str(name), torch.Tensor() as tensor):
-                checked.append((name, tensor))
-            case _:
-                raise RequestRejected(
-                    f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}"
-                )
+def _checked(named_tensors: Iterable[Any]) -> NamedTensors:
+    tensors = list(named_tensors)
+    for item in tensors:
+        is_pair = isinstance(item, tuple | list) and len(item) == 2
+        if not is_pair or not isinstance(item[0], str) or not isinstance(item[1], torch.Tensor):
+            raise RequestRejected(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
+        name, tensor = item
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
             raise RequestRejected(f"{name}: expected a dense tensor with data, got {described}")
-    return checked
+    return tensors
 
 
 def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, bytes]:
