@@ -93,8 +93,8 @@ class Payload:
             self._abandon(self)
 
 
-class Counts:
-    """How many references each reader has yet to give back, in a file in shared memory.
+class CounterFile:
+    """A file in shared memory that counts the references which each reader has yet to give back.
 
     Args:
         num_references: handed to each reader.
@@ -282,7 +282,7 @@ class _Export:
 
     allocations: Allocations
     entries: list[bytes]
-    counts: Counts
+    counts: CounterFile
     names: tuple[str, ...]
 
 
@@ -295,7 +295,7 @@ class IpcExporter:
         self._last: Allocations | None = None
         # By each tensor's name; the first of a name's exports is the only one.
         self._standing: dict[str, _Export] = {}
-        self._unfinished: list[tuple[Payload, Counts]] = []
+        self._unfinished: list[tuple[Payload, CounterFile]] = []
         # Updates may be encoded in several threads at once.
         self._lock = threading.Lock()
 
@@ -356,7 +356,7 @@ class IpcExporter:
         return export
 
     def _share(self, allocations: Allocations, names: tuple[str, ...] = ()) -> _Export:
-        counts = Counts(self._num_readers, len(allocations.begins))
+        counts = CounterFile(self._num_readers, len(allocations.begins))
         storages = [
             [DeviceStorage(*storage, 0, counts.name, reader) for storage in allocations.storages]
             for reader in range(self._num_readers)

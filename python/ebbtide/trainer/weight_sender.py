@@ -241,17 +241,14 @@ class WeightSender:
         )
 
     def _buckets(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
-        buckets = gathered_buckets(named_tensors, self._bucket_bytes)
-        if self._served is None or not self._targets:
-            return buckets
-        return self._changes(buckets, self._served)
-
-    def _changes(self, buckets: Iterator[Bucket], served: ServedWeights) -> Iterator[Bucket]:
-        # The first of them is asked for once the sessions are open: from then on nobody else commits. Where
-        # nothing has changed nothing is sent, so no engine could tell that it serves something else.
-        if served.version is not None and not self._all_serve(served.version):
-            served.forget()
-        yield from served.changes(buckets)
+        buckets, served = gathered_buckets(named_tensors, self._bucket_bytes), self._served
+        if served is not None and self._targets:
+            # It is asked for once the sessions are open: from then on nobody else commits. Where nothing has
+            # changed nothing is sent, so no engine could find that it serves something else.
+            if served.version is not None and not self._all_serve(served.version):
+                served.forget()
+            buckets = served.changes(buckets)
+        yield from buckets
 
     def _all_serve(self, version: str) -> bool:
         """Whether every engine has the weights of this version, and all of them: a release may lose them."""
