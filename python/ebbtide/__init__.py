@@ -5,13 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from ebbtide.client import Client
     from ebbtide.srt.entrypoints.engine import Engine
     from ebbtide.srt.sampling_params import SamplingParams
     from ebbtide.srt.server_args import ServerArgs
 
-__version__ = "0.1.0"
 __all__ = ["Client", "Engine", "SamplingParams", "ServerArgs"]
 
 # Loaded when first asked for: trainers and command lines import this package without wanting torch at once.

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
-from ebbtide import __version__
+from ebbtide.version import __version__
 
 GIB = 1 << 30
 SMALL_SHM_BYTES = GIB

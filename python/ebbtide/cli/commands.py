@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from ebbtide import __version__
 from ebbtide.cli import control, measure, talk, watch
+from ebbtide.version import __version__
 
 ON_THIS_MACHINE = "Run it on this machine"
 ASK = "Ask a server"

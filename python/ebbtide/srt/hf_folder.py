@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import ebbtide
 from ebbtide.srt.errors import ConfigurationError
+from ebbtide.version import SOURCE_ROOT
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # Models that come with Ebbtide, which `ebbtide.demo.tiny` made.
-_OWN_MODELS = Path(ebbtide.__file__).parent / "models"
+_OWN_MODELS = SOURCE_ROOT / "ebbtide" / "models"
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors", "*.bin"]
 

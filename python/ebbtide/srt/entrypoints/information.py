@@ -10,11 +10,11 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from ebbtide import __version__
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.bodies import Reply
 from ebbtide.srt.entrypoints.occupation import EngineState, num_gpus, total_tags
 from ebbtide.srt.managers.io_struct import Load, StateReport, TagReport
+from ebbtide.version import __version__
 
 # /server_info says that there are keys, and not which.
 KEY_FIELDS: Final = ("api_key", "admin_api_key")

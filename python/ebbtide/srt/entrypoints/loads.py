@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 
 from msgspec import UNSET, Struct, UnsetType
 
-from ebbtide import __version__
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import Load
+from ebbtide.version import __version__
 
 _SUMMABLE = (
     "num_running_reqs",

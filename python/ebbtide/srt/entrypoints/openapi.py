@@ -8,7 +8,6 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from ebbtide import __version__
 from ebbtide.srt.entrypoints import bodies
 from ebbtide.srt.entrypoints.auth import Access, access_of
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES
@@ -36,6 +35,7 @@ from ebbtide.srt.entrypoints.vllm.weight_transfer import InitInfo, LendingInfo
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.io_struct import ControlRequest, Reply
 from ebbtide.srt.sampling_params import SamplingParams
+from ebbtide.version import __version__
 
 # What bodies hold that say in their own words what they are.
 PARTS = (SamplingParams, InitInfo, LendingInfo, FetchInfo)

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from ebbtide import __version__
 from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.version import __version__
 
 MB = 1e6
 

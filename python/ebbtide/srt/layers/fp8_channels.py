@@ -41,7 +41,8 @@ class ChannelLinear(EightBitLinear):
     def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
         from ebbtide.srt.layers.kernels.fp8.rows import product_of_rows, quantize_tokens
 
-        tokens = quantize_tokens(x.x_TD, x.norm)
+        norm = None if x.norm is None else (x.norm.weight, x.norm.eps, x.norm.offset)
+        tokens = quantize_tokens(x.x_TD, norm)
         return product_of_rows(*tokens, self.weight, self.weight_scale)[: len(x.x_TD)]
 
 

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -301,6 +301,6 @@ class Committee:
             call.refusal = msgspec.structs.replace(call.refusal, message=message)
         call.awaited = set(undoing)
         for member, request in undoing.items():
-            self._send(member, ControlCall(id=call_id, request=request))
+            self._send(member, ControlCall(id=call_id, request=cast("AnyControlRequest", request)))
             self._give_up_before(request)
         return True

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from ebbtide.srt.entrypoints.launch import heartbeat
-from ebbtide.srt.entrypoints.launch.heartbeat import Pulse, PulseWatch
+from ebbtide.srt.entrypoints.launch import child_process
+from ebbtide.srt.entrypoints.launch.child_process import PulseWatch
+from ebbtide.srt.entrypoints.launch.heartbeat import Pulse
 
 
 class Beating:
@@ -15,13 +16,13 @@ class Beating:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self.children: list[Any] = [
             SimpleNamespace(name=name, pid=pid, pulse=Pulse(), has_ended=False)
             for pid, name in enumerate(("a", "b"))
         ]
         self.states = ["S", "S"]
-        monkeypatch.setattr(heartbeat, "_state_of", self.states.__getitem__)
+        monkeypatch.setattr(child_process, "_state_of", self.states.__getitem__)
         self.watch = PulseWatch(self.children, 10.0, "--limit")
 
     def after(self, seconds: float, *silent: str) -> None:

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.entrypoints.launch.child_process import ChildProcess
+from ebbtide.srt.entrypoints.launch.child_process import ChildProcess, PulseWatch
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses, rank_name, thread_defaults
-from ebbtide.srt.entrypoints.launch.heartbeat import PulseWatch
 from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
 from ebbtide.srt.entrypoints.launch.placement import local_ranks
 from ebbtide.srt.entrypoints.launch.process import ProcessStart

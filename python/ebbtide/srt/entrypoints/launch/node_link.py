@@ -26,12 +26,12 @@ from typing import Any
 
 import msgspec
 
-from ebbtide import __version__
 from ebbtide.srt.argument_checks import split_address
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.launch.placement import NodeAddress, ReservedPorts, num_ports, place_replicas
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
+from ebbtide.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ebbtide import __version__
 from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
 from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
@@ -40,6 +39,7 @@ from ebbtide.srt.entrypoints.vllm.published import FetchParameters, PullParamete
 from ebbtide.srt.entrypoints.vllm.remote_calls import RemoteCalls
 from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.version import __version__
 
 # A handler takes the parameters and returns the body of the answer.
 Handler = Callable[[Any], Awaitable[Body]]

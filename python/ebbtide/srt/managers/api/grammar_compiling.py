@@ -17,16 +17,15 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
-import ebbtide
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.text.grammar import RecentGrammars
 from ebbtide.srt.managers.text.grammar_process import BEGUN, COMPILED, CompileJob, CompilerStart
 from ebbtide.srt.sampling_params import GrammarSpec
+from ebbtide.version import SOURCE_ROOT
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +158,7 @@ class CompilerProcess:
         if self._jobs is not None:
             return self._jobs
         self._jobs, theirs = socket.socketpair()
-        root = str(Path(ebbtide.__file__).parents[1])
+        root = str(SOURCE_ROOT)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         module = "ebbtide.srt.managers.text.grammar_process"
         with theirs:

@@ -142,7 +142,7 @@ class OutputProcessor:
             req.first_token_s = time.monotonic()
         if not req.spec.params.ignore_eos:
             self._stop_ids |= req.spec.stop_ids
-        req.kv.rows.settled[req.kv.row] = commit.number
+        self._policy.rows.settled[req.kv.row] = commit.number
 
     def _find_ended(
         self,

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Final
+
+import numpy as np
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import FinishReason, LogprobList, RetractCause
 from ebbtide.srt.managers.scheduling.routes import RouteRows
-from ebbtide.srt.managers.scheduling.running_rows import LONGEST_STREAM_INTERVAL, RunningRows
 from ebbtide.srt.managers.scheduling.versions import NO_CONTRACT, Commit
 from ebbtide.srt.managers.text.incremental_detokenizer import StopStringMatcher
 from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.managers.wire.token_columns import SupportList
 from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, SampleSpec
+
+# Tokens of a chunk. Whoever gets more at a time collects them, and has no use for even gaps.
+LONGEST_STREAM_INTERVAL: Final = 16
 
 
 class Phase(Enum):
@@ -24,6 +29,19 @@ class Phase(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+class KVCounts:
+    """Columns by row of the page table: how many tokens of the request that holds it have KV.
+
+    Attributes:
+        launched: tokens whose KV is computed or in flight.
+        computed: tokens whose KV is computed.
+        in_flight: output tokens that steps in flight are sampling.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.launched, self.computed, self.in_flight = np.zeros((3, num_rows), dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -42,7 +60,7 @@ class KVHold:
     lease: PrefixLease
     pages: list[int]
     row: int
-    rows: RunningRows
+    rows: KVCounts
     is_prefilled: bool = False
     commit_starts: list[tuple[Commit, int]] = field(default_factory=list)
 

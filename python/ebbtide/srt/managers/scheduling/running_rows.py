@@ -10,27 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ebbtide.srt.managers.io_struct import LogprobColumns
+from ebbtide.srt.managers.scheduling.request import LONGEST_STREAM_INTERVAL, KVCounts, Req
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, LogprobArrays, Routes
-
-if TYPE_CHECKING:
-    from ebbtide.srt.managers.scheduling.request import Req
 
 Column = NDArray[np.int64]
 
 PLAIN_STREAM, OTHER_STREAM = 1, 2
-# Tokens of a chunk. Whoever gets more at a time collects them, and has no use for even gaps.
-LONGEST_STREAM_INTERVAL: Final = 16
 # Numbers that a row of `OutputLogprobs` has room for: with the 20 most likely tokens, those of 24.
 ROW_LEN: Final = 1024
 
 
-class RunningRows:
+class RunningRows(KVCounts):
     """Columns by page-table row; what stands in rows that nobody holds means nothing.
 
     Attributes:
@@ -38,10 +34,7 @@ class RunningRows:
         num_prompt: tokens of the prompt.
         planned: tokens that are known or in flight.
         limit: tokens with all that may be generated.
-        launched: tokens whose KV is computed or in flight.
-        computed: tokens whose KV is computed.
         capacity: tokens that the pages have room for.
-        in_flight: output tokens that steps in flight are sampling.
         last_token: the output token that came last, as long as none is in flight.
         settled: number of the weight update under which the request was last looked at as a whole; −1 as long
             as its prefill goes on. See `OutputProcessor.commit`.
@@ -57,11 +50,13 @@ class RunningRows:
     """
 
     def __init__(self, num_rows: int) -> None:
+        super().__init__(num_rows)
+
         def column() -> Column:
             return np.zeros(num_rows, dtype=np.int64)
 
         self.serial, self.num_prompt, self.planned, self.limit = column(), column(), column(), column()
-        self.launched, self.computed, self.capacity, self.in_flight = column(), column(), column(), column()
+        self.capacity = column()
         self.last_token, self.settled, self.needs_ids = column(), column(), column()
         self.is_followed, self.stream_kind, self.num_routed = column(), column(), column()
         self.logprob_kind, self.output_interval, self.next_output = column(), column(), column()

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeVar
 
 import msgspec
 
 from ebbtide.srt.managers.wire.merge_rules import merge_rules
 from ebbtide.srt.managers.wire.message import Message, Reply
-
-if TYPE_CHECKING:
-    from ebbtide.srt.managers.io_struct import AnyControlRequest
 
 Methods = tuple[Literal["POST", "GET"], ...]
 POST: Final[Methods] = ("POST",)
@@ -122,7 +119,7 @@ class ControlRequest(Message, frozen=True, kw_only=True):
         """Whether this refuses an update that is not committed."""
         return False
 
-    def undo(self, outcome: Outcome) -> Mapping[int, AnyControlRequest]:
+    def undo(self, outcome: Outcome) -> Mapping[int, ControlRequest]:
         """What takes this back on the replicas that did it, as others refused. Empty: nothing needs to be."""
         return {}
 

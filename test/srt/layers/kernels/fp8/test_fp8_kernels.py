@@ -239,7 +239,7 @@ def test_rows_with_a_scale_each(num_tokens: int, normed: bool) -> None:
     x, norm = random(num_tokens, 464), RMSNorm(464, eps=EPS, dtype=DTYPE)
     norm.weight = torch.nn.Parameter(random(464), requires_grad=False)
     given = (norm(x) if normed else x).float()
-    values, scales = quantize_tokens(x, norm if normed else None)
+    values, scales = quantize_tokens(x, (norm.weight, EPS, 0.0) if normed else None)
     wide = values[:num_tokens].float() * scales[:num_tokens]
     assert (wide - given).norm() / given.norm() < (0.04 if ON_GPU else 0.08)
 

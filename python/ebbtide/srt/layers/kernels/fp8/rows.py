@@ -7,7 +7,7 @@ Shapes: T tokens, R rows, K columns, J of them, O outputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ from torch import Tensor
 from ebbtide.srt.layers.kernels.fp8.quantize import divided
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
-if TYPE_CHECKING:
-    from ebbtide.srt.layers.norm import RMSNorm
+# Weight, eps and offset of an `RMSNorm`.
+NormTerms: TypeAlias = tuple[Tensor, float, float]
 
 # cuBLAS wants multiples of 16, and so many take it no longer than fewer.
 _LEAST_TOKENS, _TOKENS = 32, 16
@@ -31,7 +31,7 @@ def quantize_rows(weight_RK: Tensor, values_RJ: Tensor, scales_R1: Tensor, first
     _launch(weight_RK, None, values_RJ, scales_R1, first_column)
 
 
-def quantize_tokens(x_TK: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x_TK: Tensor, norm: NormTerms | None = None) -> tuple[Tensor, Tensor]:
     """x, or norm(x), in e4m3, and its scales: [T', K] and [T', 1].
 
     T' is T rounded up to what cuBLAS takes: what the rows behind T hold means nothing.
@@ -53,21 +53,22 @@ def product_of_rows(x_TK: Tensor, x_scales_T1: Tensor, weight_OK: Tensor, scales
 
 
 def _launch(
-    x_RK: Tensor, norm: RMSNorm | None, values_RJ: Tensor, scales_R1: Tensor, first_column: int = 0
+    x_RK: Tensor, norm: NormTerms | None, values_RJ: Tensor, scales_R1: Tensor, first_column: int = 0
 ) -> None:
     num_rows, num_columns = x_RK.shape
+    weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
     block = triton.next_power_of_2(num_columns)
     _quantize[(num_rows,)](
         x_RK,
-        None if norm is None else norm.weight,
+        weight,
         values_RJ,
         scales_R1,
         x_RK.stride(0),
         values_RJ.stride(0),
         first_column,
         values_RJ.shape[1],
-        0.0 if norm is None else norm.eps,
-        0.0 if norm is None else norm.offset,
+        eps,
+        offset,
         COLUMNS=num_columns,
         BLOCK=block,
         NORM=norm is not None,
