@@ -62,7 +62,7 @@ class ConstantRunner:
 
     def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> FinishedStep:
         if self._builds_tensors:
-            ForwardBatch.from_plan(plan, self._harness.table.array, PAGE_SIZE)
+            ForwardBatch.from_plan(plan, self._harness.table.arrays, PAGE_SIZE)
         return FinishedStep(StepResult([7] * len(plan.specs), self._logprobs(len(plan.specs))))
 
     def _logprobs(self, num_requests: int) -> LogprobArrays | None:

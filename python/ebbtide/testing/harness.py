@@ -41,6 +41,7 @@ from ebbtide.srt.managers.scheduling.ranks.lockstep import (
 )
 from ebbtide.srt.managers.scheduling.ranks.messages import RankMessage, Tick
 from ebbtide.srt.managers.wire.channel import SendEnd
+from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
@@ -79,12 +80,14 @@ class NullRank:
         num_pages: int,
         context_len: int,
         keeps_weights: bool,
+        windows: Windows,
     ) -> None:
         self.runner = NullRunner()
         self.weights = NullWeights(self.runner)
         self.device = device
-        self.table = PageTable(config.schedule.max_running_requests, -(-context_len // config.page_size))
-        self.kv = self.runner.kv = NullKV(self.table, config.page_size, num_pages)
+        max_pages = -(-context_len // config.page_size)
+        self.table = PageTable(config.schedule.max_running_requests, max_pages, len(windows))
+        self.kv = self.runner.kv = NullKV(self.table, config.page_size, num_pages, windows)
         memories = null_memories(device, self.weights, keeps_weights=keeps_weights, kv=self.kv)
         self.chunks = NullChunks(memories[MemoryTag.KV_CACHE], self.kv)
         self.page_store = NullPageStore(kv=self.kv)
@@ -102,6 +105,7 @@ class NullRank:
             uuid=None,
             tokenizer=None,
             page_ids=PAGE_IDS,
+            windows=windows,
             kv_memory=self.chunks,
             num_weight_chunks=NUM_WEIGHT_CHUNKS,
         )
@@ -136,6 +140,7 @@ class SchedulerHarness:
     """A scheduler on null parts, turned by hand: send messages, turn the loop, look at what came back.
 
     Args:
+        windows: of the groups of layers, each of which has pages of its own in the pool.
         num_ranks: with several, a scheduler each. `turn` turns the leader, and then the others until they
             have caught up; `turn_rank` turns one of them.
         device: of rank 0; every other rank has one of its own of that size.
@@ -162,6 +167,7 @@ class SchedulerHarness:
         eos_token_ids: frozenset[int] = frozenset(),
         device: NullDevice | None = None,
         num_ranks: int = 1,
+        windows: Windows = WHOLE,
     ) -> None:
         self.num_pages = num_pages
         self.device = device if device is not None else NullDevice(10_000)
@@ -187,7 +193,12 @@ class SchedulerHarness:
             context_len=context_len,
         )
         rank = partial(
-            NullRank, config, num_pages=num_pages, context_len=context_len, keeps_weights=keeps_weights
+            NullRank,
+            config,
+            num_pages=num_pages,
+            context_len=context_len,
+            keeps_weights=keeps_weights,
+            windows=windows,
         )
         self._links = [_FollowerLink(self._from_ranks) for _ in range(num_ranks - 1)]
         self._inbox = LeaderInbox(self, self, self._links) if self._links else Inbox(self, self)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageIds
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.testing.null_memory import NullMemory
@@ -17,24 +18,35 @@ PAGE_IDS = PageIds(per_chunk=4, stride=5)
 NUM_WEIGHT_CHUNKS = 2
 CHUNK_BYTES = 300
 _NOTHING = -1
+# What tells the groups of layers apart.
+_GROUP = 1 << 32
 
 
 class NullKV:
-    """What pages hold: the tokens whose KV it would be. A pass over other tokens is an AssertionError."""
+    """What pages hold: the group of layers and the tokens whose KV it would be.
 
-    def __init__(self, table: PageTable, page_size: int, num_pages: int) -> None:
+    A pass over tokens that attend to others is an AssertionError.
+    """
+
+    def __init__(self, table: PageTable, page_size: int, num_pages: int, windows: Windows = WHOLE) -> None:
         num_chunks = -(-num_pages // PAGE_IDS.per_chunk)
         self.tokens = np.full((num_chunks * PAGE_IDS.stride, page_size), _NOTHING, dtype=np.int64)
-        self._table = table
+        self._table, self._windows = table, windows
 
     def compute(self, row: int, tokens: Sequence[int], start: int, end: int) -> None:
         """A pass over the tokens from `start` to `end` of this row's request."""
         page_size = self.tokens.shape[1]
-        pages = self._table.array[row, : -(-end // page_size)]
-        held = self.tokens[pages].reshape(-1)
-        assert held[:start].tolist() == list(tokens[:start]), "pages do not hold the KV of a request's tokens"
-        held[start:end] = tokens[start:end]
-        self.tokens[pages] = held.reshape(-1, page_size)
+        for group, window in enumerate(self._windows):
+            first = first_needed(start, window, page_size)
+            begin = first * page_size if window is None else max(0, start + 1 - window)
+            pages = self._table.arrays[group, row, first : -(-end // page_size)]
+            held = self.tokens[pages].reshape(-1)
+            kept = held[begin - first * page_size : start - first * page_size]
+            expected = [token + group * _GROUP for token in tokens[begin:start]]
+            assert kept.tolist() == expected, "pages do not hold the KV of a request's tokens"
+            new = np.array(tokens[start:end], dtype=np.int64) + group * _GROUP
+            held[start - first * page_size : end - first * page_size] = new
+            self.tokens[pages] = held.reshape(-1, page_size)
 
     def lose(self, chunks: Sequence[int] | None = None) -> None:
         """The memory of these chunks, or all of it, is gone."""

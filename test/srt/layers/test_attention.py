@@ -102,6 +102,7 @@ def check_agreement(
     generator = torch.Generator().manual_seed(seed)
     requests = Requests(len(cached), 40, PAGE_SIZE, seed=seed)
     pool = Pool(NUM_LAYERS, requests.num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM, **(pool_options or {}))
+    pool.groups = [0, 1]
     attention, layers = build(name, pool, [PLAIN, kind], num_kv_heads)
     keys, values = ([torch.empty(0, num_kv_heads, HEAD_DIM) for _ in cached] for _ in range(2))
     for num_new in [cached, *steps]:
@@ -116,7 +117,7 @@ def check_agreement(
             q, k = normalise(q, norms.q_weight, norms.offset), normalise(k, norms.k_weight, norms.offset)
         rope = ROTARY(positions, torch.float32)
         q, k = rotate(q, *rope), rotate(k, *rope)
-        attention.prepare(batch)
+        attention.prepare(requests.with_other_group(batch))
 
         out = layers[1](qkv.clone(), rope, norms, attention)
         first = 0

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
-from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache, PrefixLease
-from ebbtide.srt.mem_cache.radix_cache import RadixCache
+from ebbtide.srt.mem_cache.radix_cache import Namespace, PrefixLease, RadixCache
 
 NAMESPACE = ("salt",)
 PAGE_SIZE = 4
@@ -27,7 +26,7 @@ def cache(allocator: PageAllocator) -> RadixCache:
 
 
 def serve(
-    cache: PrefixCache,
+    cache: RadixCache,
     allocator: PageAllocator,
     token_ids: Sequence[int],
     namespace: Namespace = NAMESPACE,
@@ -35,18 +34,18 @@ def serve(
 ) -> PrefixLease:
     """What a request does: match, allocate the rest, compute, publish, free what stayed its own."""
     lease = cache.match(namespace, token_ids)
-    fresh = allocator.allocate(-(-len(token_ids) // PAGE_SIZE) - len(lease.pages))
+    fresh = allocator.allocate(-(-len(token_ids) // PAGE_SIZE) - len(lease))
     assert fresh is not None
-    pages = lease.pages + fresh
-    lease = cache.publish(lease, token_ids, pages, label)
-    allocator.free(pages[len(lease.pages) :])
+    pages = lease.pages[0] + fresh
+    lease = cache.publish(lease, token_ids, [pages], label=label)
+    allocator.free(pages[len(lease) :])
     return lease
 
 
-def matched(cache: PrefixCache, token_ids: Sequence[int], namespace: Namespace = NAMESPACE) -> list[int]:
+def matched(cache: RadixCache, token_ids: Sequence[int], namespace: Namespace = NAMESPACE) -> list[int]:
     lease = cache.match(namespace, token_ids)
     lease.release()
-    return lease.pages
+    return lease.pages[0]
 
 
 def test_misuse_fails_loudly(cache: RadixCache, allocator: PageAllocator) -> None:
@@ -55,7 +54,7 @@ def test_misuse_fails_loudly(cache: RadixCache, allocator: PageAllocator) -> Non
     with pytest.raises(AssertionError):
         other.publish(lease, range(8), lease.pages)
     with pytest.raises(AssertionError):
-        cache.publish(lease, range(8), [5, 6])  # does not start with the leased pages
+        cache.publish(lease, range(8), [[5, 6]])  # does not start with the leased pages
     with pytest.raises(AssertionError):
         cache.publish(lease, range(12), lease.pages)  # a page short
     lease.release()
@@ -65,9 +64,9 @@ def test_misuse_fails_loudly(cache: RadixCache, allocator: PageAllocator) -> Non
 
 def test_no_prefix_cache_leaves_the_request_its_pages() -> None:
     allocator = PageAllocator(8)
-    cache: PrefixCache = NoPrefixCache(allocator, PAGE_SIZE)
+    cache: RadixCache = RadixCache(allocator, PAGE_SIZE, is_enabled=False)
     lease = serve(cache, allocator, range(12))
-    assert lease.pages == []
+    assert len(lease) == 0
     assert allocator.num_free == 8
     assert matched(cache, range(12)) == []
     assert cache.num_evictable_pages == 0
@@ -130,12 +129,12 @@ class CacheMachine(RuleBasedStateMachine):
         return [(namespace, tuple(tokens[:end])) for end in ends]
 
     def check_lease(self, lease: PrefixLease, names: list[PageName]) -> None:
-        assert lease.pages == [self.cached[name].page for name in names]
-        assert [self.contents[page] for page in lease.pages] == names
+        assert lease.pages[0] == [self.cached[name].page for name in names]
+        assert [self.contents[page] for page in lease.pages[0]] == names
         assert lease.labels == sorted({self.cached[name].label for name in names})
 
     def leased_names(self, request: Request) -> list[PageName]:
-        return self.names(request.namespace, request.tokens)[: len(request.lease.pages)]
+        return self.names(request.namespace, request.tokens)[: len(request.lease)]
 
     def unpin(self, names: list[PageName]) -> None:
         self.now += 1
@@ -159,7 +158,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def end(self, request: Request) -> None:
         names = self.leased_names(request)
-        self.allocator.free(request.pages[len(request.lease.pages) :])
+        self.allocator.free(request.pages[len(request.lease) :])
         request.lease.release()
         request.lease.release()
         self.unpin(names)
@@ -174,7 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
             return False
         request.pages += fresh
         for page, name in zip(request.pages, self.names(request.namespace, request.tokens), strict=False):
-            if page not in request.lease.pages:
+            if page not in request.lease.pages[0]:
                 self.contents[page] = name
         return True
 
@@ -193,7 +192,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_lease(lease, expected)
         for name in expected:
             self.cached[name].num_leases += 1
-        request = Request(namespace, tokens, lease, lease.pages.copy())
+        request = Request(namespace, tokens, lease, lease.pages[0].copy())
         if self.provide_pages(request):
             self.requests.append(request)
         else:
@@ -212,7 +211,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), label=st.integers(0, 3), fraction=st.floats(0, 1))
     def publish(self, data: st.DataObject, label: int, fraction: float) -> None:
         request = data.draw(st.sampled_from(self.requests))
-        num_leased = len(request.lease.pages)
+        num_leased = len(request.lease)
         least = num_leased * self.PAGE_SIZE
         tokens = request.tokens[: least + round(fraction * (len(request.tokens) - least))]
         names = self.names(request.namespace, tokens)
@@ -227,11 +226,11 @@ class CacheMachine(RuleBasedStateMachine):
 
         self.allocator.freed.clear()
         released = request.lease
-        request.lease = self.cache.publish(released, tokens, request.pages, label)
+        request.lease = self.cache.publish(released, tokens, [request.pages], label=label)
         released.release()
         assert self.allocator.freed == duplicates
         self.check_lease(request.lease, names)
-        request.pages = request.lease.pages + request.pages[len(names) :]
+        request.pages = request.lease.pages[0] + request.pages[len(names) :]
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -274,7 +273,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_add_up(self) -> None:
-        own = [page for request in self.requests for page in request.pages[len(request.lease.pages) :]]
+        own = [page for request in self.requests for page in request.pages[len(request.lease) :]]
         cached = [entry.page for entry in self.cached.values()]
         assert len(set(own + cached)) == len(own) + len(cached)
         assert self.allocator.num_free + len(cached) + len(own) == self.NUM_PAGES
@@ -308,13 +307,13 @@ def test_pages_that_are_dropped_go_with_everything_behind_them_and_nothing_else(
 
     def publish(tokens: list[int]) -> None:
         lease = cache.match((), tokens)
-        pages = lease.pages + (allocator.allocate(len(tokens) - len(lease.pages)) or [])
-        cache.publish(lease, tokens, pages).release()
+        pages = lease.pages[0] + (allocator.allocate(len(tokens) - len(lease)) or [])
+        cache.publish(lease, tokens, [pages]).release()
 
     def num_matched(tokens: list[int]) -> int:
         lease = cache.match((), tokens)
         lease.release()
-        return len(lease.pages)
+        return len(lease)
 
     publish([1, 2, 3, 4])  # pages 0 to 3
     publish([1, 2, 5, 6])  # pages 4 and 5 behind the first two

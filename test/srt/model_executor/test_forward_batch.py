@@ -26,7 +26,7 @@ def lay_out(
         num_outputs_R=np.zeros(len(rows), dtype=np.int64),
         specs=specs,
     )
-    return ForwardBatch.from_plan(plan, PAGE_TABLE, page_size=4)
+    return ForwardBatch.from_plan(plan, PAGE_TABLE[np.newaxis], page_size=4)
 
 
 def test_positions_and_slots_of_a_mixed_batch() -> None:

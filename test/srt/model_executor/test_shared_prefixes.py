@@ -135,7 +135,7 @@ class EagerGraphs:
 
     def replay(self, plan: BatchPlan, layout: BatchLayout, runs: SharedRuns | None) -> torch.Tensor:
         runner = self.runner
-        batch = ForwardBatch.from_plan(plan, runner.page_table.array, runner.kv_pool.page_size)
+        batch = ForwardBatch.from_plan(plan, runner.page_table.arrays, runner.kv_pool.page_size)
         self.orders.append(plan.page_rows_R.tolist() if runs is not None else [])
         self.inputs.rows = batch.rows_T
         runner.attention.prepare(batch.paged)

@@ -31,9 +31,9 @@ from ebbtide.srt.managers.scheduling.weights.trial_pass import SchedulerTrialPas
 from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
+from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
 from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.srt.mem_cache.prefix_cache import NoPrefixCache
 from ebbtide.srt.mem_cache.radix_cache import RadixCache
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import Runner
@@ -88,6 +88,7 @@ class RankParts:
     Attributes:
         num_pages: size of the KV pool.
         page_ids: what its pages are called; None: by their numbers.
+        windows: of the groups of layers that have pages of their own.
         table: the page table that the runner reads.
         memories: the memory behind every tag.
         page_store: where pages are kept that the KV pool has no room or no memory for.
@@ -111,6 +112,7 @@ class RankParts:
     uuid: str | None
     tokenizer: Tokenizer | None
     page_ids: PageIds | None = None
+    windows: Windows = WHOLE
     kv_memory: ChunkMemory | None = None
     num_weight_chunks: int = 0
     kv_scales: KVScales | None = None
@@ -122,14 +124,15 @@ def assemble_scheduler(
 ) -> Scheduler:
     """Wire the policy, the control plane and the loop of one rank."""
     allocator = PageAllocator(parts.num_pages, parts.page_ids)
-    cache_type = RadixCache if config.enable_prefix_cache else NoPrefixCache
+    cache = RadixCache(allocator, config.page_size, parts.windows, is_enabled=config.enable_prefix_cache)
     policy = SchedulePolicy(
         config.schedule,
         allocator,
-        cache_type(allocator, config.page_size),
+        cache,
         parts.table,
         config.page_size,
         parts.page_store,
+        parts.windows,
         cache_by_version=config.cache_by_version,
         records_routes=config.records_routes,
     )

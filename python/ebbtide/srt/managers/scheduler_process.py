@@ -75,7 +75,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     if scheduler.grammars is not None:
         scheduler.grammars.prepare()
     freeze_heap()
-    max_total_tokens = runner.kv_pool.num_pages * runner.kv_pool.page_size
+    max_total_tokens = scheduler.policy.tokens_of(runner.kv_pool.num_pages)
     ready.send(
         {
             "status": "ready",
@@ -121,6 +121,7 @@ def rank_parts(
         gc_pause_s=lambda: gc_clock.paused_s,
         num_pages=runner.kv_pool.num_pages,
         page_ids=runner.kv_pool.layout.page_ids,
+        windows=runner.kv_pool.groups.windows,
         kv_memory=arena if isinstance(arena, ChunkArena) else None,
         num_weight_chunks=0 if config.update.staging == "never" else runner.weight_store.num_chunks,
         kv_scales=runner.kv_pool.scales,

@@ -1,10 +1,11 @@
-"""What the KV cache stores of each token and where: chunks that hold some pages of all layers.
+"""What a page of the KV cache stores and where: chunks that hold some pages of all layers of a group.
 
-A chunk is `[layer][keys, values][page]`. The keys of a layer, and its values, are a *plane* each; the part
-of a page in one plane is a *block*. Blocks are all alike, so a plane is the whole arena as a flat run of
-blocks, from its own first block on. With P planes and C pages in a chunk, page i of chunk c is block
-c * stride + i of every plane's view. The stride is P * C, or a little more where chunks would not end on a
-multiple of the granularity. That number is the id of the page: what page tables hold.
+A chunk is `[layer][keys, values][page]`; in pages of other groups, other layers are in their places. The keys
+of a layer, and its values, are a *plane* each; the part of a page in one plane is a *block*. Blocks are all
+alike, so a plane is the whole arena as a flat run of blocks, from its own first block on. With P planes and C
+pages in a chunk, page i of chunk c is block c * stride + i of every plane's view. The stride is P * C, or a
+little more where chunks would not end on a multiple of the granularity. That number is the id of the page:
+what page tables hold.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class KVLayout:
     """Keys and values of grouped heads, in chunks.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim, dtype: of keys and of values; heads are those of this rank.
+        num_layers: of a group.
+        num_kv_heads, head_dim, dtype: of keys and of values; heads are those of this rank.
         page_size: tokens of a page.
         granularity: bytes; a chunk is a multiple of it.
         min_chunk_bytes, min_chunk_pages: the least size of a chunk.
@@ -117,7 +119,7 @@ class KVLayout:
         return self.num_chunks(num_pages) * self.chunk_bytes
 
     def plane(self, arena: Arena, num_pages: int, layer: int, side: int) -> torch.Tensor:
-        """The keys (side 0) or the values (1) of a layer: [blocks, page_size, heads, head_dim], by page id.
+        """The keys (side 0) or the values (1) of a layer of its group: [blocks, page_size, heads, head_dim].
 
         Raises:
             ValueError: the arena is too small.

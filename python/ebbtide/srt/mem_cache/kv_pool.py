@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ebbtide.srt.mem_cache.cache_spec import WHOLE, CacheGroups
 from ebbtide.srt.mem_cache.kv_layout import KVLayout
 from ebbtide.srt.mem_cache.kv_scales import HeadScales, KVScales
 from ebbtide.srt.memory_saver.arena import Arena
@@ -24,6 +25,7 @@ class KVPool:
         arena: at least `layout.arena_bytes(num_pages)` bytes; it may be released, now and later.
         layout: what is stored, and where.
         num_pages: pages that may be used.
+        groups: whose pages these are; None: all layers are one.
         scales: of keys and values in FP8; None: what is stored is what it stands for.
 
     Raises:
@@ -31,16 +33,24 @@ class KVPool:
     """
 
     def __init__(
-        self, arena: Arena, layout: KVLayout, num_pages: int, scales: KVScales | None = None
+        self,
+        arena: Arena,
+        layout: KVLayout,
+        num_pages: int,
+        groups: CacheGroups | None = None,
+        scales: KVScales | None = None,
     ) -> None:
         self.arena = arena
         self.layout = layout
         self.scales = scales
         self.num_pages = num_pages
         self.page_size = layout.page_size
-        layers = range(layout.num_layers)
-        self._k_BSNH = [layout.plane(arena, num_pages, layer, 0) for layer in layers]
-        self._v_BSNH = [layout.plane(arena, num_pages, layer, 1) for layer in layers]
+        if groups is None:
+            places = tuple((0, layer) for layer in range(layout.num_layers))
+            groups = CacheGroups(layout.num_layers, WHOLE, places)
+        self.groups = groups
+        self._k_BSNH = [layout.plane(arena, num_pages, number, 0) for _, number in groups.places]
+        self._v_BSNH = [layout.plane(arena, num_pages, number, 1) for _, number in groups.places]
         self._blocks = layout.blocks(arena, num_pages)
 
     @property
@@ -82,6 +92,10 @@ class KVPool:
         first = torch.tensor(pages, device=self.device)
         planes = torch.arange(self.layout.num_planes, device=self.device) * self.layout.chunk_pages
         return (first[:, None] + planes).flatten()
+
+    def group(self, layer: int) -> int:
+        """Whose pages hold the layer's keys and values."""
+        return self.groups.places[layer][0]
 
     def k(self, layer: int) -> torch.Tensor:
         """The layer's keys, [B, S, N, H]."""

@@ -9,16 +9,18 @@ from numpy.typing import NDArray
 
 
 class PageTable:
-    """A row of page ids per running request.
+    """A row of page ids per running request and group of layers.
 
     Attributes:
-        array: int32 [num_rows, max_pages]. `array[row, i]` is the page with the KV of the request's tokens
-            i*page_size .. (i+1)*page_size-1. Past what was written it holds stale or zero ids: always valid
-            as an index into the pool, so that padded gathers may read them.
+        arrays: int32 [groups, num_rows, max_pages]. `arrays[group, row, i]` is the page with the KV of the
+            request's tokens i*page_size .. (i+1)*page_size-1 in that group. Past what was written it holds
+            stale or zero ids: always valid as an index into the pool, so that padded gathers may read them.
+        array: of the first group.
     """
 
-    def __init__(self, num_rows: int, max_pages: int) -> None:
-        self.array: NDArray[np.int32] = np.zeros((num_rows, max_pages), dtype=np.int32)
+    def __init__(self, num_rows: int, max_pages: int, num_groups: int = 1) -> None:
+        self.arrays: NDArray[np.int32] = np.zeros((num_groups, num_rows, max_pages), dtype=np.int32)
+        self.array = self.arrays[0]
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._held_rows: set[int] = set()
 
@@ -35,10 +37,10 @@ class PageTable:
         self._held_rows.remove(row)
         self._free_rows.append(row)
 
-    def write(self, row: int, first_index: int, pages: Sequence[int]) -> None:
-        """Set `array[row, first_index : first_index + len(pages)]`; AssertionError if it is out of bounds."""
+    def write(self, row: int, first_index: int, pages: Sequence[int], group: int = 0) -> None:
+        """Set `arrays[group, row, first_index :][: len(pages)]`; AssertionError if it is out of bounds."""
         end = first_index + len(pages)
         assert row in self._held_rows, f"row {row} is not held"
         # numpy clips slices, and would drop a single page past the end without a word.
         assert 0 <= first_index <= end <= self.array.shape[1], f"[{first_index}, {end}) is outside the row"
-        self.array[row, first_index:end] = pages
+        self.arrays[group, row, first_index:end] = pages

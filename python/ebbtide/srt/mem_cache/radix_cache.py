@@ -1,12 +1,22 @@
-"""The prefix cache as a radix tree over pages of tokens.
+"""The prefix cache: a radix tree over pages of tokens, which shares the KV of common prefixes.
 
-A node is a run of pages; its children continue the run, each with a different next page. Runs are split, at
-page boundaries, where prefixes diverge or a lease ends.
+Caching is by whole pages. A page belongs either to one request or to the cache; requests reach the cache's
+pages through leases, which keep them from being evicted.
 
-Eviction order needs no clock and no search. `_idle` holds the nodes that nothing pins, in the order in which
-they were let go. Pinning a node pins its ancestors, and letting go runs from the node upwards, so a parent
-always stands behind its children: the first node in line is a leaf, and the least recently used one. The
-order depends on the calls alone, hence is the same on every rank.
+A node is a run of pages of tokens, with the ids of the pages that hold their KV in each group of layers; its
+children continue the run, each with a different next page. Runs are split, at page boundaries, where prefixes
+diverge or a lease ends.
+
+**Windows.** In a group of layers with a window, pages come and go one by one: the cache has a page of some
+tokens in one group, and none in another. A prefix of n tokens is usable if, in each group with a window, the
+pages of all tokens are there that the next token attends to: the last `window - 1` of the n. The longest
+usable prefix is what is matched. A lease keeps those pages, and of them what `slide` has not let go.
+
+Eviction order needs no search, and depends on the calls alone: it is the same on every rank. `_idle` holds
+the nodes that nothing pins, in the order in which they were let go. Pinning a node pins its ancestors, and
+letting go runs from the node upwards, so a parent always stands behind its children: the first node in line
+is a leaf, and the least recently used one. `_idle_pages` holds the pages of windows that no lease keeps, in
+the same order; of both lines, what was let go first is evicted first, a node before the pages in it.
 """
 
 from __future__ import annotations
@@ -16,8 +26,16 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
-from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease, Runs
+
+# Prefixes are shared within one namespace only, e.g. (cache_salt, extra_key) or with the weight version.
+Namespace = tuple[str, ...]
+# Pages in order: the label of each run of them, and where it ends.
+Runs = Sequence[tuple[int, int]]
+
+# In place of the id of a page that the cache does not have.
+MISSING = -1
 
 _BYTES_PER_TOKEN = array("i").itemsize
 
@@ -31,126 +49,245 @@ class _Node:
 
     Attributes:
         tokens: the run's token ids as native ints, so that comparing runs is one memcmp.
+        pages: the run's page ids in each group.
         pins: leases that end at this node, plus children with pins.
+        idle_since: when it was let go.
     """
 
     parent: _Node | None
     edge: _Edge
     tokens: bytes
-    pages: list[int]
+    pages: list[list[int]]
     label: int
     pins: int = 0
+    idle_since: int = 0
     children: dict[_Edge, _Node] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        return len(self.pages[0])
 
-class _RadixLease(PrefixLease):
-    """Pins the path down to `node`, and with it every page of the lease."""
 
-    __slots__ = ("cache", "node")
+class PrefixLease:
+    """The cached pages that a request uses, kept in the cache until `release`.
+
+    Attributes:
+        namespace: where the pages were found.
+        pages: the page ids in each group, in token order. Read only; not to be used after `release`.
+        firsts: in each group, the first page that is kept. What stands before it means nothing.
+        runs: (label, end page) per run of pages that were published under one label.
+    """
+
+    __slots__ = ("_node", "cache", "firsts", "namespace", "pages", "runs")
 
     def __init__(
-        self, cache: RadixCache, namespace: Namespace, node: _Node, pages: list[int], runs: Runs
+        self,
+        cache: RadixCache,
+        namespace: Namespace,
+        node: _Node,
+        pages: list[list[int]],
+        firsts: list[int],
+        runs: Runs,
     ) -> None:
-        super().__init__(namespace, pages, runs)
-        self.cache = cache
-        self.node: _Node | None = node
+        self.cache, self.namespace = cache, namespace
+        self._node: _Node | None = node
+        self.pages, self.firsts, self.runs = pages, firsts, runs
+
+    def __len__(self) -> int:
+        """The pages of tokens."""
+        return len(self.pages[0])
+
+    @property
+    def labels(self) -> list[int]:
+        """The distinct labels of the pages, ascending."""
+        return sorted({label for label, _ in self.runs})
+
+    def slide(self, firsts: Sequence[int]) -> None:
+        """Keep nothing any more that stands before these pages of each group."""
+        for group in self.cache.windowed:
+            first = min(firsts[group], len(self))
+            self.cache._unpin_pages(self.pages[group][self.firsts[group] : first])
+            self.firsts[group] = max(first, self.firsts[group])
 
     def release(self) -> None:
-        if self.node is not None:
-            self.cache._unpin(self.node)
-            self.node = None
+        """Let go of the pages, which may be evicted once no lease holds them. Doing it again does nothing."""
+        if self._node is not None:
+            self.cache._unpin(self._node, self)
+            self._node = None
+
+    def relocate(self, target_of: Mapping[int, int]) -> None:
+        """Some of the pages have moved to others; the cache is told by itself."""
+        self.pages = [[target_of.get(page, page) for page in pages] for pages in self.pages]
 
 
 class RadixCache:
-    """A `PrefixCache` that shares every common prefix, down to `page_size` tokens, and evicts in LRU order.
+    """Shares every common prefix, down to `page_size` tokens, and evicts in LRU order.
 
-    Token ids must fit into 32 bits.
+    After `publish` a request's pages are those of the lease, and behind them its own as before: only these
+    are to be freed when it ends.
+
+    Args:
+        page_size: tokens of a page; their ids must fit into 32 bits.
+        windows: of the groups of layers.
+        is_enabled: whether anything is kept; if not, leases are empty, and requests keep all their pages.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, windows: Windows = WHOLE, *, is_enabled: bool = True
+    ) -> None:
         assert page_size >= 1, f"page_size is {page_size}"
+        self.is_enabled = is_enabled
+        self.windowed = [group for group, window in enumerate(windows) if window is not None]
+        self._windows = windows
+        self._whole = [group for group, window in enumerate(windows) if window is None]
         self._allocator = allocator
         self._page_size = page_size
         self._page_bytes = page_size * _BYTES_PER_TOKEN
-        self._root = _Node(parent=None, edge=((), b""), tokens=b"", pages=[], label=0)
+        self._root = _Node(None, ((), b""), b"", [[] for _ in windows], label=0)
         self._idle: OrderedDict[_Node, None] = OrderedDict()
         self._num_evictable = 0
+        self._now = 0
+        # Of pages of windows: their nodes, the leases that keep them, and since when there are none.
+        self._home: dict[int, _Node] = {}
+        self._pins: dict[int, int] = {}
+        self._idle_pages: OrderedDict[int, int] = OrderedDict()
 
     @property
     def num_evictable_pages(self) -> int:
-        """Cached pages that no lease keeps."""
-        return self._num_evictable
+        """Cached pages that no lease keeps: what `evict` could free."""
+        return self._num_evictable + len(self._idle_pages)
 
     def match(
         self, namespace: Namespace, token_ids: Sequence[int], max_tokens: int | None = None
     ) -> PrefixLease:
-        """Lease the longest cached prefix of `token_ids` in whole pages, of at most `max_tokens` tokens."""
+        """Lease the longest usable prefix of `token_ids` in whole pages, of at most `max_tokens` tokens."""
         num_tokens = len(token_ids) if max_tokens is None else min(len(token_ids), max_tokens)
-        pages: list[int] = []
+        num_pages = num_tokens // self._page_size if self.is_enabled else 0
+        if self.windowed:
+            num_pages = self._num_usable(namespace, token_ids, num_pages)
+        pages: list[list[int]] = [[] for _ in self._windows]
         runs: list[tuple[int, int]] = []
-        node = self._descend(self._root, namespace, token_ids, num_tokens // self._page_size, pages, runs)
-        return self._lease(namespace, node, pages, runs)
+        node = self._descend(self._root, namespace, token_ids, num_pages, pages, runs)
+        num_tokens = len(pages[0]) * self._page_size
+        firsts = [first_needed(num_tokens, window, self._page_size) for window in self._windows]
+        return self._lease(namespace, node, pages, firsts, runs)
 
     def publish(
-        self, lease: PrefixLease, token_ids: Sequence[int], pages: Sequence[int], label: int = 0
+        self,
+        lease: PrefixLease,
+        token_ids: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        firsts: Sequence[int] | None = None,
+        label: int = 0,
     ) -> PrefixLease:
-        """Hand the whole pages of a request to the cache, and lease them back; see `PrefixCache.publish`."""
-        assert isinstance(lease, _RadixLease), "the lease is of another cache"
-        assert lease.cache is self, "the lease is of another cache"
-        assert lease.node is not None, "the lease has been released"
-        num_leased, num_whole = len(lease.pages), len(token_ids) // self._page_size
-        assert num_leased <= num_whole <= len(pages), "pages and tokens do not fit together"
-        assert list(pages[:num_leased]) == lease.pages, "pages do not start with the leased ones"
+        """Hand the whole pages of a request to the cache, and lease them back.
 
-        cached, runs = lease.pages.copy(), list(lease.runs)
-        node = self._descend(lease.node, lease.namespace, token_ids, num_whole, cached, runs)
-        num_found = len(cached)
-        self._allocator.free(pages[num_leased:num_found])
+        Where the cache already has a page for the same prefix, the request's own page goes back to the
+        allocator and the cached one takes its place. A trailing page that is not full stays the request's. So
+        do, with all that follow, pages of a window that the cache has lost under another label.
+
+        Args:
+            lease: what the request holds so far; it is released.
+            token_ids: every token whose KV the request has, from the first on; those under `lease` unchanged.
+            pages: where that KV is in each group, starting with those of `lease`. There may be more pages
+                than tokens fill.
+            firsts: in each group, the first page that the request has; None: it has all.
+            label: kept with the pages that are new to the cache, e.g. the number of the weights that computed
+                them. Pages that are in the cache already keep theirs.
+        """
+        assert lease.cache is self, "the lease is of another cache"
+        assert lease._node is not None, "the lease has been released"
+        num_leased, num_whole = len(lease), len(token_ids) // self._page_size
+        firsts = [0] * len(pages) if firsts is None else firsts
+        assert num_leased <= num_whole <= len(pages[0]), "pages and tokens do not fit together"
+        for own, leased, first in zip(pages, lease.pages, firsts, strict=True):
+            assert list(own[first:num_leased]) == leased[first:], "pages do not start with the leased ones"
+        if not self.is_enabled:
+            return lease
+        if self.windowed:
+            num_whole = self._fill(lease, token_ids, num_whole, pages, firsts, label)
+        cached, runs = [leased.copy() for leased in lease.pages], list(lease.runs)
+        node = self._descend(lease._node, lease.namespace, token_ids, num_whole, cached, runs)
+        num_found = len(cached[0])
+        for own, found, first in zip(pages, cached, firsts, strict=True):
+            start = max(first, num_leased)
+            pairs = zip(own[start:num_found], found[start:], strict=True)
+            self._allocator.free([page for page, kept in pairs if page != kept])
         if num_found < num_whole:
             tokens = self._encode(token_ids, num_found, num_whole)
-            own = list(pages[num_found:num_whole])
-            node = self._append(node, lease.namespace, tokens, own, label)
-            cached += own
+            new = [
+                [MISSING] * (min(max(first, num_found), num_whole) - num_found)
+                + list(own[max(first, num_found) : num_whole])
+                for own, first in zip(pages, firsts, strict=True)
+            ]
+            node = self._append(node, lease.namespace, tokens, new, label)
+            for found, own in zip(cached, new, strict=True):
+                found += own
             _extend(runs, label, num_whole)
         # Pin before release: the pages in use must not pass for idle in between.
-        published = self._lease(lease.namespace, node, cached, runs)
+        kept = [min(first, num_whole) for first in firsts]
+        published = self._lease(lease.namespace, node, cached, kept, runs)
         lease.release()
         return published
 
     def evict(self, num_pages: int) -> int:
-        """Give the `num_pages` least recently used idle pages back to the allocator, or all if fewer."""
+        """Give the least recently used pages that no lease keeps back to the allocator; returns how many.
+
+        At least `num_pages`, less than a page of every group more, or all that are evictable if those are
+        fewer. A page counts as used until its last lease is released; of pages released together, the ends
+        of prefixes go before their beginnings.
+        """
         freed: list[int] = []
-        while self._idle and len(freed) < num_pages:
-            freed += self._trim(next(iter(self._idle)), num_pages - len(freed))
+        while len(freed) < num_pages and (self._idle or self._idle_pages):
+            node = next(iter(self._idle), None)
+            page = next(iter(self._idle_pages), None)
+            if node is not None and (page is None or node.idle_since <= self._idle_pages[page]):
+                freed += self._trim(node, num_pages - len(freed))
+            elif page is not None:
+                freed.append(self._forget(page))
         self._allocator.free(freed)
         return len(freed)
 
     def flush(self) -> int:
         """Give everything that no lease keeps back to the allocator; returns the number of pages."""
-        return self.evict(self._num_evictable)
+        return self.evict(self.num_evictable_pages)
 
     def evictable_pages(self) -> Iterator[int]:
         """The pages that no lease keeps, the least recently used runs first."""
         for node in self._idle:
-            yield from node.pages
+            for group in self._whole:
+                yield from node.pages[group]
+        yield from self._idle_pages
 
     def drop(self, pages: Set[int]) -> int:
-        """Give these evictable pages back to the allocator, and those behind them; see `PrefixCache.drop`."""
+        """Give these evictable pages back to the allocator, and those behind them; returns how many.
+
+        A prefix ends before the first page that is dropped of it, but where a window has passed that by.
+        """
         freed: list[int] = []
         for node in list(self._idle):
-            first = next((index for index, page in enumerate(node.pages) if page in pages), None)
+            found = (
+                next((index for index, page in enumerate(node.pages[group]) if page in pages), None)
+                for group in self._whole
+            )
+            first = min((index for index in found if index is not None), default=None)
             if first is None:  # also where it went with the run before it: it has no pages any more
                 continue
             for follower in reversed(self._followers(node)):
-                freed += self._trim(follower, len(follower.pages))
-            freed += self._trim(node, len(node.pages) - first)
+                freed += self._cut(follower, 0)
+            freed += self._cut(node, first)
+        freed += [self._forget(page) for page in list(self._idle_pages) if page in pages]
         self._allocator.free(freed)
         return len(freed)
 
     def relocate(self, target_of: Mapping[int, int]) -> None:
-        """Some pages have moved to others; see `PrefixCache.relocate`."""
+        """Some pages have moved to others, and their contents with them. Leases are told by themselves."""
         for node in self._followers(self._root):
-            node.pages = [target_of.get(page, page) for page in node.pages]
+            node.pages = [[target_of.get(page, page) for page in pages] for pages in node.pages]
+        if self.windowed:
+            self._home = {target_of.get(page, page): node for page, node in self._home.items()}
+            self._pins = {target_of.get(page, page): pins for page, pins in self._pins.items()}
+            idle = ((target_of.get(page, page), since) for page, since in self._idle_pages.items())
+            self._idle_pages = OrderedDict(idle)
 
     def _followers(self, node: _Node) -> list[_Node]:
         """Everything that continues a run, parents before their children."""
@@ -159,13 +296,32 @@ class RadixCache:
             found.extend(follower.children.values())
         return found
 
+    # ------------------------------------------------------------------------------------------ searching
+
+    def _segments(
+        self, node: _Node, namespace: Namespace, token_ids: Sequence[int], depth: int, num_pages: int
+    ) -> Iterator[tuple[_Node, int]]:
+        """Follow the pages of `token_ids` from `depth` to `num_pages` down from `node`, as far as they are
+        cached: each node on the way, and how many of its pages are on it."""
+        while depth < num_pages:
+            child = node.children.get((namespace, self._encode(token_ids, depth, depth + 1)))
+            if child is None:
+                return
+            tokens = self._encode(token_ids, depth, min(num_pages, depth + len(child)))
+            num_common = self._count_common_pages(child.tokens, tokens)
+            is_whole = num_common == len(child)  # asked first: the caller may split it
+            yield child, num_common
+            if not is_whole:
+                return
+            node, depth = child, depth + num_common
+
     def _descend(
         self,
         node: _Node,
         namespace: Namespace,
         token_ids: Sequence[int],
         num_pages: int,
-        pages: list[int],
+        pages: list[list[int]],
         runs: list[tuple[int, int]],
     ) -> _Node:
         """Follow the first `num_pages` pages of `token_ids` down from `node`, as far as they are cached.
@@ -173,16 +329,61 @@ class RadixCache:
         `pages` holds the pages down to `node` and is extended, as `runs` is. Returns the node where the
         path ends; a run that only begins with the same pages is split there.
         """
-        while (depth := len(pages)) < num_pages:
-            child = node.children.get((namespace, self._encode(token_ids, depth, depth + 1)))
-            if child is None:
-                break
-            tokens = self._encode(token_ids, depth, min(num_pages, depth + len(child.pages)))
-            num_common = self._count_common_pages(child.tokens, tokens)
-            node = child if num_common == len(child.pages) else self._split(child, num_common)
-            pages += node.pages
-            _extend(runs, node.label, len(pages))
+        for child, num_common in self._segments(node, namespace, token_ids, len(pages[0]), num_pages):
+            node = child if num_common == len(child) else self._split(child, num_common)
+            for found, own in zip(pages, node.pages, strict=True):
+                found += own
+            _extend(runs, node.label, len(pages[0]))
         return node
+
+    def _num_usable(self, namespace: Namespace, token_ids: Sequence[int], num_pages: int) -> int:
+        """How many pages the longest usable prefix has."""
+        pages: list[list[int]] = [[] for _ in self._windows]
+        for node, num_common in self._segments(self._root, namespace, token_ids, 0, num_pages):
+            for found, own in zip(pages, node.pages, strict=True):
+                found += own[:num_common]
+        num_usable = len(pages[0])
+        while (gap := self._last_gap(pages, num_usable)) is not None:
+            # Whatever ends behind it, and not behind `num_usable`, attends to it.
+            num_usable = gap
+        return num_usable
+
+    def _last_gap(self, pages: list[list[int]], num_pages: int) -> int | None:
+        """The last page that a token behind so many pages attends to, and that is missing in some group."""
+        gaps = []
+        for group in self.windowed:
+            first = first_needed(num_pages * self._page_size, self._windows[group], self._page_size)
+            needed = range(num_pages - 1, first - 1, -1)
+            gaps += [next((index for index in needed if pages[group][index] == MISSING), None)]
+        return min((gap for gap in gaps if gap is not None), default=None)
+
+    def _fill(
+        self,
+        lease: PrefixLease,
+        token_ids: Sequence[int],
+        num_whole: int,
+        pages: Sequence[Sequence[int]],
+        firsts: Sequence[int],
+        label: int,
+    ) -> int:
+        """Put a request's own pages where the cache has lost those of windows; returns how many pages of
+        tokens are then published: as many as are filled under this label."""
+        assert lease._node is not None
+        depth = len(lease)
+        for node, num_common in self._segments(lease._node, lease.namespace, token_ids, depth, num_whole):
+            for index in range(num_common):
+                gaps = [
+                    group
+                    for group in self.windowed
+                    if node.pages[group][index] == MISSING and depth + index >= firsts[group]
+                ]
+                if gaps and node.label != label:
+                    return depth + index
+                for group in gaps:
+                    page = node.pages[group][index] = pages[group][depth + index]
+                    self._home[page], self._idle_pages[page] = node, self._now
+            depth += num_common
+        return num_whole
 
     def _encode(self, token_ids: Sequence[int], first_page: int, end_page: int) -> bytes:
         return array("i", token_ids[first_page * self._page_size : end_page * self._page_size]).tobytes()
@@ -202,9 +403,17 @@ class RadixCache:
                 high = middle - 1
         return low
 
-    def _lease(self, namespace: Namespace, node: _Node, pages: list[int], runs: Runs) -> PrefixLease:
+    # ------------------------------------------------------------------------------------------- pinning
+
+    def _lease(
+        self, namespace: Namespace, node: _Node, pages: list[list[int]], firsts: list[int], runs: Runs
+    ) -> PrefixLease:
         self._pin(node)
-        return _RadixLease(self, namespace, node, pages, runs)
+        for group in self.windowed:
+            for page in pages[group][firsts[group] :]:
+                self._pins[page] = self._pins.get(page, 0) + 1
+                self._idle_pages.pop(page, None)
+        return PrefixLease(self, namespace, node, pages, firsts, runs)
 
     def _pin(self, node: _Node) -> None:
         while node.parent is not None:
@@ -212,27 +421,45 @@ class RadixCache:
             if node.pins > 1:  # its ancestors are pinned on its behalf already
                 return
             del self._idle[node]
-            self._num_evictable -= len(node.pages)
+            self._num_evictable -= len(node) * len(self._whole)
             node = node.parent
 
-    def _unpin(self, node: _Node) -> None:
+    def _unpin(self, node: _Node, lease: PrefixLease) -> None:
+        self._now += 1
         while node.parent is not None:
             node.pins -= 1
             if node.pins > 0:
-                return
+                break
             self._idle[node] = None
-            self._num_evictable += len(node.pages)
+            node.idle_since = self._now
+            self._num_evictable += len(node) * len(self._whole)
             node = node.parent
+        for group in self.windowed:
+            self._unpin_pages(lease.pages[group][lease.firsts[group] :])
+
+    def _unpin_pages(self, pages: Sequence[int]) -> None:
+        """A lease keeps these pages of a window no more; the last is the first to go."""
+        for page in reversed(pages):
+            self._pins[page] -= 1
+            if not self._pins[page]:
+                del self._pins[page]
+                self._idle_pages[page] = self._now
+
+    # ------------------------------------------------------------------------------------------- the tree
 
     def _append(
-        self, parent: _Node, namespace: Namespace, tokens: bytes, pages: list[int], label: int
+        self, parent: _Node, namespace: Namespace, tokens: bytes, pages: list[list[int]], label: int
     ) -> _Node:
         """Add a leaf with pages that are new to the cache. The caller pins it."""
         edge = (namespace, tokens[: self._page_bytes])
         node = _Node(parent, edge, tokens, pages, label)
         parent.children[edge] = node
         self._idle[node] = None
-        self._num_evictable += len(pages)
+        self._num_evictable += len(node) * len(self._whole)
+        for group in self.windowed:
+            for page in pages[group]:
+                if page != MISSING:
+                    self._home[page], self._idle_pages[page] = node, self._now
         return node
 
     def _split(self, node: _Node, num_pages: int) -> _Node:
@@ -242,29 +469,58 @@ class RadixCache:
         """
         assert node.parent is not None, "the root has no pages to split"
         cut = num_pages * self._page_bytes
-        upper = _Node(node.parent, node.edge, node.tokens[:cut], node.pages[:num_pages], node.label)
+        first = [pages[:num_pages] for pages in node.pages]
+        upper = _Node(node.parent, node.edge, node.tokens[:cut], first, node.label)
         upper.pins = 1 if node.pins else 0
         if not upper.pins:
             self._idle[upper] = None
         node.parent.children[upper.edge] = upper
-        node.parent, node.tokens, node.pages = upper, node.tokens[cut:], node.pages[num_pages:]
+        node.parent, node.tokens = upper, node.tokens[cut:]
+        node.pages = [pages[num_pages:] for pages in node.pages]
         node.edge = (upper.edge[0], node.tokens[: self._page_bytes])
         upper.children[node.edge] = node
+        for group in self.windowed:
+            self._home.update((page, upper) for page in first[group] if page != MISSING)
         return upper
 
     def _trim(self, leaf: _Node, num_pages: int) -> list[int]:
-        """Take up to `num_pages` pages off the end of an idle leaf; a leaf without pages leaves the tree."""
-        assert leaf.parent is not None, "the root has no pages to trim"
-        assert not leaf.children, "only leaves can be trimmed"
-        first = max(0, len(leaf.pages) - num_pages)
-        freed = leaf.pages[first:]
-        del leaf.pages[first:]
+        """Take pages of tokens off the end of an idle leaf until that frees so many pages, or all."""
+        first = len(leaf)
+        if not self.windowed:
+            return self._cut(leaf, max(0, first - -(-num_pages // len(self._whole))))
+        while first > 0 and num_pages > 0:
+            first -= 1
+            num_pages -= len(self._whole)
+            num_pages -= sum(leaf.pages[group][first] != MISSING for group in self.windowed)
+        return self._cut(leaf, first)
+
+    def _cut(self, leaf: _Node, first: int) -> list[int]:
+        """Take what stands from `first` on off an idle leaf; a leaf without pages leaves the tree."""
+        assert leaf.parent is not None, "the root has no pages to cut"
+        assert not leaf.children, "only leaves can be cut"
+        self._num_evictable -= (len(leaf) - first) * len(self._whole)
+        freed: list[int] = []
+        for group, pages in enumerate(leaf.pages):
+            gone = [page for page in pages[first:] if page != MISSING]
+            del pages[first:]
+            freed += gone
+            for page in gone if group in self.windowed else ():
+                del self._home[page], self._idle_pages[page]
         leaf.tokens = leaf.tokens[: first * self._page_bytes]
-        if not leaf.pages:
+        if not leaf.tokens and leaf in self._idle:
             del leaf.parent.children[leaf.edge]
             del self._idle[leaf]
-        self._num_evictable -= len(freed)
         return freed
+
+    def _forget(self, page: int) -> int:
+        """Take an idle page of a window out of its run."""
+        node = self._home.pop(page)
+        del self._idle_pages[page]
+        for group in self.windowed:
+            if page in node.pages[group]:
+                node.pages[group][node.pages[group].index(page)] = MISSING
+                return page
+        raise AssertionError(f"page {page} is not where it should be")
 
 
 def _extend(runs: list[tuple[int, int]], label: int, end: int) -> None:

@@ -29,7 +29,7 @@ from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
 from ebbtide.srt.model_executor.initial_kv_scales import build_kv_scales
-from ebbtide.srt.model_executor.kv_sizing import DTYPES, KV_DTYPES, build_kv_pool, kv_layout
+from ebbtide.srt.model_executor.kv_sizing import DTYPES, KV_DTYPES, build_kv_pool, cache_groups, kv_layout
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.model_executor.rehearsal import load_kernels, rehearse
@@ -81,12 +81,16 @@ def build_model_runner(
     # A page has the same id on all ranks, so they must have the same chunks.
     is_cuda = torch_device.type == "cuda"
     device_bytes = group.smallest(device.memory_info().total_bytes) if is_cuda else None
-    layout = kv_layout(slices.model, cache_config, saver, device_bytes)
-    pool = saver.chunk_pool(layout.chunk_bytes)
-    arenas: ArenaSource = saver if pool is None else pool
     model = _model(slices.model, torch_device)
     shape = attention_shape(model, slices.model, cache_config)
     make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
+    specs = model.cache_specs
+    if not make_attention.reads_groups:
+        specs = [replace(spec, window=None) for spec in specs]
+    groups = cache_groups(specs, model_config.context_len)
+    layout = kv_layout(groups, slices.model, cache_config, saver, device_bytes)
+    pool = saver.chunk_pool(layout.chunk_bytes)
+    arenas: ArenaSource = saver if pool is None else pool
     # The compilers of attention are processes of their own, beside which everything else goes on.
     with ThreadPoolExecutor(1) as beside:
         compiled = beside.submit(make_attention.compile, shape, torch_device, progress, whole=rehearses)
@@ -105,6 +109,7 @@ def build_model_runner(
     device.trim()  # What loading took is no reason for a smaller pool.
     kv_pool = build_kv_pool(
         layout,
+        groups,
         slices.model,
         cache_config,
         schedule_config,
@@ -179,7 +184,9 @@ def _ready(
         model,
         weight_store,
         kv_pool,
-        PageTable(num_rows, -(-slices.model.context_len // slices.cache.page_size)),
+        PageTable(
+            num_rows, -(-slices.model.context_len // slices.cache.page_size), len(kv_pool.groups.windows)
+        ),
         attention,
         slices.model.vocab_size,
         torch_device,
@@ -363,6 +370,7 @@ def capture_graphs(
                 batch_sizes,
                 next_tokens,
                 max_pages=batch_sizes[-1] * longest,
+                num_groups=len(runner.page_table.arrays),
             )
     except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
         raise ConfigurationError(

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import PagedBatch
+from ebbtide.srt.layers.attention.base import GroupPages, PagedBatch
 from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, SampleSpec
 from ebbtide.srt.model_executor.host_copies import upload_all
@@ -37,30 +37,31 @@ class BatchLayout:
     """Where a plan's tokens stand, on the host.
 
     Attributes:
-        positions_T, slots_T: int64; a slot is page · page_size + offset in the pool.
+        positions_T: int64.
+        slots_GT: int64, in each group of layers; a slot is page · page_size + offset in the pool.
         lens_R: int32, all tokens of each request, the new ones among them.
-        page_table_RP: int32 page ids, as wide as the longest request needs.
-        kv_indices: int32, the page ids of all requests, one after the other.
-        kv_indptr_R1: int32, where each request's pages begin in `kv_indices`; the last entry is the end.
+        page_table_GRP: int32 page ids, as wide as the longest request needs.
+        kv_indices_GI: int32, the page ids of all requests, one after the other.
+        kv_indptr_R1: int32, where each request's pages begin in I; the last entry is the end.
         last_page_len_R: int32, tokens in each request's last page, 1 .. page_size.
     """
 
     positions_T: NDArray[np.int64]
-    slots_T: NDArray[np.int64]
+    slots_GT: NDArray[np.int64]
     lens_R: NDArray[np.int32]
-    page_table_RP: NDArray[np.int32]
-    kv_indices: NDArray[np.int32]
+    page_table_GRP: NDArray[np.int32]
+    kv_indices_GI: NDArray[np.int32]
     kv_indptr_R1: NDArray[np.int32]
     last_page_len_R: NDArray[np.int32]
 
     @classmethod
-    def of(cls, plan: BatchPlan, page_table: NDArray[np.int32], page_size: int) -> Self:
-        """Lay out a plan; `page_table` [rows, max_pages] is indexed by the plan's `page_rows_R`."""
+    def of(cls, plan: BatchPlan, page_tables: NDArray[np.int32], page_size: int) -> Self:
+        """Lay out a plan; `page_tables` [groups, rows, max_pages] are indexed by the plan's `page_rows_R`."""
         num_new_R, starts_R = plan.num_new_R, plan.starts_R
         lens_R = starts_R + num_new_R
         num_pages_R = -(-lens_R // page_size)
         width = int(num_pages_R.max())
-        page_table_RP = page_table[plan.page_rows_R, :width]
+        page_table_GRP = page_tables[:, plan.page_rows_R, :width]
         if len(plan.input_ids_T) == len(num_new_R):
             positions_T = starts_R.astype(np.int64)
             requests_T = np.arange(len(num_new_R))
@@ -69,13 +70,13 @@ class BatchLayout:
             firsts_R = np.cumsum(num_new_R, dtype=np.int64) - num_new_R
             positions_T = np.arange(len(plan.input_ids_T)) + np.repeat(starts_R - firsts_R, num_new_R)
             requests_T = np.repeat(np.arange(len(num_new_R)), num_new_R)
-        pages_T = page_table_RP[requests_T, positions_T // page_size].astype(np.int64)
+        pages_GT = page_table_GRP[:, requests_T, positions_T // page_size].astype(np.int64)
         return cls(
             positions_T=positions_T,
-            slots_T=pages_T * page_size + positions_T % page_size,
+            slots_GT=pages_GT * page_size + positions_T % page_size,
             lens_R=lens_R,
-            page_table_RP=page_table_RP,
-            kv_indices=page_table_RP[np.arange(width) < num_pages_R[:, None]],
+            page_table_GRP=page_table_GRP,
+            kv_indices_GI=page_table_GRP[:, np.arange(width) < num_pages_R[:, None]],
             kv_indptr_R1=_indptr(num_pages_R),
             last_page_len_R=(lens_R - 1) % page_size + 1,
         )
@@ -109,12 +110,12 @@ class ForwardBatch:
     def from_plan(
         cls,
         plan: BatchPlan,
-        page_table: NDArray[np.int32],
+        page_tables: NDArray[np.int32],
         page_size: int,
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> Self:
         """Lay out a plan, in one copy to the device."""
-        layout = BatchLayout.of(plan, page_table, page_size)
+        layout = BatchLayout.of(plan, page_tables, page_size)
         q_indptr_R1 = _indptr(plan.num_new_R)
         ends_R = q_indptr_R1[1:].astype(np.int64)
         rows_R = plan.page_rows_R.astype(np.int64)
@@ -123,28 +124,38 @@ class ForwardBatch:
             input_ids_T=plan.input_ids_T,
             rows_T=np.repeat(rows_R, plan.num_new_R),
             positions_T=layout.positions_T,
-            slots_T=layout.slots_T,
+            slots=layout.slots_GT.ravel(),
             sampled_rows_S=ends_R[plan.samples_R] - 1,
             sampled_page_rows_S=rows_R[plan.samples_R],
-            kv_indices=layout.kv_indices,
+            kv_indices=layout.kv_indices_GI.ravel(),
             kv_indptr=layout.kv_indptr_R1,
             q_indptr=q_indptr_R1,
             last_page_len=layout.last_page_len_R,
         )
+        groups = [
+            GroupPages(*group)
+            for group in zip(
+                layout.page_table_GRP,
+                on_device["slots"].view(layout.slots_GT.shape),
+                on_device["kv_indices"].view(layout.kv_indices_GI.shape),
+                strict=True,
+            )
+        ]
         paged = PagedBatch(
             num_new_R=plan.num_new_R,
             lens_R=layout.lens_R,
-            page_table_RP=layout.page_table_RP,
+            page_table_RP=groups[0].page_table_RP,
             kv_indptr_R1=layout.kv_indptr_R1,
             q_indptr_R1=q_indptr_R1,
             last_page_len_R=layout.last_page_len_R,
-            slots_T=on_device["slots_T"],
+            slots_T=groups[0].slots_T,
             pages=Pages(
                 on_device["q_indptr"],
                 on_device["kv_indptr"],
-                on_device["kv_indices"],
+                groups[0].kv_indices,
                 on_device["last_page_len"],
             ),
+            others=groups[1:],
         )
         return cls(
             input_ids_T=on_device["input_ids_T"],

@@ -48,14 +48,18 @@ class DecodeInputs:
         max_batch_size: of the largest graph.
         max_pages: page ids of all requests of a step together.
         padding_row: a page row that no request has.
+        num_groups: of layers, each of which has slots and page ids of its own.
     """
 
-    def __init__(self, max_batch_size: int, max_pages: int, padding_row: int, device: torch.device) -> None:
-        self._padding_row = padding_row
+    def __init__(
+        self, max_batch_size: int, max_pages: int, padding_row: int, num_groups: int, device: torch.device
+    ) -> None:
+        self._padding_row, self._num_groups = padding_row, num_groups
         wide, narrow = 8 * max_batch_size, 4 * (max_batch_size + 2 + max_batch_size % 2)
-        starts = [0, wide, 2 * wide, 3 * wide, 4 * wide, 4 * wide + narrow, 4 * wide + 2 * narrow]
+        sizes = [wide, wide, wide, *[wide] * num_groups, narrow, narrow, *[4 * max_pages] * num_groups]
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self._starts = starts
-        self._memory = torch.zeros(starts[-1] + 4 * max_pages, dtype=torch.uint8, device=device)
+        self._memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
 
         def view(index: int, dtype: torch.dtype, count: int) -> Tensor:
             return self._memory[starts[index] : starts[index] + count * dtype.itemsize].view(dtype)
@@ -63,18 +67,31 @@ class DecodeInputs:
         self.input_ids = view(0, torch.int64, max_batch_size)
         self.rows = view(1, torch.int64, max_batch_size)
         self.positions = view(2, torch.int64, max_batch_size)
+        slots = [view(3 + group, torch.int64, max_batch_size) for group in range(num_groups)]
+        lens = 3 + num_groups
+        indices = [view(lens + 2 + group, torch.int32, max_pages) for group in range(num_groups)]
         self.buffers = DecodeBuffers(
-            slots_B=view(3, torch.int64, max_batch_size),
-            last_page_len_B=view(4, torch.int32, max_batch_size),
-            kv_indptr_B1=view(5, torch.int32, max_batch_size + 1),
-            kv_indices=view(6, torch.int32, max_pages),
+            slots_B=slots[0],
+            last_page_len_B=view(lens, torch.int32, max_batch_size),
+            kv_indptr_B1=view(lens + 1, torch.int32, max_batch_size + 1),
+            kv_indices=indices[0],
+            others=list(zip(slots[1:], indices[1:], strict=True)),
         )
 
     def padding(self, batch_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Make every row padding, and return what attention plans with: page offsets and page lengths."""
         empty = np.zeros(0, dtype=np.int64)
         none = np.zeros(0, dtype=np.int32)
-        layout = BatchLayout(empty, empty, none, none.reshape(0, 0), none, np.zeros(1, dtype=np.int32), none)
+        of_groups = np.zeros((self._num_groups, 0), dtype=np.int32)
+        layout = BatchLayout(
+            positions_T=empty,
+            slots_GT=of_groups.astype(np.int64),
+            lens_R=none,
+            page_table_GRP=of_groups[:, :, np.newaxis],
+            kv_indices_GI=of_groups,
+            kv_indptr_R1=np.zeros(1, dtype=np.int32),
+            last_page_len_R=none,
+        )
         return self._fill(batch_size, empty, empty, layout)
 
     def fill(
@@ -91,19 +108,23 @@ class DecodeInputs:
         indptr = layout.kv_indptr_R1
         indptr = np.concatenate([indptr, indptr[-1] + np.arange(1, num_padding + 1, dtype=np.int32)])
         last_page_len = _padded(layout.last_page_len_R, num_padding, 1)
-        indices = _padded(layout.kv_indices, num_padding, 0)
+        indices = [_padded(of_group, num_padding, 0) for of_group in layout.kv_indices_GI]
         arrays = (
             _padded(input_ids_R, num_padding, 0),
             _padded(rows_R, num_padding, self._padding_row),
             _padded(layout.positions_T, num_padding, 0),
-            _padded(layout.slots_T, num_padding, -1),
+            *(_padded(slots_T, num_padding, -1) for slots_T in layout.slots_GT),
             last_page_len,
             indptr,
-            indices,
         )
-        host = pinned(self._starts[-1] + indices.nbytes)
-        write_at(host, dict(zip(self._starts, arrays, strict=True)))
-        self._memory[: len(host)].copy_(host, non_blocking=True)
+        num_bytes, end = indices[0].nbytes, self._starts[len(arrays)]
+        host = pinned(end + num_bytes * len(indices))
+        places = [end + num_bytes * group for group in range(len(indices))]
+        write_at(host, dict(zip([*self._starts[: len(arrays)], *places], [*arrays, *indices], strict=True)))
+        # Those of the first group lie right behind the rest; room for more than there are stays as it is.
+        self._memory[: end + num_bytes].copy_(host[: end + num_bytes], non_blocking=True)
+        for start, place in zip(self._starts[len(arrays) + 1 :], places[1:], strict=True):
+            self._memory[start : start + num_bytes].copy_(host[place : place + num_bytes], non_blocking=True)
         return indptr, last_page_len
 
 
@@ -130,7 +151,7 @@ class DecodeGraphs:
         make_arena: a resident arena of at least so many bytes, for the tag `cuda_graph`.
         batch_sizes: to capture, ascending.
         next_tokens: int64, the token sampled last for each page row; the last row is padding.
-        max_pages: see `DecodeInputs`.
+        max_pages, num_groups: see `DecodeInputs`.
 
     Raises:
         OutOfDeviceMemory, torch.OutOfMemoryError: there is no room for the scratch memory.
@@ -144,11 +165,13 @@ class DecodeGraphs:
         batch_sizes: Sequence[int],
         next_tokens: Tensor,
         max_pages: int,
+        num_groups: int,
     ) -> None:
         self._forward_pass = forward
         self._next_tokens = next_tokens
         device = next_tokens.device
-        self.inputs = DecodeInputs(batch_sizes[-1], max_pages, len(next_tokens) - 1, device)
+        padding_row = len(next_tokens) - 1
+        self.inputs = DecodeInputs(batch_sizes[-1], max_pages, padding_row, num_groups, device)
         buffers = self.inputs.buffers
         self._families = [
             (family, [_Captured(size, family.capture(size, buffers)) for size in family.sizes])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from ebbtide.srt.config import CacheConfig, ModelConfig, ScheduleConfig
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
+from ebbtide.srt.mem_cache.cache_spec import CacheGroups, Paged
 from ebbtide.srt.mem_cache.kv_layout import (
     CUDA_MIN_RUN_BYTES,
     MIN_CHUNK_PAGES,
@@ -28,16 +30,27 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 KV_DTYPES = DTYPES | {"fp8_e4m3": FP8}
 
 
+def cache_groups(specs: Sequence[Paged], context_len: int) -> CacheGroups:
+    """The layers in groups; a window that no request exceeds is none."""
+    return CacheGroups.of(
+        [replace(spec, window=None) if (spec.window or 0) >= context_len else spec for spec in specs]
+    )
+
+
 def kv_layout(
-    model_config: ModelConfig, cache_config: CacheConfig, saver: MemorySaver, device_bytes: int | None
+    groups: CacheGroups,
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    saver: MemorySaver,
+    device_bytes: int | None,
 ) -> KVLayout:
-    """What this rank stores of each token, and where. `model_config` has the heads of this rank.
+    """What this rank stores in a page, and where. `model_config` has the heads of this rank.
 
     Args:
         device_bytes: memory of the GPU; None for the CPU.
     """
     layout = KVLayout(
-        num_layers=model_config.num_layers,
+        num_layers=groups.layers_per_group,
         page_size=cache_config.page_size,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
@@ -48,7 +61,9 @@ def kv_layout(
     if device_bytes is None:
         return layout
     num_tokens = cache_config.max_total_tokens
-    pool_bytes = num_tokens // layout.page_size * layout.page_bytes if num_tokens is not None else None
+    pool_bytes = None
+    if num_tokens is not None:
+        pool_bytes = num_tokens // layout.page_size * len(groups.windows) * layout.page_bytes
     chunk_bytes = cuda_chunk_bytes(device_bytes, pool_bytes)
     run_bytes = CUDA_MIN_RUN_BYTES
     if pool_bytes is not None:  # Where the pool is small, more chunks are worth more than long runs.
@@ -58,6 +73,7 @@ def kv_layout(
 
 def build_kv_pool(
     layout: KVLayout,
+    groups: CacheGroups,
     model_config: ModelConfig,
     cache_config: CacheConfig,
     schedule_config: ScheduleConfig,
@@ -71,6 +87,7 @@ def build_kv_pool(
     """A resident pool of as many pages as `choose_num_pages` says on the rank with least room."""
     num_pages = choose_num_pages(
         layout,
+        num_groups=len(groups.windows),
         free_bytes=free_bytes,
         weight_bytes=weight_bytes,
         max_total_tokens=cache_config.max_total_tokens,
@@ -91,12 +108,13 @@ def build_kv_pool(
         arena.num_bytes,
         free_bytes,
     )
-    return KVPool(arena, layout, num_pages, scales)
+    return KVPool(arena, layout, num_pages, groups, scales)
 
 
 def choose_num_pages(
     layout: KVLayout,
     *,
+    num_groups: int = 1,
     free_bytes: int,
     weight_bytes: int,
     max_total_tokens: int | None,
@@ -104,7 +122,7 @@ def choose_num_pages(
     max_running_requests: int,
     context_len: int,
 ) -> int:
-    """How many pages the KV pool gets.
+    """How many pages the KV pool gets. Tokens are counted as if each took a page's part in every group.
 
     `max_total_tokens` is taken as it is, in whole pages. Without it, weights and pool together get
     `mem_fraction_static` of the memory that was free before the weights were loaded; where that is null
@@ -119,7 +137,7 @@ def choose_num_pages(
     """
     page_size, chunk_bytes = layout.page_size, layout.chunk_bytes
     if max_total_tokens is not None:
-        num_pages = max_total_tokens // page_size
+        num_pages = max_total_tokens // page_size * num_groups
         if num_pages < 1:
             raise ConfigurationError(
                 f"max_total_tokens {max_total_tokens} is less than one page of {page_size} tokens"
@@ -141,5 +159,5 @@ def choose_num_pages(
             f"of weights), but one chunk of {layout.chunk_pages} pages of {page_size} tokens needs "
             f"{chunk_bytes}; set mem_fraction_static higher or page_size lower"
         )
-    num_useful = max_running_requests * -(-context_len // page_size)
+    num_useful = max_running_requests * -(-context_len // page_size) * num_groups
     return min(num_chunks * layout.chunk_pages, num_useful)

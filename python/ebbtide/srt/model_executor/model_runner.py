@@ -192,7 +192,7 @@ class ModelRunner:
         prefixes = self._prefixes.find(plan) if graphs.can_share(plan) else None
         runs = prefixes.runs if prefixes is not None else None
         listed = plan.ordered(prefixes.order_R) if prefixes is not None else plan
-        layout = BatchLayout.of(listed, self.page_table.array, self.kv_pool.page_size)
+        layout = BatchLayout.of(listed, self.page_table.arrays, self.kv_pool.page_size)
         hidden_RD = graphs.replay(listed, layout, runs)
         page_rows_R = graphs.inputs.rows[: len(plan.specs)]
         if prefixes is not None:
@@ -216,7 +216,7 @@ class ModelRunner:
         return download(routes_TLK.clone() if places_T is None else routes_TLK[places_T])
 
     def _run(self, plan: BatchPlan, before_masks: BeforeMasks) -> LaunchedStep:
-        batch = ForwardBatch.from_plan(plan, self.page_table.array, self.kv_pool.page_size, self._device)
+        batch = ForwardBatch.from_plan(plan, self.page_table.arrays, self.kv_pool.page_size, self._device)
         self.attention.prepare(batch.paged)
         input_ids_T = resolve_tokens(batch.input_ids_T, batch.rows_T, self._next_tokens)
         # A prompt's last row alone is wanted, unless it asks for the logits of each row.

@@ -188,6 +188,9 @@ class _WithoutAttention:
 
     v = k
 
+    def group(self, layer: int) -> int:
+        return 0
+
     def head_scales(self, layer: int) -> None:
         return None
 

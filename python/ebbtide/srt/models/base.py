@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ebbtide.srt.distributed.division import Division
 from ebbtide.srt.layers.attention.base import LayerAttention
 from ebbtide.srt.layers.step import Kernels, Step
+from ebbtide.srt.mem_cache.cache_spec import Paged
 
 # Dimensions of a projection's weight in a checkpoint.
 OUTPUTS, INPUTS = 0, 1
@@ -109,6 +110,11 @@ class CausalLM(nn.Module, ABC):
     def rotates_all(self) -> bool:
         """Whether every number of queries and keys is rotated by its position."""
         return True
+
+    @property
+    @abstractmethod
+    def cache_specs(self) -> list[Paged]:
+        """What each layer keeps of a request's tokens, with the heads of all ranks."""
 
     @abstractmethod
     def logits(self, hidden_TD: Tensor, kernels: Kernels) -> Tensor:

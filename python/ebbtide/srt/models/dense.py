@@ -22,6 +22,7 @@ from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import Activation, Addend, NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rope_config
 from ebbtide.srt.layers.step import Kernels, Step
+from ebbtide.srt.mem_cache.cache_spec import Paged
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM, Split, WeightMap, divided, projection, stacked
 
 # What config.json calls them → what they are here.
@@ -270,6 +271,11 @@ class DenseCausalLM(CausalLM):
     @property
     def rotates_all(self) -> bool:
         return all(rope.share == 1.0 for rope in self.config.ropes)
+
+    @property
+    def cache_specs(self) -> list[Paged]:
+        config = self.config
+        return [Paged(config.num_kv_heads, config.head_dim, kind.window) for kind in config.kinds]
 
     def logits(self, hidden_TD: Tensor, kernels: Kernels) -> Tensor:
         return self._output_layer.logits(hidden_TD, kernels)

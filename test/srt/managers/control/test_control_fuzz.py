@@ -32,6 +32,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from ebbtide.srt.managers.wire.generation import VersionContract
+from ebbtide.srt.mem_cache.cache_spec import Windows
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
 from ebbtide.testing import SchedulerHarness, default_schedule
@@ -96,7 +97,10 @@ def snapshot(rank: NullRank) -> tuple[Any, ...]:
         None
         if is_alone or control.memory.is_kv_partial
         else tuple(memory.resident_bytes for memory in rank.runner.needed),
-        tuple((req.rid, req.kv and (req.kv.num_launched, tuple(req.kv.pages))) for req in policy.running),
+        tuple(
+            (req.rid, req.kv and (req.kv.num_launched, str(req.kv.pages), str(req.kv.firsts)))
+            for req in policy.running
+        ),
         tuple((req.rid, req.num_retractions) for req in policy.waiting),
         policy.holds_admission,
         policy.allocator.num_free,
@@ -114,6 +118,7 @@ class ControlMachine(Clients):
         keeps_weights=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority", "lpm"]),
         cache_by_version=st.booleans(),
+        windows=st.sampled_from([(None,), (None, 10), (7,)]),
         seed=st.integers(0, 1 << 16),
     )
     def start(
@@ -123,15 +128,17 @@ class ControlMachine(Clients):
         keeps_weights: bool,
         policy: str,
         cache_by_version: bool,
+        windows: Windows,
         seed: int,
     ) -> None:
         self.harness = SchedulerHarness(
-            num_pages=24 if num_ranks == 1 else 40,
+            num_pages=(24 if num_ranks == 1 else 40) + 16 * (len(windows) - 1),
             context_len=64,
             schedule=default_schedule(max_running_requests=4, overlap=overlap, policy=policy),
             cache_by_version=cache_by_version,
             keeps_weights=keeps_weights,
             num_ranks=num_ranks,
+            windows=windows,
         )
         self.begin(self.harness.ranks, seed)
         self.speeds = [self.random.choice([1, 4, 16]) for _ in self.ranks]
@@ -247,11 +254,14 @@ class ControlMachine(Clients):
         for rank in self.ranks:
             policy = rank.scheduler.policy
             all_kv = [req.kv for req in policy.running if req.kv]
-            held = [page for kv in all_kv for page in kv.pages[len(kv.lease.pages) :]]
-            assert len(held) == len(set(held))
-            leased = {page for kv in all_kv for page in kv.lease.pages}
+            own, leased = list[int](), set[int]()
+            for kv in all_kv:
+                for pages, first in zip(kv.pages, kv.firsts, strict=True):
+                    own += pages[max(first, len(kv.lease)) :]
+                    leased |= {*pages[first : len(kv.lease)]}
+            assert len(own) == len(set(own))
             num_cached = policy.cache.num_evictable_pages + len(leased)
-            assert policy.allocator.num_free + num_cached + len(held) == policy.allocator.num_pages
+            assert policy.allocator.num_free + num_cached + len(own) == policy.allocator.num_pages
             assert policy.allocator.num_pages + policy.allocator.num_withdrawn == self.harness.num_pages
 
     @invariant()
@@ -261,7 +271,7 @@ class ControlMachine(Clients):
                 continue  # It is about to be known what came of saving them.
             slots = set(rank.scheduler.control.memory._parked_slots)
             for req in rank.scheduler.policy.waiting:
-                slots.update(req.parked.slots if req.parked is not None else ())
+                slots.update(*req.parked.slots if req.parked is not None else ())
             assert rank.page_store.num_bytes == len(slots)
 
     @invariant()
@@ -296,7 +306,8 @@ class ControlMachine(Clients):
         self.make_whole()
         # What waits may begin a session, or become a pause, once it gets its turn: so more than once.
         for number in range(3):
-            self.call(ResizeMemoryOccupationReqInput(num_tokens=4 * harness.num_pages))
+            most = harness.scheduler.policy.tokens_of(harness.num_pages)
+            self.call(ResizeMemoryOccupationReqInput(num_tokens=most))
             self.call_for_rest()
             self.call(updating(1, flush_cache=False, weight_version=1000 + number))
             self.call(ContinueGenerationReqInput())

@@ -48,7 +48,7 @@ def test_a_line_every_so_many_passes_tells_of_what_happened_since(
         clock.now_s += elapsed_s
         while len(caplog.messages) < num_lines:
             engine.turn()
-        held = {page for req in policy.running if req.kv is not None for page in req.kv.pages}
+        held = {page for req in policy.running if req.kv is not None for page in req.kv.pages[0]}
         assert caplog.messages[-1] == (
             f"steps: passes=4 elapsed_s={elapsed_s:.2f} running=2 queued=1 tokens_per_s={tokens_per_s} "
             f"kv_pages={len(held)}/{policy.allocator.num_pages} weight_version=default"

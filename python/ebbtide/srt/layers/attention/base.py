@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +30,10 @@ class KVPages(Protocol):
     def k(self, layer: int) -> Tensor: ...
 
     def v(self, layer: int) -> Tensor: ...
+
+    def group(self, layer: int) -> int:
+        """The group of layers, by the number that their page ids have in a batch."""
+        ...
 
     def head_scales(self, layer: int) -> HeadScales | None: ...
 
@@ -75,9 +79,17 @@ class AttentionShape:
         return self.num_q_heads // self.num_kv_heads
 
 
+class GroupPages(NamedTuple):
+    """Where the tokens of a pass lie in the layers of one group; fields as of `PagedBatch` and `Pages`."""
+
+    page_table_RP: NDArray[np.int32]
+    slots_T: Tensor
+    kv_indices: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """The requests of a pass. New tokens lie request after request.
+    """The requests of a pass, as layers of one group see them. New tokens lie request after request.
 
     Attributes:
         num_new_R: new tokens of each request.
@@ -87,6 +99,7 @@ class PagedBatch:
         last_page_len_R: int32, tokens of each request's last page, 1 .. page_size.
         slots_T: int64 on the device, place of each new token in the pool: page · page_size + offset.
         pages: the same lengths, and all page ids, on the device.
+        others: of the groups behind the first, if this is the first one's.
     """
 
     num_new_R: NDArray[np.int32]
@@ -97,6 +110,24 @@ class PagedBatch:
     last_page_len_R: NDArray[np.int32]
     slots_T: Tensor
     pages: Pages
+    others: Sequence[GroupPages] = ()
+
+    @property
+    def groups(self) -> list[PagedBatch]:
+        """The same requests as each group of layers sees them."""
+        return [
+            self,
+            *(
+                replace(
+                    self,
+                    page_table_RP=other.page_table_RP,
+                    slots_T=other.slots_T,
+                    pages=replace(self.pages, kv_indices=other.kv_indices),
+                    others=(),
+                )
+                for other in self.others
+            ),
+        ]
 
     @property
     def num_decoding(self) -> int:
@@ -115,12 +146,23 @@ class DecodeBuffers:
     Attributes:
         slots_B: int64.
         kv_indptr_B1, kv_indices, last_page_len_B: int32, as in `Pages`.
+        others: slots and page ids of the groups of layers behind the first, if this is the first one's.
     """
 
     slots_B: Tensor
     kv_indptr_B1: Tensor
     kv_indices: Tensor
     last_page_len_B: Tensor
+    others: Sequence[tuple[Tensor, Tensor]] = ()
+
+    @property
+    def groups(self) -> list[DecodeBuffers]:
+        """The same batch as each group of layers sees it."""
+        others = [
+            replace(self, slots_B=slots_B, kv_indices=kv_indices, others=())
+            for slots_B, kv_indices in self.others
+        ]
+        return [self, *others]
 
     def pages(self, batch_size: int) -> Pages:
         """What the first requests attend to, with one new token each."""
@@ -209,9 +251,11 @@ class AttentionBackend(ABC):
 
     Attributes:
         captures: whether decode steps can be captured in CUDA graphs.
+        reads_groups: whether groups of layers may have pages of their own.
     """
 
     captures = False
+    reads_groups = False
 
     @classmethod
     @abstractmethod

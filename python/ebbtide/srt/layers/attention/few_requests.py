@@ -62,8 +62,10 @@ class FewRequests:
     def __init__(
         self, kv_pages: KVPages, shape: AttentionShape, num_requests: int, buffers: DecodeBuffers
     ) -> None:
-        self._kv_pages, self._pages = kv_pages, buffers.pages(num_requests)
-        self._slots_B = buffers.slots_B[:num_requests]
+        self._kv_pages = kv_pages
+        groups = buffers.groups
+        self._slots = [each.slots_B[:num_requests] for each in groups]
+        self._pages = [each.pages(num_requests) for each in groups]
         self._arrivals = torch.zeros(
             num_requests * shape.num_kv_heads, dtype=torch.int32, device=buffers.slots_B.device
         )
@@ -79,6 +81,7 @@ class FewRequests:
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         from ebbtide.srt.layers.kernels.few_decode import attend_few
 
-        pool = self._kv_pages.k(layer.layer), self._kv_pages.v(layer.layer)
-        step = self._slots_B, *pool, self._pages, self._arrivals
+        pool, group = self._kv_pages, self._kv_pages.group(layer.layer)
+        keys_and_values = pool.k(layer.layer), pool.v(layer.layer)
+        step = self._slots[group], *keys_and_values, self._pages[group], self._arrivals
         return attend_few(qkv_TNH, rope, norms, *step, **layer.kind._asdict())

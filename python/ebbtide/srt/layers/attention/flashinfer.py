@@ -67,11 +67,16 @@ class _Kernels:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Requests of a step that one kernel serves; `rows` are their new tokens."""
+    """Requests of a step that one kernel serves.
+
+    Attributes:
+        pages: of each group of layers. All have as many: a plan is for all of them.
+        rows: the new tokens.
+    """
 
     kernel: PlannedAttention
     plan: Any
-    pages: Pages
+    pages: Sequence[Pages]
     rows: slice
 
 
@@ -80,17 +85,19 @@ class _Step:
     """A planned step, by parts."""
 
     layers: PoolLayers
-    slots_T: Tensor
+    slots: Sequence[Tensor]
     parts: dict[AttentionKind, list[_Part]]
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        return self.layers.forward(layer, qkv_TNH, rope, norms, self.slots_T, self._attend)
+        return self.layers.forward(layer, qkv_TNH, rope, norms, self.slots, self._attend)
 
     def _attend(
         self, layer: LayerAttention, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
+        group = self.layers.groups[layer.layer]
         for part in self.parts[layer.kind]:
-            part.kernel.run(part.plan, part.pages, q_TNH[part.rows], k_PSKH, v_PSKH, out_TNH[part.rows])
+            pages = part.pages[group]
+            part.kernel.run(part.plan, pages, q_TNH[part.rows], k_PSKH, v_PSKH, out_TNH[part.rows])
 
 
 class FlashInferAttention(AttentionBackend):
@@ -137,16 +144,16 @@ class FlashInferAttention(AttentionBackend):
         """
         num_requests, num_decoding = len(batch.lens_R), batch.num_decoding
         parts: dict[AttentionKind, list[_Part]] = {kind: [] for kind in self._kernels}
-        items = self._items(batch, num_decoding)
+        items, groups = self._items(batch, num_decoding), batch.groups
         for kind, kernels in self._kernels.items():
             if items is not None and kernels.shared is not None:
-                pages = batch.pages.part(0, num_decoding)
+                pages = [each.pages.part(0, num_decoding) for each in groups]
                 parts[kind].append(_Part(kernels.shared, items, pages, slice(0, num_decoding)))
             elif num_decoding:
-                parts[kind].append(_plan_part(batch, kernels.decode, 0, num_decoding))
+                parts[kind].append(_plan_part(groups, kernels.decode, 0, num_decoding))
             if num_decoding < num_requests:
-                parts[kind].append(_plan_part(batch, kernels.prefill, num_decoding, num_requests))
-        self._step = _Step(self._layers, batch.slots_T, parts)
+                parts[kind].append(_plan_part(groups, kernels.prefill, num_decoding, num_requests))
+        self._step = _Step(self._layers, [each.slots_T for each in groups], parts)
 
     def _items(self, batch: PagedBatch, num_decoding: int) -> ItemBuffers | None:
         """What the requests that decode do, where neighbours among them share enough pages."""
@@ -219,8 +226,9 @@ def _make_kernels(shape: AttentionShape, device: torch.device) -> dict[Attention
     return kernels
 
 
-def _plan_part(batch: PagedBatch, kernel: PagedKernel, first: int, end: int) -> _Part:
-    """Plan for the requests `first` to `end`."""
+def _plan_part(groups: Sequence[PagedBatch], kernel: PagedKernel, first: int, end: int) -> _Part:
+    """Plan for the requests `first` to `end` of a batch, as each group of layers sees it."""
+    batch = groups[0]
     requests, bounds = slice(first, end), slice(first, end + 1)
     first_row, end_row = (int(batch.q_indptr_R1[request]) for request in (first, end))
     kv_start = int(batch.kv_indptr_R1[first])
@@ -229,14 +237,12 @@ def _plan_part(batch: PagedBatch, kernel: PagedKernel, first: int, end: int) -> 
         torch.from_numpy(batch.kv_indptr_R1[bounds] - kv_start),
         torch.from_numpy(np.ascontiguousarray(batch.lens_R[requests], dtype=np.int32)),
     )
-    pages = batch.pages.part(first, end)
+    part = batch.pages.part(first, end)
     if first:  # FlashInfer counts from the first of them.
-        pages = replace(
-            pages,
-            q_indptr_R1=pages.q_indptr_R1 - first_row,
-            kv_indptr_R1=pages.kv_indptr_R1 - kv_start,
-            kv_indices=pages.kv_indices[kv_start:],
+        part = replace(
+            part, q_indptr_R1=part.q_indptr_R1 - first_row, kv_indptr_R1=part.kv_indptr_R1 - kv_start
         )
+    pages = [replace(part, kv_indices=each.pages.kv_indices[kv_start:]) for each in groups]
     return _Part(kernel, kernel.plan(lens, captured=False), pages, slice(first_row, end_row))
 
 
@@ -261,8 +267,9 @@ class GraphDecode:
     ) -> None:
         self._page_size, self._items = shape.page_size, items
         self._q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)  # one new token each
-        self._pages, self._rows = buffers.pages(batch_size), slice(0, batch_size)
-        self._step = _Step(layers, buffers.slots_B[:batch_size], {})
+        groups = buffers.groups
+        self._pages, self._rows = [each.pages(batch_size) for each in groups], slice(0, batch_size)
+        self._step = _Step(layers, [each.slots_B[:batch_size] for each in groups], {})
         self._planned: dict[AttentionKind, PagedKernel] = {}
         for kind, each in kernels.items():
             if items is not None and each.shared is not None:

@@ -39,6 +39,7 @@ class PoolLayers:
 
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention]) -> None:
         self.kv_pages = kv_pages
+        self.groups = {each.layer: kv_pages.group(each.layer) for each in layers}
         self._pools = {
             each.layer: (kv_pages.k(each.layer), kv_pages.v(each.layer), kv_pages.head_scales(each.layer))
             for each in layers
@@ -50,16 +51,23 @@ class PoolLayers:
         qkv_TNH: Tensor,
         rope: Rope,
         norms: HeadNorms | None,
-        slots_T: Tensor,
+        slots: Sequence[Tensor],
         attend: Attend,
     ) -> Tensor:
-        """As `LayerAttention`; `attend` takes the layer, queries, its keys and values, and the outputs."""
+        """As `LayerAttention`.
+
+        Args:
+            slots: of the new tokens in each group of layers.
+            attend: takes the layer, queries, its keys and values, and the outputs.
+        """
         from ebbtide.srt.layers.kernels.rope import rotate_and_store
 
         k_PSKH, v_PSKH, scales = self._pools[layer.layer]
         if scales is not None and scales.are_recorded:
             scales.record(*split_heads(qkv_TNH, rope, norms, k_PSKH.shape[2])[1:])
-        q_TNH = rotate_and_store(qkv_TNH, rope, norms, slots_T, k_PSKH, v_PSKH, scales)
+        q_TNH = rotate_and_store(
+            qkv_TNH, rope, norms, slots[self.groups[layer.layer]], k_PSKH, v_PSKH, scales
+        )
         out_TNH = torch.empty_like(q_TNH)
         attend(layer, q_TNH, k_PSKH, v_PSKH, out_TNH)
         return out_TNH if scales is None else scaled_outputs_(out_TNH, scales)

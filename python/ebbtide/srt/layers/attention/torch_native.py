@@ -61,6 +61,8 @@ class TorchNativeAttention(AttentionBackend):
     numbers.
     """
 
+    reads_groups = True
+
     @classmethod
     def problem(cls, shape: AttentionShape, device: torch.device) -> str | None:
         return fp8_problem(shape, device)
@@ -75,18 +77,23 @@ class TorchNativeAttention(AttentionBackend):
             shape.num_kv_heads,
             shape.head_dim,
         )
-        self._kinds, self._kv_dtype, self._dtype = shape.kinds, shape.kv_dtype, shape.dtype
+        self._groups = {number: kv_pages.group(number) for number in numbers}
+        self._kinds = list(dict.fromkeys((layer.kind, self._groups[layer.layer]) for layer in layers))
+        self._kv_dtype, self._dtype = shape.kv_dtype, shape.dtype
         self._device = self._k_PSKH[numbers[0]].device
-        self._slots_T = torch.empty(0, dtype=torch.int64)
-        self._spans: dict[AttentionKind, list[Span]] = {}
+        self._slots: list[Tensor] = []
+        self._spans: dict[tuple[AttentionKind, int], list[Span]] = {}
         self._k_room, self._v_room = self._room(0), self._room(0)
 
     def prepare(self, batch: PagedBatch) -> None:
-        self._slots_T = batch.slots_T
-        table_RP = torch.from_numpy(batch.page_table_RP).to(self._device)
-        ends = np.cumsum(batch.num_new_R).tolist()
-        rows = list(zip(table_RP, ends, batch.num_new_R.tolist(), batch.lens_R.tolist(), strict=True))
-        self._spans = {kind: [self._span(kind, *row) for row in rows] for kind in self._kinds}
+        groups = batch.groups
+        self._slots = [each.slots_T for each in groups]
+        tables = [torch.from_numpy(each.page_table_RP).to(self._device) for each in groups]
+        lens = np.cumsum(batch.num_new_R).tolist(), batch.num_new_R.tolist(), batch.lens_R.tolist()
+        self._spans = {
+            (kind, group): [self._span(kind, *row) for row in zip(tables[group], *lens, strict=True)]
+            for kind, group in self._kinds
+        }
         most_pages = max(len(span.pages) for spans in self._spans.values() for span in spans)
         if most_pages > len(self._k_room):
             # Room to grow by half, so that decoding does not come back here at every page.
@@ -99,10 +106,11 @@ class TorchNativeAttention(AttentionBackend):
         if scales is not None and scales.are_recorded:
             scales.record(k_TKH, v_TKH)
         k_TKH, v_TKH = self._stored(k_TKH, v_TKH, scales)
-        k_PSKH.flatten(0, 1).index_copy_(0, self._slots_T, _movable(k_TKH))
-        v_PSKH.flatten(0, 1).index_copy_(0, self._slots_T, _movable(v_TKH))
+        group = self._groups[layer.layer]
+        k_PSKH.flatten(0, 1).index_copy_(0, self._slots[group], _movable(k_TKH))
+        v_PSKH.flatten(0, 1).index_copy_(0, self._slots[group], _movable(v_TKH))
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=self._device)
-        for span in self._spans[layer.kind]:
+        for span in self._spans[layer.kind, group]:
             new = slice(span.first, span.end)
             if span.length == span.end - span.first:
                 # Everything it attends to is in this batch: no need to read it back from the pool.

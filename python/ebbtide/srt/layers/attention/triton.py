@@ -53,12 +53,13 @@ class TritonAttention(AttentionBackend):
     def prepare(self, batch: PagedBatch) -> None:
         """Requests with one new token that come first, those that decode, are a launch of their own."""
         num_decoding, num_requests = batch.num_decoding, len(batch.lens_R)
+        ends = [end for end in ((0, num_decoding), (num_decoding, num_requests)) if end[0] < end[1]]
+        groups = batch.groups
         parts = [
-            batch.pages.part(first, end, int(batch.num_new_R[first:end].max()))
-            for first, end in ((0, num_decoding), (num_decoding, num_requests))
-            if first < end
+            [each.pages.part(first, end, int(batch.num_new_R[first:end].max())) for first, end in ends]
+            for each in groups
         ]
-        self._step = _Step(self._layers, batch.slots_T, parts)
+        self._step = _Step(self._layers, [each.slots_T for each in groups], parts)
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         assert self._step is not None
@@ -68,16 +69,21 @@ class TritonAttention(AttentionBackend):
         return [GraphFamily("any", batch_sizes, self._capture)]
 
     def _capture(self, batch_size: int, buffers: DecodeBuffers) -> _Step:
-        return _Step(self._layers, buffers.slots_B[:batch_size], [buffers.pages(batch_size)])
+        groups = buffers.groups
+        parts = [[each.pages(batch_size)] for each in groups]
+        return _Step(self._layers, [each.slots_B[:batch_size] for each in groups], parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step, captured or not: the kernels read lengths and pages themselves."""
+    """A step, captured or not, with slots and parts by group of layers.
+
+    The kernels read lengths and pages themselves.
+    """
 
     layers: PoolLayers
-    slots_T: Tensor
-    parts: Sequence[Pages]
+    slots: Sequence[Tensor]
+    parts: Sequence[Sequence[Pages]]
 
     def plan(
         self,
@@ -88,12 +94,12 @@ class _Step:
         """There is nothing to plan."""
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        return self.layers.forward(layer, qkv_TNH, rope, norms, self.slots_T, self._attend)
+        return self.layers.forward(layer, qkv_TNH, rope, norms, self.slots, self._attend)
 
     def _attend(
         self, layer: LayerAttention, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
         from ebbtide.srt.layers.kernels.paged_attention import attend
 
-        for part in self.parts:
+        for part in self.parts[self.layers.groups[layer.layer]]:
             attend(q_TNH, k_PSKH, v_PSKH, part, out_TNH, **layer.kind._asdict())

@@ -177,13 +177,16 @@ class KVChunks:
         # The last chunk may hold fewer tokens than the others.
         most_tokens = self._policy.tokens_of(self._num_pages_at_start)
         if num_tokens is not None:
-            wanted = -(-num_tokens // self.chunk_tokens) if num_tokens <= most_tokens else num_chunks + 1
+            num_slots = num_tokens * self._policy.num_groups
+            wanted = -(-num_slots // (self._allocator.pages_per_chunk * self._policy.page_size))
+            wanted = wanted if num_tokens <= most_tokens else num_chunks + 1
         else:
             assert num_bytes is not None
             wanted = num_bytes // self.chunk_bytes
         least = min(num_chunks, -(-self._policy.longest_pages // self._allocator.pages_per_chunk))
         if not least <= wanted <= num_chunks:
-            least_tokens = min(least * self.chunk_tokens, most_tokens)
+            least_pages = least * self._allocator.pages_per_chunk
+            least_tokens = min(self._policy.tokens_of(least_pages), most_tokens)
             least_bytes, most_bytes = least * self.chunk_bytes, num_chunks * self.chunk_bytes
             raise RequestRejected(
                 f"the KV cache can have {least_tokens} to {most_tokens} tokens, {least_bytes} to "

@@ -62,7 +62,7 @@ class LoadMeter:
             self._end_stretch(self._last_step_s)
         num_running = len(policy.running)
         num_free = policy.allocator.num_free + policy.cache.num_evictable_pages
-        num_used_tokens = (policy.allocator.num_pages - num_free) * policy.page_size
+        num_used_tokens = policy.tokens_of(policy.allocator.num_pages - num_free)
         return Load(
             dp_rank=dp_rank,
             num_running_reqs=0 if is_paused else num_running,
@@ -70,7 +70,7 @@ class LoadMeter:
             num_waiting_reqs=len(policy.queued),
             num_used_tokens=num_used_tokens,
             num_total_tokens=num_used_tokens + sum(req.num_tokens for req in policy.queued),
-            max_total_num_tokens=policy.allocator.num_pages * policy.page_size,
+            max_total_num_tokens=policy.tokens_of(policy.allocator.num_pages),
             max_running_requests=policy.config.max_running_requests,
             gen_throughput=0.0 if is_idle else self._throughput,
             last_gen_throughput=self._throughput,

@@ -169,7 +169,8 @@ class OutputProcessor:
         return ended
 
     def _finish(self, ended: list[Req]) -> None:
-        spoilt = {page for req in ended if req.num_nonfinite and req.kv for page in req.kv.pages}
+        all_pages = [req.kv.pages for req in ended if req.num_nonfinite and req.kv]
+        spoilt = {page for of_groups in all_pages for pages in of_groups for page in pages}
         self._policy.finish_running(ended)
         if spoilt:
             # NaN in a page would be in the logits of all who go on from it, whatever weights serve then.

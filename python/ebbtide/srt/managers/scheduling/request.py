@@ -15,7 +15,7 @@ from ebbtide.srt.managers.scheduling.versions import NO_CONTRACT, Commit
 from ebbtide.srt.managers.text.incremental_detokenizer import StopStringMatcher
 from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.managers.wire.token_columns import SupportList
-from ebbtide.srt.mem_cache.prefix_cache import Namespace, PrefixLease
+from ebbtide.srt.mem_cache.radix_cache import Namespace, PrefixLease
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, SampleSpec
 
 # Tokens of a chunk. Whoever gets more at a time collects them, and has no use for even gaps.
@@ -49,8 +49,9 @@ class KVHold:
     """The KV that a running request holds: given back as a whole, by finishing or by retraction.
 
     Attributes:
-        lease: pins the pages that belong to the prefix cache: the first `len(lease.pages)` of `pages`.
-        pages: all pages, in token order.
+        lease: pins the pages that belong to the prefix cache: the first `len(lease)` in each group.
+        pages: the pages of each group, in token order.
+        firsts: in each group, the first page that is held: those before it were given up.
         row: the request's row in the page table.
         rows: numbers that stand in the same row.
         is_prefilled: whether all tokens that there were when it was taken are computed.
@@ -58,7 +59,8 @@ class KVHold:
     """
 
     lease: PrefixLease
-    pages: list[int]
+    pages: list[list[int]]
+    firsts: list[int]
     row: int
     rows: KVCounts
     is_prefilled: bool = False
@@ -80,13 +82,15 @@ class ParkedKV:
     """KV of a waiting request in host memory.
 
     Attributes:
-        slots: of the page store, one for each page, in token order.
+        slots: of the page store in each group, one for each page, in token order.
+        firsts: as of `KVHold`: the pages that the first slots stand for.
         num_computed: tokens whose KV is in them.
         is_prefilled: as of `KVHold`.
         commit_starts: as of `KVHold`, for all of the KV.
     """
 
-    slots: list[int]
+    slots: list[list[int]]
+    firsts: list[int]
     num_computed: int
     is_prefilled: bool
     commit_starts: list[tuple[Commit, int]]
@@ -203,6 +207,10 @@ class Req:
     def num_to_come(self) -> int:
         """Output tokens that it may still generate."""
         return self.max_new_tokens - len(self.spec.output_ids)
+
+    def num_to_come_within(self, window: int | None) -> int:
+        """Those of them that are among its first `window` tokens."""
+        return self.num_to_come if window is None else max(0, min(self.num_to_come, window - self.num_tokens))
 
     @property
     def num_tokens(self) -> int:

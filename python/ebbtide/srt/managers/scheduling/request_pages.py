@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ebbtide.srt.managers.control.ports import PageStore
 from ebbtide.srt.managers.io_struct import RetractCause
@@ -11,32 +11,34 @@ from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Req
 from ebbtide.srt.managers.scheduling.routes import PageRoutes, num_usable
 from ebbtide.srt.managers.scheduling.running_rows import RunningRows
 from ebbtide.srt.managers.scheduling.versions import Commit, KVVersions
+from ebbtide.srt.mem_cache.cache_spec import Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.srt.mem_cache.prefix_cache import Namespace, NoPrefixCache, PrefixCache, PrefixLease
+from ebbtide.srt.mem_cache.radix_cache import Namespace, PrefixLease, RadixCache
 
 
 class RequestPages:
     """What a request's KV lies in, and what of it others may use. Which request gets pages is the policy's.
 
     Args:
+        windows: of the groups of layers, each of which has pages of its own.
         cache_by_version: whether KV is shared by requests of the same weights only.
         records_routes: whether the experts of every token are kept with its page.
 
     Attributes:
         commit: the weights that serve; what is computed now is theirs.
         rows: the running requests' columns of numbers.
-        shares_prefixes: whether there is a prefix cache.
         recomputed: tokens whose KV is computed once more, by why it was given up.
     """
 
     def __init__(
         self,
         allocator: PageAllocator,
-        cache: PrefixCache,
+        cache: RadixCache,
         table: PageTable,
         page_size: int,
         page_store: PageStore,
+        windows: Windows,
         *,
         cache_by_version: bool,
         records_routes: bool,
@@ -51,7 +53,7 @@ class RequestPages:
         self.rows = RunningRows(len(table.array))
         self.routes = PageRoutes(page_size) if records_routes else None
         self.recomputed: Counter[RetractCause] = Counter()
-        self.shares_prefixes = not isinstance(cache, NoPrefixCache)
+        self.windows = windows
         self._is_shared_by_version = cache_by_version
 
     # ---------------------------------------------------------------------------------------------- taking
@@ -61,7 +63,7 @@ class RequestPages:
         tokens = req.tokens(0, req.num_tokens)
         lease = self.cache.match(self._namespace(req), tokens, req.reusable_tokens)
         lease.release()
-        return lease.pages
+        return lease.pages[0]
 
     def lease(self, req: Req, tokens: list[int]) -> PrefixLease:
         """Cached pages for a request to begin with."""
@@ -75,10 +77,74 @@ class RequestPages:
             self.cache.evict(shortage)
         return self.allocator.allocate(num_pages)
 
+    def take(self, lease: PrefixLease, num_pages: int) -> list[list[int]] | None:
+        """Pages for a request's first tokens in each group: those of its lease, and free ones behind them.
+
+        None: there are not so many.
+        """
+        num_new = num_pages - len(lease)
+        pages = self.allocate(num_new * len(self.windows))
+        if pages is None:
+            return None
+        return [
+            leased + pages[group * num_new : (group + 1) * num_new]
+            for group, leased in enumerate(lease.pages)
+        ]
+
+    def grow(self, req: Req) -> bool:
+        """Give a request a page more in each group, once it has given up what it needs no more.
+
+        False: there are too few.
+        """
+        kv = req.kv
+        assert kv is not None
+        self.slide(req)
+        new = self.allocate(len(self.windows))
+        if new is None:
+            return False
+        for group, page in enumerate(new):
+            self.table.write(kv.row, len(kv.pages[group]), [page], group)
+            kv.pages[group].append(page)
+        self.rows.capacity[kv.row] += self.page_size
+        return True
+
+    def slide(self, req: Req) -> None:
+        """Give up the pages of a prefilled request that its next token does not attend to.
+
+        What the prefix cache has of them may be evicted from now on; the request's own are free at once.
+        """
+        kv = req.kv
+        assert kv is not None
+        if not self.cache.windowed or not kv.is_prefilled:
+            return
+        # A page more: of what is launched, less may come to be its output, and be of use to who goes on.
+        num_tokens = max(0, kv.num_launched - self.page_size)
+        self._give_up(kv, [first_needed(num_tokens, window, self.page_size) for window in self.windows])
+
+    def _give_up(self, kv: KVHold, firsts: Sequence[int]) -> None:
+        """Give up the pages of windows before these."""
+        for group in self.cache.windowed:
+            pages, first = kv.pages[group], firsts[group]
+            if first > kv.firsts[group]:
+                self.allocator.free(pages[max(kv.firsts[group], len(kv.lease)) : first])
+                kv.firsts[group] = first
+                self._write(kv, group, 0, first)
+        kv.lease.slide(kv.firsts)
+
+    def _write(self, kv: KVHold, group: int, start: int, end: int) -> None:
+        """The page table's entries from `start` to `end`. In place of a page that was given up, kernels that
+        read a whole tile find one of the request: numbers that are finite."""
+        pages, first = kv.pages[group], kv.firsts[group]
+        kept = min(max(first, start), end)
+        if start < kept:
+            self.table.write(kv.row, start, [pages[first]] * (kept - start), group)
+        self.table.write(kv.row, kept, pages[kept:end], group)
+
     def begin(self, req: Req, hold: KVHold) -> None:
         """A request runs in these pages. What it has in host memory comes back to them."""
         req.kv = hold
-        self.table.write(hold.row, 0, hold.pages)
+        for group, pages in enumerate(hold.pages):
+            self._write(hold, group, 0, len(pages))
         for version in self.versions.versions(hold.lease.labels):
             req.note_kv_used(version)
         self._restore(req)
@@ -95,23 +161,26 @@ class RequestPages:
         assert kv is not None
         if parked is None:
             return
-        num_cached = len(kv.lease.pages)
-        if num_cached < len(parked.slots):
-            self.page_store.restore(parked.slots[num_cached:], kv.pages[num_cached : len(parked.slots)])
+        num_cached = len(kv.lease)
+        if num_cached * self.page_size < parked.num_computed:
+            for pages, slots, first in zip(kv.pages, parked.slots, parked.firsts, strict=True):
+                start = max(num_cached, first)
+                self.page_store.restore(slots[start - first :], pages[start : first + len(slots)])
+            self._give_up(kv, parked.firsts)
             self.rows.computed[kv.row] = self.rows.launched[kv.row] = parked.num_computed
         kv.is_prefilled = parked.is_prefilled
         kv.commit_starts = self.versions.behind(parked.commit_starts, num_cached * self.page_size)
         self.drop_parked(req)
         self.publish(req)
-        kv.commit_starts = self.versions.behind(kv.commit_starts, len(kv.lease.pages) * self.page_size)
+        kv.commit_starts = self.versions.behind(kv.commit_starts, len(kv.lease) * self.page_size)
 
     def _with_routes(self, req: Req, tokens: list[int], lease: PrefixLease) -> PrefixLease:
         """A lease of no page whose experts a request wants and nobody knows."""
         if self.routes is None or req.routes_from is None:
             return lease
         first_page = max(req.routes_from, req.routes.end) // self.page_size
-        num_pages = num_usable(self.routes.found(tokens, lease.pages, lease.runs), first_page)
-        if num_pages == len(lease.pages):
+        num_pages = num_usable(self.routes.found(tokens, lease.pages[0], lease.runs), first_page)
+        if num_pages == len(lease):
             return lease
         lease.release()
         return self.cache.match(self._namespace(req), tokens, num_pages * self.page_size)
@@ -122,8 +191,8 @@ class RequestPages:
         if self.routes is None:
             return
         lease = req.kv.lease
-        tokens = req.tokens(0, len(lease.pages) * self.page_size)
-        for index, rows in enumerate(self.routes.found(tokens, lease.pages, lease.runs)):
+        tokens = req.tokens(0, len(lease) * self.page_size)
+        for index, rows in enumerate(self.routes.found(tokens, lease.pages[0], lease.runs)):
             if rows is not None and (index + 1) * self.page_size > req.routes.end:
                 req.routes.add(index * self.page_size, rows)
 
@@ -132,24 +201,35 @@ class RequestPages:
     def next_key(self, req: Req) -> tuple[object, ...]:
         """What identifies the first page that a prefilling request computes itself."""
         assert req.kv is not None
-        start = len(req.kv.lease.pages) * self.page_size
+        start = len(req.kv.lease) * self.page_size
         return (start, req.namespace, *req.tokens(start, min(start + self.page_size, req.num_tokens)))
 
     def held(self, req: Req) -> list[int]:
         """All pages of a running request."""
         assert req.kv is not None
-        return req.kv.pages
+        return [
+            page for pages, first in zip(req.kv.pages, req.kv.firsts, strict=True) for page in pages[first:]
+        ]
 
     def computed(self, req: Req) -> list[int]:
-        """The pages that hold KV of a running request."""
-        assert req.kv is not None
-        return req.kv.pages[: -(-req.kv.num_computed // self.page_size)]
+        """The pages that hold KV of a running request, those of one group after the other."""
+        kv = req.kv
+        assert kv is not None
+        end = -(-kv.num_computed // self.page_size)
+        return [page for pages, first in zip(kv.pages, kv.firsts, strict=True) for page in pages[first:end]]
 
     def prefill_starts(self, req: Req) -> list[tuple[str, int]]:
         """Each version behind the KV of its prompt, with the token from which on it is that."""
         assert req.kv is not None
         starts = self.versions.prefill_starts(req.kv.lease.runs, req.kv.commit_starts, self.page_size)
         return [(version, start) for version, start in starts if start < len(req.spec.prompt_ids)]
+
+    def relocate(self, kv: KVHold, target_of: Mapping[int, int]) -> None:
+        """Some of a request's pages have moved to others."""
+        kv.pages = [[target_of.get(page, page) for page in pages] for pages in kv.pages]
+        kv.lease.relocate(target_of)
+        for group, pages in enumerate(kv.pages):
+            self._write(kv, group, 0, len(pages))
 
     def publish(self, req: Req) -> None:
         """Hand the request's whole pages to the prefix cache, one run of commits at a time."""
@@ -161,14 +241,20 @@ class RequestPages:
             # A page of this namespace holds KV of one commit only: stop where the next commit begins.
             later = [start for commit, start in starts if str(commit.number) != kv.lease.namespace[-1]]
             end_page = min([end_page, *(start // self.page_size for start in later)])
-        first_page = len(kv.lease.pages)
+        first_page = len(kv.lease)
         tokens = req.tokens(0, kv.num_computed)
         for label, end in self.versions.runs(starts, first_page, end_page, self.page_size):
-            kv.lease = self.cache.publish(kv.lease, tokens[: end * self.page_size], kv.pages, label)
-            kv.pages[: len(kv.lease.pages)] = kv.lease.pages
+            kv.lease = self.cache.publish(
+                kv.lease, tokens[: end * self.page_size], kv.pages, kv.firsts, label
+            )
+            for pages, leased in zip(kv.pages, kv.lease.pages, strict=True):
+                pages[: len(leased)] = leased
+            if len(kv.lease) < end:
+                break
             if self.routes is not None:
-                self.routes.keep(tokens, kv.lease.pages, kv.lease.runs, req.routes, label)
-        self.table.write(kv.row, first_page, kv.pages[first_page:end_page])
+                self.routes.keep(tokens, kv.lease.pages[0], kv.lease.runs, req.routes, label)
+        for group in range(len(kv.pages)):
+            self._write(kv, group, first_page, max(first_page, end_page))
 
     def _namespace(self, req: Req) -> Namespace:
         return (*req.namespace, str(self.commit.number)) if self._is_by_version(req) else req.namespace
@@ -189,7 +275,8 @@ class RequestPages:
         assert kv is not None
         if publish:
             self.publish(req)
-        self.allocator.free(kv.pages[len(kv.lease.pages) :])
+        for pages, first in zip(kv.pages, kv.firsts, strict=True):
+            self.allocator.free(pages[max(first, len(kv.lease)) :])
         kv.lease.release()
         self.table.free_row(kv.row)
         self.rows.logprobs.empty(req)
@@ -197,11 +284,20 @@ class RequestPages:
         req.kv = None
 
     def park(self, req: Req, slots: list[int]) -> None:
-        """A running request's KV has been copied to these slots; its pages are still to be released."""
+        """A running request's KV has been copied to these slots; its pages are still to be released.
+
+        Args:
+            slots: of the pages that are `computed`.
+        """
         kv = req.kv
         assert kv is not None
         starts = self.versions.spans(kv.lease.runs, kv.commit_starts, self.page_size)
-        req.parked = ParkedKV(slots, kv.num_computed, kv.is_prefilled, starts)
+        end = -(-kv.num_computed // self.page_size)
+        of_group, start = [], 0
+        for first in kv.firsts:
+            of_group.append(slots[start : start + max(0, end - first)])
+            start += len(of_group[-1])
+        req.parked = ParkedKV(of_group, kv.firsts, kv.num_computed, kv.is_prefilled, starts)
 
     def note_lost(self, req: Req, cause: RetractCause) -> None:
         """A request is about to give up what was computed for it."""
@@ -225,5 +321,6 @@ class RequestPages:
     def drop_parked(self, req: Req) -> None:
         """What a request has in host memory, if anything, is of no use any more."""
         if req.parked is not None:
-            self.page_store.drop(req.parked.slots)
+            for slots in req.parked.slots:
+                self.page_store.drop(slots)
             req.parked = None

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ebbtide.srt.mem_cache.prefix_cache import Runs
+from ebbtide.srt.mem_cache.radix_cache import Runs
 from ebbtide.srt.model_executor.batch_plan import Routes
 
 

@@ -117,9 +117,13 @@ class RunningRows(KVCounts):
         interval_R = self.output_interval[rows_R]
         return int(((interval_R > 0) & (interval_R <= LONGEST_STREAM_INTERVAL)).sum())
 
-    def num_to_come(self, rows_R: Column) -> int:
-        """Output tokens that these may still generate, together."""
-        return int((self.limit[rows_R] - self.planned[rows_R] + self.in_flight[rows_R]).sum())
+    def num_to_come(self, rows_R: Column, window: int | None = None) -> int:
+        """Output tokens that these may still generate, together; each within its first `window` tokens."""
+        known_R = self.planned[rows_R] - self.in_flight[rows_R]
+        limit_R = self.limit[rows_R]
+        if window is not None:
+            limit_R = np.maximum(np.minimum(limit_R, window), known_R)
+        return int((limit_R - known_R).sum())
 
     def plan(self, requests: Sequence[Req], rows_R: Column, num_new_R: Column) -> BatchPlan:
         """The plan of a batch; from here on it counts as launched."""

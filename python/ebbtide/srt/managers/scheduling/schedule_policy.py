@@ -20,9 +20,10 @@ from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
 from ebbtide.srt.managers.scheduling.request_pages import RequestPages
 from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.versions import Commit, ServedVersions, Standing
+from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.srt.mem_cache.prefix_cache import PrefixCache
+from ebbtide.srt.mem_cache.radix_cache import RadixCache
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
@@ -50,10 +51,11 @@ class SchedulePolicy:
         self,
         config: ScheduleConfig,
         allocator: PageAllocator,
-        cache: PrefixCache,
+        cache: RadixCache,
         table: PageTable,
         page_size: int,
         page_store: PageStore,
+        windows: Windows = WHOLE,
         *,
         cache_by_version: bool = False,
         records_routes: bool = False,
@@ -65,6 +67,7 @@ class SchedulePolicy:
             table,
             page_size,
             page_store,
+            windows,
             cache_by_version=cache_by_version,
             records_routes=records_routes,
         )
@@ -83,6 +86,7 @@ class SchedulePolicy:
         self._rows_R: NDArray[np.int64] | None = None
         self._live: dict[str, Req] = {}
         self._num_in_flight = 0
+        self.num_groups = len(windows)
         self._reserve = GrowthReserve(page_size)
         self._share = PrefillShare(config)
         self._order = WaitingOrder(config.policy)
@@ -97,15 +101,15 @@ class SchedulePolicy:
     @property
     def longest_pages(self) -> int:
         """Pages of the longest request that there can be."""
-        return int(self.table.array.shape[1])
+        return int(self.table.array.shape[1]) * self.num_groups
 
     def pages_of(self, num_tokens: int) -> int:
-        """Pages that so many tokens of a request fill."""
-        return -(-num_tokens // self.page_size)
+        """Pages that so many tokens of a request fill, in all groups of layers."""
+        return -(-num_tokens // self.page_size) * self.num_groups
 
     def tokens_of(self, num_pages: int) -> int:
-        """Tokens that so many pages hold."""
-        return num_pages * self.page_size
+        """Tokens that so many pages hold, where no window lets any go."""
+        return num_pages * self.page_size // self.num_groups
 
     @property
     def has_work(self) -> bool:
@@ -285,9 +289,7 @@ class SchedulePolicy:
         self.cache.relocate(target_of)
         for req in self.running:
             assert req.kv is not None
-            req.kv.pages = [target_of.get(page, page) for page in req.kv.pages]
-            req.kv.lease.relocate(target_of)
-            self.table.write(req.kv.row, 0, req.kv.pages)
+            self.pages.relocate(req.kv, target_of)
 
     def borrow_pages(self, num_pages: int) -> list[int] | None:
         """Pages for what is no request, to be freed by the caller; None: the pool has not so many.
@@ -306,7 +308,7 @@ class SchedulePolicy:
 
     def flush_cache(self) -> int:
         """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
-        return self.cache.flush() * self.page_size
+        return self.tokens_of(self.cache.flush())
 
     # ------------------------------------------------------------------------------------------- batches
 
@@ -362,6 +364,7 @@ class SchedulePolicy:
             req.prefill_starts = self.pages.prefill_starts(req)
             req.prefill_changed = True
             self.pages.publish(req)
+            self.pages.slide(req)
 
     def _must_commit_first(self) -> bool:
         """Whether a request's next token depends on the ids of those in flight."""
@@ -381,14 +384,8 @@ class SchedulePolicy:
         """
         while True:
             for index in self.rows.short_of_pages(self._running_rows()):
-                kv = self.running[index].kv
-                assert kv is not None
-                page = self.pages.allocate(1)
-                if page is None:
+                if not self.pages.grow(self.running[index]):
                     break
-                self.table.write(kv.row, len(kv.pages), page)
-                kv.pages.extend(page)
-                self.rows.capacity[kv.row] += self.page_size
             else:
                 return True
             if self._num_in_flight:
@@ -401,7 +398,7 @@ class SchedulePolicy:
         rows_R = self._running_rows()
         in_prefill = np.flatnonzero(~self.rows.is_decoding(rows_R)).tolist()
         prefilling = {self.pages.next_key(self.running[index]) for index in in_prefill}
-        num_to_come = self.rows.num_to_come(rows_R)
+        num_to_come = sum(self.rows.num_to_come(rows_R, window) for window in self.pages.windows)
         num_deferred = 0
         for req in self._order.candidates(self.waiting, self.pages.matched):
             if len(self.running) >= self.config.max_running_requests:
@@ -424,7 +421,7 @@ class SchedulePolicy:
                 req.first_update = self._num_updates
             self.pages.begin(req, hold)
             prefilling.add(self.pages.next_key(req))
-            num_to_come += req.num_to_come
+            num_to_come += sum(req.num_to_come_within(window) for window in self.pages.windows)
             yield req
 
     def _take_pages(
@@ -432,32 +429,37 @@ class SchedulePolicy:
     ) -> KVHold | _Deferred | None:
         """Pages for all tokens of a waiting request: cached ones first, then free ones. None: no room.
 
+        Args:
+            num_to_come: tokens that running requests may still generate, counted in each group of layers: in
+                one with a window, until that is full.
+
         A request whose next page is just being computed by another one waits for it: a group of samples of
         one prompt prefills it once.
         """
         tokens = req.tokens(0, req.num_tokens)
         lease = self.pages.lease(req, tokens)
-        num_cached = len(lease.pages) * self.page_size
+        num_cached = len(lease) * self.page_size
         next_page = tokens[num_cached : num_cached + self.page_size]
         is_shareable = (
-            self.pages.shares_prefixes
+            self.cache.is_enabled
             and req.parked is None
             and num_cached + self.page_size <= req.reusable_tokens
         )
         if is_shareable and (num_cached, req.namespace, *next_page) in prefilling:
             lease.release()
             return _DEFERRED
-        num_needed = -(-len(tokens) // self.page_size) - len(lease.pages)
+        num_pages = -(-len(tokens) // self.page_size)
+        num_needed = (num_pages - len(lease)) * self.num_groups
         num_free = self.allocator.num_free + self.cache.num_evictable_pages
         if self.running and num_needed + self._reserve.pages(num_to_come) > num_free:
             lease.release()
             return None
-        pages = self.pages.allocate(num_needed)
+        pages = self.pages.take(lease, num_pages)
         if pages is None:
             lease.release()
             return None
-        hold = KVHold(lease, lease.pages + pages, self.table.allocate_row(), self.rows)
-        room = len(hold.pages) * self.page_size
+        hold = KVHold(lease, pages, lease.firsts.copy(), self.table.allocate_row(), self.rows)
+        room = num_pages * self.page_size
         self.rows.open(hold.row, req, num_computed=num_cached, num_pages_tokens=room)
         return hold
 

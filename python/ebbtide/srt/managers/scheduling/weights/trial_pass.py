@@ -46,7 +46,7 @@ class SchedulerTrialPass:
     def logprobs(self, input_ids: Sequence[int]) -> list[float]:
         ids = list(input_ids)
         unrecorded = self._kv_scales.paused() if self._kv_scales is not None else nullcontext()
-        with unrecorded, self._pages(-(-len(ids) // self._policy.page_size)):
+        with unrecorded, self._pages(self._policy.pages_of(len(ids))):
             result = self._runner.launch(_plan(ids)).wait()
         logprobs: list[float] = result.input_logprobs[0].tokens_N.tolist()
         return logprobs
@@ -59,13 +59,14 @@ class SchedulerTrialPass:
             raise RequestRejected(
                 f"canary: its forward pass needs {num_pages} pages of KV cache, and the pool has not so many"
             )
-        row = self._table.array[0]
-        before = row[:num_pages].copy()
-        row[:num_pages] = pages
+        num_groups = len(self._table.arrays)
+        entries = self._table.arrays[:, 0, : num_pages // num_groups]
+        before = entries.copy()
+        entries[:] = np.array(pages).reshape(entries.shape)
         try:
             yield
         finally:
-            row[:num_pages] = before
+            entries[:] = before
             self._policy.allocator.free(pages)
 
 
