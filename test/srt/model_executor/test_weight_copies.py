@@ -259,6 +259,6 @@ def test_nan_and_inf_are_found_and_what_is_merely_large_is_not() -> None:
 
 def test_scales_tell_of_what_was_quantised_and_values_of_what_came_in_8_bits() -> None:
     region, scales = torch.zeros(128, 128, dtype=FP8), torch.ones(1, 1)
-    assert Destination(region, None, scales=scales).telling(BFLOAT16) is scales
-    assert Destination(region, None, scales=scales).telling(FP8) is region
-    assert Destination(scales, None).telling(BFLOAT16) is scales
+    assert Destination(region, None, scales=scales).nonfinite_region(BFLOAT16) is scales
+    assert Destination(region, None, scales=scales).nonfinite_region(FP8) is region
+    assert Destination(scales, None).nonfinite_region(BFLOAT16) is scales

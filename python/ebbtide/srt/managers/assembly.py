@@ -224,7 +224,7 @@ def _control_plane(
     others = (
         CacheFlush(requests),
         KVSize(chunks, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks),
-        WeightChecks(parts.weights.parameters, memory, inbox.ranks, pace, lambda: updates.is_under_way),
+        WeightChecks(parts.weights, memory, inbox.ranks, pace, lambda: updates.is_under_way),
         _load_reports(parts, inbox, meter, generation, chunks, operations),
     )
     return ControlPlane(

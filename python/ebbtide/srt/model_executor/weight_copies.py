@@ -26,7 +26,7 @@ AnyTensor = TypeVar("AnyTensor", Tensor, StoredTensor, Tensor | StoredTensor)
 CONVERTIBLE: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 # Tensors that are looked at for NaN and Inf by one call.
 LOOKED_AT_ONCE: Final = 64
-# One kernel copies so much: about a millisecond of a device's time.
+# What one kernel copies: about a millisecond of a device's time.
 LAUNCH_BYTES: Final = 2 << 30
 # What addresses and lengths of planned copies are multiples of.
 ALIGNMENT_BYTES: Final = 16
@@ -67,7 +67,7 @@ class Destination:
         part = self.part
         return tensor if part is None else tensor.narrow(part.dim, part.start, part.length)
 
-    def telling(self, dtype: torch.dtype) -> Tensor:
+    def nonfinite_region(self, dtype: torch.dtype) -> Tensor:
         """What holds NaN or Inf if the tensor of this dtype does that was written."""
         return self.region if self.scales is None or dtype == self.region.dtype else self.scales
 
@@ -77,7 +77,7 @@ class Destination:
             pass
 
     def write_by_slices(self, tensor: Tensor | StoredTensor, slice_bytes: int) -> Iterator[int]:
-        """As `write`, yielding the bytes of each slice of about so many just written."""
+        """As `write`, yielding the bytes of each slice just written, which has about this many."""
         part, region, scales = self.part_of(tensor), self.region, self.scales
         if scales is None or tensor.dtype == region.dtype:
             for piece, room in row_slices(part, region, slice_bytes):
@@ -98,7 +98,7 @@ class Destination:
 def row_slices(
     source: Tensor | StoredTensor, destination: Tensor, slice_bytes: int, multiple_of: int = 1
 ) -> Iterator[tuple[Tensor | StoredTensor, Tensor]]:
-    """Pairs of rows of two tensors of one shape, of at most `slice_bytes` in the destination, or so many."""
+    """Pairs of rows of two tensors of one shape, of about `slice_bytes` in the destination."""
     if destination.nbytes <= slice_bytes or source.dim() == 0:
         yield source, destination
         return
@@ -163,7 +163,7 @@ class PlannedSpans:
         names: of what is copied, and then of what is quantised.
         ready: to be launched.
         address: where the weights begin.
-        origin: what the addresses of the tensors are told from.
+        origin: what the addresses of the tensors are relative to.
     """
 
     names: tuple[str, ...]
@@ -257,8 +257,8 @@ class WeightCopies:
 
         Args:
             address: where the weights begin.
-            origin: what the addresses of the tensors are told from. What is returned may be taken again, for
-                others that lie in the same way behind theirs.
+            origin: what the addresses of the tensors are relative to. What is returned may be taken again,
+                for others that lie in the same way behind theirs.
         """
         # Triton is where GPUs are.
         from ebbtide.srt.layers.kernels.copy_spans import SpanCopies

@@ -33,7 +33,7 @@ from ebbtide.srt.models.sharding import Placement, replace_parameter, shard
 
 ALIGNMENT_BYTES = 256
 LOCAL_SLICE_BYTES = 64 << 20
-# To copy so much out of pageable memory takes about as long as a forward pass can be kept waiting.
+# To copy this much out of pageable memory takes about as long as a forward pass can be kept waiting.
 TRANSFER_BYTES = 16 << 20
 # What decides how many bits a weight has.
 OTHER_PRECISION = "--quantization, --quantization-exclude"
@@ -46,12 +46,12 @@ class TensorProblem:
     """Why a tensor cannot be written.
 
     Attributes:
-        lacks: what has to come with it and does not, and the weight that both are of; None: another reason.
+        missing: what has to come with it and does not, and the weight that both are of; None: another reason.
     """
 
     name: str
     reason: str
-    lacks: tuple[str, str] | None = None
+    missing: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class WeightStore:
     def check_scales(
         self, name: str, dtype: torch.dtype, others: Mapping[str, torch.dtype], direct: bool = False
     ) -> TensorProblem | None:
-        """What stands against a tensor that `check` accepts beside `others`, the dtypes by name.
+        """What stands against a tensor that `check` accepts together with `others`, the dtypes by name.
 
         Values of 8 bits and their scales come together; what is quantised here brings no scales.
         """
@@ -201,8 +201,8 @@ class WeightStore:
         weight = self._weight_of(name, direct)
         if weight is not None and others.get(weight) != FP8:
             found = others.get(weight, "nothing")
-            lacks = None if weight in others else (weight, weight)
-            return TensorProblem(name, f"expected with it {weight} in {FP8}, got {found}", lacks)
+            missing = None if weight in others else (weight, weight)
+            return TensorProblem(name, f"expected with it {weight} in {FP8}, got {found}", missing)
         if self._slot(name, direct).dtype != FP8:
             return None
         if (other := others.get(name, dtype)) != dtype:
@@ -347,7 +347,7 @@ class WeightStore:
             yield name, self._region(name, shadow, direct=True)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of what the model computes with beside its parameters; no checkpoint holds that."""
+        """Copies of what the model computes with besides its parameters; no checkpoint holds that."""
         return {name: buffer.clone() for name, buffer in self._model.named_buffers()}
 
     def commit(self, shadow: Shadow) -> None:
@@ -420,8 +420,8 @@ class WeightStore:
             return f"its weight is not kept in 8 bits here ({OTHER_PRECISION})"
         scales, layout = weight + self._layout.suffix, self._layout
         shape = self._expected_shape(scales, direct)
-        told = "?" if shape is None else list(shape)
-        return f"its weight has a scale for each {layout} here: {scales}, float32 of shape {told}"
+        expected = "?" if shape is None else list(shape)
+        return f"its weight has a scale for each {layout} here: {scales}, float32 of shape {expected}"
 
     def _run(self, name: str) -> Run | None:
         """Where a tensor of a checkpoint goes, if it goes there as it is, in one piece."""

@@ -18,8 +18,6 @@ from ebbtide.srt.models.sharding import Placement
 
 logger = logging.getLogger(__name__)
 
-# So many names are listed in a message.
-
 
 @dataclass(frozen=True)
 class Quantization:
@@ -61,7 +59,7 @@ def _matches(module: str, pattern: str) -> bool:
 def quantize(
     model: CausalLM, placements: Mapping[str, Placement], quantization: Quantization
 ) -> dict[str, Placement]:
-    """Have a model keep weights in 8 bits: its meta parameters change, and scales come beside them.
+    """Have a model keep weights in 8 bits: its meta parameters change, and scales are added to them.
 
     Output layers, embeddings, norms and routers keep their dtype.
 
@@ -121,13 +119,13 @@ def _scales_of(name: str, placement: Placement, layout: ScaleLayout) -> Placemen
     sizes |= {"rows": held[0], "columns": held[1]}
     wrong = {what: size for what, size in sizes.items() if size % layout.multiple_of}
     if wrong:
-        told = ", ".join(f"{what} {size}" for what, size in wrong.items())
+        sizes_listed = ", ".join(f"{what} {size}" for what, size in wrong.items())
         ways = "choose another tp_size, or name it in quantization_exclude"
         if layout is BLOCKS:
             ways += f"; quantization={CHANNELS.quantization} takes multiples of {CHANNELS.multiple_of}"
         raise ConfigurationError(
             f"quantization={layout.quantization}: {name} of this rank cannot be cut into blocks of "
-            f"{layout.multiple_of} ({told}): {ways}"
+            f"{layout.multiple_of} ({sizes_listed}): {ways}"
         )
     step = (layout.block_rows, layout.block_columns)[target.dim]
     assert step is not None, f"{name} is fused by columns"

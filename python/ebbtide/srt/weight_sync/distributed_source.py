@@ -34,8 +34,8 @@ FORMATS: Final = ("flattened_bucket", "packed", "sparse")
 class BroadcastSource(WeightSource):
     """Tensors that a trainer broadcasts.
 
-    Nothing is received before the first `arrived`; iterate once that has returned True, unless it was told to
-    receive in place. Closed in between, it leaves the group: nobody could tell which broadcast is the next.
+    Nothing is received before the first `arrived`; iterate once that has returned True, unless it is to be
+    received in place. Closed in between, it leaves the group: nobody could tell which broadcast is the next.
 
     Args:
         chunks: which of the entries each broadcast holds, as bytes one behind the other; None: one each.

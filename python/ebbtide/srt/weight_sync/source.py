@@ -79,7 +79,8 @@ class Fit:
         touched: the names whose old values are gone once writing has begun.
         sent: their own names, where the model does not know them, and `names`.
         scales: the tensors that hold scales of others, and are written as they are.
-        halves: which come without what belongs to them: by name, the missing one's and the weight's.
+        unpaired: 8-bit values without their scales, or scales without their values: by name, the name of
+            the missing one and that of the weight.
         problems: what stands against writing them, as `{"name", "reason"}`.
         runs: where the tensors of a table go; None: it is no table, or a name stands in it twice.
         places: the same of a delta's, where a kernel reads it; None: nobody has asked yet.
@@ -91,7 +92,7 @@ class Fit:
     touched: frozenset[str] = frozenset()
     sent: frozenset[str] = frozenset()
     scales: frozenset[str] = frozenset()
-    halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    unpaired: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     problems: list[dict[str, str]] = field(default_factory=list)
     runs: RunTable | None = None
     places: PlaceTable | None = None
@@ -276,18 +277,18 @@ class WeightSource:
         """Hold the headers against the model; yields bytes of names."""
         direct, dtypes, fit = self.direct, {entry.name: entry.dtype for entry in self.entries}, Fit()
         covered, others, scales = set[str](), set[str](), set[str]()
-        halves: dict[str, tuple[str, str]] = {}
+        unpaired: dict[str, tuple[str, str]] = {}
         for entry in self.entries:
             name = entry.name
             if store.is_scales(name, direct):
                 scales.add(name)
             problem = store.check(name, entry.shape, entry.dtype, direct) or self.misfit(store, entry, dtypes)
-            if problem is not None and problem.lacks is None:
+            if problem is not None and problem.missing is None:
                 fit.problems.append({"name": problem.name, "reason": problem.reason})
             is_ignored = not direct and store.ignored(name)
             fit.num_ignored += is_ignored
-            if problem is not None and problem.lacks is not None:
-                halves[name] = problem.lacks
+            if problem is not None and problem.missing is not None:
+                unpaired[name] = problem.missing
                 others.add(name)
             elif is_ignored or not store.knows(name, direct):
                 others.add(name)
@@ -296,8 +297,8 @@ class WeightSource:
             yield len(name)
         fit.num_tensors = len(self.entries) - fit.num_ignored
         fit.names = frozenset(covered)
-        fit.touched = fit.names | {weight for _, weight in halves.values()}
-        fit.sent, fit.scales, fit.halves = frozenset(covered | others), frozenset(scales), halves
+        fit.touched = fit.names | {weight for _, weight in unpaired.values()}
+        fit.sent, fit.scales, fit.unpaired = frozenset(covered | others), frozenset(scales), unpaired
         return fit
 
     def open(self) -> Iterator[int]:

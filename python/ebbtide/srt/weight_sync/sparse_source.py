@@ -277,13 +277,13 @@ def _check_header(changed: Sequence[ChangedTensor], codes: TensorHeader, values:
     if codes.dtype not in ESCAPES:
         known = " or ".join(map(str, ESCAPES))
         raise RequestRejected(f"{CODES}: expected {known}, got {codes.dtype}")
-    for header, told in (
+    for header, expected in (
         (codes, sum(each.num_codes for each in changed)),
         (values, sum(each.num_changed for each in changed)),
     ):
-        if header.shape != (told,):
+        if header.shape != (expected,):
             raise RequestRejected(
-                f"{header.name}: expected [{told}] as `changed` says, got {list(header.shape)}"
+                f"{header.name}: expected [{expected}] as `changed` says, got {list(header.shape)}"
             )
     names = [each.name for each in changed]
     if len(set(names)) != len(names):

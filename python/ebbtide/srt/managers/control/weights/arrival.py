@@ -52,24 +52,24 @@ class Arrivals:
         if is_piecewise(request):
             return (yield from self._meet(request, opened))
 
-        def read() -> Work[_Heard]:
+        def read() -> Work[_Received]:
             # It is read before anything is refused, so that closing it gives the sender's memory back, and
             # so that it is known what was refused.
             try:
                 _, plan = yield from self._pace.turns(self._weights.open(request), Activity.COPYING)
             except RequestRejected as refusal:
-                return _Heard(refusal=refusal)
+                return _Received(refusal=refusal)
             opened.enter_context(closing(plan))
-            return _Heard.of(plan, lambda: self._check_request(request))
+            return _Received.of(plan, lambda: self._check_request(request))
 
-        heard, facts = yield from self._ranks.survey(Activity.COPYING, read(), lambda heard: heard.fact)
-        if heard.plan is not None and _are_alike(facts):
-            contents.names = heard.plan.sent
+        received, facts = yield from self._ranks.survey(Activity.COPYING, read(), _Received.fact)
+        if received.plan is not None and _are_alike(facts):
+            contents.names = received.plan.sent
         refusal = _refusal(facts)
         if refusal is not None:
             raise refusal
-        assert heard.plan is not None, "what cannot be read is refused"
-        return Whole(heard.plan)
+        assert received.plan is not None, "what cannot be read is refused"
+        return Whole(received.plan)
 
     def receive(self, plan: WritePlan, session: WeightSession, terms: CommitTerms) -> Work[None]:
         """Wait for what others send, where the session has a place for it; forward passes go on meanwhile."""
@@ -116,7 +116,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _Received:
     """What a rank's sender has said.
 
     Attributes:
@@ -130,7 +130,7 @@ class _Heard:
     refusal: RequestRejected | None = None
 
     @classmethod
-    def of(cls, plan: WritePlan, check: Callable[[], None] = lambda: None) -> _Heard:
+    def of(cls, plan: WritePlan, check: Callable[[], None] = lambda: None) -> _Received:
         """A plan, with what `check` or the model has against it."""
         try:
             check()
@@ -139,8 +139,8 @@ class _Heard:
             return cls(plan, refusal=refusal)
         return cls(plan)
 
-    @property
     def fact(self) -> _Fact:
+        """What other ranks need to know of it."""
         summary = "the end" if self.plan is None else _summary_of(self.plan)
         if self.refusal is None:
             return summary, None
@@ -170,14 +170,14 @@ class Pieces:
     """An update's plans as every rank's sender brings them.
 
     Senders wait for each other: one that has an answer may speak again only when all of them have one. So
-    what is wrong on one rank is answered on all, and each sender is heard to its end.
+    what is wrong on one rank is answered on all, and each sender is answered to its end.
     """
 
     _sender: Conversation
     _ranks: Ranks
     _pace: Pace
     _wake: Wake
-    _heard: _Heard = field(default_factory=_Heard)
+    _received: _Received = field(default_factory=_Received)
 
     def take(self, write: Write) -> Work[None]:
         """Write each piece, and answer it. Returns when everything has come; `finish` answers that.
@@ -199,7 +199,7 @@ class Pieces:
     def _next(self) -> Work[WritePlan | None]:
         """The same on all ranks; None: everything has come."""
         try:
-            _, facts = yield from self._ranks.survey(Activity.WAITING, self._hear(), lambda heard: heard.fact)
+            _, facts = yield from self._ranks.survey(Activity.WAITING, self._receive(), _Received.fact)
         except DeadlinePassed:
             raise RequestRejected(
                 "the update was given up at its deadline, nothing of it is served: it had not all come"
@@ -207,33 +207,33 @@ class Pieces:
         refusal = _refusal(facts)
         if refusal is not None:
             yield from self._refuse(refusal)
-        return self._heard.plan
+        return self._received.plan
 
-    def _hear(self) -> Work[_Heard]:
+    def _receive(self) -> Work[_Received]:
         try:
             yield from look_until(self._sender.poll, self._wake)
         except RequestRejected as refusal:
-            self._heard = _Heard(is_over=True, refusal=refusal)
-            return self._heard
+            self._received = _Received(is_over=True, refusal=refusal)
+            return self._received
         _, plan = yield from self._pace.turns(self._sender.piece(), Activity.COPYING)
-        self._heard = _Heard() if plan is None else _Heard.of(plan)
-        return self._heard
+        self._received = _Received() if plan is None else _Received.of(plan)
+        return self._received
 
     def _refuse(self, failure: Exception) -> Work[NoReturn]:
-        """Tell all senders, and hear them out: one would wait for ever where nobody listens any more."""
+        """Answer all senders until they end: one would wait for ever where nobody listens any more."""
         with suppress(DeadlinePassed):
-            yield from self._ranks.phase(Activity.WAITING, self._hear_out(str(failure)))
+            yield from self._ranks.phase(Activity.WAITING, self._answer_all(str(failure)))
         raise failure
 
-    def _hear_out(self, problem: str) -> Work[None]:
-        heard, self._heard = self._heard, _Heard(is_over=True)
-        if heard.is_over:
+    def _answer_all(self, problem: str) -> Work[None]:
+        received, self._received = self._received, _Received(is_over=True)
+        if received.is_over:
             return
         self._sender.answer(problem)
-        if heard.plan is None:
+        if received.plan is None:
             return
-        heard.plan.close()
-        del heard
+        received.plan.close()
+        del received
         with suppress(RequestRejected):
             while True:
                 yield from look_until(self._sender.poll, self._wake)

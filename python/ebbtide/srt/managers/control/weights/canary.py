@@ -60,9 +60,9 @@ class CanaryTrials:
         logprobs, by_rank = yield from self._ranks.survey(Activity.ALONE, passing, lambda found: found)
         misses = [_miss(canary, found) for found in by_rank]
         if any(misses):
-            told = "; ".join(f"rank {rank}: {miss}" for rank, miss in enumerate(misses) if miss)
+            listed = "; ".join(f"rank {rank}: {miss}" for rank, miss in enumerate(misses) if miss)
             raise RequestRejected(
-                f"the canary was missed, the old weights serve: {told}",
+                f"the canary was missed, the old weights serve: {listed}",
                 canary={"logprobs": [None, *logprobs], "misses": [miss or None for miss in misses]},
             )
         if canary.logprobs is None:

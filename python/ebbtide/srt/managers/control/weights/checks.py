@@ -1,4 +1,4 @@
-"""Telling what the weights are: single ones, checksums of all, and a copy to compare them with.
+"""Reads what the weights are: single ones, checksums of all, and a copy to compare them with.
 
 A trainer that doubts its own updates copies the weights, fills them with anything, sends them again and
 compares. Source: wire_api section 3.3, `/weights_checker`.
@@ -17,7 +17,7 @@ from ebbtide.srt.errors import RequestRejected, first_few
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Ranks, Slices, Work
-from ebbtide.srt.managers.control.weight_ports import Parameters, Snapshot, Weights
+from ebbtide.srt.managers.control.weight_ports import Snapshot, Weights
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
     ChecksumAlgorithm,
@@ -36,15 +36,37 @@ T = TypeVar("T")
 MAX_ERRORS: Final = 20
 
 
-class WeightReading:
-    """Answers requests for single weights."""
+class WeightChecks:
+    """Answers with single weights, pieces of what may serve, and checks: a copy is on all ranks or on none.
 
-    def __init__(self, weights: Weights, memory: MemoryOccupation) -> None:
+    So it is with replicas: where one cannot copy, or is not as its copy, all keep the copy that they had.
+
+    Args:
+        is_updating: whether an update is under way, or a session open.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        memory: MemoryOccupation,
+        ranks: Ranks,
+        pace: Pace,
+        is_updating: Callable[[], bool],
+    ) -> None:
         self._weights = weights
+        self._parameters = weights.parameters
         self._memory = memory
-        self.handlers: HandlerTable = {GetWeightsByNameReqInput: self.read}
+        self._ranks = ranks
+        self._pace = pace
+        self._is_updating = is_updating
+        self._snapshot: Snapshot | None = None
+        self.handlers: HandlerTable = {
+            GetWeightsByNameReqInput: self.read_one,
+            CheckWeightsReqInput: self.check,
+            ReadWeightsReqInput: self.read,
+        }
 
-    def read(self, request: GetWeightsByNameReqInput) -> AnyReply:
+    def read_one(self, request: GetWeightsByNameReqInput) -> AnyReply:
         """The first rows of a weight that serves."""
         if request.truncate_size < 0:
             raise RequestRejected(f"truncate_size: expected 0 or more rows, got {request.truncate_size}")
@@ -58,33 +80,6 @@ class WeightReading:
                 )
         values = self._weights.read(name, request.truncate_size)
         return GetWeightsByNameReqOutput(values=values, message=self._weights.precision_of(name))
-
-
-class WeightChecks:
-    """Answers `CheckWeightsReqInput`: one answer for all ranks, and a copy on all of them or on none.
-
-    So it is with replicas: where one cannot copy, or is not as its copy, all keep the copy that they had.
-    And `ReadWeightsReqInput`: pieces of what may serve.
-
-    Args:
-        is_updating: whether an update is under way, or a session open.
-    """
-
-    def __init__(
-        self,
-        parameters: Parameters,
-        memory: MemoryOccupation,
-        ranks: Ranks,
-        pace: Pace,
-        is_updating: Callable[[], bool],
-    ) -> None:
-        self._parameters = parameters
-        self._memory = memory
-        self._ranks = ranks
-        self._pace = pace
-        self._is_updating = is_updating
-        self._snapshot: Snapshot | None = None
-        self.handlers: HandlerTable = {CheckWeightsReqInput: self.check, ReadWeightsReqInput: self.read}
 
     def read(self, request: ReadWeightsReqInput) -> AnyReply:
         """Pieces of parameters, of every rank."""
@@ -188,9 +183,9 @@ def _refusing(differences: Slices[list[dict[str, str]]]) -> Slices[None]:
     """Refused if there are any."""
     errors = yield from differences
     if errors:
-        told = first_few([f"{error['name']} ({error['reason']})" for error in errors])
+        listed = first_few([f"{error['name']} ({error['reason']})" for error in errors])
         raise RequestRejected(
-            f"{len(errors)} parameters are not those of the snapshot: {told}",
+            f"{len(errors)} parameters are not those of the snapshot: {listed}",
             400,
             errors=errors[:MAX_ERRORS],
             num_errors=len(errors),

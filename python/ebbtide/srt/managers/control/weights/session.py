@@ -267,7 +267,7 @@ class WeightSession:
             )
 
     def _take_room(self, *, bursts: bool) -> Work[None]:
-        """Take a copy in memory that is free or lent easily, else in all that can be lent, else none."""
+        """Take a copy in memory that is free or easily borrowed, else in all that can be, else none."""
         is_staged = False
         try:
             bursting = self._ranks.survey(Activity.COPYING, at_once(lambda: bursts), bool)

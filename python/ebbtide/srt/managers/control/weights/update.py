@@ -35,7 +35,6 @@ from ebbtide.srt.managers.control.ports import (
 from ebbtide.srt.managers.control.weight_ports import How, Lender, TrialPass, Weights, WritePlan
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces, Whole
 from ebbtide.srt.managers.control.weights.canary import CanaryTrials
-from ebbtide.srt.managers.control.weights.checks import WeightReading
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CommitConditions,
     CommitTerms,
@@ -131,7 +130,6 @@ class WeightUpdates:
             EndWeightUpdateReqInput: self.end,
             AbortWeightUpdateReqInput: self.abort,
             UpdateWeightVersionReqInput: self.set_version,
-            **WeightReading(weights, memory).handlers,
             **GroupRequests(weights, ranks, wake).handlers,
         }
         memory.on_weights_release = self._end_for_release

@@ -40,11 +40,11 @@ class _Staging:
         self._store = store
         self._device = device
         # By the name of a part that came, the name of the one that has not.
-        self.missing: dict[str, str] = {}
+        self.unpaired: dict[str, str] = {}
 
     def require_complete(self) -> None:
-        if self.missing:
-            missing = sorted(set(self.missing.values()))
+        if self.unpaired:
+            missing = sorted(set(self.unpaired.values()))
             raise RequestRejected(
                 f"the session is incomplete: {len(missing)} tensors that belong to others of 8 bits did not "
                 f"come: {first_few(missing)}. Send them, or abort_weight_update; allow_incomplete "
@@ -191,10 +191,10 @@ class TensorPlan:
         self.cost = (source.cost or 1) if self.how is How.COPY else 1
         self.opens = not self.is_sent or bool(fit.scales)
         self.incomplete = ""
-        if fit.halves:
-            missing = first_few(sorted({other for other, _ in fit.halves.values()}))
+        if fit.unpaired:
+            missing = first_few(sorted({other for other, _ in fit.unpaired.values()}))
             self.incomplete = (
-                f"{len(fit.halves)} tensors do not come with what belongs to them, nothing was written: "
+                f"{len(fit.unpaired)} tensors do not come with what belongs to them, nothing was written: "
                 f"expected with them {missing}. In a session they may follow"
             )
         self._source = source
@@ -224,7 +224,9 @@ class TensorPlan:
             made = [store.destination(entry.name, staging.shadow) for entry in source.entries]
             named = zip(source.entries, made, strict=True)
             self._received = [
-                (entry.name, place.telling(entry.dtype)) for entry, place in named if place is not None
+                (entry.name, place.nonfinite_region(entry.dtype))
+                for entry, place in named
+                if place is not None
             ]
             return made
 
@@ -307,20 +309,20 @@ class TensorPlan:
 
     def begin(self, staging: Staging) -> None:
         assert isinstance(staging, InPlaceStaging | CopyStaging)
-        for name in self._fit.halves:
-            staging.missing.pop(name, None)
+        for name in self._fit.unpaired:
+            staging.unpaired.pop(name, None)
 
     def end(self, staging: Staging) -> frozenset[str]:
         assert isinstance(staging, InPlaceStaging | CopyStaging)
         joined = set()
-        for name, (other, weight) in self._fit.halves.items():
-            if staging.missing.pop(other, None) is None:
-                staging.missing[name] = other
+        for name, (other, weight) in self._fit.unpaired.items():
+            if staging.unpaired.pop(other, None) is None:
+                staging.unpaired[name] = other
             else:
                 joined.add(weight)
-        for name, other in list(staging.missing.items()):
+        for name, other in list(staging.unpaired.items()):
             if name in self.names or other in self.names:
-                del staging.missing[name]
+                del staging.unpaired[name]
         return frozenset(joined)
 
     def write(self, staging: Staging) -> Slices[None]:
@@ -344,7 +346,7 @@ class TensorPlan:
                 yield from store.write_by_slices(name, tensor, shadow, direct)
                 written = store.destination(name, shadow, direct)
                 if written is not None:
-                    self._looked_at.add(name, written.telling(tensor.dtype))
+                    self._looked_at.add(name, written.nonfinite_region(tensor.dtype))
         except RequestRejected as error:
             if staging.is_staged:
                 raise
