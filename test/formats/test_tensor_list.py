@@ -11,7 +11,6 @@ import torch
 from ebbtide.formats.tensor_list import (
     MAGIC,
     DeviceStorage,
-    HostStorage,
     Listing,
     decode_tensors,
 )
@@ -25,7 +24,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.tensor_source import decode_by_slices
 
-HOST = HostStorage(b"/tmp/torch-shm-dir-aB3/manager.sock", b"/torch_12_34_5", 96)
+HOST = StorageRef(b"/tmp/torch-shm-dir-aB3/manager.sock", b"/torch_12_34_5", 96)
 DEVICE = DeviceStorage(
     "3c1f9e0a-0000-4000-8000-0123456789ab", b"\x02c" + bytes(64), 64, 512, b"/torch_1_2", 7
 )
@@ -43,18 +42,18 @@ def encoded(named: list[tuple[str, torch.Tensor]], storage_T: list[int], offset_
 
 
 def decoded(data: bytes) -> tuple[TensorTable, list[AnyStorageRef]]:
-    noted: list[AnyStorageRef] = []
-    table = finish(decode_tensors(data, noted.append))
-    return table, noted
+    recorded: list[AnyStorageRef] = []
+    table = finish(decode_tensors(data, recorded.append))
+    return table, recorded
 
 
-def test_tensors_are_described_and_each_storage_is_noted_once() -> None:
-    table, noted = decoded(encoded(NAMED, [0, 1, 0], [4, 0, 0]))
+def test_tensors_are_described_and_each_storage_is_recorded_once() -> None:
+    table, recorded = decoded(encoded(NAMED, [0, 1, 0], [4, 0, 0]))
     tensors = dict(table.refs())
     assert list(tensors) == table.form.names == ["rows", "head", "tied"]
     rows, head = tensors["rows"], tensors["head"]
     assert (rows.dtype, rows.shape, rows.stride, rows.offset) == (torch.float32, (2, 3), (4, 1), 4)
-    assert noted == [rows.storage, head.storage] == table.used_storages
+    assert recorded == [rows.storage, head.storage] == table.used_storages
     assert tensors["tied"].storage is rows.storage
     assert isinstance(rows.storage, StorageRef)
     assert rows.storage.handle == HOST.handle
@@ -122,10 +121,10 @@ def numbers(*listed: int) -> bytes:
     ],
 )
 def test_what_is_wrong_is_refused_and_every_reference_was_noted(data: bytes, problem: str) -> None:
-    noted: list[AnyStorageRef] = []
+    recorded: list[AnyStorageRef] = []
     with pytest.raises(RequestRejected, match=problem):
-        finish(decode_by_slices(data, noted.append))
-    assert sum(isinstance(ref, CudaStorageRef) for ref in noted) == 1
+        finish(decode_by_slices(data, recorded.append))
+    assert sum(isinstance(ref, CudaStorageRef) for ref in recorded) == 1
 
 
 @pytest.mark.parametrize(
@@ -140,10 +139,10 @@ def test_a_storage_of_another_form_is_refused_and_the_others_were_noted(
 ) -> None:
     storages = [msgspec.structs.replace(HOST, **changes), DEVICE]
     [data] = Listing(NAMED[:1]).encode([storages], np.array([0]), np.array([0]))
-    noted: list[AnyStorageRef] = []
+    recorded: list[AnyStorageRef] = []
     with pytest.raises(RequestRejected, match=problem):
-        finish(decode_by_slices(data, noted.append))
-    assert [type(ref) for ref in noted] == [CudaStorageRef]
+        finish(decode_by_slices(data, recorded.append))
+    assert [type(ref) for ref in recorded] == [CudaStorageRef]
 
 
 def test_the_check_of_all_places_is_that_of_each_one() -> None:

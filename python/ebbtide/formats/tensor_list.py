@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ebbtide.formats.tensor_refs import (
     AnyStorageRef,
+    StorageRef,
     TensorForm,
     TensorLayout,
     TensorTable,
@@ -38,14 +39,6 @@ MAGICS: Final = (MAGIC, MAGIC_STAYS)
 NAMES_AT_ONCE: Final = 64
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
-
-
-class HostStorage(Struct, frozen=True, array_like=True, tag="host", forbid_unknown_fields=True):
-    """A block of shared memory by torch's names, with one reference that the sender has counted."""
-
-    manager: bytes
-    handle: bytes
-    num_bytes: _Count
 
 
 class DeviceStorage(Struct, frozen=True, array_like=True, tag="device", forbid_unknown_fields=True):
@@ -77,7 +70,7 @@ class _TensorList(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """`form`: a `_Form`; `storage_T`, `offset_T`: the number of each tensor's storage, and its offset in
     elements, 64 bits."""
 
-    storages: list[HostStorage | DeviceStorage]
+    storages: list[StorageRef | DeviceStorage]
     form: bytes
     storage_T: bytes
     offset_T: bytes
@@ -111,7 +104,7 @@ class Listing:
 
     def encode(
         self,
-        entries: Sequence[Sequence[HostStorage | DeviceStorage]],
+        entries: Sequence[Sequence[StorageRef | DeviceStorage]],
         storage_T: NDArray[np.int64],
         offset_T: NDArray[np.int64],
         *,
@@ -213,9 +206,9 @@ def _column(data: bytes, kind: str, num_tensors: int) -> NDArray[np.int64]:
     return np.frombuffer(data, kind).astype(np.int64)
 
 
-def _reference(storage: HostStorage | DeviceStorage, number: int) -> AnyStorageRef | None:
+def _reference(storage: StorageRef | DeviceStorage, number: int) -> AnyStorageRef | None:
     where = f"the payload: storage {number}"
-    if isinstance(storage, HostStorage):
+    if isinstance(storage, StorageRef):
         return host_storage(where, storage.manager, storage.handle, storage.num_bytes)
     return device_storage(
         where,

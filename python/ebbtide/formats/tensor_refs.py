@@ -20,6 +20,7 @@ from typing import Final, Self, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ebbtide.srt.errors import RequestRejected
@@ -52,8 +53,7 @@ class TensorHeader:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StorageRef:
+class StorageRef(Struct, frozen=True, eq=False, array_like=True, tag="host", forbid_unknown_fields=True):
     """A block of shared memory on this host; each instance is one reference that the sender has counted."""
 
     manager: bytes

@@ -39,7 +39,8 @@ from torch.multiprocessing import reductions
 
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
-from ebbtide.formats.tensor_list import HostStorage, Listing
+from ebbtide.formats.tensor_list import Listing
+from ebbtide.formats.tensor_refs import StorageRef
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.trainer.cuda_ipc import IpcExporter, NamedTensors, Payload, remove_own, uuid_of
 
@@ -226,10 +227,10 @@ def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], num_ent
     return Payload(entries, memory=storage, release=partial(remove_own, object_path(handle), os.getpid()))
 
 
-def _shared_storage(storage: torch.UntypedStorage) -> HostStorage:
+def _shared_storage(storage: torch.UntypedStorage) -> StorageRef:
     """Shares a storage in shared memory once more."""
     _, (_, manager, handle, num_bytes) = _reduce_storage(storage)
-    return HostStorage(manager, handle, num_bytes)
+    return StorageRef(manager, handle, num_bytes)
 
 
 def _checked(named_tensors: Iterable[Any]) -> NamedTensors:
