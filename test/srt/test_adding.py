@@ -65,11 +65,8 @@ ADDITIONS = {
     "a sampling parameter": """
 --- sampling_params.py
 @@
-     ignore_eos: bool = False
-+    stop_multiple: int | None = None
-@@
-     "ignore_eos": _boolean,
-+    "stop_multiple": _integer(1, "an integer ≥ 1"),
++    stop_multiple: int | None = _field(None, _integer(1, "an integer ≥ 1"))
+     ignore_eos: bool = _field(
 --- managers/scheduling/output_processor.py
 @@
 +        if spec.params.stop_multiple and token_id % spec.params.stop_multiple == 0:
@@ -79,22 +76,6 @@ ADDITIONS = {
 @@
 -        self.is_followed[row] = req.stop_strings is not None or spec.mask is not None
 +        self.is_followed[row] = bool(req.stop_strings or spec.mask or spec.params.stop_multiple)
---- entrypoints/request_schemas.py
-@@
-     "n": FROM_1,
-+    "stop_multiple": FROM_1,
---- entrypoints/openai/protocol.py
-@@
-     ignore_eos: bool | None = None
-+    stop_multiple: int | None = None
---- entrypoints/openai/requests.py
-@@
-             "ignore_eos",
-+            "stop_multiple",
---- entrypoints/vllm/sampling.py
-@@
-     "seed": "sampling_seed",
-+    "stop_multiple": "stop_multiple",
 """,
     "a number in `meta_info`": """
 --- managers/wire/generation.py

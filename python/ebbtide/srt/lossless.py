@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Final, get_args, get_origin
 
@@ -76,7 +76,7 @@ def _kinds(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     origin = get_origin(annotation)
-    if origin in (list, dict, tuple, Mapping):
+    if origin in (list, dict, tuple, Mapping, Sequence):
         return [origin]
     members = get_args(annotation)
     return [kind for member in members for kind in _kinds(member)] if members else [annotation]

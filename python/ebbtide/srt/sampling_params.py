@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, Self
+from typing import Any, Final, Self, get_type_hints
 
 from ebbtide.srt.errors import RequestRejected, first_few
 from ebbtide.srt.lossless import as_bool, as_float, as_int
@@ -26,8 +27,7 @@ MAX_TOKEN_IDS = 1 << 18
 MAX_SAMPLES = 4096
 _INT64_MAX = 2**63 - 1
 
-_Check = Callable[[str, Any], Any]
-
+Schema = Mapping[str, Any]
 GRAMMAR_KINDS: Final = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
 
 
@@ -44,145 +44,67 @@ class GrammarSpec:
         return hashlib.sha256(f"{self.kind}:{self.text}".encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How one request's tokens are sampled, and when it ends. The keys are those of `sampling_params`.
+@dataclass(frozen=True)
+class Check:
+    """What a field takes: `read` normalises its value or refuses it; `schema` says so in OpenAPI."""
 
-    `None` means a key's default. Values are normalised: numbers are plain `int` and `float`, `stop` and
-    `stop_token_ids` are tuples, `logit_bias` has int keys. What depends on the model (vocabulary, context,
-    tokenizer) is checked when a request is made.
+    read: Callable[[str, Any], Any]
+    schema: Schema = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Field:
+    """A sampling parameter, declared once, from which every dialect is read.
 
     Attributes:
-        max_new_tokens: most output tokens; None: to the end of the context.
-        min_new_tokens: tokens before which the output cannot stop.
-        temperature: 0 is greedy.
-        top_p, top_k, min_p: filters; 1.0, -1 and 0.0 turn them off.
-        frequency_penalty, presence_penalty, repetition_penalty: 0.0, 0.0 and 1.0 turn them off.
-        stop: a string or several that end the output.
-        stop_token_ids: token ids that end the output, besides the model's own.
-        ignore_eos: do not stop at end-of-sequence tokens, nor at `stop_token_ids`.
-        n: outputs per prompt.
-        skip_special_tokens, spaces_between_special_tokens: how the text is decoded.
-        no_stop_trim: keep the stop string or token in the output.
-        stream_interval: tokens per chunk of a stream; None: the server's.
-        logit_bias: token id → number added to its logit.
-        allowed_token_ids: only these tokens are sampled.
-        bad_words: texts whose tokens never appear in a row.
-        sampling_seed: the noise then depends on the seed and the position alone; None: drawn per request.
-        custom_params: only `return_top_p_token_ids` is read.
-        json_schema, regex, ebnf, structural_tag, choice: what the output must match; one of them at most.
-        stop_regex, beam_width, watermark: not supported; anything but None is refused.
-
-    Raises:
-        RequestRejected: status 400; names the key, what was expected and what was given.
-
-    Source: wire_api section 2.2.
+        when_null: what null means.
+        openai, vllm: its name there; None: that dialect does not have it.
+        zero: what 0 means in those dialects, where it is no value of this one.
+        type: of its value in OpenAI's requests.
     """
 
-    max_new_tokens: int | None = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int | None] | None = None
-    ignore_eos: bool = False
-    n: int = 1
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    stream_interval: int | None = None
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    sampling_seed: int | None = None
-    # What nothing reads of it is dropped: that may not be fit to travel.
-    custom_params: Mapping[str, Any] | None = None
-    # What the output keeps to: one of these at most. A schema or a structural tag may be given as an object.
-    json_schema: str | Mapping[str, Any] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | Mapping[str, Any] | None = None
-    choice: Sequence[str] | None = None
-    # Keys of features this version lacks. Anything but "not given" is refused, so they are None once built.
-    stop_regex: Any = field(default=None, repr=False)
-    beam_width: Any = field(default=None, repr=False)
-    watermark: Any = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        for name, default, when_null, check in _RULES:
-            value = getattr(self, name)
-            if value is default:
-                continue
-            checked = when_null if value is None else check(name, value)
-            if checked is not value:
-                object.__setattr__(self, name, checked)
-        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise _rejected(
-                "min_new_tokens", f"at most max_new_tokens ({self.max_new_tokens})", self.min_new_tokens
-            )
-        given = [kind for kind in GRAMMAR_KINDS if getattr(self, kind) is not None]
-        if given and self.bad_words:
-            raise RequestRejected(f"sampling_params.bad_words: not with {given[0]}, which says what may come")
-        if len(given) > 1:
-            raise RequestRejected(f"sampling_params: expected one of {', '.join(given)}, not all of them")
-        if given and (self.min_new_tokens or self.ignore_eos):
-            name = "ignore_eos" if self.ignore_eos else "min_new_tokens"
-            raise RequestRejected(
-                f"sampling_params.{name}: not with {given[0]}, which says where outputs end"
-            )
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Self:
-        """Build from a JSON object, refusing unknown keys: a misspelt one would change a rollout silently.
-
-        Raises:
-            RequestRejected: status 400; an unknown key (the message lists the valid ones) or a bad value.
-        """
-        if not isinstance(given, Mapping):
-            raise RequestRejected(f"sampling_params: expected an object, got {_shown(given)}")
-        unknown = [name for name in given if name not in _KEYS]
-        if unknown:
-            listed = first_few([repr(name) for name in unknown])
-            raise RequestRejected(
-                f"sampling_params: unknown key {listed}. Valid keys: {', '.join(sorted(_KEYS))}"
-            )
-        return cls(**given)
+    name: str
+    default: Any
+    when_null: Any
+    check: Check
+    openai: str | None
+    vllm: str | None
+    zero: int | None
+    type: Any
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken instead of a sample."""
-        return self.temperature < GREEDY_BELOW_TEMPERATURE
+    def openai_schema(self) -> Schema:
+        """The keywords beside its type in the document of OpenAI's requests."""
+        dropped = ("not",) if self.zero is not None else ()
+        return {name: value for name, value in self.check.schema.items() if name not in dropped}
 
-    @property
-    def returns_top_p_ids(self) -> bool:
-        """Whether the answer tells which tokens could have been sampled, as slime asks for it."""
-        return self.custom_params is not None and TOP_P_IDS in self.custom_params
 
-    @property
-    def grammar(self) -> GrammarSpec | None:
-        """What the output keeps to; None: nothing."""
-        for kind in GRAMMAR_KINDS:
-            value = getattr(self, kind)
-            if value is not None:
-                return GrammarSpec(kind, _one_of(value) if kind == "choice" else value)
-        return None
+_SAME: Final = ""
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings; empty when there are none."""
-        return tuple(self.stop) if self.stop is not None else ()
 
-    @property
-    def stop_token_id_set(self) -> frozenset[int]:
-        """The request's own stop ids, EOS not included."""
-        if self.stop_token_ids is None:
-            return frozenset()
-        return frozenset(token_id for token_id in self.stop_token_ids if token_id is not None)
+def _field(
+    default: Any,
+    check: Check,
+    *,
+    openai: str | None = _SAME,
+    vllm: str | None = _SAME,
+    zero: int | None = None,
+    is_nullable: bool = False,
+    type_: Any = None,
+) -> Any:
+    """Declare a sampling parameter; see `Field`. With `is_nullable`, null is a value and not the default."""
+    when_null = None if is_nullable else default
+    about = {"check": check, "openai": openai, "vllm": vllm, "zero": zero, "when_null": when_null}
+    return dataclasses.field(default=default, metadata={**about, "type": type_})
+
+
+def _grammar(check: Callable[[str, Any], Any], openai: str | None = _SAME, **schema: Any) -> Any:
+    return _field(None, Check(check, schema), openai=openai, vllm=None, type_=Any)
+
+
+def _unsupported(check: Callable[[str, Any], Any], also: Sequence[Any] = ()) -> Any:
+    """Refused unless it asks for nothing, so it is None once built."""
+    return _field(None, Check(check, {"enum": [*also, None, "", []]}), openai=None, vllm=None)
 
 
 def _shown(value: Any) -> str:
@@ -203,17 +125,22 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _integer(minimum: int, expected: str, *, maximum: int = _INT64_MAX, also: int | None = None) -> _Check:
+def _integer(minimum: int, expected: str, *, maximum: int = _INT64_MAX, also: int | None = None) -> Check:
     def check(name: str, value: Any) -> int:
         number = as_int(value)
         if not _is_int(number) or not (minimum <= number <= maximum or number == also):
             raise _rejected(name, expected, value)
         return int(number)
 
-    return check
+    schema: dict[str, Any] = {}
+    if minimum > -_INT64_MAX:
+        schema = {"minimum": minimum} if also is None else {"minimum": also, "not": {"const": 0}}
+    if maximum < _INT64_MAX:
+        schema["maximum"] = maximum
+    return Check(check, schema)
 
 
-def _number(low: float, high: float, expected: str, *, above_low: bool = False) -> _Check:
+def _number(low: float, high: float, expected: str, *, above_low: bool = False) -> Check:
     def check(name: str, value: Any) -> float:
         number = as_float(value)
         is_number = _is_int(number) or isinstance(number, float)
@@ -222,7 +149,8 @@ def _number(low: float, high: float, expected: str, *, above_low: bool = False) 
             raise _rejected(name, expected, value)
         return number if type(number) is float else float(number)
 
-    return check
+    schema = {"exclusiveMinimum" if above_low else "minimum": low}
+    return Check(check, schema if high == sys.float_info.max else {**schema, "maximum": high})
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -320,11 +248,6 @@ def _choice(name: str, value: Any) -> tuple[str, ...] | None:
     return tuple(value)
 
 
-def _one_of(texts: Sequence[str]) -> str:
-    """A grammar of these texts."""
-    return "root ::= " + " | ".join(json.dumps(text) for text in texts)
-
-
 def _not_supported(name: str, value: Any) -> None:
     if value == "" or value == []:
         return
@@ -336,49 +259,188 @@ def _beam_width(name: str, value: Any) -> None:
         _not_supported(name, value)
 
 
-_CHECKS: dict[str, _Check] = {
-    "max_new_tokens": _integer(0, "an integer ≥ 0"),
-    "min_new_tokens": _integer(0, "an integer ≥ 0"),
-    "temperature": _number(0.0, sys.float_info.max, "a finite number ≥ 0"),
-    "top_p": _number(0.0, 1.0, "a number in (0, 1]", above_low=True),
-    "top_k": _integer(1, "-1 (off) or an integer ≥ 1", also=-1),
-    "min_p": _number(0.0, 1.0, "a number in [0, 1]"),
-    "frequency_penalty": _number(-2.0, 2.0, "a number in [-2, 2]"),
-    "presence_penalty": _number(-2.0, 2.0, "a number in [-2, 2]"),
-    "repetition_penalty": _number(0.0, 2.0, "a number in (0, 2]", above_low=True),
-    "stop": _stop,
-    "stop_token_ids": _stop_token_ids,
-    "ignore_eos": _boolean,
-    "n": _integer(1, f"an integer from 1 to {MAX_SAMPLES}", maximum=MAX_SAMPLES),
-    "skip_special_tokens": _boolean,
-    "spaces_between_special_tokens": _boolean,
-    "no_stop_trim": _boolean,
-    "stream_interval": _integer(1, "an integer ≥ 1"),
-    "logit_bias": _logit_bias,
-    "allowed_token_ids": _allowed_token_ids,
-    "bad_words": _bad_words,
-    "sampling_seed": _integer(-(2**63), "a signed 64-bit integer"),
-    "custom_params": _custom_params,
-    "json_schema": _json_text,
-    "regex": _text,
-    "ebnf": _text,
-    "structural_tag": _json_text,
-    "stop_regex": _not_supported,
-    "choice": _choice,
-    "beam_width": _beam_width,
-    "watermark": _not_supported,
-}
+_FROM_0: Final[Schema] = {"minimum": 0}
+_NOT_EMPTY: Final[Schema] = {"minLength": 1}
 
 
-def _default(name: str) -> Any:
-    default = next(entry.default for entry in fields(SamplingParams) if entry.name == name)
-    assert default is not MISSING, name
-    return default
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are sampled, and when it ends. The keys are those of `sampling_params`.
+
+    `None` means a key's default. Values are normalised: numbers are plain `int` and `float`, `stop` and
+    `stop_token_ids` are tuples, `logit_bias` has int keys. What depends on the model (vocabulary, context,
+    tokenizer) is checked when a request is made.
+
+    Attributes:
+        max_new_tokens: most output tokens; None: to the end of the context.
+        min_new_tokens: tokens before which the output cannot stop.
+        temperature: 0 is greedy.
+        top_p, top_k, min_p: filters; 1.0, -1 and 0.0 turn them off.
+        frequency_penalty, presence_penalty, repetition_penalty: 0.0, 0.0 and 1.0 turn them off.
+        stop: a string or several that end the output.
+        stop_token_ids: token ids that end the output, besides the model's own.
+        ignore_eos: do not stop at end-of-sequence tokens, nor at `stop_token_ids`.
+        n: outputs per prompt.
+        skip_special_tokens, spaces_between_special_tokens: how the text is decoded.
+        no_stop_trim: keep the stop string or token in the output.
+        stream_interval: tokens per chunk of a stream; None: the server's.
+        logit_bias: token id → number added to its logit.
+        allowed_token_ids: only these tokens are sampled.
+        bad_words: texts whose tokens never appear in a row.
+        sampling_seed: the noise then depends on the seed and the position alone; None: drawn per request.
+        custom_params: only `return_top_p_token_ids` is read.
+        json_schema, regex, ebnf, structural_tag, choice: what the output must match; one of them at most.
+        stop_regex, beam_width, watermark: not supported; anything but None is refused.
+
+    Raises:
+        RequestRejected: status 400; names the key, what was expected and what was given.
+
+    Source: wire_api section 2.2.
+    """
+
+    max_new_tokens: int | None = _field(
+        128, _integer(0, "an integer ≥ 0"), openai=None, vllm=None, is_nullable=True
+    )
+    min_new_tokens: int = _field(0, _integer(0, "an integer ≥ 0"), openai="min_tokens", vllm="min_tokens")
+    temperature: float = _field(1.0, _number(0.0, sys.float_info.max, "a finite number ≥ 0"))
+    top_p: float = _field(1.0, _number(0.0, 1.0, "a number in (0, 1]", above_low=True))
+    top_k: int = _field(-1, _integer(1, "-1 (off) or an integer ≥ 1", also=-1), zero=-1)
+    min_p: float = _field(0.0, _number(0.0, 1.0, "a number in [0, 1]"))
+    frequency_penalty: float = _field(0.0, _number(-2.0, 2.0, "a number in [-2, 2]"))
+    presence_penalty: float = _field(0.0, _number(-2.0, 2.0, "a number in [-2, 2]"))
+    repetition_penalty: float = _field(1.0, _number(0.0, 2.0, "a number in (0, 2]", above_low=True))
+    stop: str | Sequence[str] | None = _field(
+        None, Check(_stop, {**_NOT_EMPTY, "maxItems": MAX_STOP_STRINGS, "items": _NOT_EMPTY})
+    )
+    stop_token_ids: Sequence[int | None] | None = _field(None, Check(_stop_token_ids, {"items": _FROM_0}))
+    ignore_eos: bool = _field(False, Check(_boolean))
+    n: int = _field(1, _integer(1, f"an integer from 1 to {MAX_SAMPLES}", maximum=MAX_SAMPLES))
+    skip_special_tokens: bool = _field(True, Check(_boolean))
+    spaces_between_special_tokens: bool = _field(True, Check(_boolean))
+    no_stop_trim: bool = _field(False, Check(_boolean), vllm="include_stop_str_in_output")
+    stream_interval: int | None = _field(None, _integer(1, "an integer ≥ 1"), openai=None, vllm=None)
+    logit_bias: Mapping[int, float] | None = _field(None, Check(_logit_bias), type_=dict[str, float] | None)
+    allowed_token_ids: Sequence[int] | None = _field(
+        None, Check(_allowed_token_ids, {"minItems": 1, "items": _FROM_0})
+    )
+    bad_words: Sequence[str] | None = _field(
+        None, Check(_bad_words, {"maxItems": MAX_BAD_WORDS, "items": {"pattern": r"\S"}})
+    )
+    sampling_seed: int | None = _field(
+        None, _integer(-(2**63), "a signed 64-bit integer"), openai="seed", vllm="seed"
+    )
+    # What nothing reads of it is dropped: that may not be fit to travel.
+    custom_params: Mapping[str, Any] | None = _field(
+        None, Check(_custom_params, {"type": ["object", "null"]}), openai=None, vllm=None
+    )
+    # What the output keeps to: one of these at most. A schema or a structural tag may be given as an object.
+    json_schema: str | Mapping[str, Any] | None = _grammar(_json_text)
+    regex: str | None = _grammar(_text)
+    ebnf: str | None = _grammar(_text)
+    structural_tag: str | Mapping[str, Any] | None = _grammar(_json_text)
+    choice: Sequence[str] | None = _grammar(_choice, openai=None, items=_NOT_EMPTY)
+    stop_regex: Any = _unsupported(_not_supported)  # noqa: RUF009 (a field)
+    beam_width: Any = _unsupported(_beam_width, also=[1])  # noqa: RUF009 (a field)
+    watermark: Any = _unsupported(_not_supported)  # noqa: RUF009 (a field)
+
+    def __post_init__(self) -> None:
+        for name, default, when_null, read in _READERS:
+            value = getattr(self, name)
+            if value is default:
+                continue
+            checked = when_null if value is None else read(name, value)
+            if checked is not value:
+                object.__setattr__(self, name, checked)
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise _rejected(
+                "min_new_tokens", f"at most max_new_tokens ({self.max_new_tokens})", self.min_new_tokens
+            )
+        given = [kind for kind in GRAMMAR_KINDS if getattr(self, kind) is not None]
+        if given and self.bad_words:
+            raise RequestRejected(f"sampling_params.bad_words: not with {given[0]}, which says what may come")
+        if len(given) > 1:
+            raise RequestRejected(f"sampling_params: expected one of {', '.join(given)}, not all of them")
+        if given and (self.min_new_tokens or self.ignore_eos):
+            name = "ignore_eos" if self.ignore_eos else "min_new_tokens"
+            raise RequestRejected(
+                f"sampling_params.{name}: not with {given[0]}, which says where outputs end"
+            )
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Self:
+        """Build from a JSON object, refusing unknown keys: a misspelt one would change a rollout silently.
+
+        Raises:
+            RequestRejected: status 400; an unknown key (the message lists the valid ones) or a bad value.
+        """
+        if not isinstance(given, Mapping):
+            raise RequestRejected(f"sampling_params: expected an object, got {_shown(given)}")
+        unknown = [name for name in given if name not in _KEYS]
+        if unknown:
+            listed = first_few([repr(name) for name in unknown])
+            raise RequestRejected(
+                f"sampling_params: unknown key {listed}. Valid keys: {', '.join(sorted(_KEYS))}"
+            )
+        return cls(**given)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken instead of a sample."""
+        return self.temperature < GREEDY_BELOW_TEMPERATURE
+
+    @property
+    def returns_top_p_ids(self) -> bool:
+        """Whether the answer tells which tokens could have been sampled, as slime asks for it."""
+        return self.custom_params is not None and TOP_P_IDS in self.custom_params
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """What the output keeps to; None: nothing."""
+        for kind in GRAMMAR_KINDS:
+            value = getattr(self, kind)
+            if value is not None:
+                return GrammarSpec(kind, _one_of(value) if kind == "choice" else value)
+        return None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings; empty when there are none."""
+        return tuple(self.stop) if self.stop is not None else ()
+
+    @property
+    def stop_token_id_set(self) -> frozenset[int]:
+        """The request's own stop ids, EOS not included."""
+        if self.stop_token_ids is None:
+            return frozenset()
+        return frozenset(token_id for token_id in self.stop_token_ids if token_id is not None)
 
 
-_KEYS = frozenset(_CHECKS)
-# (key, default, what null means, check). Null is the default; for max_new_tokens it lifts the ceiling.
-_RULES: tuple[tuple[str, Any, Any, _Check], ...] = tuple(
-    (name, _default(name), None if name == "max_new_tokens" else _default(name), check)
-    for name, check in _CHECKS.items()
-)
+def _one_of(texts: Sequence[str]) -> str:
+    """A grammar of these texts."""
+    return "root ::= " + " | ".join(json.dumps(text) for text in texts)
+
+
+def _field_of(declared: dataclasses.Field[Any], types: Mapping[str, Any]) -> Field:
+    about = dict(declared.metadata)
+    for dialect in ("openai", "vllm"):
+        about[dialect] = declared.name if about[dialect] == _SAME else about[dialect]
+    about["type"] = about["type"] or types[declared.name] | None
+    return Field(name=declared.name, default=declared.default, **about)
+
+
+_TYPES: Final = get_type_hints(SamplingParams)
+FIELDS: Final = tuple(_field_of(declared, _TYPES) for declared in dataclasses.fields(SamplingParams))
+OPENAI_FIELDS: Final = {field.openai: field for field in FIELDS if field.openai is not None}
+VLLM_FIELDS: Final = {field.vllm: field for field in FIELDS if field.vllm is not None}
+_KEYS: Final = frozenset(field.name for field in FIELDS)
+_READERS: Final = tuple((field.name, field.default, field.when_null, field.check.read) for field in FIELDS)
+
+
+def params_of(given: Mapping[str, Any], dialect: Mapping[str, Field]) -> dict[str, Any]:
+    """The sampling parameters among the fields of a request of another dialect; null is not given."""
+    params: dict[str, Any] = {}
+    for name, field in dialect.items():
+        value = given.get(name)
+        if value is not None:
+            params[field.name] = field.zero if field.zero is not None and value == 0 else value
+    return params

@@ -86,7 +86,7 @@ class EngineStream:
         meta = chunk["meta_info"]
         if meta["finish_reason"] is not None:
             # The reader may change its own.
-            self._runner.call(partial(self._service.metrics.note, {"meta_info": meta.copy()}))
+            self._runner.call(partial(self._service.metrics.note, meta.copy()))
         return chunk
 
     def _end(self) -> None:

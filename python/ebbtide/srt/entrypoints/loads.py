@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, convert, field
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.errors import RequestRejected
@@ -36,7 +36,7 @@ class LoadSummary(Struct, kw_only=True):
     num_running_reqs: int
     num_waiting_reqs: int
     num_paused_reqs: int
-    num_tokens: int
+    num_total_tokens: int = field(name="num_tokens")
 
 
 class LoadMemory(Struct, kw_only=True):
@@ -95,17 +95,7 @@ class Loads(Struct, kw_only=True):
 
 def load_summaries(loads: Sequence[Load]) -> list[LoadSummary]:
     """The body of `/get_load`."""
-    return [
-        LoadSummary(
-            dp_rank=load.dp_rank,
-            num_reqs=load.num_reqs,
-            num_running_reqs=load.num_running_reqs,
-            num_waiting_reqs=load.num_waiting_reqs,
-            num_paused_reqs=load.num_paused_reqs,
-            num_tokens=load.num_total_tokens,
-        )
-        for load in loads
-    ]
+    return [convert(load, LoadSummary, from_attributes=True) for load in loads]
 
 
 def load_totals(loads: Sequence[Load]) -> dict[str, float]:
@@ -163,20 +153,11 @@ def loads_body(loads: Sequence[Load], sections: frozenset[str], config: EngineCo
 def _replica(load: Load, sections: frozenset[str]) -> ReplicaLoad:
     memory = LoadMemory(used_tokens=load.num_used_tokens, token_capacity=load.max_total_num_tokens)
     queues = LoadQueues(waiting=load.num_waiting_reqs, paused=load.num_paused_reqs)
+    names = ReplicaLoad.__struct_fields__
     return ReplicaLoad(
-        dp_rank=load.dp_rank,
+        **{name: getattr(load, name) for name in names if hasattr(load, name)},
         timestamp=time.time(),
-        num_running_reqs=load.num_running_reqs,
-        num_waiting_reqs=load.num_waiting_reqs,
-        num_paused_reqs=load.num_paused_reqs,
         num_total_reqs=load.num_reqs,
-        num_used_tokens=load.num_used_tokens,
-        num_total_tokens=load.num_total_tokens,
-        max_total_num_tokens=load.max_total_num_tokens,
-        max_running_requests=load.max_running_requests,
-        token_usage=load.token_usage,
-        gen_throughput=load.gen_throughput,
-        cache_hit_rate=load.cache_hit_rate,
         utilization=load.num_running_reqs / load.max_running_requests,
         memory=memory if "memory" in sections else UNSET,
         queues=queues if "queues" in sections else UNSET,

@@ -12,48 +12,19 @@ from typing import Any, Final
 from ebbtide.srt.entrypoints.loads import SECTIONS
 from ebbtide.srt.entrypoints.transition import STEPS
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS
-from ebbtide.srt.sampling_params import MAX_BAD_WORDS, MAX_STOP_STRINGS
+from ebbtide.srt.sampling_params import FIELDS as SAMPLING_FIELDS
 
 Schema = dict[str, Any]
 
 # Keywords beside a field's type: each is about values of one type, and says nothing of null.
 FROM_0: Final[Schema] = {"minimum": 0}
 FROM_1: Final[Schema] = {"minimum": 1}
-FROM_MINUS_1: Final[Schema] = {"minimum": -1}
 ABOVE_0: Final[Schema] = {"exclusiveMinimum": 0}
 NOT_EMPTY: Final[Schema] = {"minLength": 1}
 PORT: Final[Schema] = {"minimum": 1, "maximum": 65535, "pattern": "^[0-9]+$"}
-NOT_SUPPORTED: Final[Schema] = {"enum": [None, "", []]}
 ONLY_TRUE: Final[Schema] = {"enum": [True, None]}
 ONE_MODEL: Final[Schema] = {"enum": ["target", "all", None]}
 
-_SAMPLING: Final[dict[str, Schema]] = {
-    "n": FROM_1,
-    "temperature": FROM_0,
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 2},
-    "stop": {"minLength": 1, "maxItems": MAX_STOP_STRINGS, "items": NOT_EMPTY},
-    "stop_token_ids": {"items": FROM_0},
-    "allowed_token_ids": {"minItems": 1, "items": FROM_0},
-    "bad_words": {"maxItems": MAX_BAD_WORDS, "items": {"pattern": r"\S"}},
-}
-_GENERATION: Final[dict[str, Schema]] = {
-    "timeout_s": ABOVE_0,
-    "truncate_prompt_tokens": FROM_MINUS_1,
-    "max_version_lag": FROM_0,
-    "sampling_logprobs_mode": {"enum": ["selected", None]},
-    "routed_dp_rank": FROM_0,
-}
-_OPENAI: Final[dict[str, Schema]] = {
-    **_SAMPLING,
-    **_GENERATION,
-    "top_k": FROM_MINUS_1,
-    "min_tokens": FROM_0,
-    "prompt_logprobs": FROM_MINUS_1,
-}
 _GROUP: Final[dict[str, Schema]] = {
     "rank_offset": FROM_1,
     "world_size": {"minimum": 2},
@@ -64,21 +35,8 @@ _LISTS_OF_IDS: Final[Schema] = {"type": "array", "items": _IDS}
 
 # By type of the request, and field.
 FIELDS: Final[dict[str, dict[str, Schema]]] = {
-    "SamplingParams": {
-        **_SAMPLING,
-        "top_k": FROM_MINUS_1 | {"not": {"const": 0}},
-        "max_new_tokens": FROM_0,
-        "min_new_tokens": FROM_0,
-        "stream_interval": FROM_1,
-        "custom_params": {"type": ["object", "null"]},
-        "choice": {"items": NOT_EMPTY},
-        "stop_regex": NOT_SUPPORTED,
-        "watermark": NOT_SUPPORTED,
-        "beam_width": {"enum": [1, None, "", []]},
-    },
-    "GenerateReqInput": {**_GENERATION, "text": {"minLength": 1, "minItems": 1, "items": NOT_EMPTY}},
+    "SamplingParams": {field.name: dict(field.check.schema) for field in SAMPLING_FIELDS},
     "CompletionRequest": {
-        **_OPENAI,
         "prompt": {
             "anyOf": [
                 NOT_EMPTY | {"type": "string"},
@@ -87,13 +45,7 @@ FIELDS: Final[dict[str, dict[str, Schema]]] = {
                 _LISTS_OF_IDS | {"minItems": 1},
             ]
         },
-        "max_tokens": FROM_0,
-        "logprobs": FROM_MINUS_1,
-        "suffix": {"enum": ["", None]},
-        "best_of": FROM_1,
     },
-    "ChatCompletionRequest": {**_OPENAI, "top_logprobs": FROM_MINUS_1, "max_completion_tokens": FROM_0},
-    "TokensRequest": {"max_version_lag": FROM_0, "routed_dp_rank": FROM_0},
     "DetokenizeRequest": {"tokens": {"anyOf": [_IDS, _LISTS_OF_IDS]}},
     "LoadsQuery": {
         "dp_rank": FROM_0,

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
@@ -17,10 +16,10 @@ import msgspec
 from ebbtide.srt.errors import EngineDown, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client
+from ebbtide.srt.managers.api.flat_logprobs import flat_form
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.api.generate_request import (
     GenerationDraft,
-    GenerationPlan,
     Prompt,
     Render,
     RequestNormalizer,
@@ -201,21 +200,19 @@ class TokenizerManager:
         try:
             grammars = await self._grammars(draft, client.host)
             prompts = await self._tokenize(draft)
-            plan = await self.worked_on(fields, lambda: self._normalizer.plan(draft, prompts))
+            outputs = await self.worked_on(fields, lambda: self._normalizer.plan(draft, prompts))
             if self._place is not None:
-                plan = replace(plan, outputs=self._place(plan.outputs))
-            make = partial(
-                self._generation, plan, is_incremental=plan.stream and is_incremental, routed_form=routed_form
-            )
-            generation = await self.worked_on(fields, make)
+                outputs = self._place(outputs)
+            style = self._style(draft.request, is_incremental, routed_form)
+            generation = await self.worked_on(fields, lambda: self._generation(draft, outputs, style))
         except BaseException:
             self._live.release(draft.all_rids)
             raise
         self._live.attach(generation)
-        if plan.timeout_s is not None:
-            generation.timer = self._abort_after(plan.timeout_s, generation, plan.arrival_s)
+        if draft.request.timeout_s is not None:
+            generation.timer = self._abort_after(draft.request.timeout_s, generation, draft.arrival_s)
         if self._request_log is not None:
-            self._request_log.came(plan)
+            self._request_log.came(outputs)
         await self._send(generation, grammars)
         self._wait_warning.note()
         return generation
@@ -337,21 +334,25 @@ class TokenizerManager:
         await asyncio.sleep(wait_s)
         self._check_alive()
 
-    def _generation(
-        self, plan: GenerationPlan, *, is_incremental: bool, routed_form: RoutedForm
-    ) -> LiveGeneration:
-        style = ResponseStyle(
-            is_incremental=is_incremental,
-            return_prompt_token_ids=plan.return_prompt_token_ids,
-            token_text=self._token_text if plan.return_text_in_logprobs else None,
-            flat_top=plan.flat_top,
+    def _style(
+        self, request: GenerateReqInput, is_incremental: bool, routed_form: RoutedForm
+    ) -> ResponseStyle:
+        return ResponseStyle(
+            is_incremental=bool(request.stream) and is_incremental,
+            return_prompt_token_ids=bool(request.return_prompt_token_ids),
+            token_text=self._token_text if request.return_text_in_logprobs else None,
+            flat_top=flat_form(request),
             routed_form=routed_form,
             precision=self._config.precision,
         )
+
+    def _generation(
+        self, draft: GenerationDraft, outputs: Sequence[TokenizedGenerateReqInput], style: ResponseStyle
+    ) -> LiveGeneration:
         return LiveGeneration(
-            [OutputState(output, style) for output in plan.outputs],
-            is_list=plan.is_list,
-            is_stream=plan.stream,
+            [OutputState(output, style) for output in outputs],
+            is_list=draft.is_list,
+            is_stream=bool(draft.request.stream),
             abandon=self._abandon,
             waker=self._waker,
         )

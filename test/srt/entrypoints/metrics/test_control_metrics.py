@@ -292,7 +292,7 @@ def test_the_names_of_other_engines(dialect: str | None, has: list[str], has_not
     meta: dict[str, Any] = dict.fromkeys(("prompt_tokens", "cached_tokens"), 1)
     meta |= {"completion_tokens": 3, "queue_time": 0.5, "first_token_latency": 1, "e2e_latency": 3}
     meta |= {"num_retractions": 1, "num_nonfinite": 0}
-    metrics.note({"meta_info": {**meta, "finish_reason": {"type": "stop"}, "weight_versions": []}})
+    metrics.note({**meta, "finish_reason": {"type": "stop"}, "weight_versions": []})
     text = metrics.text(STATE, [LOAD], NO_PAUSE).decode()
     for line in has:
         assert line in text

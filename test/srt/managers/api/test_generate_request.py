@@ -18,13 +18,10 @@ from ebbtide import SamplingParams, ServerArgs
 from ebbtide.srt.config import resolve
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_fields import UNSUPPORTED_FIELDS, GenerateReqInput
-from ebbtide.srt.managers.api.generate_request import (
-    GenerationDraft,
-    GenerationPlan,
-    RequestNormalizer,
-)
+from ebbtide.srt.managers.api.generate_request import GenerationDraft, RequestNormalizer
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.api.routed_experts import ExpertSlots
+from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 
 LIMITS = RequestLimits(
@@ -34,13 +31,13 @@ LIMITS = RequestLimits(
 
 def plan(
     fields: Any = None, *, limits: RequestLimits = LIMITS, tokenizer: Any = byte_level, **more: Any
-) -> GenerationPlan:
+) -> list[TokenizedGenerateReqInput]:
     return drafted(fields if fields is not None else more, limits, tokenizer)[1]
 
 
 def drafted(
     fields: Any, limits: RequestLimits = LIMITS, tokenizer: Any = byte_level
-) -> tuple[GenerationDraft, GenerationPlan]:
+) -> tuple[GenerationDraft, list[TokenizedGenerateReqInput]]:
     normalizer = RequestNormalizer(limits, tokenizer and tokenizer(), random.Random(0))
     draft = normalizer.draft(fields)
     return draft, normalizer.plan(draft, normalizer.tokenize(draft, draft.prompts))
@@ -54,9 +51,9 @@ def refusal(**fields: Any) -> str:
 
 
 def test_a_single_prompt() -> None:
-    made = plan(text="the dog", sampling_params={"max_new_tokens": 4, "temperature": 0.5}, stream=True)
-    (output,) = made.outputs
-    assert not made.is_list
+    sampling_params = {"max_new_tokens": 4, "temperature": 0.5}
+    draft, [output] = drafted({"text": "the dog", "sampling_params": sampling_params, "stream": True})
+    assert not draft.is_list
     assert output.input_ids == byte_level().encode("the dog")
     assert output.sampling_params == SamplingParams(max_new_tokens=4, temperature=0.5)
     assert (output.max_new_tokens, output.stream, output.stream_interval) == (4, True, 3)
@@ -66,13 +63,13 @@ def test_a_single_prompt() -> None:
 
 def test_null_is_not_given() -> None:
     fields = dict.fromkeys(GenerateReqInput.__struct_fields__) | {"input_ids": [1, 2]}
-    (output,) = plan(fields).outputs
+    (output,) = plan(fields)
     assert (output.input_ids, output.max_new_tokens, output.return_logprob) == ([1, 2], 23, False)
 
 
 def test_unknown_fields_are_ignored_and_a_struct_will_do() -> None:
-    assert plan(input_ids=[1], log_metrics=True, conversation_id="c", made_up=3).outputs[0].input_ids == [1]
-    assert plan(GenerateReqInput(input_ids=[1])).outputs[0].input_ids == [1]
+    assert plan(input_ids=[1], log_metrics=True, conversation_id="c", made_up=3)[0].input_ids == [1]
+    assert plan(GenerateReqInput(input_ids=[1]))[0].input_ids == [1]
 
 
 ONE, TWO = {"input_ids": [1]}, {"input_ids": [[1], [2]]}
@@ -129,13 +126,13 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
     with pytest.raises(RequestRejected, match=r"8 tokens.*8 tokens"):
         plan(input_ids=[1] * 8, limits=limits)
     assert limits.max_req_input_len == 7
-    assert plan(input_ids=[1] * 7, limits=limits).outputs[0].max_new_tokens == 1
+    assert plan(input_ids=[1] * 7, limits=limits)[0].max_new_tokens == 1
 
 
 def test_a_prompt_longer_than_the_pool_is_refused() -> None:
     assert "25 tokens" in (message := refusal(input_ids=[1] * 25))
     assert str(LIMITS.max_req_input_len) == "24" in message
-    assert plan(input_ids=[1] * 24).outputs[0].max_new_tokens == 1
+    assert plan(input_ids=[1] * 24)[0].max_new_tokens == 1
 
 
 class Unasked(Tokenizer):
@@ -164,9 +161,9 @@ def test_a_prompt_can_be_cut_to_its_last_tokens(kept: int | None, ids: list[int]
         with pytest.raises(RequestRejected, match="8 tokens"):
             plan(fields, limits=limits)
     else:
-        assert plan(fields, limits=limits).outputs[0].input_ids == ids
+        assert plan(fields, limits=limits)[0].input_ids == ids
     text = "the dog " * 1000
-    (output,) = plan(text=text, truncate_prompt_tokens=4).outputs
+    (output,) = plan(text=text, truncate_prompt_tokens=4)
     assert output.input_ids == byte_level().encode(text)[-4:], "a text that is cut may be of any length"
 
 
@@ -191,7 +188,7 @@ def test_max_new_tokens_are_cut_to_what_fits_and_more_min_new_tokens_are_refused
         with pytest.raises(RequestRejected, match=f"min_new_tokens: expected at most {room}, "):
             plan(**given)
         return
-    (output,) = plan(**given).outputs
+    (output,) = plan(**given)
     assert output.max_new_tokens == (room if asked is None else min(asked, room))
     assert output.sampling_params.min_new_tokens == least
 
@@ -207,7 +204,7 @@ def test_limits_come_from_the_config_and_the_size_of_the_pool(tmp_path: Path) ->
 @pytest.mark.parametrize(("low_first", "expected"), [(False, [3, 0, 7]), (True, [-3, 0, -7])])
 def test_priorities_are_higher_where_requests_are_more_urgent(low_first: bool, expected: list[int]) -> None:
     limits = replace(LIMITS, default_priority=7, low_priority_first=low_first)
-    made = [plan(input_ids=[1], limits=limits, priority=given).outputs[0] for given in (3, 0, None)]
+    made = [plan(input_ids=[1], limits=limits, priority=given)[0] for given in (3, 0, None)]
     assert [output.priority for output in made] == expected
 
 
@@ -216,11 +213,11 @@ def test_priorities_are_higher_where_requests_are_more_urgent(low_first: bool, e
 
 def test_samples_follow_their_prompt() -> None:
     made = plan(input_ids=[[1], [2]], sampling_params={"n": 2}, return_logprob=[True, False])
-    assert made.is_list
-    assert all(plan(text=text, sampling_params={"n": n}).is_list for text, n in ((["a"], 1), ("a", 2)))
-    assert [output.input_ids for output in made.outputs] == [[1], [1], [2], [2]]
-    assert [output.return_logprob for output in made.outputs] == [True, True, False, False]
-    assert len({output.rid for output in made.outputs}) == 4
+    for text, n in ((["a"], 1), ("a", 2)):
+        assert drafted({"text": text, "sampling_params": {"n": n}})[0].is_list
+    assert [output.input_ids for output in made] == [[1], [1], [2], [2]]
+    assert [output.return_logprob for output in made] == [True, True, False, False]
+    assert len({output.rid for output in made}) == 4
 
 
 def test_lists_have_one_entry_per_prompt() -> None:
@@ -233,7 +230,7 @@ def test_lists_have_one_entry_per_prompt() -> None:
         token_ids_logprob=[[4], None],
         cache_salt=["a", None],
     )
-    first, second = made.outputs
+    first, second = made
     assert first.sampling_params.temperature == 0
     assert second.sampling_params == SamplingParams()
     assert (first.logprob_start, first.top_logprobs_num, first.token_ids_logprob) == (2, 0, (4,))
@@ -267,7 +264,7 @@ def test_lists_have_one_entry_per_prompt() -> None:
 )
 def test_rids(fields: dict[str, Any], rids: list[str], groups: dict[str, list[str]]) -> None:
     draft, made = drafted(fields)
-    assert [output.rid for output in made.outputs] == draft.all_rids == rids
+    assert [output.rid for output in made] == draft.all_rids == rids
     assert draft.groups == groups
 
 
@@ -276,24 +273,24 @@ def test_rids(fields: dict[str, Any], rids: list[str], groups: dict[str, list[st
 
 def test_a_seed_gives_each_sample_its_own_within_64_bits() -> None:
     made = plan(input_ids=[1], sampling_params={"n": 3, "sampling_seed": 2**63 - 2})
-    assert [output.seed for output in made.outputs] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert [output.seed for output in made] == [2**63 - 2, 2**63 - 1, -(2**63)]
 
 
 def test_drawn_seeds_differ_and_repeat_with_the_random_seed() -> None:
-    seeds = [output.seed for output in plan(input_ids=[1], sampling_params={"n": 50}).outputs]
+    seeds = [output.seed for output in plan(input_ids=[1], sampling_params={"n": 50})]
     assert len(set(seeds)) == 50
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
-    assert seeds == [output.seed for output in plan(input_ids=[1], sampling_params={"n": 50}).outputs]
+    assert seeds == [output.seed for output in plan(input_ids=[1], sampling_params={"n": 50})]
 
 
 def test_sampling_params_may_be_an_object() -> None:
-    assert plan(input_ids=[1], sampling_params=SamplingParams(top_k=3)).outputs[0].sampling_params.top_k == 3
+    assert plan(input_ids=[1], sampling_params=SamplingParams(top_k=3))[0].sampling_params.top_k == 3
 
 
 def test_without_return_logprob_none_is_computed() -> None:
-    (output,) = plan(input_ids=[1], logprob_start_len=0, top_logprobs_num=5, token_ids_logprob=[1]).outputs
+    (output,) = plan(input_ids=[1], logprob_start_len=0, top_logprobs_num=5, token_ids_logprob=[1])
     assert (output.logprob_start, output.top_logprobs_num, output.token_ids_logprob) == (None, 0, ())
-    assert plan(input_ids=[1], return_logprob=True, token_ids_logprob=[]).outputs[0].token_ids_logprob == ()
+    assert plan(input_ids=[1], return_logprob=True, token_ids_logprob=[])[0].token_ids_logprob == ()
 
 
 def test_namespaces_are_equal_only_for_equal_values() -> None:
@@ -304,14 +301,14 @@ def test_namespaces_are_equal_only_for_equal_values() -> None:
         {"cache_salt": "a", "extra_key": "a"},
         {"cache_salt": ""},
     ]
-    namespaces = [plan(input_ids=[1], **pair).outputs[0].cache_namespace for pair in pairs]
+    namespaces = [plan(input_ids=[1], **pair)[0].cache_namespace for pair in pairs]
     assert len(set(namespaces)) == len(pairs)
     assert namespaces[0] == ()
 
 
 @pytest.mark.parametrize("name", ["routed_dp_rank", "data_parallel_rank"])
 def test_only_replicas_that_exist_can_be_asked_for(name: str) -> None:
-    assert plan(**{"input_ids": [1], name: 0}).outputs
+    assert plan(**{"input_ids": [1], name: 0})
     for rank in (1, -1):
         assert str(rank) in refusal(**{"input_ids": [1], name: rank})
 
@@ -337,7 +334,7 @@ def test_what_could_be_sampled_is_told_where_it_is_bounded() -> None:
 
 
 def test_of_what_could_be_sampled_only_the_sampled_tokens_logprob_is_told() -> None:
-    assert plan(input_ids=[1], sampling_logprobs_mode="selected").outputs
+    assert plan(input_ids=[1], sampling_logprobs_mode="selected")
     assert "sampling_logprobs_mode: expected" in refusal(input_ids=[1], sampling_logprobs_mode="support")
 
 
@@ -345,7 +342,7 @@ def test_of_what_could_be_sampled_only_the_sampled_tokens_logprob_is_told() -> N
 @pytest.mark.parametrize("name", sorted({*UNSUPPORTED_FIELDS, "replay_routed_experts"}))
 def test_features_that_are_missing_are_refused_only_when_asked_for(name: str) -> None:
     for empty in (None, False, "", [], {}, [None, []]):
-        assert plan({"input_ids": [1], name: empty}).outputs
+        assert plan({"input_ids": [1], name: empty})
     for wanted in (True, "x", [1], 0, {"a": 1}):
         assert name in refusal(**{"input_ids": [1], name: wanted})
 
@@ -374,14 +371,14 @@ def packed(rows_TLK: NDArray[np.uint8]) -> dict[str, Any]:
     ],
 )
 def test_experts_that_cannot_be_taken_are_refused(given: Any, problem: str) -> None:
-    assert plan(input_ids=[1] * 4, replay_routed_experts=packed(ROWS), limits=ROUTED).outputs
+    assert plan(input_ids=[1] * 4, replay_routed_experts=packed(ROWS), limits=ROUTED)
     with pytest.raises(RequestRejected, match=f"replay_routed_experts: .*{problem}"):
         plan(input_ids=[1] * 4, replay_routed_experts=given, limits=ROUTED)
 
 
 def test_experts_are_told_from_a_token_of_the_prompt_on() -> None:
     asked = {"input_ids": [1] * 4, "return_routed_experts": True}
-    assert plan({**asked, "routed_experts_start_len": 4}, limits=ROUTED).outputs[0].routed_experts_start == 4
+    assert plan({**asked, "routed_experts_start_len": 4}, limits=ROUTED)[0].routed_experts_start == 4
     with pytest.raises(RequestRejected, match="routed_experts_start_len: expected 0 to the 4 tokens"):
         plan({**asked, "routed_experts_start_len": 5}, limits=ROUTED)
     assert "return_routed_experts: expected a server with" in refusal(**asked)
@@ -424,7 +421,7 @@ def test_a_request_brings_no_more_ids_than_that(fields: dict[str, Any], message:
 
 
 def test_prompts_share_what_is_given_once_for_all() -> None:
-    first, second = plan(input_ids=[[1], [2]], sampling_params={"top_k": 3}).outputs
+    first, second = plan(input_ids=[[1], [2]], sampling_params={"top_k": 3})
     assert first.sampling_params is second.sampling_params
 
 

@@ -10,22 +10,16 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 SGLANG: Final = {
-    "ebbtide:num_running_reqs": "sglang:num_running_reqs",
+    **{
+        f"ebbtide:{name}": f"sglang:{name}"
+        for name in (
+            *("num_running_reqs", "num_paused_reqs", "num_used_tokens", "max_total_num_tokens"),
+            *("token_usage", "gen_throughput", "cache_hit_rate", "num_requests", "queue_time_seconds"),
+            *("prompt_tokens", "cached_tokens", "generation_tokens", "e2e_request_latency_seconds"),
+            *("time_to_first_token_seconds", "inter_token_latency_seconds"),
+        )
+    },
     "ebbtide:num_waiting_reqs": "sglang:num_queue_reqs",
-    "ebbtide:num_used_tokens": "sglang:num_used_tokens",
-    "ebbtide:max_total_num_tokens": "sglang:max_total_num_tokens",
-    "ebbtide:token_usage": "sglang:token_usage",
-    "ebbtide:gen_throughput": "sglang:gen_throughput",
-    "ebbtide:cache_hit_rate": "sglang:cache_hit_rate",
-    "ebbtide:prompt_tokens": "sglang:prompt_tokens",
-    "ebbtide:cached_tokens": "sglang:cached_tokens",
-    "ebbtide:generation_tokens": "sglang:generation_tokens",
-    "ebbtide:num_requests": "sglang:num_requests",
-    "ebbtide:e2e_request_latency_seconds": "sglang:e2e_request_latency_seconds",
-    "ebbtide:time_to_first_token_seconds": "sglang:time_to_first_token_seconds",
-    "ebbtide:inter_token_latency_seconds": "sglang:inter_token_latency_seconds",
-    "ebbtide:queue_time_seconds": "sglang:queue_time_seconds",
-    "ebbtide:num_paused_reqs": "sglang:num_paused_reqs",
     "ebbtide:output_prompt_tokens": "sglang:prompt_tokens_histogram",
     "ebbtide:output_generation_tokens": "sglang:generation_tokens_histogram",
 }

@@ -23,23 +23,8 @@ LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 1
 GAP_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5, 10)
 # Tokens: from a word to the longest contexts.
 LENGTH_BUCKETS = (
-    1,
-    2,
-    5,
-    10,
-    20,
-    50,
-    100,
-    200,
-    500,
-    1000,
-    2000,
-    5000,
-    10_000,
-    20_000,
-    50_000,
-    100_000,
-    200_000,
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
+    *(10_000, 20_000, 50_000, 100_000, 200_000),
 )
 RETRACTION_BUCKETS = (0, 1, 2, 3, 5, 10, 20)
 # Outputs that are counted before the event loop goes on: some milliseconds of it.
@@ -127,10 +112,6 @@ class Metrics:
             self._aliases.register(SglangAliases(self._registry))
         self._resident = self._gauge("resident_bytes", "Device memory by tag, all ranks.", "tag")
 
-    def note(self, output: Mapping[str, Any]) -> None:
-        """Count one output of `/generate`."""
-        self._note(output["meta_info"])
-
     async def note_all(self, result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Count an answer of `/generate`: one output, or a list of them; of many, the event loop goes on."""
         outputs = [result] if isinstance(result, Mapping) else result
@@ -138,13 +119,13 @@ class Metrics:
             if start:
                 await asyncio.sleep(0)
             for output in outputs[start : start + OUTPUTS_AT_ONCE]:
-                self.note(output)
+                self.note(output["meta_info"])
 
     def note_chunk(self, chunk: Mapping[str, Any]) -> None:
         """Count the output that this chunk ends, if it does."""
         meta = chunk["meta_info"]
         if meta["finish_reason"] is not None:
-            self._note(meta)
+            self.note(meta)
 
     def text(self, state: StateReport, loads: Sequence[Load], pause: ForgottenPause) -> bytes:
         """All of them in Prometheus' text format."""
@@ -177,7 +158,8 @@ class Metrics:
             self._vllm.sleep_state = _sleep_state(state)
             self._vllm.num_tokens = {load.dp_rank: load.max_total_num_tokens for load in loads}
 
-    def _note(self, meta: Mapping[str, Any]) -> None:
+    def note(self, meta: Mapping[str, Any]) -> None:
+        """Count an output that has ended, by its `meta_info`."""
         self._requests.labels(meta["finish_reason"]["type"]).inc()
         self._prompt_tokens.inc(meta["prompt_tokens"])
         self._cached_tokens.inc(meta["cached_tokens"])

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from msgspec import UNSET, Struct, UnsetType, convert
 
-from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, floored, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import (
     AnswerMetadata,
@@ -104,27 +103,11 @@ def _piece(output: Mapping[str, Any], index: int, *, is_first: bool) -> Piece:
     )
 
 
-class UsageCounter:
-    """The tokens of a request, from its pieces."""
-
-    def __init__(self, num_samples: int) -> None:
-        self._num_samples = num_samples
-        self._metas: dict[int, Mapping[str, Any]] = {}
-
-    def note(self, piece: Piece) -> None:
-        self._metas[piece.index] = piece.meta
-
-    @property
-    def usage(self) -> Usage:
-        firsts = [meta for index, meta in self._metas.items() if index % self._num_samples == 0]
-        return _usage(firsts, self._metas.values())
-
-
-def _usage(prompts: Iterable[Mapping[str, Any]], outputs: Iterable[Mapping[str, Any]]) -> Usage:
-    """Of the `meta_info` of an output for each prompt, and of each output."""
-    prompts = list(prompts)
+def _usage(metas: Sequence[Mapping[str, Any]], num_samples: int) -> Usage:
+    """Of the `meta_info` of outputs, `num_samples` of each prompt."""
+    prompts = metas[::num_samples]
     prompt_tokens = sum(meta["prompt_tokens"] for meta in prompts)
-    completion_tokens = sum(meta["completion_tokens"] for meta in outputs)
+    completion_tokens = sum(meta["completion_tokens"] for meta in metas)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
@@ -148,10 +131,7 @@ class Writer(Protocol):
 def write_answer(writer: Writer, call: OpenAICall, result: Any) -> Any:
     """The body of an answer that is not streamed."""
     pieces = whole_pieces(result)
-    counter = UsageCounter(call.num_samples)
-    for piece in pieces:
-        counter.note(piece)
-    return writer.answer(pieces, counter.usage)
+    return writer.answer(pieces, _usage([piece.meta for piece in pieces], call.num_samples))
 
 
 class ChunkWriter:
@@ -160,22 +140,22 @@ class ChunkWriter:
     def __init__(self, writer: Writer, call: OpenAICall) -> None:
         self._writer = writer
         self._call = call
-        self._counter = UsageCounter(call.num_samples)
-        self._begun: set[int] = set()
+        # By index, as last seen.
+        self._metas: dict[int, Mapping[str, Any]] = {}
 
     def event(self, chunk: Mapping[str, Any]) -> Any:
         """What a chunk of an incremental stream of `/generate`, which holds what is new, becomes."""
         index = chunk.get("index", 0)
-        piece = _piece(chunk, index, is_first=index not in self._begun)
-        self._begun.add(index)
-        self._counter.note(piece)
+        piece = _piece(chunk, index, is_first=index not in self._metas)
+        self._metas[index] = piece.meta
         return self._writer.chunk(piece, _usage_of_chunk(self._call, piece))
 
     def last_events(self) -> list[Any]:
         """What follows the last one."""
         if not self._call.stream_options.include_usage:
             return []
-        return [self._writer.last_chunk(self._counter.usage)]
+        metas = [self._metas[index] for index in sorted(self._metas)]
+        return [self._writer.last_chunk(_usage(metas, self._call.num_samples))]
 
 
 def _head(call: OpenAICall, piece: Piece | None = None) -> dict[str, Any]:
@@ -197,7 +177,7 @@ def _head(call: OpenAICall, piece: Piece | None = None) -> dict[str, Any]:
 def _usage_of_chunk(call: OpenAICall, piece: Piece) -> Usage | UnsetType | None:
     """The usage of all comes last; other chunks have their own or, where that was not asked for, a null."""
     if call.stream_options.continuous_usage_stats:
-        return _usage([piece.meta], [piece.meta])
+        return _usage([piece.meta], num_samples=1)
     return None if call.stream_options.include_usage else UNSET
 
 
@@ -229,18 +209,11 @@ class CompletionWriter:
             assert piece.prompt_token_ids is not None, "asked for with the echo"
             text = call.echo(piece.index // call.num_samples, piece.prompt_token_ids) + text
         return CompletionChoice(
-            index=piece.index,
+            **_choice_fields(call, piece, absent),
             text=text,
             logprobs=self._logprobs(piece) if call.num_logprobs is not None else None,
             finish_reason=piece.finish_reason,
-            matched_stop=piece.matched_stop,
-            stop_reason=stop_reason(call, piece),
             prompt_logprobs=_prompt_logprobs(call, piece),
-            token_ids=piece.token_ids if call.return_token_ids else absent,
-            prompt_token_ids=_prompt_token_ids(call, piece, absent),
-            weight_versions=_weight_versions(call, piece, absent),
-            routed_experts=piece.meta.get("routed_experts", absent),
-            sampling_mask=piece.meta.get("output_token_sampling_mask", UNSET),
         )
 
     def _logprobs(self, piece: Piece) -> CompletionLogprobs:
@@ -296,12 +269,26 @@ def token_text(triple: Triple) -> str:
     return triple[2] if triple[2] is not None else f"token_id:{triple[1]}"
 
 
+def _choice_fields(call: OpenAICall, piece: Piece, absent: UnsetType | None) -> dict[str, Any]:
+    """What choices of both kinds have; `absent` stands for what was not asked for."""
+    metadata = piece.metadata if call.return_weight_versions else UNSET
+    return {
+        "index": piece.index,
+        "matched_stop": piece.matched_stop,
+        "stop_reason": stop_reason(call, piece),
+        "token_ids": piece.token_ids if call.return_token_ids else absent,
+        "prompt_token_ids": _prompt_token_ids(call, piece, absent),
+        "weight_versions": absent if isinstance(metadata, UnsetType) else metadata.weight_versions,
+        "routed_experts": piece.meta.get("routed_experts", absent),
+        "sampling_mask": piece.meta.get("output_token_sampling_mask", UNSET),
+    }
+
+
 def _prompt_token_ids(
-    call: OpenAICall, piece: Piece, absent: UnsetType | None = UNSET
+    call: OpenAICall, piece: Piece, absent: UnsetType | None
 ) -> list[int] | UnsetType | None:
-    if not (call.return_prompt_token_ids and piece.is_first) or piece.prompt_token_ids is None:
-        return absent
-    return piece.prompt_token_ids
+    is_told = call.return_prompt_token_ids and piece.is_first and piece.prompt_token_ids is not None
+    return piece.prompt_token_ids if is_told else absent
 
 
 def _prompt_logprobs(call: OpenAICall, piece: Piece) -> PromptLogprobs | None:
@@ -313,13 +300,6 @@ def stop_reason(call: OpenAICall, piece: Piece) -> int | str | None:
     """The string or token of the request's own that ended an output; an end of sequence is none."""
     matched = piece.matched_stop
     return matched if isinstance(matched, str) or matched in call.stop_token_ids else None
-
-
-def _weight_versions(
-    call: OpenAICall, piece: Piece, absent: UnsetType | None = UNSET
-) -> list[VersionSpan] | UnsetType | None:
-    metadata = piece.metadata if call.return_weight_versions else UNSET
-    return absent if isinstance(metadata, UnsetType) else metadata.weight_versions
 
 
 # ----------------------------------------------------------------------------------------------------- chat
@@ -351,7 +331,7 @@ class ChatWriter:
         call = self._call
         reasoning, content, calls = self._parts(piece)
         choice = ChatChunkChoice(
-            index=piece.index,
+            **_choice_fields(call, piece, UNSET),
             delta=ChatDelta(
                 content=content,
                 role="assistant" if piece.is_first else UNSET,
@@ -361,14 +341,7 @@ class ChatWriter:
             ),
             logprobs=self._logprobs(piece),
             finish_reason=self._finish_reason(piece),
-            matched_stop=piece.matched_stop,
-            stop_reason=stop_reason(call, piece),
             response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
-            token_ids=piece.token_ids if call.return_token_ids else UNSET,
-            prompt_token_ids=_prompt_token_ids(call, piece),
-            weight_versions=_weight_versions(call, piece),
-            routed_experts=piece.meta.get("routed_experts", UNSET),
-            sampling_mask=piece.meta.get("output_token_sampling_mask", UNSET),
         )
         return ChatCompletionChunk(
             **_head(call, piece),
@@ -385,23 +358,17 @@ class ChatWriter:
         reasoning, content, calls = self._parts(piece)
         thought = UNSET if call.form.reasoning is None else reasoning or None
         return ChatChoice(
-            index=piece.index,
+            # Clients of vLLM's do not index the prompt's here.
+            **{
+                **_choice_fields(call, piece, None),
+                "prompt_token_ids": _prompt_token_ids(call, piece, UNSET),
+            },
             message=AssistantMessage(
-                content=content,
-                reasoning_content=thought,
-                reasoning=thought,
-                tool_calls=calls or UNSET,
+                content=content, reasoning_content=thought, reasoning=thought, tool_calls=calls or UNSET
             ),
             logprobs=self._logprobs(piece),
             finish_reason=self._finish_reason(piece),
-            matched_stop=piece.matched_stop,
-            stop_reason=stop_reason(call, piece),
             response_token_ids=piece.token_ids if call.return_token_ids else UNSET,
-            token_ids=piece.token_ids if call.return_token_ids else None,
-            prompt_token_ids=_prompt_token_ids(call, piece),
-            weight_versions=_weight_versions(call, piece, None),
-            routed_experts=piece.meta.get("routed_experts"),
-            sampling_mask=piece.meta.get("output_token_sampling_mask", UNSET),
             meta_info=self._meta_info(piece) if self._return_meta_info else UNSET,
         )
 

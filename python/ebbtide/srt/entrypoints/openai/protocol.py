@@ -6,14 +6,16 @@ In requests, None means "not given", and fields that are not here are ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
-from msgspec import UNSET, Struct, UnsetType, ValidationError, convert, json, structs
+from msgspec import UNSET, Struct, UnsetType, ValidationError, convert, defstruct, json, structs
 
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import read_losslessly
+from ebbtide.srt.managers.api.generate_fields import PromptFields, bounded
+from ebbtide.srt.sampling_params import OPENAI_FIELDS
 
 R = TypeVar("R", bound=Struct)
 
@@ -33,8 +35,8 @@ class StreamOptions(Struct, kw_only=True):
 NO_STREAM_OPTIONS: Final = StreamOptions()
 
 
-class OpenAIRequest(Struct, kw_only=True):
-    """What both kinds of completion take: OpenAI's fields, then Ebbtide's, which are those of `/generate`.
+class OpenAIRequest(PromptFields, kw_only=True):
+    """What both kinds of completion take beside sampling parameters and the fields of `/generate`.
 
     `routed_experts_prompt_start` asks for routed experts too, from that token on; `replay_routed_experts`
     gives the first tokens of the prompt theirs.
@@ -47,73 +49,45 @@ class OpenAIRequest(Struct, kw_only=True):
     """
 
     model: str | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     logprob_token_ids: list[int] | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: Any = None
     user: str | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int | None] | None = None
-    ignore_eos: bool | None = None
-    no_stop_trim: bool | None = None
     include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    regex: Any = None
-    ebnf: Any = None
-    json_schema: Any = None
-    structural_tag: Any = None
     structured_outputs: Any = None
     rid: str | list[str] | None = None
-    cache_salt: str | list[str | None] | None = None
-    extra_key: str | list[str | None] | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
-    timeout_s: float | None = None
-    priority: int | None = None
-    max_version_lag: int | None = None
-    return_routed_experts: bool | None = None
-    return_sampling_mask: bool | None = None
-    sampling_logprobs_mode: str | None = None
-    routed_experts_start_len: int | None = None
     routed_experts_prompt_start: int | None = None
-    replay_routed_experts: Any = None
-    min_weight_version: str | int | None = None
-    exact_weight_version: str | int | None = None
-    on_update: Literal["continue", "recompute", "abort"] | None = None
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_weight_versions: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int | None, bounded(minimum=-1)] = None
     request_id: str | None = None
 
 
+def _with_sampling_params(kind: type[R]) -> type[R]:
+    """The struct with the sampling parameters as fields too, as `OPENAI_FIELDS` declares them."""
+    fields = [
+        (name, Annotated[field.type, bounded(**field.openai_schema)], None)
+        for name, field in OPENAI_FIELDS.items()
+    ]
+    namespace = {"__doc__": kind.__doc__}
+    extended = defstruct(
+        kind.__name__, fields, bases=(kind,), module=kind.__module__, namespace=namespace, kw_only=True
+    )
+    return cast("type[R]", extended)
+
+
+@_with_sampling_params
 class CompletionRequest(OpenAIRequest, kw_only=True):
     """`logprobs`: how many of the most likely tokens are told. `best_of`: as `n`, or not given."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, bounded(minimum=0)] = None
     echo: bool | None = None
-    logprobs: int | None = None
-    suffix: str | None = None
-    best_of: int | None = None
+    logprobs: Annotated[int | None, bounded(minimum=-1)] = None
+    suffix: Annotated[str | None, bounded(enum=["", None])] = None
+    best_of: Annotated[int | None, bounded(minimum=1)] = None
 
 
 class TextPart(Struct, kw_only=True):
@@ -135,6 +109,7 @@ class ChatMessage(Struct, kw_only=True):
     generation_token_ids: list[int] | None = None
 
 
+@_with_sampling_params
 class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     """`messages`, or `input_ids` in the place of what the chat template makes of them.
 
@@ -145,10 +120,10 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
 
     messages: list[ChatMessage] | None = None
     input_ids: list[int] | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int | None, bounded(minimum=0)] = None
     max_tokens: int | None = None
     logprobs: bool | Literal[0, 1] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, bounded(minimum=-1)] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -225,41 +200,51 @@ class CompletionLogprobs(Struct, kw_only=True):
     text_offset: list[int]
 
 
-class CompletionChoice(Struct, kw_only=True):
-    """A sample; in a stream, what is new about it.
+class Choice(Struct, kw_only=True):
+    """What choices of both kinds have; in a stream, what is new.
 
     What was not asked for is null in a whole answer, where clients index it, and left out of streams.
     """
 
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReasonName | None = None
     matched_stop: int | str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
-    prompt_logprobs: PromptLogprobs | None = None
     weight_versions: list[VersionSpan] | UnsetType | None = UNSET
     routed_experts: Any = UNSET
     sampling_mask: list[list[int]] | UnsetType = UNSET
 
 
-class Completion(Struct, kw_only=True):
-    """An answer of `/v1/completions`, or a chunk of its stream.
+class CompletionChoice(Choice, kw_only=True):
+    """A sample."""
+
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReasonName | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Answer(Struct, kw_only=True):
+    """What answers and chunks of both kinds have.
 
     `metadata`: see `AnswerMetadata`. `ignored_fields`: of the request, those that nothing is known of; in a
     stream its first chunks have them.
     """
 
     id: str
-    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     metadata: dict[str, str] | UnsetType = UNSET
     ignored_fields: list[str] | UnsetType = UNSET
+
+
+class Completion(Answer, kw_only=True):
+    """An answer of `/v1/completions`, or a chunk of its stream."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -306,37 +291,23 @@ class AssistantMessage(Struct, kw_only=True):
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
 
 
-class ChatChoice(Struct, kw_only=True):
-    """What was not asked for is null where clients of vLLM's index it."""
+class ChatChoice(Choice, kw_only=True):
+    """An answer to a conversation."""
 
-    index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReasonName
-    matched_stop: int | str | None = None
-    stop_reason: int | str | None = None
     response_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType | None = UNSET
-    weight_versions: list[VersionSpan] | UnsetType | None = UNSET
-    routed_experts: Any = UNSET
-    sampling_mask: list[list[int]] | UnsetType = UNSET
     meta_info: dict[str, Any] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, kw_only=True):
+class ChatCompletion(Answer, kw_only=True):
     """An answer of `/v1/chat/completions`."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType | None = None
-    metadata: dict[str, str] | UnsetType = UNSET
-    ignored_fields: list[str] | UnsetType = UNSET
 
 
 class ChatDelta(Struct, kw_only=True):
@@ -347,33 +318,19 @@ class ChatDelta(Struct, kw_only=True):
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
 
 
-class ChatChunkChoice(Struct, kw_only=True):
-    index: int
+class ChatChunkChoice(Choice, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReasonName | None = None
-    matched_stop: int | str | None = None
-    stop_reason: int | str | None = None
     response_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType | None = UNSET
-    weight_versions: list[VersionSpan] | UnsetType | None = UNSET
-    routed_experts: Any = UNSET
-    sampling_mask: list[list[int]] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Struct, kw_only=True):
+class ChatCompletionChunk(Answer, kw_only=True):
     """A chunk of the stream of `/v1/chat/completions`."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
-    metadata: dict[str, str] | UnsetType = UNSET
-    ignored_fields: list[str] | UnsetType = UNSET
 
 
 class ModelCard(Struct, kw_only=True):

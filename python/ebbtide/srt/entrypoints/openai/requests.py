@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from msgspec import structs
+
 from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate, text_of
 from ebbtide.srt.entrypoints.openai.kept_tokens import kept_tokens
 from ebbtide.srt.entrypoints.openai.protocol import (
@@ -24,41 +26,15 @@ from ebbtide.srt.entrypoints.openai.tool_use import NO_PARSERS, AnswerForm, Pars
 from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported, unknown_fields
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_form
-from ebbtide.srt.managers.api.generate_fields import PASSED_ON_FIELDS, UNSUPPORTED_FIELDS
+from ebbtide.srt.managers.api.generate_fields import UNSUPPORTED_FIELDS, PromptFields
 from ebbtide.srt.managers.api.generate_request import Render
-from ebbtide.srt.sampling_params import GRAMMAR_KINDS
+from ebbtide.srt.sampling_params import GRAMMAR_KINDS, OPENAI_FIELDS, params_of
 
 Fields = dict[str, Any]
 # The text of a prompt, from its number and its ids.
 Echo: TypeAlias = Callable[[int, list[int]], str]
 
 COMPLETION_MAX_TOKENS = 16
-
-# OpenAI's name → that of the sampling parameter.
-_SAMPLING = {
-    **{name: name for name in ("n", "temperature", "top_p", "top_k", "min_p", "logit_bias", "stop")},
-    **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
-    **{
-        name: name
-        for name in (
-            "allowed_token_ids",
-            "bad_words",
-            "stop_token_ids",
-            "ignore_eos",
-            "no_stop_trim",
-            "skip_special_tokens",
-        )
-    },
-    **{name: name for name in ("spaces_between_special_tokens", "regex", "ebnf", "json_schema")},
-    "structural_tag": "structural_tag",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-}
-_PASSED_ON = (
-    *("add_special_tokens", "truncate_prompt_tokens", "cache_salt", "extra_key"),
-    *("routed_dp_rank", "data_parallel_rank", "timeout_s", "stream"),
-    *PASSED_ON_FIELDS,
-)
 
 
 @dataclass(frozen=True)
@@ -113,9 +89,10 @@ def completion_call(
     _check_stream_options(request)
     if request.suffix:
         raise RequestRejected("suffix: not supported in this version")
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise RequestRejected(f"best_of: expected null or n ({request.n or 1}), got {request.best_of}")
     params = _sampling_params(request)
+    num_samples = params.get("n", 1)
+    if request.best_of not in (None, num_samples):
+        raise RequestRejected(f"best_of: expected null or n ({num_samples}), got {request.best_of}")
     params["max_new_tokens"] = request.max_tokens if request.max_tokens is not None else COMPLETION_MAX_TOKENS
     generate = _generate_fields(request, fields) | _prompt_fields(request.prompt)
     generate |= _logprob_fields(request, request.logprobs, with_prompt=bool(request.echo))
@@ -205,20 +182,21 @@ def _call(
 ) -> OpenAICall:
     rid = request.rid if request.rid is not None else (request.request_id or uuid.uuid4().hex)
     posted_id = None if request.request_id is None else id_prefix + request.request_id
+    params = generate["sampling_params"]
     wants_prompt = bool(request.return_token_ids or request.return_prompt_token_ids)
     return OpenAICall(
         id=posted_id or (rid if isinstance(rid, str) else next(iter(rid), "")),
         model=request.model if request.model is not None else default_model,
         created=int(time.time()),
         generate={**generate, "rid": rid, "return_prompt_token_ids": wants_prompt or echo is not None},
-        num_samples=request.n or 1,
+        num_samples=params.get("n") or 1,
         stream_options=request.stream_options or NO_STREAM_OPTIONS,
         return_token_ids=bool(request.return_token_ids),
         return_prompt_token_ids=wants_prompt,
         return_weight_versions=bool(request.return_weight_versions),
         num_logprobs=num_logprobs,
         num_prompt_logprobs=request.prompt_logprobs,
-        stop_token_ids=frozenset(request.stop_token_ids or ()),
+        stop_token_ids=frozenset(params.get("stop_token_ids", ())),
         render=render,
         echo=echo,
         form=form if form is not None else AnswerForm(),
@@ -285,13 +263,10 @@ def _logprob_fields(request: OpenAIRequest, num_logprobs: int | None, *, with_pr
 
 
 def _sampling_params(request: OpenAIRequest) -> Fields:
-    given = {known: getattr(request, name) for name, known in _SAMPLING.items()}
+    params = params_of(structs.asdict(request), OPENAI_FIELDS)
     if request.include_stop_str_in_output:
-        given["no_stop_trim"] = True
-    if request.top_k == 0:
-        given["top_k"] = -1  # other servers' word for "off"
-    given |= grammar_params(request.response_format, request.structured_outputs)
-    return {known: value for known, value in given.items() if value is not None}
+        params["no_stop_trim"] = True
+    return params | grammar_params(request.response_format, request.structured_outputs)
 
 
 def _wants_texts(request: OpenAIRequest) -> bool:
@@ -300,10 +275,8 @@ def _wants_texts(request: OpenAIRequest) -> bool:
 
 
 def _generate_fields(request: OpenAIRequest, fields: Mapping[str, Any]) -> Fields:
-    passed_on = {name: getattr(request, name) for name in _PASSED_ON}
+    passed_on = {name: getattr(request, name) for name in PromptFields.__struct_fields__}
     start = request.routed_experts_prompt_start
-    passed_on["return_sampling_mask"] = request.return_sampling_mask
-    passed_on["sampling_logprobs_mode"] = request.sampling_logprobs_mode
     passed_on["return_routed_experts"] = request.return_routed_experts or start is not None
     passed_on["routed_experts_start_len"] = request.routed_experts_start_len if start is None else start
     # Refused there, by what they ask for.

@@ -38,7 +38,7 @@ from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
 )
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import read_losslessly
-from ebbtide.srt.managers.api.generate_fields import PASSED_ON_FIELDS
+from ebbtide.srt.managers.api.generate_fields import CommonFields
 from ebbtide.srt.managers.api.live_generation import Triple
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -133,10 +133,9 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         "token_ids_logprob": chosen_ids or None,
         "logprob_start_len": -1 if num_prompt_logprobs is None else 0,
         "return_prompt_token_ids": request.return_token_ids,
-        "return_sampling_mask": request.return_sampling_mask or request.return_sample_support,
         "routed_experts_start_len": given_params.get("routed_experts_prompt_start"),
-        "routed_dp_rank": request.routed_dp_rank,
-        **{name: getattr(request, name) for name in PASSED_ON_FIELDS},
+        **{name: getattr(request, name) for name in CommonFields.__struct_fields__},
+        "return_sampling_mask": request.return_sampling_mask or request.return_sample_support,
     }
     common = OpenAICall(
         id=f"generate-tokens-{rid}",

@@ -139,141 +139,104 @@ async def _no_draft_model(asked: Nothing) -> Body:
     raise RequestRejected("there is no draft model", 409)
 
 
+def _post(
+    path: str, summary: str, handler: Callable[[VllmApi], Handler], parameters: type[Struct] | None = None
+) -> VllmRoute:
+    return VllmRoute("POST", path, summary, handler, parameters)
+
+
+def _get(
+    path: str, summary: str, handler: Callable[[VllmApi], Handler], parameters: type[Struct] | None = None
+) -> VllmRoute:
+    return VllmRoute("GET", path, summary, handler, parameters)
+
+
 ROUTES: Final = (
-    VllmRoute(
-        "POST", "/pause", "Run no further forward pass.", lambda api: api.occupation.pause, PauseParameters
-    ),
-    VllmRoute("POST", "/resume", "End a pause.", lambda api: api.occupation.resume),
-    VllmRoute("GET", "/is_paused", "Whether nothing runs.", lambda api: api.is_paused),
-    VllmRoute(
-        "POST", "/sleep", "Pause, and give memory back.", lambda api: api.occupation.sleep, SleepParameters
-    ),
-    VllmRoute(
-        "POST",
+    _post("/pause", "Run no further forward pass.", lambda api: api.occupation.pause, PauseParameters),
+    _post("/resume", "End a pause.", lambda api: api.occupation.resume),
+    _get("/is_paused", "Whether nothing runs.", lambda api: api.is_paused),
+    _post("/sleep", "Pause, and give memory back.", lambda api: api.occupation.sleep, SleepParameters),
+    _post(
         "/wake_up",
         "Take memory again; with the last of it generation goes on.",
         lambda api: api.occupation.wake_up,
         WakeUpParameters,
     ),
-    VllmRoute(
-        "GET",
-        "/is_sleeping",
-        "Whether memory is released, or generation paused.",
-        lambda api: api.is_sleeping,
-    ),
-    VllmRoute(
-        "POST",
+    _get("/is_sleeping", "Whether memory is released, or generation paused.", lambda api: api.is_sleeping),
+    _post(
         "/release_kv_cache_memory",
         "Give the memory of the KV cache back.",
         lambda api: api.occupation.release_kv_cache,
     ),
-    VllmRoute(
-        "POST",
+    _post(
         "/reset_prefix_cache",
         "Empty the prefix cache.",
         lambda api: api.occupation.reset_prefix_cache,
         ResetCacheParameters,
     ),
-    VllmRoute("POST", "/reset_mm_cache", "Nothing: there is no such cache.", lambda api: _nothing_to_do),
-    VllmRoute("POST", "/reset_encoder_cache", "Nothing: there is no such cache.", lambda api: _nothing_to_do),
-    VllmRoute(
-        "POST",
-        "/abort_requests",
-        "End these requests, or all.",
-        lambda api: api.occupation.abort,
-        AbortParameters,
+    _post("/reset_mm_cache", "Nothing: there is no such cache.", lambda api: _nothing_to_do),
+    _post("/reset_encoder_cache", "Nothing: there is no such cache.", lambda api: _nothing_to_do),
+    _post(
+        "/abort_requests", "End these requests, or all.", lambda api: api.occupation.abort, AbortParameters
     ),
-    VllmRoute(
-        "POST",
+    _post(
         "/inference/v1/abort_requests",
         "End these requests.",
         lambda api: api.abort_named,
         AbortNamedParameters,
     ),
-    VllmRoute(
-        "POST",
+    _post(
         "/init_weight_transfer_engine",
         "Join the group of a trainer.",
         lambda api: api.weights.init,
         InitParameters,
     ),
-    VllmRoute(
-        "POST",
-        "/shutdown_weight_transfer_engine",
-        "Leave the trainer's group.",
-        lambda api: api.weights.shutdown,
-    ),
-    VllmRoute(
-        "POST",
+    _post("/shutdown_weight_transfer_engine", "Leave the trainer's group.", lambda api: api.weights.shutdown),
+    _post(
         "/init_broadcaster",
         "Join the group of prime-rl's trainer.",
         lambda api: api.weights.init_broadcaster,
         BroadcasterParameters,
     ),
-    VllmRoute(
-        "POST",
-        "/start_weight_update",
-        "Open a session of updates.",
-        lambda api: api.weights.start,
-        StartParameters,
+    _post(
+        "/start_weight_update", "Open a session of updates.", lambda api: api.weights.start, StartParameters
     ),
-    VllmRoute(
-        "POST", "/start_draft_weight_update", "Refused: there is no draft model.", lambda api: _no_draft_model
-    ),
-    VllmRoute(
-        "POST",
+    _post("/start_draft_weight_update", "Refused: there is no draft model.", lambda api: _no_draft_model),
+    _post(
         "/update_weights",
         "Take weights by broadcast, or out of a folder.",
         lambda api: api.weights.update,
         UpdateParameters,
     ),
-    VllmRoute(
-        "POST",
+    _post(
         "/receive_weight_update",
         "Take weights by PipelineRL's broadcasts.",
         lambda api: api.weights.receive,
         ReceiveParameters,
     ),
-    VllmRoute(
-        "POST",
-        "/finish_weight_update",
-        "Commit the session.",
-        lambda api: api.weights.finish,
-        FinishParameters,
-    ),
-    VllmRoute(
-        "POST",
+    _post("/finish_weight_update", "Commit the session.", lambda api: api.weights.finish, FinishParameters),
+    _post(
         "/weight_checker",
         "Sum the parameters up, or make them invalid, or compare.",
         lambda api: api.weights.check,
         CheckerParameters,
     ),
-    VllmRoute(
-        "POST",
+    _post(
         "/pull_weights",
         "Which published version an update from a folder brings.",
         lambda api: api.pull_weights,
         PullParameters,
     ),
-    VllmRoute(
-        "POST",
+    _post(
         "/fetch_weights",
         "Which published version the next update brings, in SkyRL's words.",
         lambda api: api.weights.fetch,
         FetchParameters,
     ),
-    VllmRoute("GET", "/weight_info", "The version of the weights.", lambda api: api.weight_info),
-    VllmRoute(
-        "GET", "/get_world_size", "How many ranks there are.", lambda api: api.world_size, WorldSizeParameters
-    ),
-    VllmRoute(
-        "POST",
-        "/collective_rpc",
-        "One of a few methods, by its name.",
-        lambda api: api.calls.call,
-        RpcParameters,
-    ),
-    VllmRoute("GET", "/version", "The versions of this server and of the dialect.", lambda api: api.version),
-    VllmRoute("GET", "/load", "How many requests are answered.", lambda api: api.load),
-    VllmRoute("GET", "/liveness", "Whether every process lives.", lambda api: api.liveness),
+    _get("/weight_info", "The version of the weights.", lambda api: api.weight_info),
+    _get("/get_world_size", "How many ranks there are.", lambda api: api.world_size, WorldSizeParameters),
+    _post("/collective_rpc", "One of a few methods, by its name.", lambda api: api.calls.call, RpcParameters),
+    _get("/version", "The versions of this server and of the dialect.", lambda api: api.version),
+    _get("/load", "How many requests are answered.", lambda api: api.load),
+    _get("/liveness", "Whether every process lives.", lambda api: api.liveness),
 )

@@ -8,21 +8,10 @@ from typing import Any
 from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import as_int
+from ebbtide.srt.sampling_params import VLLM_FIELDS, params_of
 
 Fields = dict[str, Any]
 
-# Their name → ours. What is given as null is not given.
-_SAME = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
-_NAMES = {
-    **{name: name for name in _SAME},
-    **{name: name for name in ("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logit_bias")},
-    "allowed_token_ids": "allowed_token_ids",
-    "bad_words": "bad_words",
-    "spaces_between_special_tokens": "spaces_between_special_tokens",
-    "include_stop_str_in_output": "no_stop_trim",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-}
 # These would change the tokens, or are read back: empty values are taken, others refused.
 UNSUPPORTED = (
     "extra_args",
@@ -31,7 +20,7 @@ UNSUPPORTED = (
 )
 # Read elsewhere, or without a meaning here.
 _OTHERS = (
-    *("detokenize", "output_kind", "logprobs", "prompt_logprobs", "max_tokens", "top_k", "cache_salt"),
+    *("detokenize", "output_kind", "logprobs", "prompt_logprobs", "max_tokens", "cache_salt"),
     *("truncate_prompt_tokens", "structured_outputs", "logprob_token_ids"),
     "routed_experts_prompt_start",
 )
@@ -58,13 +47,9 @@ def sampling_params(given: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         RequestRejected: 400, one of them asks for what is not supported.
     """
     refuse_unsupported(given, UNSUPPORTED, "body.sampling_params")
-    params = {ours: given[theirs] for theirs, ours in _NAMES.items() if given.get(theirs) is not None}
-    params |= grammar_params(None, given.get("structured_outputs"))
+    params = params_of(given, VLLM_FIELDS) | grammar_params(None, given.get("structured_outputs"))
     params["max_new_tokens"] = given.get("max_tokens")
-    top_k = given.get("top_k")
-    if top_k is not None:
-        params["top_k"] = -1 if top_k == 0 else top_k
-    known = {*_NAMES, *UNSUPPORTED, *_OTHERS}
+    known = {*VLLM_FIELDS, *UNSUPPORTED, *_OTHERS}
     return params, sorted(set(given) - known)
 
 

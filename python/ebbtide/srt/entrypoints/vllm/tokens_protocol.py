@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs
 from ebbtide.srt.entrypoints.openai.protocol import FinishReasonName, StreamOptions, Usage
+from ebbtide.srt.managers.api.generate_fields import CommonFields
 
 
-class TokensRequest(Struct, kw_only=True):
+class TokensRequest(CommonFields, kw_only=True):
     """`cache_salt` may be among the sampling parameters too.
 
-    `max_version_lag`, `min_weight_version`, `exact_weight_version`, `on_update`, `replay_routed_experts` and
-    `continue_from` are those of `/generate`; the last one comes in the place of `token_ids`, and without
-    `sampling_params` those of the output that is continued are in force. `return_sampling_mask`: null is as
-    the server's flag says. `return_sample_support` is SkyRL's word for it, and asks for its form.
+    `continue_from` comes in the place of `token_ids`; without `sampling_params` those of the output that is
+    continued are in force. `return_sampling_mask`: null is as the server's flag says. `return_sample_support`
+    is SkyRL's word for it, and asks for its form.
     """
 
-    token_ids: list[int] = []
+    token_ids: list[int] = field(default_factory=list)
     sampling_params: dict[str, Any] | None = None
     continue_from: str | None = None
     model: str | None = None
@@ -28,15 +28,7 @@ class TokensRequest(Struct, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
-    priority: int | None = None
-    routed_dp_rank: int | None = None
-    max_version_lag: int | None = None
-    min_weight_version: str | int | None = None
-    exact_weight_version: str | int | None = None
-    replay_routed_experts: Any = None
-    return_sampling_mask: bool | None = None
     return_sample_support: bool = False
-    on_update: Literal["continue", "recompute", "abort"] | None = None
     return_token_ids: bool = False
     output_mode: Literal["tokens", "text"] = "tokens"
 

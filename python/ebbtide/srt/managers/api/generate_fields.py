@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeAlias, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
 
@@ -45,55 +45,67 @@ UNSUPPORTED_FIELDS = frozenset(
     }
 )
 
-# Fields that have the same name in all dialects.
-PASSED_ON_FIELDS: Final = (
-    *("max_version_lag", "min_weight_version", "exact_weight_version", "on_update"),
-    *("priority", "replay_routed_experts"),
-)
-
-
 # What a message between processes has room for; JSON and Python have more.
 Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class GenerateReqInput(msgspec.Struct, kw_only=True):
-    """The fields of `/generate`; None means "not given". In a batch, a list has one entry per prompt.
+def bounded(**schema: Any) -> msgspec.Meta:
+    """Bounds for the OpenAPI document. Whoever carries the request out checks them."""
+    return msgspec.Meta(extra_json_schema=schema)
 
-    `add_special_tokens`: false for a text that has them already. `truncate_prompt_tokens`: keep the last so
-    many tokens of a prompt, or, with -1, as many as fit; 0 is "not given". `max_version_lag`,
-    `min_weight_version`, `exact_weight_version`, `on_update`: see `VersionContract`. `continue_from`: the rid
-    of an output that has ended, in the place of a prompt; see `EndedOutput`.
-    `return_flat_raw_output_top_logprobs` (`return_flat_raw_top_logprobs_b64`): see `flat_top_logprobs`.
+
+class CommonFields(msgspec.Struct, kw_only=True):
+    """Fields of generation that every dialect has under these names, beside its sampling parameters.
+
+    None means "not given". `max_version_lag`, `min_weight_version`, `exact_weight_version`, `on_update`: see
+    `VersionContract`.
     """
 
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    routed_dp_rank: Annotated[int | None, bounded(minimum=0)] = None
+    priority: Int64 | None = None
+    max_version_lag: Annotated[Int64 | None, bounded(minimum=0)] = None
+    min_weight_version: str | Int64 | None = None
+    exact_weight_version: str | Int64 | None = None
+    on_update: Literal["continue", "recompute", "abort"] | None = None
+    replay_routed_experts: Any = None
+    return_sampling_mask: bool | None = None
+
+
+class PromptFields(CommonFields, kw_only=True):
+    """Those of the dialects that take texts and batches. In a batch, a list has one entry per prompt.
+
+    `add_special_tokens`: false for a text that has them already. `truncate_prompt_tokens`: keep only that
+    many tokens at the end of a prompt, or, with -1, as many as fit; 0 is "not given".
+    """
+
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Int64 | None = None
+    truncate_prompt_tokens: Annotated[Int64 | None, bounded(minimum=-1)] = None
+    stream: bool | None = None
+    cache_salt: str | list[str | None] | None = None
+    extra_key: str | list[str | None] | None = None
+    data_parallel_rank: int | None = None
+    timeout_s: Annotated[float | None, bounded(exclusiveMinimum=0)] = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | None = None
+    sampling_logprobs_mode: Annotated[str | None, bounded(enum=["selected", None])] = None
+
+
+class GenerateReqInput(PromptFields, kw_only=True):
+    """The fields of `/generate`. `continue_from`: the rid of an output that has ended, in the place of a
+    prompt; see `EndedOutput`. `return_flat_raw_output_top_logprobs`, `return_flat_raw_top_logprobs_b64`: see
+    `flat_top_logprobs`.
+    """
+
+    text: Annotated[str | list[str] | None, bounded(minLength=1, minItems=1, items={"minLength": 1})] = None
+    input_ids: list[int | list[int]] | None = None
     sampling_params: Any = None
     rid: str | list[str] | None = None
-    stream: bool | None = None
     return_logprob: bool | list[bool | None] | None = None
     logprob_start_len: int | list[int | None] | None = None
     top_logprobs_num: int | list[int | None] | None = None
     token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
-    cache_salt: str | list[str | None] | None = None
-    extra_key: str | list[str | None] | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
-    priority: Int64 | None = None
-    max_version_lag: Int64 | None = None
-    min_weight_version: str | Int64 | None = None
-    exact_weight_version: str | Int64 | None = None
-    on_update: Literal["continue", "recompute", "abort"] | None = None
-    timeout_s: float | None = None
-    return_routed_experts: bool | None = None
-    routed_experts_start_len: int | None = None
-    replay_routed_experts: Any = None
-    return_sampling_mask: bool | None = None
-    sampling_logprobs_mode: str | None = None
     return_flat_raw_output_top_logprobs: bool | None = None
     return_flat_raw_top_logprobs_b64: bool | None = None
     continue_from: str | None = None

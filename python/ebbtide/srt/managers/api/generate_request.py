@@ -14,7 +14,6 @@ import msgspec
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client, EndedOutput, EndedOutputs
-from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_form
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput, parse, split_ids
 from ebbtide.srt.managers.api.per_prompt import PerPrompt, per_prompt, rids_of_outputs
 from ebbtide.srt.managers.api.request_limits import MAX_OUTPUTS, RequestLimits
@@ -70,25 +69,6 @@ class GenerationDraft:
         """Refuse what grows too long in chunks that repeat those before. Raises RequestRejected: 400."""
         if self.request.return_sampling_mask and self.request.stream and not is_incremental:
             raise RequestRejected("return_sampling_mask: not in a stream whose chunks repeat those before")
-
-
-@dataclass(frozen=True)
-class GenerationPlan:
-    """A request that has passed every check.
-
-    Attributes:
-        outputs: all samples of prompt 0, then of prompt 1, ...
-        is_list: see `GenerationDraft`.
-    """
-
-    outputs: list[TokenizedGenerateReqInput]
-    is_list: bool
-    stream: bool
-    return_prompt_token_ids: bool
-    return_text_in_logprobs: bool
-    flat_top: FlatForm | None
-    timeout_s: float | None
-    arrival_s: float
 
 
 class RequestNormalizer:
@@ -165,24 +145,16 @@ class RequestNormalizer:
         """The checked ids of some of a draft's prompts. May be called from any thread."""
         return [self._ids(draft.request, prompt) for prompt in prompts]
 
-    def plan(self, draft: GenerationDraft, prompts: Sequence[list[int]]) -> GenerationPlan:
-        """The messages, with the ids of all prompts. May be called from any thread."""
-        request = draft.request
-        outputs = [
+    def plan(self, draft: GenerationDraft, prompts: Sequence[list[int]]) -> list[TokenizedGenerateReqInput]:
+        """The messages, with the ids of all prompts: all samples of prompt 0, then of prompt 1, and so on.
+
+        May be called from any thread.
+        """
+        return [
             msgspec.structs.replace(message, rid=rid, seed=seed)
             for index, message in enumerate(self._messages(draft, prompts))
             for rid, seed in zip(draft.rids[index], draft.seeds[index], strict=True)
         ]
-        return GenerationPlan(
-            outputs=outputs,
-            is_list=draft.is_list,
-            stream=bool(request.stream),
-            return_prompt_token_ids=bool(request.return_prompt_token_ids),
-            return_text_in_logprobs=bool(request.return_text_in_logprobs),
-            flat_top=flat_form(request),
-            timeout_s=request.timeout_s,
-            arrival_s=draft.arrival_s,
-        )
 
     def _check(self, request: GenerateReqInput) -> None:
         if request.return_text_in_logprobs:

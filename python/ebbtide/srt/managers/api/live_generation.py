@@ -62,7 +62,7 @@ class LogprobTable:
         self._token, self._top = f"{side}_token_logprobs", f"{side}_top_logprobs"
         self._chosen = f"{side}_token_ids_logprobs"
         wanted = {self._token: True, self._top: request.top_logprobs_num > 0, self._chosen: self._chosen_ids}
-        names = [name for name, is_wanted in wanted.items() if is_wanted] if request.return_logprob else []
+        names = [name for name, is_wanted in wanted.items() if is_wanted]
         self._columns: dict[str, list[Any]] = {name: [] for name in names}
         self._is_narrow = names == [self._token]
         self._new = LogprobList(request.top_logprobs_num, len(self._chosen_ids))
@@ -86,7 +86,7 @@ class LogprobTable:
         self._new_ids.append(token_id)
 
     def columns(self) -> dict[str, list[Any]]:
-        """The lists as they stand, which will grow; empty where no logprobs were asked for."""
+        """The lists as they stand, which will grow."""
         columns, new = self._columns, self._new
         if columns and self._new_ids:
             # No call for each token: a call's prompts may have hundreds of thousands.
@@ -135,8 +135,10 @@ class OutputState:
         self._output_ids: list[int] = []
         self._handed_out_ids = array("i")
         self._num_tokens = 0
-        self._logprobs = LogprobTable("output", request, style)
-        self._input_logprobs = LogprobTable("input", request, style)
+        self._logprobs = self._input_logprobs = None
+        if request.return_logprob:
+            self._logprobs = LogprobTable("output", request, style)
+            self._input_logprobs = LogprobTable("input", request, style)
         self._first_input = request.logprob_start or 0
         self._start: RequestStart | None = None
         # What `apply` brings. A chunk for each token of a stream copies it, and adds what the token changes.
@@ -171,7 +173,7 @@ class OutputState:
         if output.start is not None:
             self._start = output.start
             meta["cached_tokens"] = output.start.cached_tokens
-            if output.start.input_logprobs is not None:
+            if self._input_logprobs is not None and output.start.input_logprobs is not None:
                 self._input_logprobs.add(
                     output.start.input_logprobs, self.request.input_ids[self._first_input :]
                 )
@@ -183,7 +185,7 @@ class OutputState:
                 self._first_token_s = time.monotonic()
             self._num_tokens += len(output.token_ids)
             self._output_ids += output.token_ids
-        if output.logprobs is not None:
+        if self._logprobs is not None and output.logprobs is not None:
             self._logprobs.add(output.logprobs, output.token_ids)
         if output.version_starts:
             self._last_span = output.version_starts[-1]
@@ -215,7 +217,7 @@ class OutputState:
             self._text.append(text)
         self._num_tokens += 1
         self._output_ids.append(token_id)
-        if self.request.return_logprob:
+        if self._logprobs is not None:
             assert rows is not None, "some stream of the step asked for logprobs"
             self._logprobs.add_token(rows, place, token_id)
         self._meta["weight_version"] = weight_version
@@ -230,8 +232,8 @@ class OutputState:
         if self._style.return_prompt_token_ids:
             body["prompt_token_ids"] = self.request.input_ids + self.request.continued_ids
         meta = body["meta_info"] = self.meta_info()
-        if self.request.return_logprob:
-            self._add_logprobs(meta)
+        if self._logprobs is not None and self._input_logprobs is not None:
+            self._add_logprobs(meta, self._logprobs, self._input_logprobs)
         if self._wants_supports:
             meta.update(self._sampling_masks())
         if self._routed_experts is not None:
@@ -275,19 +277,19 @@ class OutputState:
             return [*self._ended_spans, {"version": version, "start": start, "end": self._num_tokens}]
         return self._ended_spans or [{"version": self._meta["weight_version"], "start": 0, "end": 0}]
 
-    def _add_logprobs(self, meta: dict[str, Any]) -> None:
-        columns = self._logprobs.columns()
+    def _add_logprobs(self, meta: dict[str, Any], outputs: LogprobTable, inputs: LogprobTable) -> None:
+        columns = outputs.columns()
         if self._style.is_incremental:
             meta.update(columns)
-            self._logprobs.forget()
+            outputs.forget()
         else:
             meta.update({name: self._handed_out(entries) for name, entries in columns.items()})
         if self._style.flat_top is not None and "output_top_logprobs" in meta:
             meta |= flat_top_logprobs(meta.pop("output_top_logprobs"), self._style.flat_top)
         meta["output_token_logprobs_length"] = self._num_tokens
-        meta.update(self._input_logprobs.columns())
+        meta.update(inputs.columns())
         if self._style.is_incremental:
-            self._input_logprobs.end()
+            inputs.end()
 
     def _sampling_masks(self) -> dict[str, Any]:
         """The masks in the forms that were asked for. Source: wire_vllm section 6.2."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any, Final
 
-from ebbtide.srt.managers.api.generate_request import GenerationPlan
 from ebbtide.srt.managers.api.live_generation import OutputState
+from ebbtide.srt.managers.wire.generation import TokenizedGenerateReqInput
 from ebbtide.srt.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -26,9 +27,9 @@ class RequestLog:
     def __init__(self, level: int) -> None:
         self._level = level
 
-    def came(self, plan: GenerationPlan) -> None:
+    def came(self, outputs: Iterable[TokenizedGenerateReqInput]) -> None:
         """A request has been taken: one line for each output."""
-        for output in plan.outputs:
+        for output in outputs:
             facts: dict[str, Any] = {
                 "prompt_tokens": len(output.input_ids),
                 "max_new_tokens": output.max_new_tokens,
