@@ -28,7 +28,7 @@ GPU_PYTEST := PYTHONPATH=python $(GPU_PYTHON) -m pytest -c python/pyproject.toml
 GPU_WORKERS ?= 2
 # What measures the memory of whole GPUs, and so has to be alone on them.
 GPU_ALONE := test/srt/e2e/test_cuda_two_gpus.py
-GPU_BENCHMARKS := throughput occupation update peak_memory start parity
+GPU_BENCHMARKS := throughput occupation update_default rollout start parity
 # Hundreds of processes import the package: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 # For all benchmarks, e.g. make bench-gpu BENCH_OPTIONS="--runs 5"

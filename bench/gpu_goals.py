@@ -31,11 +31,9 @@ TABLES = {
     "throughput": "Tokens per second",
     "rollout": "Rollouts: groups, long tails, temperature 1, logprobs (Llama-3.1-8B, default flags)",
     "occupation": "Memory given back and taken again",
-    "update": "Updates of all weights from a trainer on the same GPU, 64 streams decoding",
     "default": "At default flags, the trainer's copy of the weights on the same card",
     "delta": "Updates of what changed, of 16 GB, from a trainer on the same GPU",
     "replay": "What requests and updates ask for (Llama-3.1-8B, default flags)",
-    "peak_memory": "Peak device memory",
     "start": "Start",
     "parity": "Agreement with transformers",
     "parallel": "Several GPUs",
@@ -93,9 +91,6 @@ def _parallel_goals() -> dict[str, Goal]:
                 goals[f"parallel.{shape}.tp{tp_size}.{batch_size}"] = Goal(
                     "parallel", title, "tok/s", None, True
                 )
-    for tp_size in (1, 2, 4):
-        title = f"tp={tp_size}: pause (in_place) and continue, 64 streams: until acknowledged"
-        goals[f"parallel.acknowledge.tp{tp_size}"] = Goal("parallel", title, "ms", None)
     for shape in ("llama8b", "qwen32b"):
         title = f"{SHAPE_TITLES[shape]}, all weights broadcast from a trainer on another GPU"
         # Its goal is a share of what a copy between the GPUs reached in the same run.
@@ -195,7 +190,6 @@ ROLLOUT_PREFIXES = {"llama8b": "llama", "qwen30b-a3b": "moe", "qwen0.6b": "qwen"
 _ROLLOUT_GOALS = {
     "grpo_512_updated": (0.99, ""),
     "grpo_512_tok_s": (13_000, "7,350"),
-    "grpo_4096_of_unshared": (1.8, ""),
     "llama_b32": (6_000, "5,066"),
     "llama_b256": (11_300, "10,113"),
     "llama_rl_b256": (0.995, "0.964"),
@@ -240,7 +234,6 @@ def _rollout_goals() -> dict[str, Goal]:
         for prompt_len in (512, 4096):
             title = f"{of_model}64 prompts of {prompt_len:,}, 8 samples each"
             add(f"{other}grpo_{prompt_len}_tok_s", title, "tok/s")
-        add(f"{other}grpo_4096_of_unshared", f"{of_model}the same: of steps that share no reading", "x")
         title = f"{of_model}the first with an update (in_place) in the middle: of the same without"
         add(f"{other}grpo_512_updated", title, "share")
         for size in WORKLOADS:
@@ -334,19 +327,6 @@ GOALS: dict[str, Goal] = {
     "backup.resume": Goal(
         "occupation", "backup: resume weights", "ms", 320, sglang="1,330-1,418", vllm="488"
     ),
-    # Its goal is measured in the same run: the normal gap + 3 ms.
-    "update.in_place": Goal(
-        "update", "in_place, one call: longest gap (goal: normal + 3 ms)", "ms", None, sglang="36-41"
-    ),
-    "update.in_place_buckets": Goal(
-        "update", "in_place, session of 512 MB buckets: longest gap (goal: normal + 3 ms)", "ms", None
-    ),
-    "update.retract": Goal(
-        "update", "retract: longest gap, as multiple of the re-prefill alone", "x", 1.1, sglang="430-480 ms"
-    ),
-    "update.call": Goal(
-        "update", "one call, from request to reply", "ms", None, sglang="33-36", vllm="80-112"
-    ),
     "replay.canary_ms": Goal("replay", "a canary of 256 tokens adds to the stall", "ms", 15),
     "replay.short_behind_long": Goal(
         "replay", "first token of 128 tokens, behind 30,000: times alone", "ratio", 3
@@ -362,9 +342,6 @@ GOALS: dict[str, Goal] = {
     ),
     "replay.routes_256": Goal(
         "replay", "256 streams with routed experts (Qwen3-30B-A3B): of without", "share", 0.98, at_least=True
-    ),
-    "peak_memory.saved": Goal(
-        "peak_memory", "multi-stage below one-stage while weights update", "GB", None, True
     ),
     "start.cold": Goal(
         "start", "start to first token, no kernel compiled, 16 cores", "s", 60, sglang="122-143"

@@ -2,7 +2,6 @@
 
 - `grpo`, `grpo_4096`: 64 prompts, 8 samples of each, temperature 1 with logprobs. Output lengths are
   log-normal (median 245, sigma 0.85, cut at 2,048), the same for every run. Whole calls; output tokens count.
-- `grpo_4096_unshared`: turns of the second of these and of the same with prefixes read once per sample.
 - `update`: the first of these with an update of all weights in the middle, `pause_mode=in_place`, as a share
   of runs without one.
 - `batches`: greedy batches, and the same with what samplers and trainers ask for, as a share of the greedy
@@ -51,7 +50,6 @@ from gpu_throughput import least_seconds
 from http_load import clients, run_load
 from numpy.typing import NDArray
 from rollout_calls import NUM_PROMPTS, NUM_SAMPLES, RL, Rollouts, output_lens
-from unshared_prefixes import SharingEngine, sharing_folder, unshared
 
 from ebbtide import Engine
 
@@ -135,23 +133,6 @@ class Bench:
 
     def grpo_4096(self) -> None:
         self.grpo(4096)
-
-    def grpo_4096_unshared(self) -> None:
-        shared_key, key = (self.key(f"grpo_4096_{what}") for what in ("tok_s", "of_unshared"))
-        lens = lengths(self.args)
-        with self.report.attempt(shared_key, key):
-            length = 32 if self.args.tiny else 4096
-            shared, apart = [], []
-            for run in range(self.args.runs):
-                shared.append(self.rollouts.grpo(length, lens))
-                # Of these long runs those that are done are kept, should there be no time for the next.
-                self.report.add(shared_key, shared, output_tokens=int(lens.sum()))
-                if run >= (self.args.reference_runs or self.args.runs):
-                    continue
-                with unshared(self.args.device):
-                    apart.append(self.rollouts.grpo(length, lens))
-                ratios = [one / other for one, other in zip(shared, apart, strict=True)]
-                self.report.add(key, ratios, shared_tok_s=shared, unshared_tok_s=apart)
 
     def update(self) -> None:
         key, lens = self.key("grpo_512_updated"), lengths(self.args)
@@ -384,7 +365,6 @@ def _pool(args: argparse.Namespace) -> dict[str, Any]:
 BENCH_PARTS = (
     "grpo",
     "grpo_4096",
-    "grpo_4096_unshared",
     "update",
     "batches",
     "many",
@@ -414,9 +394,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--kinds", nargs="*", choices=tuple(ASKED), default=list(ASKED), help="beside greedy batches"
     )
-    parser.add_argument(
-        "--reference-runs", type=int, help="of `Engine` beside HTTP, and without sharing (default: --runs)"
-    )
+    parser.add_argument("--reference-runs", type=int, help="of `Engine` beside HTTP (default: --runs)")
     args = parse(parser, argv)
     machine = Machine.measure(args.device, tiny=args.tiny)
     report = Report("gpu_rollout", args)
@@ -428,8 +406,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if chosen:
             with (
                 report.attempt(row_key(args, "grpo_512_tok_s")),
-                sharing_folder(),
-                SharingEngine(**engine_args(args, folder, **_pool(args))) as engine,
+                Engine(**engine_args(args, folder, **_pool(args))) as engine,
             ):
                 rollouts = Rollouts(engine, shape)
                 # Whatever is compiled or allocated at first use.

@@ -37,7 +37,7 @@ class Kernels:
         return ON_GPU if device.type == "cuda" and dtype == torch.bfloat16 else LIBRARIES
 
 
-# As measured on an H200 by bench/gpu_small_batch.py and bench/gpu_fp8.py.
+# As measured on an H200 by bench/gpu_small_batch.py.
 ON_GPU = Kernels(few=64, few_router=1, few_fp8=1, few_quantized=64)
 LIBRARIES = Kernels()
 
