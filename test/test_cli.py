@@ -1,5 +1,6 @@
 """The commands: what they answer, with which exit status, and that they start light."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -87,12 +88,31 @@ def test_a_wrong_command_line_is_named(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["serve"], ["serve", "m", "--surf"]])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["serve"], "--model-path"),
+        (["serve", "m", "--surf"], "unrecognized arguments: --surf\n"),
+        (["serve", "m", "--mem-fraction-statik=0.5"], "did you mean --mem-fraction-static?"),
+        (["warmup", "--model", "m", "--tensor-paralel-size", "2"], "did you mean --tensor-parallel-size?"),
+    ],
+)
 def test_a_wrong_argument_of_serve_is_a_usage_error(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(argv) == 2
-    assert "usage:" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert shown.startswith("usage:")
+    assert said in shown
+
+
+def test_the_help_of_serve_is_in_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    before, _, memory = shown.partition("Releasing memory and updating weights:\n")
+    assert "--tp-size" in before.partition("Ranks, nodes and devices:\n")[2]
+    assert "--kv-park-bytes" in memory
+    assert re.findall(r"^ +-\S+", before.partition("\nModel:\n")[0], re.M) == ["  -h,"]
 
 
 @pytest.mark.parametrize(("main", "command"), [(cli.main, ["serve"]), (launch_server.main, [])])

@@ -5,32 +5,32 @@ On the further nodes of an engine (`--node-rank 1`) it lends their ranks to node
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
+from ebbtide.srt.command_line import ServeParser
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, raising_signals
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
-from ebbtide.srt.server_args import ServerArgs
 from ebbtide.srt.without_torch import torch_hidden
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launch_server") -> int:
-    """Serve, and return the exit status: 0 stopped as asked, 1 the engine failed, 2 it could not start so."""
-    parser = argparse.ArgumentParser(
+    """Serve, and return the exit status.
+
+    0: stopped as asked; 1: the engine failed; 2: it cannot start so; 130: stopped before it served.
+    """
+    parser = ServeParser(
         prog=prog,
         # There are more than a hundred arguments: listed in full, they bury the message of an error.
         usage="%(prog)s MODEL [arguments; --help lists them]",
         description="Serve a model over HTTP.",
-        allow_abbrev=False,
     )
-    ServerArgs.add_cli_args(parser)
     given = list(sys.argv[1:] if argv is None else argv)
     if given and not given[0].startswith("-"):
         given.insert(0, "--model-path")
-    args = ServerArgs.from_cli_args(parser.parse_args(given))
+    args = parser.read(given)
     open_standard_streams()
     try:
         with raising_signals(), EarlyProcesses(args) as early:
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launc
 
             launch_server(args, early)
     except Stopped:
-        return 0
+        print(f"{prog}: interrupted before it served", file=sys.stderr)
+        return 130
     except EbbtideError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1

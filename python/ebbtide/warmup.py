@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import sys
@@ -21,6 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from ebbtide.srt.command_line import ServeParser
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
 from ebbtide.srt.server_args import ServerArgs
 
@@ -33,16 +33,14 @@ def main(argv: Sequence[str]) -> int:
 
     Returns the exit status: 0 done, 1 it failed, 2 the arguments or the machine do not do.
     """
-    parser = argparse.ArgumentParser(
+    parser = ServeParser(
         prog="ebbtide warmup",
         usage="%(prog)s --model-path MODEL [further arguments of `ebbtide serve`]",
         description="Compile every kernel that a model needs on this machine's GPU, with the arguments that "
         "it will be served with. The weights are not read, but there must be room for them. Later starts "
         "find the kernels in the caches.",
-        allow_abbrev=False,
     )
-    ServerArgs.add_cli_args(parser)
-    args = ServerArgs.from_cli_args(parser.parse_args(argv))
+    args = parser.read(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     started = time.monotonic()
     try:

@@ -240,6 +240,15 @@ class ServerArgs(SglangArguments):
     default_priority_value: Annotated[
         int | None, Arg("Priority of requests that bring none (default: 0).")
     ] = None
+    disable_radix_cache: Annotated[bool, Arg("Turn the prefix cache off.")] = False
+    prefix_cache_scope: Annotated[
+        str,
+        Arg(
+            "Which requests may use a cached prefix: any, or only those of the weight version "
+            "that computed it.",
+            choices=("any", "version"),
+        ),
+    ] = "any"
     enable_return_routed_experts: Annotated[
         bool, Arg("Record which experts each token goes through, for requests that ask for it.")
     ] = False
@@ -270,15 +279,6 @@ class ServerArgs(SglangArguments):
         ),
     ] = None
     enable_fp32_lm_head: Annotated[bool, Arg("Compute logits in float32.")] = False
-    disable_radix_cache: Annotated[bool, Arg("Turn the prefix cache off.")] = False
-    prefix_cache_scope: Annotated[
-        str,
-        Arg(
-            "Which requests may use a cached prefix: any, or only those of the weight version "
-            "that computed it.",
-            choices=("any", "version"),
-        ),
-    ] = "any"
     disable_cuda_graph: Annotated[bool, Arg("Turn CUDA graphs off.")] = False
     cuda_graph_bs: Annotated[
         list[int] | None,

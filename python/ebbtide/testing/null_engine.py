@@ -17,6 +17,7 @@ from ebbtide.srt.argument_checks import settled
 from ebbtide.srt.config import ANY_NAME, EngineConfig, ModelConfig, resolve_for
 from ebbtide.srt.entrypoints.engine import Engine
 from ebbtide.srt.entrypoints.http_server import serve
+from ebbtide.srt.entrypoints.launch.stop_signals import Stopped
 from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EbbtideError
@@ -129,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(args, "server")
     try:
         serve(lambda: null_config(args), TARGETS)
+    except Stopped:
+        return 130
     except EbbtideError as error:
         print(error, file=sys.stderr)
         return 1

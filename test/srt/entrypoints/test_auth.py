@@ -21,7 +21,7 @@ NORMAL += ["/model_info", "/get_model_info", "/server_info", "/get_server_info"]
 NORMAL += ["/get_weight_version", "/memory_occupation", "/tokenize", "/v1/tokenize", "/detokenize"]
 NORMAL += ["/is_paused", "/is_sleeping", "/weight_info", "/get_world_size", "/get_world_size/", "/version"]
 NORMAL += ["/load", "/inference/v1/generate", "/skyrl/v1/generate"]
-CONTROL = [*CONTROL_ROUTES, "/transition", "/", "/nowhere", "/weights_checker"]
+CONTROL = [*CONTROL_ROUTES, "/transition", "/nowhere", "/weights_checker"]
 CONTROL += ["/pause", "/sleep/", "/collective_rpc", "/inference/v1/abort_requests", "/update_weights"]
 CONTROL += [path for path in NOT_IMPLEMENTED if not path.startswith("/v1/")]
 
@@ -116,7 +116,7 @@ def test_a_key_may_have_any_characters() -> None:
     assert ask(service, "GET", "/get_weight_version", bearer("cl")).status_code == 401
 
 
-@pytest.mark.parametrize("path", ["/health", "/openapi.json", "/docs"])
+@pytest.mark.parametrize("path", ["/", "/health", "/openapi.json", "/docs", "/docs/favicon.png"])
 def test_open_endpoints_need_no_key(path: str) -> None:
     service = Service(api_key="api", admin_api_key="admin")
     service.check_health = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ def test_the_document_has_every_endpoint() -> None:
     }
     routed = {(path, method) for path, method in routed if path not in NOT_IMPLEMENTED}
     described = {(path, method.upper()) for path, item in DOCUMENT["paths"].items() for method in item}
-    for_people = ("/openapi.json", "/docs", "/dashboard", "/dashboard/events")
+    for_people = ("/", "/openapi.json", "/docs", "/docs/{name}", "/dashboard", "/dashboard/events")
     assert described == routed - {(path, "GET") for path in for_people}
 
 
@@ -59,9 +59,21 @@ def test_references_lead_somewhere_and_ids_are_unique() -> None:
 
 def test_the_document_and_its_page_are_served(server: Server) -> None:
     assert server.get("/openapi.json").json() == msgspec.json.decode(msgspec.json.encode(DOCUMENT))
-    page = server.get("/docs")
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_a_page_takes_all_it_shows_from_this_server(server: Server, path: str) -> None:
+    page = server.get(path)
     assert page.headers["content-type"].startswith("text/html")
-    assert "/openapi.json" in page.text
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    links = re.findall(r'(?:href|src)="([^"]+)"', page.text)
+    assert len(links) > 2
+    assert [link for link in links if server.get(f"/{link}").status_code != 200] == []
+
+
+def test_only_the_files_of_the_page_lie_beneath_it(server: Server) -> None:
+    for name in ("redoc.standalone.js", "..%2fcore.py", "core.py"):
+        assert server.get(f"/docs/{name}").status_code == 404
 
 
 def request_schema(method: str, path: str) -> Any:
@@ -111,7 +123,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
         ("POST", "/v1/completions", {"prompt": "a", "logprobs": 1, "echo": True, "return_token_ids": True}),
         ("POST", "/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "return_meta_info": True}),
         ("GET", "/v1/models", None),
-        *(("GET", path, None) for path in ("/", "/health", "/ready", "/model_info", "/server_info")),
+        *(("GET", path, None) for path in ("/health", "/ready", "/model_info", "/server_info")),
         *(("GET", path, None) for path in ("/memory_occupation", "/get_weight_version")),
         *(("GET", path, None) for path in ("/v1/loads", "/get_load")),
         ("POST", "/pause_generation", {"mode": "retract"}),

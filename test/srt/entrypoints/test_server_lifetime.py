@@ -24,6 +24,7 @@ from fixtures.servers import (
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.http_server import serve
+from ebbtide.srt.entrypoints.launch.stop_signals import Stopped
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_engine import TARGETS, null_args, null_config
@@ -84,9 +85,11 @@ def test_a_process_that_dies_takes_the_server_down() -> None:
         wait_until(lambda: num_waiting(server) == 2, "both requests wait")
         os.kill(children["scheduler"], signal.SIGKILL)
         assert server.process.wait() == 1
-        said = "the scheduler process was ended by SIGKILL"
         answer = waiting.result()
         assert answer.status_code == 503
+        said = answer.json()["message"]
+        assert said.startswith("the scheduler process was ended by SIGKILL")
+        assert "memory" in said
         assert answer.json()["error"] == {
             "message": said,
             "type": "ServiceUnavailableError",
@@ -151,7 +154,7 @@ def unread_stream(server: Server) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_stop_before_the_server_has_imported_anything_ends_the_ranks_too(
     checkpoints: Any, number: int, status: int
 ) -> None:
@@ -169,7 +172,7 @@ def test_nobody_is_served_while_the_model_loads_and_a_stop_then_leaves_nothing(c
         wait_until(lambda: bool(server.sockets), "the processes start")
         with pytest.raises(httpx.ConnectError):
             server.get("/health")
-        assert server.stop(signal.SIGTERM) == 0
+        assert server.stop(signal.SIGTERM) == 130
         assert not server.sockets
         assert "Traceback" not in server.log
 
@@ -188,7 +191,8 @@ def test_a_stop_that_is_lost_in_a_callback_stops_the_start_all_the_same(
         return null_config(ServerArgs(model_path="null", skip_tokenizer_init=True, port=free_port()))
 
     before = psutil.Process().children()
-    serve(configure, TARGETS)
+    with pytest.raises(Stopped):
+        serve(configure, TARGETS)
     # Other tests of this process may have left torch's helpers.
     assert set(psutil.Process().children()) <= set(before)
     assert "Traceback" not in capfd.readouterr().err

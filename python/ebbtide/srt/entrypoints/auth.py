@@ -31,10 +31,10 @@ _OPEN_PATHS = frozenset(
         "/liveness",
         "/ready",
         "/metrics",
-        "/docs",
-        "/docs/oauth2-redirect",
         "/openapi.json",
-        # The page alone, which holds nothing of the engine: what it shows comes from /dashboard/events.
+        # Pages hold nothing of the engine: what the dashboard shows comes from /dashboard/events.
+        "/",
+        "/docs",
         "/dashboard",
     }
 )
@@ -65,8 +65,8 @@ _NORMAL_PATHS = frozenset(
 
 def access_of(path: str) -> Access:
     """Everything that is not known to be less is control, paths that do not exist included."""
-    path = path.rstrip("/")
-    if path in _OPEN_PATHS:
+    path = path.rstrip("/") or "/"
+    if path in _OPEN_PATHS or path.startswith("/docs/"):
         return Access.OPEN
     return Access.NORMAL if path in _NORMAL_PATHS or path.startswith("/v1/") else Access.CONTROL
 

@@ -30,12 +30,12 @@ REFUSAL_WAIT_S = 0.5
 
 
 class Json(Response):
-    """A JSON body. Non-finite numbers, which JSON lacks, come out as null."""
+    """A JSON body, a line that ends. Non-finite numbers, which JSON lacks, come out as null."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
+        return msgspec.json.encode(content) + b"\n"
 
 
 def error_answer(message: str, status: int, **fields: Any) -> Json:

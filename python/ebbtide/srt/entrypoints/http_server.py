@@ -55,6 +55,7 @@ from ebbtide.srt.entrypoints.openai.chat_template import read_chat_template
 from ebbtide.srt.entrypoints.openai.protocol import parse
 from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
 from ebbtide.srt.entrypoints.openapi import openapi_document
+from ebbtide.srt.entrypoints.pages import pages
 from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.information import ServerInfoQuery, vllm_sections
@@ -85,16 +86,12 @@ RETRY_AFTER_S = 1
 
 def create_app(service: EngineService) -> FastAPI:
     """The application over an engine whose service is open by the time of the first request."""
-    app = _Application(
-        title="Ebbtide", redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False
-    )
-    # FastAPI's own document would know nothing of the messages.
-    app.openapi = functools.cache(openapi_document)  # type: ignore[method-assign]
+    # FastAPI's own document would know nothing of the messages, and its page asks another site.
+    app = _Application(openapi_url=None, redirect_slashes=False)
     bodies, weight_bodies = BodyReader(), BodyReader()
     endpoints = _Endpoints(service, bodies)
-    app.add_route("/", endpoints.root, methods=["GET"])
     app.add_route("/generate", endpoints.generate, methods=["POST", "PUT"])
-    for path, endpoint in endpoints.information().items():
+    for path, endpoint in (pages() | endpoints.information() | Dashboard(service).routes()).items():
         app.add_route(path, endpoint, methods=["GET"])
     for method, path, endpoint in OpenAIApi(service, bodies).routes():
         app.add_route(path, endpoint, methods=[method])
@@ -105,8 +102,6 @@ def create_app(service: EngineService) -> FastAPI:
         app.add_route(path, control_endpoint(service, kind, reader), methods=list(kind.row.methods))
     app.add_route("/transition", endpoints.transition, methods=["POST"])
     app.add_route("/drain", endpoints.drain, methods=["POST"])
-    for path, endpoint in Dashboard(service).routes().items():
-        app.add_route(path, endpoint, methods=["GET"])
     for path in NOT_IMPLEMENTED:
         app.add_route(path, _not_implemented, methods=ALL_METHODS)
     app.add_exception_handler(RequestRejected, _answer_rejection)
@@ -161,10 +156,8 @@ class _Endpoints:
             "/get_weight_version": self._weight_version,
             "/get_load": self._get_load,
             "/v1/loads": self._loads,
+            "/openapi.json": self._openapi,
         }
-
-    async def root(self, request: Request) -> Response:
-        return Response()
 
     async def generate(self, request: Request) -> Response:
         fields = await self._bodies.read(request.stream())
@@ -210,6 +203,9 @@ class _Endpoints:
         info = await self._service.server_info()
         return Json({**info, **vllm_sections(self._service.config, config_format)})
 
+    async def _openapi(self, request: Request) -> Response:
+        return Json(_document())
+
     async def _memory_occupation(self, request: Request) -> Response:
         return Json(await self._service.memory_occupation())
 
@@ -222,6 +218,9 @@ class _Endpoints:
 
     async def _weight_version(self, request: Request) -> Response:
         return Json(WeightVersion(weight_version=self._service.state.weight_version))
+
+
+_document = functools.cache(openapi_document)
 
 
 async def _healthy(check: Awaitable[None]) -> Response:
@@ -279,6 +278,7 @@ def launch_server(server_args: ServerArgs, early: EarlyProcesses | None = None) 
         early: processes of the engine that are there already.
 
     Raises:
+        Stopped: a signal came before the server was ready. No process is left either.
         ConfigurationError: the server cannot start so. Seen before the model loads where that is possible.
         EngineError: a process of the engine died; what was asked of it has been answered with 503.
     """
@@ -312,7 +312,7 @@ def serve(
     except Stopped:
         if service is not None:
             service.shutdown()
-        return
+        raise
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             death = runner.run(_serve(service, listener, config, application(service)))
@@ -325,7 +325,11 @@ def serve(
 async def _serve(
     service: EngineService, listener: socket.socket, config: EngineConfig, application: ASGIApp
 ) -> str | None:
-    """Serve until a signal comes (returns None), or the engine dies (returns how)."""
+    """Serve until a signal comes (returns None), or the engine dies (returns how).
+
+    Raises:
+        Stopped: the signal came before the server was ready.
+    """
     server = _Server(
         uvicorn.Config(
             application,
@@ -350,6 +354,7 @@ async def _serve(
         server.should_exit = True
 
     drain_began_s = -math.inf
+    is_ready = False
 
     def terminate() -> None:
         nonlocal drain_began_s
@@ -367,6 +372,7 @@ async def _serve(
             await service.generate_one_token()
         freeze_heap()
         _listen(listener, config.http)
+        is_ready = not server.should_exit
         logger.info("ready: listening on %s", config.server_args.url())
         show_welcome(service)
         await server.serve(sockets=[listener])
@@ -377,6 +383,8 @@ async def _serve(
         await service.close()
         # While the loop still runs: a process that is seen to die now has someone to tell.
         await asyncio.to_thread(service.shutdown)
+    if not deaths and not is_ready:
+        raise Stopped
     return deaths[0] if deaths else None
 
 

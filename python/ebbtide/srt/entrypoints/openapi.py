@@ -97,7 +97,6 @@ _ROUTES = (
     ),
     Route("/v1/models", GET, "OpenAI", "The model that is served.", None, ModelList),
     Route("/v1/models/{model}", GET, "OpenAI", "The model of this name.", None, ModelCard),
-    Route("/", GET, "information", "Answers."),
     Route("/health", GET, "information", "Whether every process lives and turns, asleep or not."),
     Route("/health_generate", GET, "information", "As /health; an idle engine also generates a token."),
     Route("/ready", GET, "information", "Whether a request would run now.", None, bodies.Reply),

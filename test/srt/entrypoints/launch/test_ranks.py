@@ -124,7 +124,7 @@ def test_a_rank_that_dies_takes_the_others_along() -> None:
         processes.wait_ready()
         processes.watch(deaths.put)
         os.kill(processes.pids["scheduler-tp1"], signal.SIGKILL)
-        assert deaths.get() == "the scheduler-tp1 process was ended by SIGKILL"
+        assert deaths.get().startswith("the scheduler-tp1 process was ended by SIGKILL")
         # The others are not asked: in a collective they would not hear it.
         wait_until(lambda: not any(is_alive(pid) for pid in processes.pids.values()), "all have gone")
 
@@ -136,7 +136,7 @@ def test_not_the_rank_that_fails_for_another_is_named() -> None:
         os.kill(processes.pids["scheduler-tp1"], signal.SIGKILL)
         wait_until(lambda: not is_alive(processes.pids["scheduler-tp0"]), "rank 0 has failed, too")
         processes.watch(deaths.put)
-        assert deaths.get() == "the scheduler-tp1 process was ended by SIGKILL"
+        assert deaths.get().startswith("the scheduler-tp1 process was ended by SIGKILL")
 
 
 def test_a_start_of_which_one_rank_is_stopped_fails_and_leaves_none() -> None:
@@ -263,7 +263,7 @@ def test_a_rank_that_dies_ends_every_node(nodes: Callable[..., Nodes], victim: i
     said = f"the scheduler-tp{victim} process was ended by SIGKILL"
     for rank in range(3):
         expected = said if rank == victim else f"node {victim}: {said}"
-        assert all_nodes.ends[rank].get() == expected
+        assert all_nodes.ends[rank].get().startswith(expected)
     wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone")
 
 

@@ -43,6 +43,9 @@ LIBRARY_DEFAULTS = {
 }
 
 
+_KILLED = "; if nobody killed it, the kernel did for want of memory (dmesg and the container's limit say so)"
+
+
 class ChildProcess:
     """One process of the engine, and the pipe over which it says how its start went.
 
@@ -110,7 +113,9 @@ class ChildProcess:
         """How it ended, with its last words if it left any. Waits for the end."""
         status = self._popen.wait()
         if status < 0:
-            return f"the {self.name} process was ended by {signal.Signals(-status).name}"
+            number = signal.Signals(-status)
+            hint = _KILLED if number is signal.SIGKILL else ""
+            return f"the {self.name} process was ended by {number.name}{hint}"
         return f"the {self.name} process ended with exit code {status}{self._last_words()}"
 
     def was_ended_by_signal(self, timeout_s: float) -> bool:

@@ -26,6 +26,7 @@ def launch_node(server_args: ServerArgs, early: EarlyProcesses | None = None) ->
     Raises:
         ConfigurationError: the engine cannot start so, or node 0 is not found.
         EngineError: a process, or another node, has ended by itself.
+        Stopped: a signal came before the ranks were ready.
     """
     configure_logging(server_args, f"node-{server_args.node_rank}")
     serve_node(lambda: resolve(server_args), early=early)
@@ -38,18 +39,22 @@ def serve_node(
 ) -> None:
     """As `launch_node`, for any configuration; `targets` are the processes, if not the usual ones."""
     ends: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    is_ready = False
     try:
         # The queue hears of it too: what is raised in a callback of the interpreter is lost.
         with raising_signals(lambda: ends.put(None)):
             processes = NodeProcesses(configure(), targets, early)
             try:
                 processes.wait_ready()
+                is_ready = True
                 logger.info("the ranks of this node are ready")
                 processes.watch(ends.put, lambda: ends.put(None))
                 death = ends.get()
             finally:
                 processes.shutdown()
     except Stopped:
+        if not is_ready:
+            raise
         return
     if death is not None:
         raise EngineError(death)
