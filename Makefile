@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := python compat plugins test bench examples
+SOURCES := python compat plugins test bench examples docs/site.py
 # All, or some: make tests TESTS=test/srt/test_config.py
 TESTS := test
 # Much of a test's time is waiting for an engine: four at a time keep two cores busy.
@@ -38,7 +38,7 @@ RUFF_OPTIONS := --config python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo wheel test-plugins clean test-gpu test-multi-gpu bench-gpu
+.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo docs wheel test-plugins clean test-gpu test-multi-gpu bench-gpu
 
 help:
 	@echo "make test     formatting, lint, types, import order, tests"
@@ -46,6 +46,7 @@ help:
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
 	@echo "make test-plugins  verl drives an engine through plugins/ebbtide-verl"
 	@echo "make wheel    dist/ebbtide-….whl"
+	@echo "make docs     the documentation as a site, in site/; the gate builds it too, to check its links"
 	@echo "make fuzz     50,000 random sequences of control requests (FUZZ_SEQUENCES)"
 	@echo "make soak     a server under a storm of control requests for 30 minutes (SOAK_MINUTES)"
 	@echo "make test-gpu what needs a CUDA GPU, and the end-to-end tests on it"
@@ -73,7 +74,7 @@ test: $(INSTALLED)
 	@$(MAKE) --no-print-directory --jobs=2 static tests
 	@echo "all good"
 
-static: format-check lint types imports
+static: format-check lint types imports docs
 
 format-check: $(INSTALLED)
 	@echo "ruff format"
@@ -91,6 +92,16 @@ types: $(INSTALLED)
 imports: $(INSTALLED)
 	@echo "lint-imports"
 	@cd python && $(BIN)/lint-imports --no-logo
+
+$(VENV)/.installed-docs: $(INSTALLED)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[docs]"
+	@touch $@
+
+# A link that leads nowhere, or a page that no list has, is an error. Quiet, mkdocs would not count them.
+docs: $(VENV)/.installed-docs
+	@echo "mkdocs build"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict > $(VENV)/docs.log 2>&1 \
+		|| { grep -v '^INFO' $(VENV)/docs.log; exit 1; }
 
 tests: TIER := unit or contract or processes
 unit: TIER := unit
@@ -169,5 +180,5 @@ wheel: $(INSTALLED)
 	@ls dist/*.whl
 
 clean:
-	rm -rf $(VENV) .venv-plugins demo_out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-plugins demo_out dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	cd python && rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
