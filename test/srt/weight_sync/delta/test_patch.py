@@ -1,4 +1,4 @@
-"""Changes of some elements: how they are coded, written into fused and sharded parameters, and summed up."""
+"""Changes of some elements: written into fused and sharded parameters, and summed up."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from fixtures.checkpoints import make_checkpoint
 from transformers import AutoConfig
 
-from ebbtide.formats.delta import bits_of, decode_positions, encode_positions, state_sum
+from ebbtide.formats.delta import bits_of, encode_positions, state_sum
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
@@ -24,19 +24,6 @@ Tensors = list[torch.Tensor]
 
 def positions_of(num_elements: int, share: float) -> torch.Tensor:
     return (torch.rand(num_elements) < share).nonzero()[:, 0]
-
-
-@pytest.mark.parametrize(
-    ("share", "bytes_each"), [(0.0, None), (0.001, 2.1), (0.01, 1.15), (0.1, 1.0), (1.0, 1.0)]
-)
-def test_a_position_takes_about_a_byte(share: float, bytes_each: float | None) -> None:
-    torch.manual_seed(0)
-    positions = [positions_of(count, share) for count in (5, 1_000_000, 0, 70_000)]
-    codes, counts = encode_positions(positions)
-    decoded = [decode_positions(part) for part in torch.split(codes, counts)]
-    assert all(torch.equal(one, other) for one, other in zip(positions, decoded, strict=True))
-    if bytes_each is not None:
-        assert codes.nbytes <= bytes_each * sum(map(len, positions))
 
 
 class Parameters:
