@@ -6,24 +6,25 @@ import asyncio
 import threading
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
-from typing import Any, Self
+from contextlib import aclosing, contextmanager, suppress
+from typing import Any, Final, Self
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from ebbtide.ray.aborts import Aborts, repeated
-from ebbtide.ray.batches import split_batch
-from ebbtide.ray.continuation import Continuation
+from ebbtide.ray.continuation import Continuation, split_batch
 from ebbtide.ray.controller import FleetController, Replica, replica_name, told_by
 from ebbtide.ray.engine import RayEngine, RemoteMethods, shut_down
 from ebbtide.ray.launch import places_of_replicas, rank_as_cause
 from ebbtide.ray.supervisor import Supervisor
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
-from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
+from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import AbortReq, ControlRequest, PauseGenerationReqInput, PauseMode
+
+# A replica that does not know a request yet is asked again so soon.
+AGAIN_S: Final = 0.1
 
 
 class RayFleet(RemoteMethods):
@@ -88,7 +89,7 @@ class RayFleet(RemoteMethods):
         self._supervisor = Supervisor(self._controller, self._start_engine, self._threads)
         # The rids of batches that were posted with a single one.
         self._batches: dict[str, list[str]] = {}
-        self._aborts = Aborts()
+        self._aborts = _Aborts()
         self._runner = LoopThread("fleet")
         self._finalizer = weakref.finalize(
             self,
@@ -164,7 +165,7 @@ class RayFleet(RemoteMethods):
             while True:
                 replica = await self._choose(replica)
                 try:
-                    with replica.working(), repeated(asked, replica, output):
+                    with replica.working(), _repeated(asked, replica, output):
                         return await replica.ask("answer", {**fields, "rid": output.rid})
                 except EngineError as error:
                     await self._after(replica, error, on_death, 0)
@@ -182,7 +183,7 @@ class RayFleet(RemoteMethods):
             while True:
                 replica = await self._choose(replica)
                 try:
-                    with replica.working(), repeated(asked, replica, output):
+                    with replica.working(), _repeated(asked, replica, output):
                         chunks = replica.engine.stream(output.so_far, output.next_fields())
                         async with aclosing(chunks):
                             async for chunk in chunks:
@@ -297,6 +298,49 @@ class RayFleet(RemoteMethods):
         self.shutdown()
 
     wait_for_all = blocking(async_wait_for_all)
+
+
+class _Aborts:
+    """What the fleet has been asked to end, among the requests that it works on."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, asyncio.Event] = {}
+
+    @contextmanager
+    def known(self, rid: str) -> Iterator[asyncio.Event]:
+        """While the fleet works on this request. The event is set once it is asked to end."""
+        self._asked[rid] = asked = asyncio.Event()
+        try:
+            yield asked
+        finally:
+            # Another one may have come under the same name.
+            if self._asked.get(rid) is asked:
+                del self._asked[rid]
+
+    def ask(self, rids: Collection[str], abort_all: bool) -> None:
+        """An abort has come: of these, or of all."""
+        for rid in self._asked if abort_all else rids:
+            if rid in self._asked:
+                self._asked[rid].set()
+
+
+@contextmanager
+def _repeated(asked: asyncio.Event, replica: Replica, output: Continuation) -> Iterator[None]:
+    """While a replica works on a request: one that moved there ends even if its abort came before it."""
+
+    async def repeat() -> None:
+        await asked.wait()
+        with suppress(EbbtideError):
+            while True:
+                await replica.ask("abort_request", output.rid)
+                await asyncio.sleep(AGAIN_S)
+
+    task = asyncio.create_task(repeat()) if output.num_moves else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
 
 
 def _start_failure(failures: Mapping[str, BaseException]) -> BaseException:

@@ -1,4 +1,4 @@
-"""A committee whose members die and join while they vote: the others decide, and wait for nobody who is gone."""
+"""A committee whose members die and join while they vote: it waits for nobody who is gone."""
 
 import pytest
 from fixtures.scripted_engine import updated

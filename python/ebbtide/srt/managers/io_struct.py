@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import Annotated, Final, Literal, get_args
 
 from ebbtide.srt.managers.wire import merge_rules as merge
-from ebbtide.srt.managers.wire.agreement import GivenUp as GivenUp, Prepared as Prepared, Verdict as Verdict
 from ebbtide.srt.managers.wire.control_request import (
     POST_OR_GET,
     ControlRequest as ControlRequest,
@@ -41,10 +40,13 @@ from ebbtide.srt.managers.wire.load_report import (
     StallCounts as StallCounts,
 )
 from ebbtide.srt.managers.wire.message import (
+    GivenUp as GivenUp,
     Message as Message,
+    Prepared as Prepared,
     Refusal as Refusal,
     Reply as Reply,
     TotalsReply as TotalsReply,
+    Verdict as Verdict,
 )
 from ebbtide.srt.managers.wire.reports import (
     ChecksumAlgorithm as ChecksumAlgorithm,

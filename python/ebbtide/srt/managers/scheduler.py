@@ -36,8 +36,8 @@ from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.text.grammar import BannedSequences, GrammarShelf, TokenRules
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopStringMatcher
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
-from ebbtide.srt.managers.wire.agreement import Decision
 from ebbtide.srt.managers.wire.channel import SendEnd
+from ebbtide.srt.managers.wire.message import Decision
 from ebbtide.srt.managers.wire.token_columns import MASKS_AT_ONCE
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PendingStep, Runner, SampleSpec
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.ports import BETWEEN_PASSES, Activity, OutOfStep, Work
 from ebbtide.srt.managers.io_struct import AnyControlRequest, Refusal
-from ebbtide.srt.managers.wire.agreement import Decision
+from ebbtide.srt.managers.wire.message import Decision
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from ebbtide.srt.managers.io_struct import (
     Preserve,
     RetractCause,
 )
-from ebbtide.srt.managers.wire.agreement import Decision
+from ebbtide.srt.managers.wire.message import Decision
 
 T = TypeVar("T")
 Fact = TypeVar("Fact")

@@ -11,9 +11,8 @@ from typing import Any, Final, Literal, TypeVar
 
 from msgspec import UNSET
 
-from ebbtide.srt.managers.wire.agreement import GivenUp
 from ebbtide.srt.managers.wire.merge_rules import Rule, agreed, first, merge_rules, share_names
-from ebbtide.srt.managers.wire.message import Refusal, Reply, TotalsReply
+from ebbtide.srt.managers.wire.message import GivenUp, Refusal, Reply, TotalsReply
 from ebbtide.srt.managers.wire.reports import StateReport
 
 R = TypeVar("R", bound=Reply)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import enum
 import heapq
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -40,9 +41,9 @@ from ebbtide.srt.managers.scheduling.ranks.messages import (
     Tick,
     TurnInput,
 )
-from ebbtide.srt.managers.wire.agreement import Decision
 from ebbtide.srt.managers.wire.channel import ReceiveEnd, SendEnd
 from ebbtide.srt.managers.wire.control_request import dealt, num_entries
+from ebbtide.srt.managers.wire.message import Decision
 from ebbtide.srt.managers.wire.reply_merging import merge_ranks, merge_refusals
 
 # The answers of all ranks may take so much longer than the request itself.
@@ -58,49 +59,6 @@ class Demand(enum.Enum):
     TURN = enum.auto()  # another turn, all ranks together
     WORK = enum.auto()  # this rank's own part of a phase
     NOTHING = enum.auto()
-
-
-class RankInbox(Protocol):
-    """What one rank's loop reads from and answers to.
-
-    Deadlines live here and not in the control plane: time reaches the state machines as an `Expire` message,
-    so that they stay free of clocks.
-
-    Attributes:
-        tp_rank, dp_rank: whose inbox it is.
-        ranks: this rank among the others of its replica.
-    """
-
-    tp_rank: int
-    dp_rank: int
-    ranks: Ranks
-
-    def receive(self, demand: Demand) -> Sequence[TurnInput] | None:
-        """The messages of the next turn; None for no turn: do what this rank has to do on its own.
-
-        Sleeps until there is something, a deadline included, unless the loop has something to do.
-        """
-        ...
-
-    def reply(self, call_id: str, reply: AnyReply) -> None:
-        """Answer a control request, with the next `answer`."""
-        ...
-
-    def answer(self, report: StateReport, num_aborts: int) -> None:
-        """Send the state, if it has changed, and behind it the replies: who has a reply finds it agrees.
-
-        Args:
-            num_aborts: see `ControlReply.aborts_before`.
-        """
-        ...
-
-    def set_deadline(self, call_id: str, timeout_s: float) -> None:
-        """Have an `Expire` of this id come when the time has passed."""
-        ...
-
-    def wake(self, waits_s: Iterator[float]) -> None:
-        """End a sleep of this loop after the next of these seconds, unless something ends it sooner."""
-        ...
 
 
 class Alarms:
@@ -130,49 +88,82 @@ class Alarms:
         return due
 
 
-class _Timer:
-    """When to end a sleep for what sends the loop no message."""
+class RankInbox(ABC):
+    """What one rank's loop reads from and answers to.
 
-    def __init__(self) -> None:
-        self._alarms = Alarms()
+    Deadlines live here and not in the control plane: time reaches the state machines as an `Expire` message,
+    so that they stay free of clocks.
+
+    Args:
+        ranks: this rank among the others of its replica.
+        tp_rank, dp_rank: whose inbox it is.
+    """
+
+    def __init__(self, ranks: Ranks, tp_rank: int, dp_rank: int) -> None:
+        self.ranks = ranks
+        self.tp_rank = tp_rank
+        self.dp_rank = dp_rank
+        self._deadlines = Alarms()
+        # When to end a sleep for what sends the loop no message.
+        self._looks = Alarms()
+
+    @abstractmethod
+    def receive(self, demand: Demand) -> Sequence[TurnInput] | None:
+        """The messages of the next turn; None for no turn: do what this rank has to do on its own.
+
+        Sleeps until there is something, a deadline included, unless the loop has something to do.
+        """
+
+    @abstractmethod
+    def reply(self, call_id: str, reply: AnyReply) -> None:
+        """Answer a control request, with the next `answer`."""
+
+    @abstractmethod
+    def answer(self, report: StateReport, num_aborts: int) -> None:
+        """Send the state, if it has changed, and behind it the replies: who has a reply finds it agrees.
+
+        Args:
+            num_aborts: see `ControlReply.aborts_before`.
+        """
+
+    def set_deadline(self, call_id: str, timeout_s: float) -> None:
+        """Have an `Expire` of this id come when the time has passed."""
+        self._deadlines.set(call_id, timeout_s)
 
     def wake(self, waits_s: Iterator[float]) -> None:
-        if self._alarms.left_s is None:
-            self._alarms.set("look", next(waits_s))
+        """End a sleep of this loop after the next of these seconds, unless something ends it sooner."""
+        if self._looks.left_s is None:
+            self._looks.set("look", next(waits_s))
 
-    def wait_s(self, demand: Demand, *others: Alarms) -> float | None:
+    def _wait_s(self, demand: Demand, *others: Alarms) -> float | None:
         """How long to sleep at most; None: until there is a message."""
         if demand is not Demand.NOTHING:
             return 0.0
-        left = [alarms.left_s for alarms in (self._alarms, *others)]
+        left = [alarms.left_s for alarms in (self._looks, self._deadlines, *others)]
         return min((left_s for left_s in left if left_s is not None), default=None)
 
-    def note_awake(self) -> None:
-        self._alarms.take_due()
+    def _expired(self) -> list[Expire]:
+        """The deadlines that have come, at the end of a sleep."""
+        self._looks.take_due()
+        return [Expire(id=call_id) for call_id in self._deadlines.take_due()]
 
 
-class Inbox:
+class Inbox(RankInbox):
     """The inbox of a replica's only rank."""
-
-    tp_rank = 0
 
     def __init__(
         self, messages: ReceiveEnd[SchedulerInput], manager: SendEnd[ManagerInput], dp_rank: int = 0
     ) -> None:
-        self.dp_rank = dp_rank
-        self.ranks: Ranks = OneRank()
+        super().__init__(OneRank(), 0, dp_rank)
         self._messages = messages
         self._manager = manager
-        self._timer = _Timer()
-        self._deadlines = Alarms()
         self._replies: list[tuple[str, AnyReply]] = []
         self._reported: StateReport | None = None
 
     def receive(self, demand: Demand) -> list[TurnInput]:
         messages: list[TurnInput] = []
-        messages += self._messages.receive(self._timer.wait_s(demand, self._deadlines))
-        self._timer.note_awake()
-        messages += [Expire(id=call_id) for call_id in self._deadlines.take_due()]
+        messages += self._messages.receive(self._wait_s(demand))
+        messages += self._expired()
         return messages
 
     def reply(self, call_id: str, reply: AnyReply) -> None:
@@ -187,12 +178,6 @@ class Inbox:
                 ControlReply(dp_rank=self.dp_rank, id=call_id, reply=reply, aborts_before=num_aborts)
             )
         self._replies.clear()
-
-    def set_deadline(self, call_id: str, timeout_s: float) -> None:
-        self._deadlines.set(call_id, timeout_s)
-
-    def wake(self, waits_s: Iterator[float]) -> None:
-        self._timer.wake(waits_s)
 
 
 class _Tally:
@@ -249,15 +234,13 @@ class _Tally:
         self.close(phase)
 
 
-class LeaderInbox:
+class LeaderInbox(RankInbox):
     """The inbox of rank 0 of several: it speaks for all of them.
 
     Args:
         messages: from the API process and from the followers.
         ticks: to the followers, by tp_rank from 1 on.
     """
-
-    tp_rank = 0
 
     def __init__(
         self,
@@ -266,15 +249,12 @@ class LeaderInbox:
         ticks: Sequence[SendEnd[Tick]],
         dp_rank: int = 0,
     ) -> None:
-        self.dp_rank = dp_rank
+        self._num_ranks = len(ticks) + 1
+        self._tally = _Tally(self._num_ranks)
+        super().__init__(ManyRanks(self._tally, self._propose), 0, dp_rank)
         self._messages = messages
         self._manager = manager
         self._ticks = ticks
-        self._num_ranks = len(ticks) + 1
-        self._tally = _Tally(self._num_ranks)
-        self.ranks: Ranks = ManyRanks(self._tally, self._propose)
-        self._timer = _Timer()
-        self._deadlines = Alarms()
         self._answer_limits = Alarms()
         self._replies: dict[str, dict[int, AnyReply]] = {}
         self._followers: dict[int, RankReport] = {}
@@ -291,7 +271,7 @@ class LeaderInbox:
         return bool(self._proposed) or self._tally.has_decided
 
     def receive(self, demand: Demand) -> list[TurnInput] | None:
-        wait_s = self._timer.wait_s(demand, self._deadlines, self._answer_limits)
+        wait_s = self._wait_s(demand, self._answer_limits)
         if self.is_due:
             wait_s = 0.0
         turn: list[TurnInput] = [*self._proposed]
@@ -306,8 +286,7 @@ class LeaderInbox:
                     self._followers[message.report.tp_rank] = message.report
                 case _:
                     turn.append(message)
-        self._timer.note_awake()
-        turn += [Expire(id=call_id) for call_id in self._deadlines.take_due()]
+        turn += self._expired()
         turn += self._tally.take()
         self._replies |= {message.id: {} for message in turn if isinstance(message, ControlCall)}
         self._send_answers()
@@ -326,11 +305,8 @@ class LeaderInbox:
         self._send_answers()
 
     def set_deadline(self, call_id: str, timeout_s: float) -> None:
-        self._deadlines.set(call_id, timeout_s)
+        super().set_deadline(call_id, timeout_s)
         self._answer_limits.set(call_id, timeout_s + ANSWER_GRACE_S)
-
-    def wake(self, waits_s: Iterator[float]) -> None:
-        self._timer.wake(waits_s)
 
     def _share(self, message: TurnInput, tp_rank: int) -> TurnInput:
         """What a follower needs of a message: of a payload with an entry for each rank, its own."""
@@ -388,7 +364,7 @@ class LeaderInbox:
         )
 
 
-class _Ballot:
+class _SentVotes:
     """A follower's votes, on their way to the leader."""
 
     def __init__(self, leader: SendEnd[RankMessage], tp_rank: int) -> None:
@@ -406,19 +382,17 @@ class _Ballot:
         """The leader closes it for itself."""
 
 
-class FollowerInbox:
+class FollowerInbox(RankInbox):
     """The inbox of every other rank: it hears from the leader alone, and answers to nobody else."""
 
     def __init__(
         self, ticks: ReceiveEnd[Tick], leader: SendEnd[RankMessage], tp_rank: int, dp_rank: int = 0
     ) -> None:
-        self.tp_rank = tp_rank
-        self.dp_rank = dp_rank
         # The leader makes its proposals in the same turn.
-        self.ranks: Ranks = ManyRanks(_Ballot(leader, tp_rank), propose=lambda request: None)
+        votes = _SentVotes(leader, tp_rank)
+        super().__init__(ManyRanks(votes, propose=lambda request: None), tp_rank, dp_rank)
         self._messages = ticks
         self._leader = leader
-        self._timer = _Timer()
         self._ticks: deque[Tick] = deque()
         self._replies: list[RankReply] = []
         self._reported: RankReport | None = None
@@ -426,9 +400,9 @@ class FollowerInbox:
     def receive(self, demand: Demand) -> list[TurnInput] | None:
         if not self._ticks:
             # The leader is about to turn too: its tick is on the way.
-            wait_s = None if demand is Demand.TURN else self._timer.wait_s(demand)
+            wait_s = None if demand is Demand.TURN else self._wait_s(demand)
             self._ticks.extend(self._messages.receive(wait_s))
-            self._timer.note_awake()
+            self._looks.take_due()
         return self._ticks.popleft().messages if self._ticks else None
 
     def reply(self, call_id: str, reply: AnyReply) -> None:
@@ -447,9 +421,6 @@ class FollowerInbox:
 
     def set_deadline(self, call_id: str, timeout_s: float) -> None:
         """The leader keeps the time."""
-
-    def wake(self, waits_s: Iterator[float]) -> None:
-        self._timer.wake(waits_s)
 
 
 class NoOutputs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ebbtide.srt.managers.io_struct import AnyReply, Message, RankReport, Refusal, SchedulerInput
-from ebbtide.srt.managers.wire.agreement import Decision
+from ebbtide.srt.managers.wire.message import Decision
 
 # What a turn of the loop begins with.
 TurnInput = SchedulerInput | Decision
