@@ -15,11 +15,11 @@ BUDGETS = {
     "release kv_cache": 25,  # 24
     "resume kv_cache": 23,  # 24
     "pause retract": 20,  # 20
-    "tensors": 43,  # 35
-    "bucket": 43,  # 38
-    "folder": 42,  # 36
-    "delta": 43,  # 38
-    "quantised to fp8": 44,  # 40
+    "tensors": 42,  # 35
+    "bucket": 42,  # 38
+    "folder": 40,  # 36
+    "delta": 42,  # 38
+    "quantised to fp8": 43,  # 40
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -36,13 +35,11 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.borrowed_memory import KeptMemory
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, import_loaders
-from ebbtide.srt.weight_sync.delta.folder import read_state
-from ebbtide.srt.weight_sync.disk_source import open_checkpoint
+from ebbtide.srt.weight_sync.disk_source import open_folder
 from ebbtide.srt.weight_sync.distributed_source import open_broadcast
 from ebbtide.srt.weight_sync.handle_source import open_handles
 from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.memberships import Joining, Memberships
-from ebbtide.srt.weight_sync.published_source import open_published
 from ebbtide.srt.weight_sync.source import PlanCache, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse
 from ebbtide.srt.weight_sync.state_dict_source import StateDictConversation
@@ -160,11 +157,13 @@ class EngineWeights:
     def _source(self, request: WeightUpdateRequest, loader: CustomLoader | None) -> Slices[WeightSource]:
         match request:
             case UpdateWeightFromDiskReqInput():
-                pulled = read_state(Path(request.model_path))
-                if pulled is not None:
-                    return open_published(pulled, self._store.described, self._store.device)
-                architecture = self._config.model.architecture
-                return open_checkpoint(request.model_path, request.load_format, architecture=architecture)
+                return open_folder(
+                    request.model_path,
+                    request.load_format,
+                    architecture=self._config.model.architecture,
+                    describe=self._store.described,
+                    device=self._store.device,
+                )
             case UpdateWeightsFromTensorReqInput(load_format="sparse"):
                 return (
                     yield from open_sparse(
