@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,17 +21,6 @@ RESULTS = ROOT / "bench" / "results"
 PACKAGES = ("torch", "transformers", "numpy", "msgspec", "pyzmq")
 # Where they are installed.
 GPU_PACKAGES = ("flashinfer-python", "triton", "cuda-bindings", "torch_memory_saver", "nvidia-ml-py")
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """No garbage is collected within: for a client of a server, whose pauses would be gaps of its streams."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def write_result(name: str, results: dict[str, Any]) -> Path:

@@ -3,6 +3,8 @@
 import gc
 import os
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,21 @@ from ebbtide.trainer.payload_encoding import (
 )
 
 LeftBehind = Callable[[], set[Path]]
+
+# The processes that torch has started before and after the preparation, and after the first payload.
+PREPARE = """
+import psutil, torch
+from ebbtide.trainer.payload_encoding import prepare, serialize_tensors
+
+def num_children():
+    return len(psutil.Process().children())
+
+counts = [num_children()]
+prepare("cpu")
+counts.append(num_children())
+serialize_tensors([("a", torch.ones(3))]).close()
+print(*counts, num_children())
+"""
 
 
 def shared_objects() -> set[Path]:
@@ -452,3 +469,8 @@ def test_whole_tensors_reach_ranks_that_share_no_memory_with_the_sender(left_beh
         tensors = received(*payload.entries, load_format=payload.load_format, place=place)
     assert tensors.keys() == dict(named()).keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in named())
+
+
+def test_what_was_prepared_is_not_started_with_the_first_update() -> None:
+    run = subprocess.run([sys.executable, "-c", PREPARE], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["0", "1", "1"]
