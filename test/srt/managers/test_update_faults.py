@@ -38,7 +38,7 @@ from ebbtide.srt.managers.scheduling.weights import weight_io
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.weight_copies import Destination
-from ebbtide.srt.weight_sync.disk_source import open_checkpoint
+from ebbtide.srt.weight_sync.disk_source import open_folder
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
 
 
@@ -330,7 +330,7 @@ class TestCopiesBesideForwardPasses:
         closed: list[bool] = []
 
         def open_watched(*args: Any, **kwargs: Any) -> Any:
-            source = open_checkpoint(*args, **kwargs)
+            source = open_folder(*args, **kwargs)
             close = source.close
 
             def watched_close() -> None:
@@ -340,7 +340,7 @@ class TestCopiesBesideForwardPasses:
             source.close = watched_close  # type: ignore[method-assign]
             return source
 
-        monkeypatch.setattr(weight_io, "open_checkpoint", open_watched)
+        monkeypatch.setattr(weight_io, "open_folder", open_watched)
         return closed
 
     @pytest.mark.parametrize("num_tensors", [None, 3])
