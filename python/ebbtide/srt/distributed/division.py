@@ -6,7 +6,7 @@ from ebbtide.srt.errors import ConfigurationError
 
 
 class Division(Enum):
-    """How units are dealt out to ranks, each of which holds a run of them."""
+    """How units are divided among ranks: each holds a run of them."""
 
     # Every rank holds as many.
     EQUAL = auto()

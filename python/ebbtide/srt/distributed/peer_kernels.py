@@ -6,10 +6,10 @@ others, and nobody else. An exchange is a step:
 
 - each block pushes its part into its slots at the other ranks, and then its step's number into its flags
   there; numbers grow by one, over all calls;
-- it waits until its own flags hold that number, and reads what the others have pushed, beside it.
+- it waits until its own flags hold that number, and reads what the others have pushed.
 
 A flag must not come before what it speaks of, and to wait for that takes as long as the way itself. `words`,
-for the shortest messages, has slots of its own, in which every four bytes have the step's number beside them.
+for the shortest messages, has slots of its own, in which every four bytes are followed by the step's number.
 
 Nothing is ever cleared, and nobody says that he has read: steps use the two parities in turn, and who pushes
 for step n+2 has seen everybody's flag of step n+1, which a block sets after it has read what came in step n.
@@ -49,7 +49,7 @@ def flags_bytes(size: int) -> int:
 
 
 def num_bytes(size: int) -> int:
-    """The bytes of memory that each of so many ranks needs."""
+    """The bytes of memory that each of `size` ranks needs."""
     return flags_bytes(size) + (NUM_WORD_BLOCKS + NUM_BLOCKS) * 2 * size * SLOT_BYTES
 
 
@@ -203,7 +203,7 @@ def _push_words(addresses, words, step) -> None:
 
 @triton.jit
 def _pushed_words(addresses, step, flag):
-    """The words at these addresses, once the step's number is beside both halves.
+    """The words at these addresses, once the step's number follows both halves.
 
     Or once the flag at that address is beyond any step, as `PeerMemory.let_go` leaves it.
     """

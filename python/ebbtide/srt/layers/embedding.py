@@ -65,5 +65,5 @@ class VocabEmbedding(Linear):
         return torch.cat([part[:, :count] for part, count in parts], dim=1)
 
     def _rows_of(self, rank: int) -> tuple[int, int]:
-        """The first id of which the rank holds the row, and how many."""
+        """The first id whose row the rank holds, and how many it holds."""
         return part_of(rank, self.group.size, self._vocab_size, Division.SPREAD, "vocab_size")

@@ -1,4 +1,4 @@
-"""What kernels of attention read beside a projection: rotation, norms of heads, and pages.
+"""What kernels of attention read besides a projection: rotation, norms of heads, and pages.
 
 Shapes: T tokens, R requests, H head_dim.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Rope(NamedTuple):
-    """Cosines [T, 1, R], both halves alike, and sines [T, 1, R/2] of the positions of one step.
+    """Cosines [T, 1, R], twice the same, and sines [T, 1, R/2] of the positions of one step.
 
     R: numbers of a head that are rotated, the first ones.
     """

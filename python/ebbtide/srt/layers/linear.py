@@ -187,7 +187,7 @@ class Linear(nn.Module):
         return self.project(Inputs(x_TD), self.bias if self.group.rank == 0 else None, kernels)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gated:
     """A gated product that is computed by whoever reads it, perhaps in 8 bits."""
 
@@ -200,7 +200,7 @@ class Gated:
         return self.linear.gate(self.x, self.activation, self.kernels)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Product:
     """A product that is computed when it is added to the residual. An `Addend`."""
 

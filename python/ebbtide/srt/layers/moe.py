@@ -25,11 +25,11 @@ class MoeConfig:
         inner_size: of one expert's MLP.
         renormalize: whether the weights of a token's experts are made to sum to one.
         scoring: what makes weights of a router's scores.
-        has_bias: whether a bias for each expert, trained beside the weights, is added for the choice alone.
-        num_groups, num_kept_groups: experts are in so many groups of equal size, of which the best few are
-            kept, by the sum of the two highest scores of each.
+        has_bias: whether a bias for each expert, trained with the weights, is added for the choice alone.
+        num_groups, num_kept_groups: experts are in groups of equal size, and only those of the best can be
+            chosen, by the sum of the two highest scores of each.
         scale: what weights are multiplied by.
-        shared_size: inner size of the MLP that all tokens take, beside their experts; 0: there is none.
+        shared_size: inner size of the MLP that all tokens take besides their experts; 0: there is none.
         gates_shared: whether that MLP's output is multiplied by a gate of its own.
     """
 
@@ -106,7 +106,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, logits_TE: Tensor, step: Step, bias_E: Tensor | None = None) -> ExpertSum:
-        """The weighted sum [T, D] of each token's experts, whom the router's scores and its bias choose."""
+        """The weighted sum [T, D] of each token's experts, chosen by the router's scores and its bias."""
         config = self.config
         if x_TD.is_cuda and config.is_plain:
             from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
@@ -138,7 +138,7 @@ class Experts(nn.Module):
         return fused_experts(x_TD, *weights, weights_TK, experts_TK, residual_TD=residual_TD)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ExpertSum:
     """The weighted sum of each token's experts, computed when it is added to the residual. An `Addend`."""
 
@@ -166,7 +166,7 @@ class ExpertSum:
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SumWithShared:
     """What a token's experts make of it, and what the MLP that all tokens take does. An `Addend`."""
 

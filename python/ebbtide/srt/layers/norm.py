@@ -114,6 +114,8 @@ class Residual:
         x_TD: owned by the stream, which is added up in place.
     """
 
+    __slots__ = ("_waiting", "_x_TD")
+
     def __init__(self, x_TD: Tensor) -> None:
         self._x_TD = x_TD
         self._waiting: Addend | None = None
@@ -143,6 +145,8 @@ class Residual:
 
 class NormedResidual:
     """norm(residual), to be read once: by a product that computes the norm itself, or as a tensor."""
+
+    __slots__ = ("_residual", "norm")
 
     def __init__(self, residual: Residual, norm: RMSNorm) -> None:
         self._residual, self.norm = residual, norm

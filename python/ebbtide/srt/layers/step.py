@@ -22,7 +22,7 @@ class Kernels:
     Attributes:
         few: `small_batch`, by weights of 16 bits; beyond, the library's product takes no longer.
         few_router: the same, by a router's weight, which has few rows.
-        few_fp8: the same, by weights of 8 bits, of which one token keeps its precision.
+        few_fp8: the same, by weights of 8 bits: one token keeps its precision.
         few_quantized: `small_batch.fp8_products`, of tokens in 8 bits.
     """
 
@@ -50,7 +50,7 @@ class Step:
         input_ids_T, positions_T: int64, the new tokens and where they stand in their requests.
         attention: prepared for these tokens.
         kernels: the engine's.
-        wanted_M: int64, not empty: the rows of which hidden states are wanted; None: all.
+        wanted_M: int64, not empty: the rows whose hidden states are wanted; None: all.
         given_TLK: int64, experts that tokens take in place of the routers' choice; −1, or None: it holds.
         routes_TLK: where layers write the experts of the tokens, with room for more of them; None: nowhere.
     """

@@ -79,7 +79,7 @@ class SampleSpec:
         output_ids: the request's live output list, appended to by the scheduler after each step.
         logprobs: None when the request wants none.
         mask: None where every token may come.
-        returns_support: whether it is told which tokens could have been sampled.
+        returns_support: whether it returns which tokens could have been sampled.
     """
 
     params: SamplingParams
@@ -186,7 +186,7 @@ class LogprobArrays:
         )
 
     def spread(self, places: Sequence[int], num_positions: int) -> LogprobArrays:
-        """The same at these places among so many positions. The others hold zeros."""
+        """The same at these places among `num_positions`. The others hold zeros."""
 
         def spread(column: NDArray[Any] | None) -> NDArray[Any] | None:
             if column is None:

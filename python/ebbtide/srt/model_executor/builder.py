@@ -68,7 +68,7 @@ def build_model_runner(
 
     Args:
         group: the ranks that divide the model among them, all of which build at the same time.
-        progress: told of what is compiled, from several threads; None: the log is.
+        progress: called with what is compiled, from several threads; None: it is logged.
         rehearses: whether the kernels of all passes are compiled side by side first, even where attention's
             are compiled already.
 
@@ -91,9 +91,9 @@ def build_model_runner(
     layout = kv_layout(groups, slices.model, cache_config, saver, device_bytes)
     pool = saver.chunk_pool(layout.chunk_bytes)
     arenas: ArenaSource = saver if pool is None else pool
-    # The compilers of attention are processes of their own, beside which everything else goes on.
-    with ThreadPoolExecutor(1) as beside:
-        compiled = beside.submit(make_attention.compile, shape, torch_device, progress, whole=rehearses)
+    # The compilers of attention are processes of their own, while everything else goes on.
+    with ThreadPoolExecutor(1) as thread:
+        compiled = thread.submit(make_attention.compile, shape, torch_device, progress, whole=rehearses)
         weight_store = _weights(model, slices.model, arenas, layout.chunk_bytes, group, torch_device)
         # What is not over by then compiles for most of a minute, in which other kernels may as well.
         if is_cuda and (rehearses or wait([compiled], COMPILING_AFTER_S).not_done):

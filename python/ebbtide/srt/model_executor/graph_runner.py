@@ -148,7 +148,7 @@ class DecodeGraphs:
     Args:
         forward: final hidden states, from token ids, positions and the attention of a pass.
         attention: a backend that can be captured.
-        make_arena: a resident arena of at least so many bytes, for the tag `cuda_graph`.
+        make_arena: a resident arena of at least this size, for the tag `cuda_graph`.
         batch_sizes: to capture, ascending.
         next_tokens: int64, the token sampled last for each page row; the last row is padding.
         max_pages, num_groups: see `DecodeInputs`.
@@ -227,7 +227,7 @@ class DecodeGraphs:
         return captured.hidden_BD[:num_requests]
 
     def _choose(self, num_requests: int, layout: BatchLayout, runs: SharedRuns | None) -> _Captured:
-        """The graph of the first family that suits the step: the smallest that takes so many requests."""
+        """The graph of the first family that suits the step: the smallest that takes the requests."""
         for family, captured in self._families:
             place = bisect_left(family.sizes, num_requests)
             if place == len(captured) or (family.shares and runs is None):
@@ -294,7 +294,7 @@ def capture_with_room(
     discard: Callable[[], None],
     make_pool: Callable[[Arena], GraphPool] = GraphPool,
 ) -> tuple[Arena, GraphPool]:
-    """Capture in an arena of so many bytes or, as often as that is too little, of twice as many.
+    """Capture in an arena of `num_bytes`, doubled as often as that is too little.
 
     Args:
         capture: raises torch.OutOfMemoryError where the pool is too small.

@@ -31,8 +31,8 @@ from ebbtide.srt.model_executor.sampling.logprobs import (
     LOWEST,
     LaunchedLogprobs,
     alternatives,
+    marked_nonfinite,
     token_logprobs,
-    told,
 )
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
 from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder
@@ -53,7 +53,7 @@ class PromptLogprobs:
     Attributes:
         rows: the positions, request by request.
         specs: what each of these requests asks for.
-        tokens_M: of the tokens at all positions, as `told` has them.
+        tokens_M: of the tokens at all positions, as `marked_nonfinite` has them.
         others: what else is asked for, of `PROMPT_LOGITS_ROWS` positions after the other.
     """
 
@@ -304,5 +304,5 @@ class ModelRunner:
             # The next ones take its memory.
             del logits_MV
         # One copy of all: a copy for each piece would hold the device up every time.
-        tokens_M = told(torch.cat(tokens), torch.cat(norms))
+        tokens_M = marked_nonfinite(torch.cat(tokens), torch.cat(norms))
         return PromptLogprobs(rows, specs, download(tokens_M), others)

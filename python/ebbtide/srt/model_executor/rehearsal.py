@@ -32,11 +32,11 @@ from ebbtide.srt.models.base import CausalLM
 
 logger = logging.getLogger(__name__)
 
-# A product of at most so many rows takes a kernel that is chosen by their power of two.
+# A product of at most 64 rows takes a kernel that is chosen by their power of two.
 _FEW_ROWS = (1, 2, 4, 8, 16, 32, 64)
 # Of prompts whose last tokens are such rows.
 _PROMPT_TOKENS = 256
-# cuBLAS has other kernels for multiples of so many rows than for the numbers between them.
+# cuBLAS has other kernels for multiples of 8 rows than for the numbers between them.
 _ALIGNED_ROWS = 8
 # Up to here each of these multiples may have a kernel of its own, and the rows that follow it another one.
 # For more rows steps of 3 % come upon all kernels but few (all by the products of Llama-3.1-8B on an H200).
@@ -89,7 +89,7 @@ def load_kernels(
     max_rows: int,
     device: torch.device,
 ) -> None:
-    """Launch what libraries and Triton have for passes of up to so many tokens.
+    """Launch what libraries and Triton have for passes of up to `max_tokens` tokens.
 
     The driver loads a kernel when it is launched first, and waits for the device to be idle then. Libraries
     have other kernels for other numbers of rows: without this, one pass in three was held up by the one
@@ -128,7 +128,7 @@ def _pass(
     num_tokens: int,
     num_rows: int | None = None,
 ) -> Tensor:
-    """Hidden states of so many rows, of all where that is None."""
+    """Hidden states of `num_rows` rows; None: of all."""
     zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     wanted_M = None if num_rows is None else zeros_T[:num_rows]
     return model.forward(

@@ -161,7 +161,8 @@ class Attention(nn.Module):
         self.k_norm = config.norm(dtype, self.head_dim) if config.qk_norm else None
 
     def forward(self, x: NormedResidual, rope: Rope, step: Step) -> Addend:
-        qkv_TNH = self.qkv_proj(x, step).unflatten(1, (-1, self.head_dim))
+        qkv_TO = self.qkv_proj(x, step)
+        qkv_TNH = qkv_TO.view(len(qkv_TO), -1, self.head_dim)
         heads_TNH = self.attention(qkv_TNH, rope, self.head_norms(), step.attention)
         return self.o_proj.addend(heads_TNH.flatten(1), step)
 

@@ -11,7 +11,7 @@ from ebbtide.srt.models.qwen3_moe import sparse_layers
 
 
 class Qwen2MoeForCausalLM(MoeCausalLM):
-    """Qwen2's attention; beside its experts every token takes an MLP with a gate of its own."""
+    """Qwen2's attention; besides its experts every token takes an MLP with a gate of its own."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         moe = MoeConfig(

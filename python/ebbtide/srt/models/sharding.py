@@ -52,7 +52,7 @@ def shard(model: CausalLM, group: ParallelGroup) -> dict[str, Placement]:
     Returns:
         What each tensor of a checkpoint becomes, by its name.
 
-    Raises ConfigurationError where the model cannot be divided among so many ranks.
+    Raises ConfigurationError where the model cannot be divided among these ranks.
     """
     targets = model.checkpoint_map()
     if group.size == 1:

@@ -207,7 +207,7 @@ class GraphFamily:
     Attributes:
         name: for the log.
         sizes: requests of its graphs, ascending.
-        capture: attention of a graph of so many requests, which reads these buffers.
+        capture: attention of a graph for a number of requests, which reads these buffers.
         suits: whether it is quickest for requests of these lengths, in a graph of this size.
         shares: whether it is for steps that are listed by what requests share, and for no others.
     """
@@ -267,7 +267,7 @@ class AttentionBackend(ABC):
         """Compile, before any memory is taken, what would otherwise be compiled at first use.
 
         Args:
-            whole: false: what can be done without at first may be compiled later, beside forward passes.
+            whole: false: what can be done without at first may be compiled later, during forward passes.
 
         Raises ConfigurationError where a compiler fails.
         """
@@ -299,7 +299,7 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
     def is_worth_sharing(self, num_requests: int, num_saved: int, num_pages: int) -> bool:
-        """Whether a step is quicker when, of all full pages, it does not read so many again."""
+        """Whether a step is quicker when it does not read `num_saved` of `num_pages` full pages again."""
         return False
 
 

@@ -24,7 +24,7 @@ _MOST_KEYS = 448
 
 
 def serves_few(shape: AttentionShape, num_requests: int) -> bool:
-    """Whether `FewRequests` serves a step of so many requests."""
+    """Whether `FewRequests` serves a step of this many requests."""
     is_power_of_2 = shape.head_dim & (shape.head_dim - 1) == 0
     return (
         num_requests <= MAX_REQUESTS
@@ -38,7 +38,7 @@ def serves_few(shape: AttentionShape, num_requests: int) -> bool:
 def suits_few(
     shape: AttentionShape, lens_R: NDArray[np.int32], batch_size: int, device: torch.device
 ) -> bool:
-    """Whether `FewRequests` is quickest for requests so long, each of which it cuts into equally many parts.
+    """Whether `FewRequests` is quickest for these lengths: it cuts every request into equally many parts.
 
     Args:
         batch_size: of the graph, by which the number of parts is chosen.

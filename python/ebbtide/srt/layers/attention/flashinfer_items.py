@@ -1,4 +1,4 @@
-"""FlashInfer's kernel for tiles of queries, told item by item what to do.
+"""FlashInfer's kernel for tiles of queries, given a list of what to do.
 
 FlashInfer plans steps itself, but its plans know neither pages that several requests share nor grids that
 stay while the work changes. The kernel beneath takes a list: which block reads which pages for which queries,
@@ -30,7 +30,7 @@ from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
 # Query rows of a block: the least that its product on tensor cores takes.
 _TILE_ROWS = 16
-# Blocks of which a multiprocessor holds the queries, keys and values at a time.
+# Blocks whose queries, keys and values a multiprocessor holds at a time.
 _BLOCKS_PER_SM = 2
 # More than any request has tokens: no item is cut again.
 _WHOLE = (1 << 31) - 1
@@ -48,7 +48,7 @@ def can_list(shape: AttentionShape, kind: AttentionKind) -> bool:
 
 
 def saves_time(shape: AttentionShape, num_rows: int, num_saved: int, num_pages: int) -> bool:
-    """Whether leaving out so many pages of every layer makes up for writing and reading partial results.
+    """Whether leaving out `num_saved` pages of every layer makes up for writing and reading partial results.
 
     Args:
         num_saved, num_pages: left out, and read otherwise.
@@ -64,7 +64,7 @@ class ItemBuffers:
     """The list of work of a CUDA graph's steps, as the kernel reads it, and room for partial results.
 
     The kernel knows requests by number, and of each where it begins and where the next one does. Every item
-    is two requests here, of which the second is never asked for: so items may overlap and leave gaps.
+    is two requests here, the second of which is never read: so items may overlap and leave gaps.
 
     Attributes:
         max_parts: of a row.

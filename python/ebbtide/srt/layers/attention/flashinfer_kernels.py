@@ -26,7 +26,7 @@ from ebbtide.srt.layers.kernels.launch import can_overlap, num_multiprocessors
 
 # Plans of FlashInfer's Hopper prefill list every block: at most 4,096 of each head, 28 bytes each.
 _PLAN_BYTES = 16 << 20
-# What the library needs beside the sums that it says it keeps: alignment.
+# What the library needs on top of the sums that it says it keeps: alignment.
 _SPARE_BYTES = 1 << 20
 _THREADS_PER_SM, _DECODE_THREADS = 2048, 128
 _NO_WINDOW, _NO_SOFT_CAP = -1, 0.0  # as FlashInfer says it
@@ -202,7 +202,7 @@ class PrefillKernel:
 
     def plan(self, lens: HostLens, *, captured: bool) -> Any:
         shape, num_requests = self._shape, len(lens.lens_R)
-        # With so many requests every multiprocessor has enough to do. Planned as if nothing were captured,
+        # With that many requests every multiprocessor has enough to do. Planned as if nothing were captured,
         # the grid then depends on their number alone: FlashInfer's plan for graphs splits always.
         unsplit = captured and num_requests >= self._unsplit_from
         args: list[Any] = [

@@ -59,7 +59,7 @@ class WidePages:
     """Room for pages that are read back from FP8, which all layers share.
 
     Attributes:
-        k_MSKH, v_MSKH: so many pages, in the type of the queries.
+        k_MSKH, v_MSKH: `num_pages` pages, in the type of the queries.
         order_M: int32, their numbers.
     """
 

@@ -98,7 +98,7 @@ class PagedKernel(PlannedAttention, Protocol):
 class UntilCompiled:
     """A kernel that serves at once, until the one that is to serve is compiled: a start need not wait for it.
 
-    The other one is made in a thread of its own, beside forward passes, and serves from the next plan on: its
+    The other one is made in a thread of its own, during forward passes, and serves from the next plan on: its
     results differ by roundings. Where that fails the first one goes on, and the log says why.
 
     Args:

@@ -32,7 +32,7 @@ class SharedRuns:
         return int(((self.num_rows_G - 1) * self.num_pages_G).sum())
 
     def best(self, max_tiles: int, tile_rows: int) -> SharedRuns:
-        """Those that save most, of at most so many tiles of rows together."""
+        """Those that save most, of at most `max_tiles` tiles of rows together."""
         num_tiles_G = -(-self.num_rows_G // tile_rows)
         if num_tiles_G.sum() <= max_tiles:
             return self

@@ -35,7 +35,7 @@ class WorkItems:
     num_parts_B: Ints
 
 
-# What a block costs beside reading its pages, in pages, on an H200.
+# What a block costs on top of reading its pages, in pages, on an H200.
 _BLOCK_PAGES = 8
 # A device is busy enough with this many times the items that it runs at once.
 _MANY_ROUNDS = 4
@@ -84,14 +84,14 @@ def cut(
     max_rows: int,
     max_pages: int,
 ) -> WorkItems:
-    """Items of at most so many rows and pages, those of shared pages first.
+    """Items of at most `max_rows` rows and `max_pages` pages, those of shared pages first.
 
     Args:
         kv_indptr_B1, last_page_len_B: as in `PagedBatch`.
     """
     num_shared_B = shared_pages(runs, len(last_page_len_B))
 
-    # Shared pages: runs of at most `max_rows` rows, of which the first says which pages these are.
+    # Shared pages: runs of at most `max_rows` rows. The first row says which pages these are.
     num_tiles_G = -(-runs.num_rows_G // max_rows)
     tile_G = np.repeat(np.arange(len(num_tiles_G)), num_tiles_G)
     skipped = max_rows * _counted(num_tiles_G)
@@ -132,7 +132,7 @@ def shared_pages(runs: SharedRuns, num_rows: int) -> Ints:
 
 
 def _pieces(first: Ints, count: Ints, size: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Ranges cut into equal pieces of at most `size`: of which range, first, count, number in the range."""
+    """Ranges cut into equal pieces of at most `size`: source range, first, count, number in the range."""
     num_pieces = -(-count // size)
     source = np.repeat(np.arange(len(count), dtype=np.int32), num_pieces)
     number = _counted(num_pieces)

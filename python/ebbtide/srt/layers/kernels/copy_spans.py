@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-# Spans are cut into rows of a table, of which so many programs copy a piece each, in steps.
+# Spans are cut into rows of a table, of which several programs copy a piece each, in steps.
 PIECES: Final = 16
 PIECE_BYTES: Final = 256 << 10
 STEP_BYTES: Final = 32 << 10
@@ -62,7 +62,7 @@ class SpanCopies:
         self.found_S = table[rows_R6.nbytes :].view(torch.int32)
 
     def launch(self, launch_bytes: int) -> Iterator[int]:
-        """Launch them, by kernels of about so many bytes each; yields the bytes of each kernel."""
+        """Launch them, by kernels of about that many bytes each; yields the bytes of each kernel."""
         ends_R = np.cumsum(self._bytes_R)
         bounds = [0, *(np.flatnonzero(np.diff(ends_R // launch_bytes)) + 1), len(ends_R)]
         for first, end in pairwise(bounds):

@@ -1,8 +1,8 @@
 """Which experts each token takes, and which tokens each expert gets.
 
 A *slot* is one of the T·K pairs of a token and an expert; slot s belongs to token s // K. A *block* is one
-expert and up to so many of its slots. Grids depend on the number of tokens alone and nothing waits for the
-device, so a CUDA graph can hold all of it. Nothing is added atomically: equal inputs give equal bits.
+expert and up to `block_tokens` of its slots. Grids depend on the number of tokens alone and nothing waits for
+the device, so a CUDA graph can hold all of it. Nothing is added atomically: equal inputs give equal bits.
 
 Every kernel waits for its predecessor first, and only then lets its successor start: what the kernel before
 the predecessor wrote can thus be read at once.
@@ -24,7 +24,7 @@ from torch import Tensor
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 LIST_CHUNK, LONG_LIST_CHUNK = 1024, 4096
-# Up to so many slots every program counts all of them by itself.
+# Up to this many slots every program counts all of them by itself.
 FEW_SLOTS = 4096
 # Lower than any score a router gives, and finite.
 LOWEST_SCORE = -3e38

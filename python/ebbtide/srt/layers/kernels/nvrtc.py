@@ -1,6 +1,6 @@
 """Kernels in CUDA: NVRTC, which comes with torch, compiles them, and the driver launches them.
 
-What was compiled is kept beside Triton's kernels.
+What was compiled is kept in Triton's cache.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _AHEAD: ContextVar[tuple[Executor, dict[str, Future[bytes]]] | None] = ContextVa
 @contextmanager
 def compiling_ahead(executor: Executor) -> Iterator[None]:
     """Within, kernels are compiled in the executor (`compile_ahead`) and not launched. Waits for them all."""
-    begun: dict[str, Future[bytes]] = {}
-    token = _AHEAD.set((executor, begun))
+    started: dict[str, Future[bytes]] = {}
+    token = _AHEAD.set((executor, started))
     try:
         yield
     finally:
         _AHEAD.reset(token)
-        for future in begun.values():
+        for future in started.values():
             future.exception()
 
 
@@ -56,9 +56,9 @@ def compile_ahead(text: str, options: tuple[str, ...]) -> None:
     """Have a kernel compiled, once. Within `compiling_ahead`."""
     ahead = _AHEAD.get()
     assert ahead is not None
-    executor, begun = ahead
-    if text not in begun:
-        begun[text] = executor.submit(compiled, text, options)
+    executor, started = ahead
+    if text not in started:
+        started[text] = executor.submit(compiled, text, options)
 
 
 def compiled(text: str, options: tuple[str, ...]) -> bytes:
@@ -73,8 +73,8 @@ def compiled(text: str, options: tuple[str, ...]) -> bytes:
 
     nvrtc = import_module("cuda.bindings.nvrtc")
     wanted = ["--gpu-architecture=sm_90a", "-std=c++17", *options]
-    told = "\0".join((text, *wanted, str(nvrtc.nvrtcVersion())))
-    cache = get_cache_manager(hashlib.sha256(told.encode()).hexdigest())
+    key = "\0".join((text, *wanted, str(nvrtc.nvrtcVersion())))
+    cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     if (path := cache.get_file(_FILE)) is not None:
         return Path(path).read_bytes()
     cubin = _compile(nvrtc, text.encode(), [option.encode() for option in wanted])

@@ -141,7 +141,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     """One token, HEADS of its heads; a tile is [HEADS, HALF], of the first or the second numbers of pairs.
 
     PAIRS: those that are rotated, (i, i + PAIRS); behind them lie two runs of numbers that are not.
-    MAX: the largest number that the pool holds, where a conversion would not see to it; 0: whatever.
+    MAX: the largest number that the pool holds, where a conversion would not clip to it; 0: no limit.
     """
     NUM_HEADS: tl.constexpr = NUM_Q_HEADS + 2 * NUM_KV_HEADS
     HEAD_DIM: tl.constexpr = 2 * HALF

@@ -34,7 +34,7 @@ def _measured(key: str, device: torch.device) -> tuple[tuple[int, dict[str, Any]
 
 
 def keep(key: str, tiles: dict[int, Any], device: torch.device) -> None:
-    """Write tiles of so many tokens, measured on this device, into the file."""
+    """Write tiles by number of tokens, measured on this device, into the file."""
     rows = _file().setdefault(card(device), {}).setdefault(key, {})
     rows.update({str(tokens): asdict(tile) for tokens, tile in tiles.items()})
     _FILE.write_text(json.dumps(_file(), indent=1, sort_keys=True) + "\n")
@@ -102,7 +102,7 @@ def token_bucket(num_tokens: int) -> int:
 
 
 def choose_product(num_tokens: int, shape: Shape, device: torch.device) -> Config:
-    """The block sizes for a shape: measured ones where there are any, for so many tokens or some more."""
+    """The block sizes for a shape: measured ones where there are any, for this many tokens or some more."""
     bucket = token_bucket(num_tokens)
     for most_tokens, fields in _measured(shape.key, device):
         if bucket == 1 == most_tokens:
@@ -146,7 +146,7 @@ class StationaryConfig:
 
     Attributes:
         block_rows: that are read at once, by all threads of a program.
-        num_steps: so many times; all of these rows lie in one row of blocks.
+        num_steps: how often; all of these rows lie in one row of blocks.
         num_warps: of a program.
     """
 
@@ -212,7 +212,7 @@ def choose_quantized(num_tokens: int, num_rows: int, num_columns: int) -> Quanti
 
 
 def gates_at_once(num_rows: int, num_columns: int) -> bool:
-    """Whether a gated product of so many outputs can be quantised by the kernel that computes it."""
+    """Whether a gated product of this shape can be quantised by the kernel that computes it."""
     return choose_quantized(1, num_rows, num_columns).num_splits == 1
 
 
@@ -250,7 +250,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Layer:
-    """What plans depend on beside the number of tokens."""
+    """What plans depend on, besides the number of tokens."""
 
     num_experts: int
     top_k: int
@@ -262,7 +262,7 @@ class Layer:
         return f"experts={self.num_experts},top={self.top_k},hidden={self.hidden},inner={self.inner}"
 
 
-# Up to so many tokens each reads the weights of its experts by itself: few have an expert in common.
+# Up to this many tokens each reads the weights of its experts by itself: few have an expert in common.
 FEW_TOKENS = 4
 ONE_BY_ONE = Plan(1, Tile(2, 2048, 4, 1), Tile(4, 1024, 8, 1))
 # Plans by the number of tokens in a block. If these are few, all the time goes into reading weights, so there
@@ -273,7 +273,7 @@ DEFAULTS = {
     64: Plan(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: Plan(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4)),
 }
-# What was measured for so many tokens serves from a fourth of them on.
+# What was measured for a number of tokens serves from a fourth of it on.
 _REACH = 4
 # float32 has no tensor cores and takes twice the room: it has to work, not to be quick.
 WIDE = Plan(32, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
@@ -315,7 +315,7 @@ class FewPlan:
 
     Attributes:
         rows: of the first weight, gates and ups, that are read at once.
-        steps: so many times by one program; `rows` · `steps` divides 128.
+        steps: how often by one program; `rows` · `steps` divides 128.
         down_rows: of the second weight that a program has.
     """
 

@@ -174,7 +174,7 @@ def product(
     `arrivals` counts them, a number for each block of rows, and is left at zero.
 
     GIVEN_SUMS: x has been scaled by a norm's weight, and the squares of what it was before were added up in
-    so many parts: `given` [T, GIVEN_SUMS]. NORM_NEXT: leave the same of the result: `normed` [T, rows], which
+    parts: `given` [T, GIVEN_SUMS]. NORM_NEXT: leave the same of the result: `normed` [T, rows], which
     `next_norm` scales, and in `sums` [T, blocks of rows] the squares of each block.
     """
     _announce(OVERLAPPED)

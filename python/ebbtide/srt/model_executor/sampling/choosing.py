@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
-from ebbtide.srt.model_executor.sampling.logprobs import told
+from ebbtide.srt.model_executor.sampling.logprobs import marked_nonfinite
 from ebbtide.srt.sampling_params import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -73,7 +73,7 @@ class Chosen:
 
     @property
     def logprobs_S(self) -> Tensor:
-        """float32, before the filters, as `logprobs.told` has them."""
+        """float32, before the filters, as `logprobs.marked_nonfinite` has them."""
         first = _aligned(self.num_rows)
         return self.packed[first:].view(torch.float32)[: self.num_rows]
 
@@ -134,7 +134,7 @@ class HostChooser:
         chosen.tokens_S.copy_(tokens_S)
         # The largest tells as much as the logsumexp, for an eighth of its time.
         largest_S1 = scores_SV.amax(-1, keepdim=True)
-        chosen.logprobs_S.copy_(told(torch.zeros(num_rows), largest_S1))
+        chosen.logprobs_S.copy_(marked_nonfinite(torch.zeros(num_rows), largest_S1))
         return chosen
 
     def _draw(self, scores_GV: Tensor, noise_G: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ def _draw_kernel(
     logprob = tl.load(scores + token).to(tl.float32) * scale - norm
     tl.store(tokens + row, token.to(tl.int64))
     logprob = tl.where(logprob >= _LOWEST, logprob, _LOWEST)
-    # NaN or +∞ anywhere in the row has made the sum that: see `logprobs.told`.
+    # NaN or +∞ anywhere in the row has made the sum that: see `logprobs.marked_nonfinite`.
     tl.store(logprobs + row, tl.where(norm < float("inf"), logprob, float("nan")))
     tl.store(norms + row, norm)
 

@@ -136,7 +136,7 @@ def _put_first_among_equals(
         top_ids_MK[rows] = np.take_along_axis(ids, order, 1)
 
 
-def told(logprobs_M: Tensor, norm_M1: Tensor) -> Tensor:
+def marked_nonfinite(logprobs_M: Tensor, norm_M1: Tensor) -> Tensor:
     """Logprobs of tokens with the lowest float32 for −∞, and NaN where the row's scores are not finite.
 
     Those are rows with NaN or +∞ in them: their logsumexp, like their maximum, is one of both, and that of

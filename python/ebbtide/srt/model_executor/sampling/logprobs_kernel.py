@@ -16,7 +16,7 @@ from torch import Tensor
 from ebbtide.srt.layers.kernels.exponent import exp2_or_0
 from ebbtide.srt.model_executor.sampling.kernel_parts import base_of
 
-# Scores that a program reads at a time: so many by each of its lanes, which lie side by side.
+# Scores that a program reads at a time: neighbours by each of its lanes.
 _LANES, _PER_LANE = 1024, 8
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -45,7 +45,7 @@ class Sampled:
     """One token per request, and a position of logprobs for each if any of them wants some.
 
     Attributes:
-        nonfinite: the rows whose scores hold NaN or +∞; what is told of them means nothing.
+        nonfinite: the rows whose scores hold NaN or +∞; what is said of them means nothing.
     """
 
     token_ids: list[int]

@@ -20,7 +20,7 @@ from ebbtide.srt.model_executor.sampling.choosing import Chosen
 from ebbtide.srt.model_executor.sampling.filters import Filters, has_top_k
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 
-# Rows with more than these are told by one bit for each token of the vocabulary instead.
+# Rows with more than these are given by one bit for each token of the vocabulary instead.
 MAX_LISTED = 1024
 # Pointers keep their alignment.
 _LISTED_STEP = 16

@@ -24,7 +24,7 @@ from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_optio
 from ebbtide.srt.layers.kernels.paged_attention import room_for_parts
 
 # The best of those that were tried on an H200. Four programs find room on a
-# multiprocessor, if they keep to so many registers: for the most common heads they do.
+# multiprocessor, if they keep to that many registers: for the most common heads they do.
 _KEYS, _WARPS, _STAGES, _REGISTERS = 128, 4, 3, 128
 # Columns of a product on tensor cores.
 _FEWEST_QUERIES = 8
@@ -136,7 +136,7 @@ def _attend(  # type: ignore[no-untyped-def]
     if OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # Programs that run beside each other read the heads of one request, which lie beside each other.
+    # Neighbouring programs read the heads of one request, which are neighbours too.
     kv_head = tl.program_id(0)
     request, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     first_page = tl.load(kv_indptr + request)

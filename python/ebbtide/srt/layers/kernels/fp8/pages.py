@@ -20,7 +20,7 @@ def widen_pages(k_PSKH: Tensor, v_PSKH: Tensor, page_ids_M: Tensor, k_MSKH: Tens
     Args:
         k_PSKH, v_PSKH: one layer of the pool in FP8, contiguous.
         page_ids_M: int32.
-        k_MSKH, v_MSKH: room for so many pages, or more, contiguous.
+        k_MSKH, v_MSKH: room for as many pages, or more, contiguous.
     """
     num_values = k_PSKH[0].numel()
     _widen[(len(page_ids_M), triton.cdiv(num_values, _STEP), 2)](

@@ -264,7 +264,7 @@ def _product(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Some tokens by some rows. Programs beside each other share their rows: these are read once."""
+    """Some tokens by some rows. Neighbouring programs share their rows: these are read once."""
     if OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
     token_blocks = tl.cdiv(num_tokens, TOKENS)

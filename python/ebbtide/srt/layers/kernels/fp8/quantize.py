@@ -73,7 +73,7 @@ class QuantizedSpans:
             self._rows_R7 = self._rows_R7.pin_memory().to(self._device, non_blocking=True)
 
     def launch(self, launch_bytes: int) -> Iterator[int]:
-        """Launch them, by kernels that read and write about so many bytes; yields those of each kernel."""
+        """Launch them, by kernels that read and write about that many bytes; yields those of each kernel."""
         # Two bytes are read and one is written of each element.
         bytes_R = self._blocks_R * (3 * _BLOCK * _BLOCK)
         is_cut_R = np.diff(np.cumsum(bytes_R) // launch_bytes) | np.diff(self._blocks_R)

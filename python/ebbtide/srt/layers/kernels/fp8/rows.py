@@ -21,7 +21,7 @@ from ebbtide.srt.layers.kernels.launch import overlap_options
 # Weight, eps and offset of an `RMSNorm`.
 NormTerms: TypeAlias = tuple[Tensor, float, float]
 
-# cuBLAS wants multiples of 16, and so many take it no longer than fewer.
+# cuBLAS wants multiples of 16, and takes no longer for that many than for fewer.
 _LEAST_TOKENS, _TOKENS = 32, 16
 
 
