@@ -52,6 +52,7 @@ _THROUGHPUT = {
 }
 SHAPE_TITLES = {
     "llama8b": "Llama-3.1-8B",
+    "llama8b-fp8": "Llama-3.1-8B in FP8",
     "qwen0.6b": "Qwen3-0.6B",
     "qwen7b": "Qwen2.5-7B",
     "qwen32b": "Qwen2.5-32B",
@@ -86,8 +87,7 @@ def _parallel_goals() -> dict[str, Goal]:
         for tp_size in tp_sizes:
             for batch_size, (prompt_len, output_len) in WORKLOADS.items():
                 sizes = f"batch {batch_size} ({prompt_len} in, {output_len} out)"
-                kept_as = " in FP8" if shape.endswith("-fp8") else ""
-                title = f"{SHAPE_TITLES[shape.removesuffix('-fp8')]}{kept_as}, tp={tp_size}, {sizes}"
+                title = f"{SHAPE_TITLES[shape]}, tp={tp_size}, {sizes}"
                 goals[f"parallel.{shape}.tp{tp_size}.{batch_size}"] = Goal(
                     "parallel", title, "tok/s", None, True
                 )
@@ -145,11 +145,11 @@ def _default_goals() -> dict[str, Goal]:
         ("park_64x2k_release", "the same streams parked: release", None, ""),
     ]
     own = "tensors of the process that has the engine"
-    for row in ("first_reply", "later_reply"):
-        which = "the first update after a start" if row == "first_reply" else "the three updates after it"
-        rows.append((row, f"{which}, nothing running: reply", None, "48" if row == "first_reply" else ""))
-        rows.append((f"own_{row}", f"{own}, {which}: reply", None, "48" if row == "first_reply" else ""))
     rows += [
+        ("first_reply", "the first update after a start: reply", None, "48"),
+        ("later_reply", "the three updates after it: reply", None, ""),
+        ("own_first_reply", f"{own}, the first update after a start: reply", None, "48"),
+        ("own_later_reply", f"{own}, the three updates after it: reply", None, ""),
         ("own_normal_256", f"{own}, 256 streams, no update: longest gap", None, ""),
         ("own_stall_in_place_256", f"{own}, 256 streams, in_place: longest gap", None, ""),
         ("own_reply_in_place_256", f"{own}, 256 streams, in_place: reply", None, "50"),

@@ -7,8 +7,6 @@
   tensors, or packed into buffers of 1 GiB. Bytes over the time from the call to its reply, nothing running;
   then single tensors under 64 streams, in_place, and the streams' longest gap. The limit is a copy of 4 GiB
   from one GPU to the other, measured before.
-
-    python bench/gpu_parallel.py --parts throughput --shapes llama8b --tp 1 2
 """
 
 from __future__ import annotations

@@ -29,8 +29,6 @@ from gpu_common import Report, Server, engine_args, model_folder, parse, parser_
 
 MODEL = "llama8b"
 FLOOR = "import torch, transformers; torch.zeros(1, device='{device}').add_(1).item()"
-
-
 COMPILED_BESIDE = "compiled beside serving"
 COMPILED_BESIDE_S = 80.0
 
@@ -126,14 +124,7 @@ def measure_cold(report: Report, runs: int, arguments: dict[str, Any]) -> None:
     with report.attempt("start.cold"):
         all_runs = [start_cold(arguments, watched=run == runs - 1 and is_gpu) for run in range(runs)]
         report.add("start.cold", [run["first_token_s"] for run in all_runs], all_runs=all_runs)
-        for seconds, line in all_runs[-1]["log"]:
-            print(f"  {seconds:6.2f} s  {line[:110]}")
-        print(
-            f"  compiled beside serving: {all_runs[-1].get('until_s')} s; {all_runs[-1].get('request_ms')} ms"
-        )
-        for module, files in all_runs[-1]["flashinfer"].items():
-            for name, begun_s, ended_s in files:
-                print(f"  {begun_s:6.1f} {ended_s:6.1f}  {module[:40]} {name[:60]}")
+        show(all_runs[-1]["log"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
