@@ -10,11 +10,11 @@ from fixtures import roads
 # How many files each road may have: as many as today, so that none grows. In the comments, the goals.
 BUDGETS = {
     "idle turn": 8,  # 9
-    "first pass of a prompt": 41,  # 40
+    "first pass of a prompt": 40,  # 40
     "decode step": 27,  # 28
-    "release kv_cache": 25,  # 24
-    "resume kv_cache": 23,  # 24
-    "pause retract": 20,  # 20
+    "release kv_cache": 23,  # 24
+    "resume kv_cache": 21,  # 24
+    "pause retract": 18,  # 20
     "tensors": 42,  # 35
     "bucket": 42,  # 38
     "folder": 40,  # 36

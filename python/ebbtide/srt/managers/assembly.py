@@ -26,6 +26,7 @@ from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, TimeLimi
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports, StepLog
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.ranks.lockstep import RankInbox
+from ebbtide.srt.managers.scheduling.request_pages import RequestPages
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.weights.trial_pass import SchedulerTrialPass
 from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
@@ -125,8 +126,7 @@ def assemble_scheduler(
     """Wire the policy, the control plane and the loop of one rank."""
     allocator = PageAllocator(parts.num_pages, parts.page_ids)
     cache = RadixCache(allocator, config.page_size, parts.windows, is_enabled=config.enable_prefix_cache)
-    policy = SchedulePolicy(
-        config.schedule,
+    pages = RequestPages(
         allocator,
         cache,
         parts.table,
@@ -136,6 +136,7 @@ def assemble_scheduler(
         cache_by_version=config.cache_by_version,
         records_routes=config.records_routes,
     )
+    policy = SchedulePolicy(config.schedule, pages)
     # The ranks of a replica make the same passes: the first one speaks for all.
     step_log = StepLog(policy, config.schedule.decode_log_interval if inbox.tp_rank == 0 else 0)
     processor = OutputProcessor(policy, step_log, inbox.dp_rank)

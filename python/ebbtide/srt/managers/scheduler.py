@@ -31,8 +31,8 @@ from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, Output
 from ebbtide.srt.managers.scheduling.ranks.lockstep import Demand, RankInbox
 from ebbtide.srt.managers.scheduling.ranks.messages import TurnInput
 from ebbtide.srt.managers.scheduling.request import Req
+from ebbtide.srt.managers.scheduling.running_rows import ScheduledBatch
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
-from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.text.grammar import BannedSequences, GrammarShelf, TokenRules
 from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopStringMatcher
 from ebbtide.srt.managers.text.tokenizer import Tokenizer

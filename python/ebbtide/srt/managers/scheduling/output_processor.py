@@ -20,9 +20,8 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, StepLog
 from ebbtide.srt.managers.scheduling.request import Req
-from ebbtide.srt.managers.scheduling.running_rows import PLAIN_STREAM
+from ebbtide.srt.managers.scheduling.running_rows import PLAIN_STREAM, ScheduledBatch
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
-from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
 from ebbtide.srt.managers.scheduling.versions import Commit
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, StepResult
 

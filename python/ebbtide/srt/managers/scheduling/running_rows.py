@@ -9,6 +9,7 @@ Shapes: R requests of a batch; of logprobs P requests, N tokens, W numbers for a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -24,6 +25,21 @@ Column = NDArray[np.int64]
 PLAIN_STREAM, OTHER_STREAM = 1, 2
 # Numbers that a row of `OutputLogprobs` has room for: with the 20 most likely tokens, those of 24.
 ROW_LEN: Final = 1024
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """One forward pass: the plan for the runner, the requests behind its rows, and those that it starts.
+
+    Attributes:
+        serials_R: of the holds of KV when the step was planned. Where another holds the row by the time the
+            step has run the request was ended or retracted meanwhile: its part counts for nothing.
+    """
+
+    requests: list[Req]
+    serials_R: NDArray[np.int64]
+    plan: BatchPlan
+    admitted: list[Req]
 
 
 class RunningRows(KVCounts):

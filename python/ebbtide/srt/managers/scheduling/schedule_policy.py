@@ -13,17 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.ports import PageStore, ParkingPlan
+from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.io_struct import FinishReason, RetractCause
 from ebbtide.srt.managers.scheduling.admission import GrowthReserve, PrefillShare, WaitingOrder
 from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
 from ebbtide.srt.managers.scheduling.request_pages import RequestPages
-from ebbtide.srt.managers.scheduling.scheduled_batch import ScheduledBatch
+from ebbtide.srt.managers.scheduling.running_rows import ScheduledBatch
 from ebbtide.srt.managers.scheduling.versions import Commit, ServedVersions, Standing
-from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
-from ebbtide.srt.mem_cache.page_allocator import PageAllocator
-from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.srt.mem_cache.radix_cache import RadixCache
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
@@ -47,36 +43,12 @@ class SchedulePolicy:
     Invariant: the pages that are free, cached, and held by running requests on their own add up to the pool.
     """
 
-    def __init__(
-        self,
-        config: ScheduleConfig,
-        allocator: PageAllocator,
-        cache: RadixCache,
-        table: PageTable,
-        page_size: int,
-        page_store: PageStore,
-        windows: Windows = WHOLE,
-        *,
-        cache_by_version: bool = False,
-        records_routes: bool = False,
-    ) -> None:
+    def __init__(self, config: ScheduleConfig, pages: RequestPages) -> None:
         self.config = config
-        self.pages = RequestPages(
-            allocator,
-            cache,
-            table,
-            page_size,
-            page_store,
-            windows,
-            cache_by_version=cache_by_version,
-            records_routes=records_routes,
-        )
-        self.allocator = allocator
-        self.cache = cache
-        self.table = table
-        self.page_size = page_size
-        self.page_store = page_store
-        self.rows = self.pages.rows
+        self.pages = pages
+        self.allocator, self.cache, self.table = pages.allocator, pages.cache, pages.table
+        self.page_size, self.page_store, self.rows = pages.page_size, pages.page_store, pages.rows
+        self.num_groups = len(pages.windows)
         self.holds_admission = False
         self.held: list[Req] = []
         self.waiting: list[Req] = []
@@ -86,8 +58,7 @@ class SchedulePolicy:
         self._rows_R: NDArray[np.int64] | None = None
         self._live: dict[str, Req] = {}
         self._num_in_flight = 0
-        self.num_groups = len(windows)
-        self._reserve = GrowthReserve(page_size)
+        self._reserve = GrowthReserve(pages.page_size)
         self._share = PrefillShare(config)
         self._order = WaitingOrder(config.policy)
 
