@@ -24,7 +24,8 @@ from torch.nn import ModuleList
 
 from ebbtide.srt.distributed.parallel_group import SoloGroup
 from ebbtide.srt.layers.attention.base import AttentionShape, DecodeBuffers, LayerAttention, Progress
-from ebbtide.srt.layers.attention.few_requests import FewRequests, serves_few
+from ebbtide.srt.layers.attention.decode_choice import serves_few
+from ebbtide.srt.layers.attention.few_requests import FewRequests
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.model_executor.sampling.sampler import Sampler

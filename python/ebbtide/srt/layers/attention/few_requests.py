@@ -15,42 +15,6 @@ from ebbtide.srt.layers.attention.base import AttentionShape, DecodeBuffers, KVP
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 
-MAX_REQUESTS = 32
-# Query heads that share a KV head: the rows of a product on tensor cores.
-_MAX_GROUP = 16
-# With more keys in the longest part, steps of Llama-3.1-8B are longer than with FlashInfer's kernels: on an
-# H200 those with 128 keys to a part are 4 to 7 % shorter, with 512 alike, with 8,192 longer by 30 %.
-_MOST_KEYS = 448
-
-
-def serves_few(shape: AttentionShape, num_requests: int) -> bool:
-    """Whether `FewRequests` serves a step of this many requests."""
-    is_power_of_2 = shape.head_dim & (shape.head_dim - 1) == 0
-    return (
-        num_requests <= MAX_REQUESTS
-        and shape.kv_dtype == shape.dtype
-        and shape.group <= _MAX_GROUP
-        and is_power_of_2
-        and shape.rotates_all
-    )
-
-
-def suits_few(
-    shape: AttentionShape, lens_R: NDArray[np.int32], batch_size: int, device: torch.device
-) -> bool:
-    """Whether `FewRequests` is quickest for these lengths: it cuts every request into equally many parts.
-
-    Args:
-        batch_size: of the graph, by which the number of parts is chosen.
-    """
-    from ebbtide.srt.layers.kernels.few_decode import choose_cut
-
-    windows = [kind.window for kind in shape.kinds if kind.window is not None]
-    if len(windows) == len(shape.kinds):
-        lens_R = np.minimum(lens_R, max(windows))
-    cut = choose_cut(batch_size, shape.num_kv_heads, shape.group, device)
-    return int(lens_R.max()) <= cut.splits * _MOST_KEYS
-
 
 class FewRequests:
     """The attention of a decode step of few requests. Nothing is planned: kernels read lengths and pages.

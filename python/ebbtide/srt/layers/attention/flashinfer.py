@@ -28,12 +28,21 @@ from ebbtide.srt.layers.attention.base import (
     Progress,
     fp8_problem,
 )
-from ebbtide.srt.layers.attention.few_requests import FewRequests, serves_few, suits_few
-from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel, can_list, saves_time
+from ebbtide.srt.layers.attention.decode_choice import (
+    DecodeKernel,
+    can_share,
+    kernel_for,
+    serves_few,
+    sharing_saves,
+    suits_few,
+)
+from ebbtide.srt.layers.attention.few_requests import FewRequests
+from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
+    PrefillKernel,
+    StreamKernel,
     Workspace,
     compile_kernels,
-    decode_kernel,
     partial_bytes,
     prefill_kernel,
 )
@@ -41,7 +50,6 @@ from ebbtide.srt.layers.attention.fp8_kernels import (
     Fp8DecodeKernel,
     Fp8PrefillKernel,
     WidePages,
-    decodes_fp8,
 )
 from ebbtide.srt.layers.attention.paged_kernel import HostLens, PagedKernel, PlannedAttention, PoolLayers
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns, runs_of_neighbours
@@ -200,7 +208,7 @@ class FlashInferAttention(AttentionBackend):
         return any(kernels.shared is not None for kernels in self._kernels.values())
 
     def is_worth_sharing(self, num_requests: int, num_saved: int, num_pages: int) -> bool:
-        return self._shares_prefixes and saves_time(self._shape, num_requests, num_saved, num_pages)
+        return self._shares_prefixes and sharing_saves(self._shape, num_requests, num_saved, num_pages)
 
 
 def _sizes_for_sharing(batch_sizes: Sequence[int]) -> list[int]:
@@ -217,13 +225,23 @@ def _make_kernels(shape: AttentionShape, device: torch.device) -> dict[Attention
     for kind in shape.kinds:
         decode, prefill = Workspace(partial), Workspace(partial)
         kernels[kind] = _Kernels(
-            Fp8DecodeKernel(kind) if decodes_fp8(shape) else decode_kernel(shape, kind, decode),
+            _decode_kernel(shape, kind, decode),
             prefill_kernel(shape, kind, prefill)
             if room is None
             else Fp8PrefillKernel(shape, kind, prefill, room),
-            ItemKernel(shape, kind, device) if can_list(shape, kind) else None,
+            ItemKernel(shape, kind, device) if can_share(shape, kind) else None,
         )
     return kernels
+
+
+def _decode_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> PagedKernel:
+    match kernel_for(shape):
+        case DecodeKernel.FP8:
+            return Fp8DecodeKernel(kind)
+        case DecodeKernel.CUDA_CORES:
+            return StreamKernel(shape, kind, workspace)
+        case DecodeKernel.TILES:
+            return PrefillKernel(shape, kind, workspace, causal=False, backend="fa2")
 
 
 def _plan_part(groups: Sequence[PagedBatch], kernel: PagedKernel, first: int, end: int) -> _Part:

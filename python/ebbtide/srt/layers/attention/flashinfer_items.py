@@ -21,43 +21,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
+from ebbtide.srt.layers.attention.decode_choice import TILE_ROWS
 from ebbtide.srt.layers.attention.flashinfer_kernels import TileModule
-from ebbtide.srt.layers.attention.fp8_kernels import decodes_fp8
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.attention.work_items import WorkItems, cut, piece_pages
 from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
-# Query rows of a block: the least that its product on tensor cores takes.
-_TILE_ROWS = 16
 # Blocks whose queries, keys and values a multiprocessor holds at a time.
 _BLOCKS_PER_SM = 2
 # More than any request has tokens: no item is cut again.
 _WHOLE = (1 << 31) - 1
 # Parts of all rows of a step together: bounds the memory of partial results.
 _MAX_PARTS_OF_STEP, _MIN_PARTS, _MAX_PARTS = 2048, 4, 32
-# What a step must save at least, per layer: the time of a second kernel, and as much again.
-_MIN_SAVED_BYTES = 16 << 20
-# This kernel reads pages in FP8 slower, by about so much, than the one that shares nothing on an H200.
-_MIN_SAVED_SHARE = 0.3
-
-
-def can_list(shape: AttentionShape, kind: AttentionKind) -> bool:
-    """Whether items serve such layers: a block takes several requests, and no window cuts their pages."""
-    return 2 * shape.group <= _TILE_ROWS and kind.window is None
-
-
-def saves_time(shape: AttentionShape, num_rows: int, num_saved: int, num_pages: int) -> bool:
-    """Whether leaving out `num_saved` pages of every layer makes up for writing and reading partial results.
-
-    Args:
-        num_saved, num_pages: left out, and read otherwise.
-    """
-    if decodes_fp8(shape) and num_saved < _MIN_SAVED_SHARE * num_pages:
-        return False
-    page_bytes = 2 * shape.page_size * shape.num_kv_heads * shape.head_dim * shape.kv_dtype.itemsize
-    part_bytes = shape.num_q_heads * shape.head_dim * shape.dtype.itemsize
-    return num_saved * page_bytes >= _MIN_SAVED_BYTES + 4 * num_rows * part_bytes
 
 
 class ItemBuffers:
@@ -74,7 +50,7 @@ class ItemBuffers:
 
     def __init__(self, shape: AttentionShape, num_rows: int, device: torch.device) -> None:
         self._page_size, self._num_rows = shape.page_size, num_rows
-        self._max_rows = _TILE_ROWS // shape.group
+        self._max_rows = TILE_ROWS // shape.group
         self._resident = _BLOCKS_PER_SM * num_multiprocessors(device) // shape.num_kv_heads + 1
         self.max_parts = min(_MAX_PARTS, max(_MIN_PARTS, _MAX_PARTS_OF_STEP // num_rows))
         # One for each row, one for each tile of those that share, and some for those that are cut: blocks
@@ -145,7 +121,7 @@ class ItemBuffers:
             self.num_items,  # padded_batch_size: the grid
             self._num_rows,  # total_num_rows
             unused,  # total_num_rows_offset
-            _TILE_ROWS,  # cta_tile_q
+            TILE_ROWS,  # cta_tile_q
             requests,  # request_indices_offset
             zeros,  # qo_tile_indices_offset: no item has more queries than a tile
             zeros,  # kv_tile_indices_offset

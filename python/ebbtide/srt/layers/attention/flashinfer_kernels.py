@@ -20,6 +20,7 @@ from torch import Tensor
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.kernel_cache import add_scripts_to_path, compiled_as_they_are
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape, Progress
+from ebbtide.srt.layers.attention.decode_choice import DecodeKernel, kernel_for, unsplit_from
 from ebbtide.srt.layers.attention.paged_kernel import HostLens, PagedKernel, UntilCompiled
 from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.kernels.launch import can_overlap, num_multiprocessors
@@ -59,7 +60,7 @@ class Workspace:
         return planned
 
 
-class DecodeKernel:
+class StreamKernel:
     """One token per request, on CUDA cores: the kernel streams keys and values once per group of heads."""
 
     def __init__(self, shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> None:
@@ -234,21 +235,6 @@ class PrefillKernel:
         )
 
 
-def decode_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> PagedKernel:
-    """What suits one new token per request, eager or captured.
-
-    Up to two query heads per KV head CUDA cores are quicker on an H200, with more tensor cores.
-    """
-    if on_cuda_cores(shape):
-        return DecodeKernel(shape, kind, workspace)
-    return PrefillKernel(shape, kind, workspace, causal=False, backend="fa2")
-
-
-def on_cuda_cores(shape: AttentionShape) -> bool:
-    """Whether `DecodeKernel` is what decodes."""
-    return shape.group <= 2
-
-
 def prefill_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> PagedKernel:
     """What suits everything else; not to be captured. Until it is compiled, fa2's kernel is what serves."""
     backend = _prefill_backend(shape, workspace.partial.device)
@@ -280,7 +266,7 @@ def module_specs(shape: AttentionShape, device: torch.device, *, whole: bool = T
         key = _module_key(shape, kind)
         variant = f"{', windowed' if kind.window is not None else ''}{', capped' if kind.soft_cap else ''}"
         tiles = gen_batch_prefill_module("fa2", *key, False)
-        if on_cuda_cores(shape) and shape.kv_dtype == shape.dtype:
+        if kernel_for(shape) is DecodeKernel.CUDA_CORES:
             specs[f"decode attention{variant}"] = gen_batch_decode_module(*key)
             if kind.window is None:
                 specs[f"attention to shared prefixes{variant}"] = tiles
@@ -333,12 +319,6 @@ def partial_bytes(shape: AttentionShape, device: torch.device) -> int:
 
 
 _LARGEST_TILE = 128
-
-
-def unsplit_from(shape: AttentionShape, device: torch.device) -> int:
-    """Requests from which four rounds of blocks are reached without splitting any of them."""
-    num_sms = num_multiprocessors(device)
-    return -(-8 * num_sms // shape.num_kv_heads)
 
 
 def _module_key(shape: AttentionShape, kind: AttentionKind) -> tuple[Any, ...]:

@@ -22,20 +22,10 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
 )
 from ebbtide.srt.layers.attention.paged_kernel import HostLens, PagedKernel
 from ebbtide.srt.layers.heads import Pages
-from ebbtide.srt.mem_cache.kv_scales import FP8
 
 # Tokens that a step with prompts reads back at most: 256 MiB for eight heads of 128. Where there are more,
 # nothing is read back.
 ROOM_TOKENS = 65_536
-
-
-# Query heads that share a KV head, at most: the rows of a product on tensor cores.
-_MAX_GROUP = 16
-
-
-def decodes_fp8(shape: AttentionShape) -> bool:
-    """Whether `Fp8DecodeKernel` is what decodes."""
-    return shape.kv_dtype == FP8 and shape.group <= _MAX_GROUP
 
 
 class Fp8DecodeKernel:
