@@ -80,21 +80,26 @@ def total_tags(ranks: Sequence[RankReport]) -> dict[str, TagReport]:
     return {tag.value: _total([rank.tags[tag] for rank in ranks]) for tag in ranks[0].tags}
 
 
-def count_devices_once(
-    reply: TotalsReply, ranks: Sequence[RankReport], parallel: ParallelConfig
-) -> TotalsReply:
-    """The reply of several ranks with measures of devices added up by device: ranks may share one."""
+def count_devices_once(reply: TotalsReply, ranks: Sequence[RankReport]) -> TotalsReply:
+    """The reply with measures of devices added up by device, which ranks may share; null on CPUs.
+
+    What a host has available is an estimate that every process moves: it would not show what was given back.
+    """
+    measures = {name: merge.on_device for name, merge in merge_rules(type(reply)).items() if merge.on_device}
+    uuids = {(rank.dp_rank, rank.tp_rank): rank.uuid for rank in ranks}
+    if None in uuids.values():
+        shares = reply.ranks
+        if shares is not UNSET:
+            shares = [share | dict.fromkeys(measures) for share in shares]
+        return msgspec.structs.replace(reply, ranks=shares, **dict.fromkeys(measures))
     if reply.ranks is UNSET:
         return reply
-    keys = {(rank.dp_rank, rank.tp_rank): _device_key(rank, parallel) for rank in ranks}
     totals = {}
-    for name, merge in merge_rules(type(reply)).items():
-        if merge.on_device is None:
-            continue
-        seen: dict[Hashable, list[int]] = {}
+    for name, measure in measures.items():
+        seen: dict[str | None, list[int]] = {}
         for share in reply.ranks:
-            seen.setdefault(keys[share["dp_rank"], share["tp_rank"]], []).append(share[name])
-        totals[name] = sum(merge.on_device(values) for values in seen.values())
+            seen.setdefault(uuids[share["dp_rank"], share["tp_rank"]], []).append(share[name])
+        totals[name] = sum(measure(values) for values in seen.values())
     return msgspec.structs.replace(reply, **totals)
 
 

@@ -30,7 +30,7 @@ _ROOT = f"""<!doctype html>
 <title>Ebbtide</title>
 <style>body {{ font: 16px/1.6 sans-serif; max-width: 40em; margin: 3em auto; padding: 0 1em }}</style>
 <h1>Ebbtide</h1>
-<p>An inference engine for reinforcement learning listens here.</p>
+<p>This is a server of Ebbtide, an inference engine for reinforcement learning.</p>
 <ul>
 {_ITEMS}
 </ul>

@@ -323,7 +323,7 @@ class EngineService:
         if kind.row.body_field is not None:
             return ControlAnswer(getattr(reply, kind.row.body_field), reply.message, reply)
         if isinstance(reply, TotalsReply):
-            reply = count_devices_once(reply, self.state.ranks, self.config.parallel)
+            reply = count_devices_once(reply, self.state.ranks)
         body = msgspec.to_builtins(reply)
         del body["type"]  # The tag with which it travelled is no part of the body.
         return ControlAnswer({**body, "ignored_fields": ignored} if ignored else body, reply=reply)

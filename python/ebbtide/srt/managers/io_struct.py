@@ -111,8 +111,8 @@ class ReleaseMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
     num_retracted: Annotated[int, merge.PER_REPLICA]
     num_parked: Annotated[int, merge.PER_REPLICA] = 0
     parked_bytes: Annotated[int, merge.SHARE] = 0
-    device_free_bytes_before: Annotated[int, merge.DEVICE_LEAST]
-    device_free_bytes_after: Annotated[int, merge.DEVICE_MOST]
+    device_free_bytes_before: Annotated[int | None, merge.DEVICE_LEAST]
+    device_free_bytes_after: Annotated[int | None, merge.DEVICE_MOST]
     duration_ms: Annotated[float, merge.LARGEST]
 
 
@@ -144,8 +144,8 @@ class ResumeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
     tags: Annotated[list[MemoryTag], merge.SAME]
     mapped_bytes: Annotated[dict[MemoryTag, int], merge.SHARE_PER_TAG]
     weights: Annotated[WeightsContent, merge.WORSE]
-    device_free_bytes_before: Annotated[int, merge.DEVICE_MOST]
-    device_free_bytes_after: Annotated[int, merge.DEVICE_LEAST]
+    device_free_bytes_before: Annotated[int | None, merge.DEVICE_MOST]
+    device_free_bytes_after: Annotated[int | None, merge.DEVICE_LEAST]
     duration_ms: Annotated[float, merge.LARGEST]
 
 
@@ -197,8 +197,8 @@ class ResizeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
     num_retracted: Annotated[int, merge.PER_REPLICA]
     num_parked: Annotated[int, merge.PER_REPLICA] = 0
     parked_bytes: Annotated[int, merge.SHARE] = 0
-    device_free_bytes_before: Annotated[int, merge.DEVICE_LEAST]
-    device_free_bytes_after: Annotated[int, merge.DEVICE_MOST]
+    device_free_bytes_before: Annotated[int | None, merge.DEVICE_LEAST]
+    device_free_bytes_after: Annotated[int | None, merge.DEVICE_MOST]
     duration_ms: Annotated[float, merge.LARGEST]
 
 
