@@ -138,19 +138,15 @@ class Update:
         return [outcomes[target.name] for target in self._targets]
 
     def _begin_at(self, target: Target) -> None:
-        is_lost = False
-
-        def attempt() -> None:
-            nonlocal is_lost
+        def attempt(earlier: Sequence[EbbtideError]) -> None:
             if self._version is not None:
                 self._version_before[target.name] = target.serving_version()
-            if is_lost:
+            if target.name in self._open:
                 target.abort()  # It may have been opened, and then refuses to be opened again.
-                is_lost = False
+                del self._open[target.name]
             try:
                 target.begin(self._terms.session_timeout_s)
             except AnswerLost:
-                is_lost = True
                 self._open[target.name] = target
                 raise
             self._open[target.name] = target
@@ -158,14 +154,10 @@ class Update:
         self._repeat(attempt, f"begin_weight_update at {target.name}")
 
     def _stage_at(self, target: Target, bucket: Bucket) -> None:
-        is_repeated = False
-
-        def attempt() -> None:
-            nonlocal is_repeated
+        def attempt(earlier: Sequence[EbbtideError]) -> None:
             # Time has passed, the server may even be another: without its session it would serve the bucket.
-            if is_repeated and not target.has_session():
+            if earlier and not target.has_session():
                 raise _session_over()
-            is_repeated = True
             if target.stage(bucket, self._terms.timeout_s)["committed"]:
                 raise self._committed_alone(target.name)
 
@@ -213,17 +205,12 @@ class Update:
         )
 
     def _end_at(self, target: Target) -> Mapping[str, Any]:
-        is_lost = False
-
-        def attempt() -> Mapping[str, Any]:
-            nonlocal is_lost
+        def attempt(earlier: Sequence[EbbtideError]) -> Mapping[str, Any]:
             terms = self._terms
             try:
                 return target.end(self._version, terms.flush_cache, terms.pause_mode, terms.timeout_s)
-            except AnswerLost:
-                is_lost = True
-                raise
             except RequestRejected as error:
+                is_lost = any(isinstance(one, AnswerLost) for one in earlier)
                 if is_lost and error.status == HTTPStatus.CONFLICT and self._is_served_by(target):
                     return {}
                 raise
@@ -236,17 +223,18 @@ class Update:
         is_new = self._version is not None and self._version != self._version_before[target.name]
         return is_new and target.serving_version() == self._version
 
-    def _repeat(self, attempt: Callable[[], T], what: str) -> T:
-        """Try until it succeeds, fails for good, or has failed too often."""
-        for retries_left in range(self._terms.retries, -1, -1):
+    def _repeat(self, attempt: Callable[[Sequence[EbbtideError]], T], what: str) -> T:
+        """Try until it succeeds, fails for good or too often; each attempt is handed the earlier failures."""
+        earlier: list[EbbtideError] = []
+        while True:
             try:
-                return attempt()
+                return attempt(earlier)
             except (AnswerLost, RequestRejected) as error:
-                if retries_left == 0 or not _may_pass(error) or self._is_over.is_set():
+                if len(earlier) == self._terms.retries or not _may_pass(error) or self._is_over.is_set():
                     raise
                 logger.warning("%s failed, and is tried again: %s", what, error)
-                self._is_over.wait(self._terms.retry_pause_s)
-        raise ValueError("retries: expected 0 or more")
+                earlier.append(error)
+            self._is_over.wait(self._terms.retry_pause_s)
 
 
 def _session_over() -> RequestRejected:
