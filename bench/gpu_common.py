@@ -26,8 +26,6 @@ import ebbtide
 
 START_TIMEOUT_S = 400.0
 
-# ---------------------------------------------------------------------------------------------------- shapes
-
 
 @dataclass(frozen=True)
 class Shape:
