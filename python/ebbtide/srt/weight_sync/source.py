@@ -408,7 +408,7 @@ class TableSource(WeightSource):
 
         super().__init__(table.form.headers, read, direct=direct, memory=memory)
         self.table = table
-        self.digest = table.form.digest
+        self.digest = table.form.digest, direct
         self._packed = packed
 
     @property

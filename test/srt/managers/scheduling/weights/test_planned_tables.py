@@ -202,6 +202,19 @@ def test_so_it_arrives_where_a_tensor_begins_between_two_elements(
     assert all(torch.equal(stored(store, name), tensor) for name, tensor in named)
 
 
+def test_what_was_kept_of_the_engines_own_names_says_nothing_of_a_checkpoints(
+    store: WeightStore, gpu: Gpu, counters: Counters
+) -> None:
+    cache = PlanCache()
+    own = [(name, tensor.clone()) for name, tensor in store.parameters()]
+    incoming, _ = write(store, lend(own, gpu, counters), gpu, cache, "direct")
+    assert incoming.names == store.names
+    source = open_payload([lend(own, gpu, counters)], None, cuda=gpu, cache=cache)
+    refused = finish(make_plan(source, store, CpuDevice(), cache))
+    assert any("no parameter of this name" in problem["reason"] for problem in refused.problems)
+    refused.close()
+
+
 def test_nan_is_told_by_name(store: WeightStore, named: Named, gpu: Gpu, counters: Counters) -> None:
     dict(named)[EXPERT][1, 1] = torch.nan
     incoming, _ = write(store, lend(named, gpu, counters), gpu, PlanCache())
