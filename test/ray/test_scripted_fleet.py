@@ -50,7 +50,9 @@ class ScriptedEngine:
     Attributes:
         dies_after: chunks of its first request; None: it lives.
         asked: every request and every call, in order.
-        faults: what a method raises, by its name; for "decide", what the commit does.
+        faults: what a method raises, by its name; "commit": what comes of one.
+        refusals: what is refused, by the method.
+        then: what is done behind a method's first call.
     """
 
     num_ranks = 1
@@ -61,6 +63,9 @@ class ScriptedEngine:
         self.asked: list[tuple[str, Any]] = []
         self.faults: dict[str, Exception] = {}
         self.refusals: dict[str, Refusal] = {}
+        # The first replicas are paused and asleep, and new ones begin otherwise.
+        self.paused, self.kv_cache = life == 0, "resident" if life else "released"
+        self.then: dict[str, Callable[[], None]] = {}
         self.session_open = False
         self.actor = self
         self.dead = asyncio.Event()
@@ -117,13 +122,14 @@ class ScriptedEngine:
             self.verdicts[args[0]].set_result(args[1])
         if method == "take_weights":
             self.version = args[1]
+        self._note_state(method)
         return {
             "weight_version": self.version,
             "per_engine_checksum": self.version,
             "weight_update": {"session_open": self.session_open},
             "state": {
-                "generation": {"state": "paused", "mode": "retract"},
-                "tags": {"weights": {"state": "resident"}, "kv_cache": {"state": "released"}},
+                "generation": {"state": "paused", "mode": "retract"} if self.paused else {"state": "running"},
+                "tags": {"weights": {"state": "resident"}, "kv_cache": {"state": self.kv_cache}},
             },
         }
 
@@ -146,6 +152,17 @@ class ScriptedEngine:
                 self.version = fields["weight_version"]
                 reply = updated(self.version)
         yield Answered(reply, {"weight_version": self.version}, self.session_open)
+
+    def _note_state(self, method: str) -> None:
+        match method:
+            case "pause_generation" | "continue_generation":
+                self.paused = method == "pause_generation"
+            case "release_memory_occupation":
+                self.kv_cache = "released"
+            case "resume_memory_occupation":
+                self.kv_cache = "resident"
+        if method in self.then:
+            self.then.pop(method)()
 
     def _fail_at(self, step: str) -> None:
         if step in self.faults:
@@ -389,6 +406,29 @@ class TestUpdates:
         assert methods.index("take_weights") < methods.index("pause_generation")
         assert ("release_memory_occupation", (["kv_cache"],)) in successor.asked
         assert fleet.status()[1]["num_deaths"] == 1
+
+    @pytest.mark.parametrize("method", ["pause_generation", "server_info"])
+    def test_what_is_asked_while_a_new_one_joins_reaches_it(
+        self, fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, method: str
+    ) -> None:
+        """The others go on, with their KV cache, while it is being paused, or has just been looked at."""
+        survivor = first_engine(fleet)
+
+        def go_on() -> None:
+            survivor.paused, survivor.kv_cache = False, "resident"
+
+        start = fleet._start_engine
+
+        def prepared(slot: int, changes: Any) -> Any:
+            engine = start(slot, changes)
+            engine.then[method] = go_on
+            return engine
+
+        monkeypatch.setattr(fleet._supervisor, "_start", prepared)
+        fleet._runner.call(fleet.started[1][0].dead.set)
+        fleet.wait_for_all()
+        successor, _ = fleet.started[2]
+        wait_until(lambda: (successor.paused, successor.kv_cache) == (False, "resident"), "it goes on too")
 
     def test_one_that_did_not_commit_what_the_other_did_is_replaced(self, fleet: ScriptedFleet) -> None:
         fleet.started[1][0].faults["commit"] = EngineError("it failed")

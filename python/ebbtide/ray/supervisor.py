@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ebbtide.ray.controller import FleetController, Replica, replica_name
 from ebbtide.ray.engine import RayEngine
@@ -146,9 +146,15 @@ class Supervisor:
     async def _admit(self, replica: Replica) -> str:
         """Let a new replica serve, once it is as those that live; what it has to wait for, or nothing."""
         async with self._controller.without_updates():
-            obstacle = await bring_up_to_date(replica, self._controller.living)
+            peers = self._controller.living
+            obstacle = await bring_up_to_date(replica, peers)
             if not obstacle:
                 self._controller.admit(replica)
+                # A pause or a release that came meanwhile was not for this one.
+                for peer in peers:
+                    if not peer.has_died.is_set():
+                        await imitate(replica, peer)
+                        break
             return obstacle
 
     def _note_change(self) -> None:
@@ -191,7 +197,7 @@ async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> str:
             *(replica.name, peer.name, num_bytes, time.monotonic() - began_s),
         )
         mine = await replica.ask("check_weights")
-        await _imitate(replica, state["state"])
+        await imitate(replica, peer)
     except ActorDied:
         if peer.engine is not replica.engine and await _lives(replica):
             return f"{peer.name}, which was to give its weights, has died"
@@ -203,13 +209,34 @@ async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> str:
     return ""
 
 
-async def _imitate(replica: Replica, state: Mapping[str, Any]) -> None:
-    """Pause and release what the others have paused and released."""
-    released = [tag for tag, report in state["tags"].items() if report["state"] == "released"]
-    if released:
-        await replica.ask("release_memory_occupation", released)
-    if state["generation"]["state"] == "paused":
-        await replica.ask("pause_generation", state["generation"]["mode"])
+async def imitate(replica: Replica, peer: Replica) -> None:
+    """Pause and release what a live one has paused and released; again, if that changes meanwhile."""
+    while (theirs := await _state(peer)) != (mine := await _state(replica)):
+        for method, tags in (
+            ("release_memory_occupation", theirs.released - mine.released),
+            ("resume_memory_occupation", mine.released - theirs.released),
+        ):
+            if tags:
+                await replica.ask(method, sorted(tags))
+        if theirs.is_paused:
+            await replica.ask("pause_generation", theirs.mode)
+        else:
+            await replica.ask("continue_generation")
+
+
+class _State(NamedTuple):
+    """Whether generation is paused, and which tags are released."""
+
+    is_paused: bool
+    released: frozenset[str]
+    mode: str
+
+
+async def _state(replica: Replica) -> _State:
+    state = (await replica.ask("server_info"))["state"]
+    generation = state["generation"]
+    released = frozenset(tag for tag, report in state["tags"].items() if report["state"] == "released")
+    return _State(generation["state"] == "paused", released, generation.get("mode") or "")
 
 
 async def _lives(replica: Replica) -> bool:
