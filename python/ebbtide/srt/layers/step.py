@@ -34,7 +34,10 @@ class Kernels:
     @classmethod
     def for_(cls, device: torch.device, dtype: torch.dtype) -> Kernels:
         """The kernels for a model of this dtype."""
-        return ON_GPU if device.type == "cuda" and dtype == torch.bfloat16 else LIBRARIES
+        if device.type != "cuda":
+            return LIBRARIES
+        # Only those of tokens in 8 bits take another type than bfloat16.
+        return ON_GPU if dtype == torch.bfloat16 else Kernels(few_quantized=ON_GPU.few_quantized)
 
 
 # As measured on an H200 by bench/gpu_small_batch.py.
