@@ -128,6 +128,20 @@ def test_another_precision_is_one_subclass() -> None:
     torch.testing.assert_close(linear.gated(inputs_of(x, norm), "silu", STEP).tensor(), F.silu(gate) * up)
 
 
+def test_a_norm_is_of_the_residual_as_it_was_when_it_was_taken() -> None:
+    torch.manual_seed(4)
+    stream, norm, linear = Residual(torch.randn(T, D)), make_norm(0.0), make_linear(O, biased=False)
+    taken = stream.normed(norm)
+    expected = F.linear(normalised(stream.read()[0], norm), linear.weight)
+    torch.testing.assert_close(linear(taken, STEP), expected)
+    torch.testing.assert_close(linear(taken, STEP), expected)  # for another product too
+
+    stream.add(torch.ones(T, D))
+
+    with pytest.raises(AssertionError, match="the residual has changed"):
+        linear(taken, STEP)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes bfloat16 here")  # noqa: TID251
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("num_tokens", [1, 3])

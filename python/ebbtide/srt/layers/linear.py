@@ -50,7 +50,7 @@ class Inputs:
             self.x_TD = x
         else:
             self.norm = x.norm
-            self.x_TD, self.started = x.read()
+            self.x_TD, self.started = x.read(x.norm)
 
     def tensor(self) -> Tensor:
         """norm(x), or x."""
@@ -63,8 +63,8 @@ class Linear(nn.Module):
     Few tokens on a GPU take kernels of their own (`small_batch`): a layer then costs the time to read its
     weights and to start and drain each kernel, which they save. Everything else is a library's.
 
-    A subclass whose weight is stored otherwise gives its own `multiply` and `multiply_onto`, and the `scales`
-    that kernels for few tokens are to know of; gates, residuals and ranks are the same for all.
+    A subclass whose weight is stored otherwise gives its own `multiply`, `multiply_onto` and `takes_few`, and
+    the `scales` that kernels for few tokens know; gates, residuals and ranks are the same for all.
 
     Parameters are made on the meta device; the weight store gives them memory.
 

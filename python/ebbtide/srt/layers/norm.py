@@ -114,15 +114,17 @@ class Residual:
         x_TD: owned by the stream, which is added up in place.
     """
 
-    __slots__ = ("_waiting", "_x_TD")
+    __slots__ = ("_waiting", "_x_TD", "num_changes")
 
     def __init__(self, x_TD: Tensor) -> None:
         self._x_TD = x_TD
+        self.num_changes = 0
         self._waiting: Addend | None = None
 
     def add(self, addend: Addend | Tensor) -> None:
         """residual += addend."""
         x_TD, _ = self.read()
+        self.num_changes += 1
         if isinstance(addend, Tensor):
             x_TD += addend
         else:
@@ -136,6 +138,7 @@ class Residual:
         """Drop all rows but these; None: keep all."""
         if rows_M is not None:
             self._x_TD = self.read()[0][rows_M]
+            self.num_changes += 1
 
     def read(self, then: RMSNorm | None = None) -> tuple[Tensor, Started | None]:
         """The stream [T, D] with everything added, and what was computed of the norm that follows."""
@@ -144,17 +147,21 @@ class Residual:
 
 
 class NormedResidual:
-    """norm(residual), to be read once: by a product that computes the norm itself, or as a tensor."""
+    """norm(residual), read before more is added: by a product that computes it itself, or as a tensor."""
 
-    __slots__ = ("_residual", "norm")
+    __slots__ = ("_num_changes", "_residual", "norm")
 
     def __init__(self, residual: Residual, norm: RMSNorm) -> None:
         self._residual, self.norm = residual, norm
+        self._num_changes = residual.num_changes
 
-    def read(self) -> tuple[Tensor, Started | None]:
-        """The residual [T, D], and what was computed of its norm."""
-        return self._residual.read(self.norm)
+    def read(self, then: RMSNorm | None = None) -> tuple[Tensor, Started | None]:
+        """The residual [T, D], and what was computed of a norm on the way to it."""
+        assert self._num_changes == self._residual.num_changes, (
+            "the residual has changed since its norm was taken"
+        )
+        return self._residual.read(then)
 
     def tensor(self) -> Tensor:
         """norm(residual), [T, D]."""
-        return self.norm(self._residual.read()[0])  # type: ignore[no-any-return]
+        return self.norm(self.read()[0])  # type: ignore[no-any-return]
