@@ -69,8 +69,8 @@ $(INSTALLED): python/pyproject.toml
 
 install: $(INSTALLED)
 
-# What reads the sources runs beside the tests: much of a test's time is waiting.
-test: $(INSTALLED)
+# What reads the sources runs beside the tests: much of a test's time is waiting. Nothing is installed meanwhile.
+test: $(INSTALLED) $(VENV)/.installed-docs
 	@$(MAKE) --no-print-directory --jobs=2 static tests
 	@echo "all good"
 
