@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from ebbtide.srt.server_args import argument_specs
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")
 MARKER = re.compile(r"^<!-- made: (\w+) -->$", re.M)
+SOURCE = re.compile(r"\s*(?:Source: )?wire_api section [\d.]*\d\.?")
 CODE = re.compile(r"^```.*?^```$", re.M | re.S)
 
 
@@ -94,7 +97,7 @@ def _http() -> Iterator[str]:
         yield f"## {tag[0].upper()}{tag[1:]}\n"
         for path, method, operation in operations:
             yield f"### `{method} {path}`\n"
-            yield f"{operation['summary']} Key: {access_of(path).value}.\n"
+            yield f"{_described(operation['summary'])} Key: {access_of(path).value}.\n"
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
             yield from _fields("Body", body.get("schema", {}))
             query = {one["name"]: one["schema"] for one in operation.get("parameters", ())}
@@ -104,7 +107,14 @@ def _http() -> Iterator[str]:
     yield "## Objects\n"
     for name, schema in sorted(schemas.items()):
         yield f"### {name}\n"
+        yield f"{_described(schema.get('description', ''))}\n"
         yield from _fields("Field", schema)
+
+
+def _described(docstring: str) -> str:
+    """A docstring as Markdown: what is indented in it is a list, and what it was specified by is left out."""
+    text = SOURCE.sub("", inspect.cleandoc(docstring))
+    return re.sub(r"^    (?=\S)", "- ", text.replace(":\n    ", ":\n\n    "), flags=re.M)
 
 
 def _fields(heading: str, schema: Any) -> Iterator[str]:
@@ -117,7 +127,13 @@ def _fields(heading: str, schema: Any) -> Iterator[str]:
     yield f"| {heading} | type | default |\n|---|---|---|"
     required = schema.get("required", ())
     for name, field in schema["properties"].items():
-        default = "required" if name in required else f"`{field['default']}`" if "default" in field else ""
+        default = (
+            "required"
+            if name in required
+            else f"`{json.dumps(field['default'])}`"
+            if "default" in field
+            else ""
+        )
         yield f"| `{name}` | {_type(field)} | {default} |"
     yield ""
 
@@ -128,12 +144,13 @@ def _type(schema: Any) -> str:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(map(_type, schema["anyOf"])))
+        parts = [part for one in schema["anyOf"] for part in _type(one).split(" or ")]
+        return " or ".join(dict.fromkeys(parts))
     if "enum" in schema:
         return " or ".join(f"`{value}`" for value in schema["enum"])
     kind = schema.get("type", "any")
     if kind == "array" and isinstance(schema.get("items"), dict):
-        return f"list of {_type(schema['items'])}"
+        return f"list of {_type(schema['items'])}".replace(" or ", "/")
     return " or ".join(kind) if isinstance(kind, list) else str(kind)
 
 
