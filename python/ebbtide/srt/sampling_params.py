@@ -74,7 +74,7 @@ class Field:
 
     @property
     def openai_schema(self) -> Schema:
-        """The keywords beside its type in the document of OpenAI's requests."""
+        """The keywords that go with its type in the document of OpenAI's requests."""
         dropped = ("not",) if self.zero is not None else ()
         return {name: value for name, value in self.check.schema.items() if name not in dropped}
 
@@ -370,8 +370,7 @@ class SamplingParams:
     def from_dict(cls, given: Mapping[str, Any]) -> Self:
         """Build from a JSON object, refusing unknown keys: a misspelt one would change a rollout silently.
 
-        Raises:
-            RequestRejected: status 400; an unknown key (the message lists the valid ones) or a bad value.
+        Raises RequestRejected: status 400; an unknown key (the message lists the valid ones) or a bad value.
         """
         if not isinstance(given, Mapping):
             raise RequestRejected(f"sampling_params: expected an object, got {_shown(given)}")
@@ -399,7 +398,9 @@ class SamplingParams:
         for kind in GRAMMAR_KINDS:
             value = getattr(self, kind)
             if value is not None:
-                return GrammarSpec(kind, _one_of(value) if kind == "choice" else value)
+                if kind == "choice":
+                    value = "root ::= " + " | ".join(map(json.dumps, value))
+                return GrammarSpec(kind, value)
         return None
 
     @property
@@ -413,11 +414,6 @@ class SamplingParams:
         if self.stop_token_ids is None:
             return frozenset()
         return frozenset(token_id for token_id in self.stop_token_ids if token_id is not None)
-
-
-def _one_of(texts: Sequence[str]) -> str:
-    """A grammar of these texts."""
-    return "root ::= " + " | ".join(json.dumps(text) for text in texts)
 
 
 def _field_of(declared: dataclasses.Field[Any], types: Mapping[str, Any]) -> Field:

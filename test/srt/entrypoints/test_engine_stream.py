@@ -11,7 +11,7 @@ import pytest
 from fixtures.logprobs import PositionLogprobs, columns
 from fixtures.scripted_engine import Engine, start
 
-from ebbtide.srt.entrypoints.engine_stream import EngineStream
+from ebbtide.srt.entrypoints.engine import EngineStream
 from ebbtide.srt.entrypoints.loop_thread import LoopThread
 from ebbtide.srt.heap import NUM_FROZEN_BY_OWNER, HeapHold
 from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, StreamedTokens, TextOutput

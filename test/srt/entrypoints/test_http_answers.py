@@ -2,12 +2,18 @@
 
 import asyncio
 import json
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fixtures.deadlines import HANG_S
 from starlette.requests import ClientDisconnect
 
 from ebbtide.srt.entrypoints.http_answers import answer_events, answer_whole, while_connected
+from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
+from ebbtide.srt.entrypoints.openai.requests import completion_call
+from ebbtide.srt.entrypoints.openai.routes import answer_call
 
 
 async def leaving() -> dict[str, Any]:
@@ -110,3 +116,37 @@ def test_a_stream_that_fails_ends_with_an_error_and_the_end_of_all_streams() -> 
     assert chunks == [b'data: {"text":"a"}'] * 2
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 500
     assert (done, nothing) == (b"data: [DONE]", b"")
+
+
+def test_the_event_loop_goes_on_while_an_answer_of_many_outputs_is_written() -> None:
+    meta = {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0}
+    outputs = [{"text": "a", "output_ids": [1], "meta_info": meta}] * (OUTPUTS_AT_ONCE + 1)
+    goes_on = threading.Event()
+
+    class Generation:
+        async def result(self) -> Any:
+            return outputs
+
+    class Writer:
+        def answer(self, pieces: Any, usage: Any) -> Any:
+            assert goes_on.wait(HANG_S)
+            return {"num_choices": len(pieces)}
+
+    async def script() -> bytes:
+        async def staying() -> dict[str, Any]:
+            return await asyncio.get_running_loop().create_future()
+
+        async def prepare(*args: Any, **options: Any) -> Generation:
+            return Generation()
+
+        async def note_all(result: Any) -> None:
+            asyncio.get_running_loop().call_soon(goes_on.set)
+
+        manager = SimpleNamespace(prepare=prepare, in_thread=asyncio.to_thread)
+        service: Any = SimpleNamespace(manager=manager, metrics=SimpleNamespace(note_all=note_all))
+        request: Any = SimpleNamespace(receive=staying, client=None, headers={})
+        call = completion_call({"prompt": [1], "n": len(outputs)}, "tide", None)
+        writer: Any = Writer()
+        return bytes((await answer_call(service, request, call, writer, "int32")).body)
+
+    assert json.loads(asyncio.run(script())) == {"num_choices": len(outputs)}

@@ -9,7 +9,7 @@ from fixtures.eight_bits import COMPRESSED_TENSORS, QUANTIZATION_CONFIG
 
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.information import arguments
-from ebbtide.srt.entrypoints.vllm.information import vllm_sections
+from ebbtide.srt.entrypoints.vllm.routes import vllm_sections
 from ebbtide.srt.server_args import ServerArgs
 
 

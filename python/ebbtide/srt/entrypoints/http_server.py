@@ -43,11 +43,10 @@ from ebbtide.srt.entrypoints.http_answers import (
     client_of,
     error_answer,
 )
-from ebbtide.srt.entrypoints.information import WeightVersion
+from ebbtide.srt.entrypoints.information import WeightVersion, load_summaries
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.node_server import launch_node
 from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, is_main_thread, raising_signals
-from ebbtide.srt.entrypoints.loads import load_summaries
 from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.entrypoints.metrics.tracing import TraceContext
@@ -58,8 +57,7 @@ from ebbtide.srt.entrypoints.openapi import openapi_document
 from ebbtide.srt.entrypoints.pages import pages
 from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.entrypoints.vllm.information import ServerInfoQuery, vllm_sections
-from ebbtide.srt.entrypoints.vllm.routes import VllmApi
+from ebbtide.srt.entrypoints.vllm.routes import ServerInfoQuery, VllmApi, vllm_sections
 from ebbtide.srt.entrypoints.welcome import show_welcome
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
 from ebbtide.srt.file_limit import raise_file_limit

@@ -54,8 +54,7 @@ class MemoryOccupation(EngineState, kw_only=True):
 def engine_state(state: StateReport, parallel: ParallelConfig) -> EngineState:
     """The state and the memory of the whole engine. Reads /proc: milliseconds where much is mapped.
 
-    Raises:
-        EngineError: the process of a rank has ended.
+    Raises EngineError: the process of a rank has ended.
     """
     return _engine_state(state, _measured_ranks(state, parallel), parallel)
 
@@ -63,8 +62,7 @@ def engine_state(state: StateReport, parallel: ParallelConfig) -> EngineState:
 def memory_occupation(state: StateReport, parallel: ParallelConfig) -> MemoryOccupation:
     """The same, and that of every rank: the body of `GET /memory_occupation`.
 
-    Raises:
-        EngineError: the process of a rank has ended.
+    Raises EngineError: the process of a rank has ended.
     """
     devices = _measured_ranks(state, parallel)
     whole = _engine_state(state, devices, parallel)

@@ -12,8 +12,7 @@ from ebbtide.srt.entrypoints import bodies
 from ebbtide.srt.entrypoints.auth import Access, access_of
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES
 from ebbtide.srt.entrypoints.drain import DrainReply, DrainRequest
-from ebbtide.srt.entrypoints.information import ModelInfo, ServerInfo, WeightVersion
-from ebbtide.srt.entrypoints.loads import Loads, LoadSummary
+from ebbtide.srt.entrypoints.information import Loads, LoadSummary, ModelInfo, ServerInfo, WeightVersion
 from ebbtide.srt.entrypoints.occupation import MemoryOccupation
 from ebbtide.srt.entrypoints.openai.protocol import (
     ChatCompletion,
@@ -27,10 +26,9 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 from ebbtide.srt.entrypoints.openai.tokenization import DetokenizeRequest, Texts, TokenizeRequest, Tokens
 from ebbtide.srt.entrypoints.request_schemas import refine
 from ebbtide.srt.entrypoints.transition import TransitionReply, TransitionRequest
-from ebbtide.srt.entrypoints.vllm.information import ServerInfoQuery
+from ebbtide.srt.entrypoints.vllm.generate import TokensAnswer, TokensRequest
 from ebbtide.srt.entrypoints.vllm.published import FetchInfo
-from ebbtide.srt.entrypoints.vllm.routes import GENERATE_PATHS, ROUTES
-from ebbtide.srt.entrypoints.vllm.tokens_protocol import TokensAnswer, TokensRequest
+from ebbtide.srt.entrypoints.vllm.routes import GENERATE_PATHS, ROUTES, ServerInfoQuery
 from ebbtide.srt.entrypoints.vllm.weight_transfer import InitInfo, LendingInfo
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.io_struct import ControlRequest, Reply
@@ -46,7 +44,7 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Route:
-    """One path.
+    """One path, or several that mean the same.
 
     Attributes:
         request: type of the body, or of the query of a GET; None if there is neither.
@@ -55,7 +53,7 @@ class Route:
         media_type: of an answer that is no JSON.
     """
 
-    path: str
+    paths: str | tuple[str, ...]
     methods: tuple[str, ...]
     tag: str
     summary: str
@@ -87,14 +85,15 @@ _ROUTES = (
         *("/v1/chat/completions", POST, "OpenAI", "Answer a conversation."),
         *(ChatCompletionRequest, ChatCompletion, ChatCompletionChunk),
     ),
-    *(
-        Route(path, POST, "OpenAI", "Token ids of texts or of a conversation.", TokenizeRequest, Tokens)
-        for path in ("/tokenize", "/v1/tokenize")
+    Route(
+        ("/tokenize", "/v1/tokenize"),
+        POST,
+        "OpenAI",
+        "Token ids of texts or of a conversation.",
+        TokenizeRequest,
+        Tokens,
     ),
-    *(
-        Route(path, POST, "OpenAI", "Texts of token ids.", DetokenizeRequest, Texts)
-        for path in ("/detokenize", "/v1/detokenize")
-    ),
+    Route(("/detokenize", "/v1/detokenize"), POST, "OpenAI", "Texts of token ids.", DetokenizeRequest, Texts),
     Route("/v1/models", GET, "OpenAI", "The model that is served.", None, ModelList),
     Route("/v1/models/{model}", GET, "OpenAI", "The model of this name.", None, ModelCard),
     Route("/health", GET, "information", "Whether every process lives and turns, asleep or not."),
@@ -104,13 +103,14 @@ _ROUTES = (
         *("/metrics", GET, "information", "Prometheus metrics; needs --enable-metrics.", None, str),
         media_type="text/plain",
     ),
-    *(
-        Route(path, GET, "information", "The model.", None, ModelInfo)
-        for path in ("/model_info", "/get_model_info")
-    ),
-    *(
-        Route(path, GET, "information", "Arguments and state of the server.", ServerInfoQuery, ServerInfo)
-        for path in ("/server_info", "/get_server_info")
+    Route(("/model_info", "/get_model_info"), GET, "information", "The model.", None, ModelInfo),
+    Route(
+        ("/server_info", "/get_server_info"),
+        GET,
+        "information",
+        "Arguments and state of the server.",
+        ServerInfoQuery,
+        ServerInfo,
     ),
     Route("/memory_occupation", GET, "information", "Memory by tag.", None, MemoryOccupation),
     Route("/v1/loads", GET, "information", "What every replica has to do.", LoadsQuery, Loads),
@@ -124,9 +124,8 @@ _ROUTES = (
         *("/transition", POST, "control", "Several control requests in order; may be sent again."),
         *(TransitionRequest, TransitionReply),
     ),
-    *(
-        Route(path, POST, "vLLM", "Generate from token ids.", TokensRequest, TokensAnswer, TokensAnswer)
-        for path in GENERATE_PATHS
+    Route(
+        GENERATE_PATHS, POST, "vLLM", "Generate from token ids.", TokensRequest, TokensAnswer, TokensAnswer
     ),
     *(
         Route(route.path, (route.method,), "vLLM", route.summary, route.parameters, dict[str, Any])
@@ -141,7 +140,10 @@ def openapi_document() -> Schema:
     schemas = _Schemas(routes)
     paths: dict[str, Schema] = {}
     for route in routes:
-        paths[route.path] = {method.lower(): _describe(route, method, schemas) for method in route.methods}
+        for path in (route.paths,) if isinstance(route.paths, str) else route.paths:
+            paths[path] = {
+                method.lower(): _describe(route, path, method, schemas) for method in route.methods
+            }
     return {
         "openapi": "3.1.0",
         "info": {"title": "Ebbtide", "version": __version__},
@@ -161,8 +163,8 @@ def _control_route(path: str, kind: type[ControlRequest]) -> Route:
         reply = get_type_hints(row.reply)[row.body_field]
     if row.body_if is not None:
         own = [name for name in row.reply.__struct_fields__ if name not in Reply.__struct_fields__]
-        told = ", ".join(f"`{name}`" for name in own)
-        reply, summary = None, f"{summary} Only with `{row.body_if}` there is a body: {told}."
+        names = ", ".join(f"`{name}`" for name in own)
+        reply, summary = None, f"{summary} Only with `{row.body_if}` there is a body: {names}."
     return Route(path, row.methods, "control", summary, kind, reply)
 
 
@@ -223,9 +225,9 @@ def _drop_tag(name: str, schema: Schema) -> None:
         schema["required"] = [field for field in schema["required"] if field != "type"]
 
 
-def _describe(route: Route, method: str, schemas: _Schemas) -> Schema:
+def _describe(route: Route, path: str, method: str, schemas: _Schemas) -> Schema:
     described: Schema = {
-        "operationId": f"{method.lower()}_{route.path.strip('/').replace('/', '_') or 'root'}",
+        "operationId": f"{method.lower()}_{path.strip('/').replace('/', '_') or 'root'}",
         "tags": [route.tag],
         "summary": route.summary,
         "responses": {
@@ -236,12 +238,12 @@ def _describe(route: Route, method: str, schemas: _Schemas) -> Schema:
             },
         },
     }
-    if access_of(route.path) is not Access.OPEN:
+    if access_of(path) is not Access.OPEN:
         # A server may have been started without keys.
         described["security"] = [{"key": []}, {}]
     parameters = (
         [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
-        if "{model}" in route.path
+        if "{model}" in path
         else []
     )
     if route.request is not None and method == "GET":

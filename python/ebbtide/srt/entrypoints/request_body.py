@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import binascii
 import re
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -35,7 +35,7 @@ class BodyReader:
 
     Args:
         max_held_bytes: of all that are being read or decoded; more where one alone may be longer.
-        patience_s: how long a client may send nothing, and how long it may take for a body, beside a second
+        patience_s: how long a client may send nothing, and how long it may take for a body, plus a second
             for each `LEAST_BYTES_PER_S`.
     """
 
@@ -133,8 +133,7 @@ def _plain(value: msgspec.Raw) -> Any:
 def _numbers(listed: bytes) -> list[Any]:
     """A list that begins with a number, without its brackets. What else is in it is decoded as well.
 
-    Raises:
-        msgspec.DecodeError: a piece is no JSON.
+    Raises msgspec.DecodeError: a piece is no JSON.
     """
     numbers: list[Any] = []
     start = 0
@@ -176,3 +175,28 @@ def _binary(item: msgspec.Raw) -> Any:
         end += len(piece)
     # Padding in the middle makes a piece shorter than it should be.
     return decoded if end == len(decoded) else msgspec.json.decode(item)
+
+
+# Header → the field that it stands for.
+_NUMBERS: Final = {"X-data-parallel-rank": "routed_dp_rank", "X-Request-Priority": "priority"}
+
+
+def with_headers(fields: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    """A request's fields, and what its headers say. Of numbers the body's win, of ids the header's does.
+
+    Args:
+        headers: by their names in lower case, or in any.
+
+    Raises:
+        RequestRejected: 400, a header that is no number.
+    """
+    merged = dict(fields)
+    for header, name in _NUMBERS.items():
+        given = headers.get(header.lower())
+        if given is None or merged.get(name) is not None:
+            continue
+        if re.fullmatch(r"-?\d{1,19}", given) is None:
+            raise RequestRejected(f"{header}: expected a number, got {given[:100]!r}")
+        merged[name] = int(given)
+    request_id = headers.get("x-request-id")
+    return merged if not request_id else {**merged, "request_id": request_id}

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from ebbtide.srt.entrypoints.loads import SECTIONS
+from ebbtide.srt.entrypoints.information import SECTIONS
 from ebbtide.srt.entrypoints.transition import STEPS
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS
 from ebbtide.srt.sampling_params import FIELDS as SAMPLING_FIELDS
 
 Schema = dict[str, Any]
 
-# Keywords beside a field's type: each is about values of one type, and says nothing of null.
+# Keywords that go with a field's type: each is about values of one type, and says nothing of null.
 FROM_0: Final[Schema] = {"minimum": 0}
 FROM_1: Final[Schema] = {"minimum": 1}
 ABOVE_0: Final[Schema] = {"exclusiveMinimum": 0}

@@ -13,10 +13,17 @@ import msgspec
 
 from ebbtide.srt.config import ANY_NAME, EngineConfig
 from ebbtide.srt.entrypoints.drain import DRAINING, Drain, DrainReply
-from ebbtide.srt.entrypoints.information import StartupTime, model_info, server_info
+from ebbtide.srt.entrypoints.information import (
+    StartupTime,
+    load_totals,
+    loads_body,
+    loads_of_rank,
+    model_info,
+    server_info,
+    wanted_sections,
+)
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
-from ebbtide.srt.entrypoints.loads import load_totals, loads_body, loads_of_rank, wanted_sections
 from ebbtide.srt.entrypoints.metrics.operations import OPERATIONS, TRANSITION
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.entrypoints.metrics.timeline import Timeline
@@ -149,7 +156,7 @@ class EngineService:
 
         Args:
             on_death: called in this loop, with the reason, when a process has ended by itself. By then
-                everything that waited has been told.
+                everything that waited has its error.
             on_drained: called in this loop when a drain has come to its end.
         """
         self._drain.on_end = on_drained
@@ -274,8 +281,7 @@ class EngineService:
     def require_model(self, name: object) -> None:
         """Refuse a request for another model than this one; it names it by a name or a path.
 
-        Raises:
-            RequestRejected: 404.
+        Raises RequestRejected: 404.
         """
         model = self.config.model
         known = {*model.names_answered, self.state.model_path}
@@ -292,12 +298,9 @@ class EngineService:
         """Carry out a control request given as loose fields; returns the body of the reply.
 
         Args:
-            kind: a member of `AnyControlRequest`.
             vote: see `ControlClient.call`.
 
-        Raises:
-            RequestRejected: refused, nothing has changed.
-            EngineError: the engine failed.
+        Raises RequestRejected: refused, nothing has changed; EngineError: the engine failed.
         """
         return (await self.answer(kind, fields, vote)).body
 
@@ -335,8 +338,7 @@ class EngineService:
     async def check_health(self) -> None:
         """Return if the loop of every rank turns, paused and asleep included.
 
-        Raises:
-            EngineError: otherwise.
+        Raises EngineError: otherwise.
         """
         await self.manager.control.call(PingReqInput(), HEALTH_TIMEOUT_S)
 
@@ -379,14 +381,9 @@ class EngineService:
     async def loads_body(
         self, include: Sequence[str] = (), dp_rank: int | str | None = None
     ) -> dict[str, Any]:
-        """The body of `GET /v1/loads`.
+        """The body of `GET /v1/loads`: these sections, see `wanted_sections`, of one replica or of all.
 
-        Args:
-            include: sections, see `wanted_sections`.
-            dp_rank: of this replica alone.
-
-        Raises:
-            RequestRejected: 400, there is no such section or replica.
+        Raises RequestRejected: 400, there is no such section or replica.
         """
         sections = wanted_sections(include)
         loads = loads_of_rank(await self.loads(), dp_rank)

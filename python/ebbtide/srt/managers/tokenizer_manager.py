@@ -63,7 +63,7 @@ NUM_TOKENIZING_THREADS: Final = 4
 # Characters of a batch that are tokenized in one go.
 PIECE_CHARACTERS: Final = 1 << 16
 # Tokens of a batch that are checked, or sent, before the event loop goes on. A prompt or a message costs as
-# much as so many tokens besides its own.
+# much as `OVERHEAD_TOKENS` tokens more than its own.
 PIECE_TOKENS: Final = 1 << 16
 OVERHEAD_TOKENS: Final = 1 << 8
 
@@ -178,7 +178,7 @@ class TokenizerManager:
 
         Args:
             render: makes the prompt; see `RequestNormalizer.draft`.
-            routed_form: how routed experts are told.
+            routed_form: how routed experts are encoded.
             is_incremental: whether the chunks of a stream hold only what is new; None: as the server's do.
             client: who asks: grammars of different hosts are compiled in turns, and outputs are continued by
                 those who bring the same key.
@@ -246,8 +246,7 @@ class TokenizerManager:
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run what would hold up the event loop in a thread, one of those that tokenize.
 
-        Raises:
-            EngineDown: the engine is gone; whatever the work was, nobody waits for it.
+        Raises EngineDown: the engine is gone; whatever the work was, nobody waits for it.
         """
         self._check_alive()
         return await self._unless_down(asyncio.get_running_loop().run_in_executor(self._threads, work))
@@ -255,8 +254,7 @@ class TokenizerManager:
     async def worked_on(self, fields: Mapping[str, Any], work: Callable[[], T]) -> T:
         """What comes of a request's fields; worked out in a thread if they hold much.
 
-        Raises:
-            EngineDown: the engine is gone.
+        Raises EngineDown: the engine is gone.
         """
         return await self.in_thread(work) if _cost_of_fields(fields) > PIECE_TOKENS else work()
 
@@ -266,7 +264,7 @@ class TokenizerManager:
             self._check_alive()
             return running.result()
         finally:
-            # If it has not begun, it never will.
+            # If it has not started, it never will.
             running.cancel()
 
     async def _tokenize(self, draft: GenerationDraft) -> list[list[int]]:
@@ -285,8 +283,7 @@ class TokenizerManager:
     async def _grammars(self, draft: GenerationDraft, client: str) -> dict[str, bytes]:
         """The compiled grammars that the outputs of a request keep to, by key.
 
-        Raises:
-            RequestRejected: 400, one does not compile, or takes too long.
+        Raises RequestRejected: 400, one does not compile, or takes too long.
         """
         specs = {params.grammar for params in draft.params if params.grammar is not None}
         continued_ids = () if draft.continued is None else draft.continued.output_ids
@@ -326,11 +323,7 @@ class TokenizerManager:
             raise
 
     async def _next_turn(self, wait_s: float = 0.0) -> None:
-        """Let the event loop go on, for so long.
-
-        Raises:
-            EngineDown: the engine has gone meanwhile.
-        """
+        """Let the event loop go on, for so long. Raises EngineDown: the engine has gone meanwhile."""
         await asyncio.sleep(wait_s)
         self._check_alive()
 

@@ -24,7 +24,7 @@ from ebbtide.srt.entrypoints.openai.chat_template import (
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, within_limits
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
-from ebbtide.srt.entrypoints.routing_headers import with_headers
+from ebbtide.srt.entrypoints.request_body import with_headers
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def test_a_tokenizer_without_a_template_needs_one() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(RequestRejected, match="--chat-template"):
-        ChatTemplate(Tokenizer(tokenizer), None).render(
+        ChatTemplate(Tokenizer(tokenizer), None).prompt(
             [USER], tools=None, options={}, continue_final_message=False
         )
 

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import VllmOccupation
 from ebbtide.srt.entrypoints.vllm.parameters import PauseParameters, SleepParameters
 from ebbtide.srt.errors import EbbtideError, EngineDown, EngineError, RequestRejected
@@ -28,6 +29,7 @@ class ScriptedEngine:
         self.paused = paused
         self._errors = errors
 
+    @property
     def state(self) -> StateReport:
         return StateReport(
             paused=self.paused,
@@ -67,7 +69,7 @@ def test_a_call_that_does_not_succeed_leaves_generation_as_it_was(
     asked: SleepParameters | PauseParameters, kind: type[Any], error: EbbtideError, paused: PauseMode | None
 ) -> None:
     engine = ScriptedEngine({kind: error}, paused)
-    occupation = VllmOccupation(engine.control, engine.state)
+    occupation = VllmOccupation(cast("EngineService", engine))
     call = occupation.sleep(asked) if isinstance(asked, SleepParameters) else occupation.pause(asked)
     with pytest.raises(type(error)) as raised:
         asyncio.run(call)
@@ -81,5 +83,5 @@ def test_the_first_failure_is_told_where_the_pause_cannot_be_ended() -> None:
         {ReleaseMemoryOccupationReqInput: first, ContinueGenerationReqInput: second}, paused=None
     )
     with pytest.raises(EngineDown) as raised:
-        asyncio.run(VllmOccupation(engine.control, engine.state).sleep(SleepParameters(level=1)))
+        asyncio.run(VllmOccupation(cast("EngineService", engine)).sleep(SleepParameters(level=1)))
     assert raised.value is first

@@ -86,7 +86,7 @@ class VllmAliases(Collector):
     """Families of a registry under vLLM's names, and what only its engines tell of.
 
     Args:
-        model_name: the label of every sample; what is counted over all replicas is told as of engine 0.
+        model_name: the label of every sample; what is counted over all replicas has engine 0.
         page_size: tokens of a page, vLLM's block.
 
     Attributes:

@@ -109,11 +109,11 @@ class GcPauses(Collector):
         self._started_s: float | None = None
 
     def install(self) -> None:
-        """Be told of collections from now on."""
+        """Time collections from now on."""
         gc.callbacks.append(self._note)
 
     def remove(self) -> None:
-        """Be told no more. Idempotent."""
+        """Stop timing them. Idempotent."""
         if self._note in gc.callbacks:
             gc.callbacks.remove(self._note)
 

@@ -76,7 +76,7 @@ class VersionLag:
             self._last_commit.popitem(last=False)
 
     def of(self, version: str) -> int:
-        """Commits since that version; 0 for one whose commit has not been told of yet."""
+        """Commits since that version; 0 for one whose commit is not known yet."""
         return self._num_commits - self._last_commit.get(version, self._num_commits)
 
 
@@ -120,7 +120,7 @@ class ControlMetrics:
         version: that of the weights at the start.
 
     Attributes:
-        observers: told of each operation, and of each output that has ended.
+        observers: called for each operation, and for each output that has ended.
     """
 
     def __init__(self, registry: CollectorRegistry, version: str) -> None:
@@ -211,8 +211,7 @@ class ControlMetrics:
     async def observed(self, operation: str, work: Awaitable[T]) -> T:
         """Await an operation, and count how it ended. `operation`: of `OPERATIONS`, or `TRANSITION`.
 
-        Raises:
-            RequestRejected, EngineError: those of `work`.
+        Raises RequestRejected, EngineError: those of `work`.
         """
         began_s, started_s = time.time(), time.perf_counter()
         outcome, status, message = "failed", "500", ""
@@ -269,7 +268,7 @@ class ControlMetrics:
                 self._requests.labels(operation, effect).inc(num_requests)
 
     def _note_update(self, operation: str, reply: io_struct.UpdateWeightsReqOutput) -> None:
-        # The end of a session tells once more of what its updates have told.
+        # The end of a session repeats the numbers of its updates.
         if operation != OPERATIONS[io_struct.EndWeightUpdateReqInput]:
             placement = "staged" if reply.staged else "in_place"
             self._update_bytes.labels(operation, placement).inc(reply.num_bytes)

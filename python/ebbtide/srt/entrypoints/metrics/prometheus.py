@@ -27,6 +27,32 @@ LENGTH_BUCKETS = (
     *(10_000, 20_000, 50_000, 100_000, 200_000),
 )
 RETRACTION_BUCKETS = (0, 1, 2, 3, 5, 10, 20)
+# Of an output that has ended: name → key of its `meta_info`, and what is counted.
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of outputs that have ended."),
+    "cached_tokens": ("cached_tokens", "Prompt tokens from the prefix cache."),
+    "generation_tokens": ("completion_tokens", "Tokens generated."),
+    "num_retractions": ("num_retractions", "Times that an output gave up its KV."),
+    "nonfinite_logits": ("num_nonfinite", "Rows of logits that held NaN or +Inf."),
+}
+# Of each such output: name → keys of its `meta_info`, the first less the second, and what is observed.
+DURATIONS: Mapping[str, tuple[str, str | None, str]] = {
+    "e2e_request_latency_seconds": ("e2e_latency", None, "From arrival to the last token."),
+    "time_to_first_token_seconds": ("first_token_latency", None, "From arrival to the first token."),
+    "queue_time_seconds": ("queue_time", None, "From arrival to the first forward pass."),
+    "inference_seconds": ("e2e_latency", "queue_time", "From the first forward pass to the last token."),
+    "prefill_seconds": (
+        *("first_token_latency", "queue_time"),
+        "From the first forward pass to the first token.",
+    ),
+    "decode_seconds": ("e2e_latency", "first_token_latency", "From the first token to the last one."),
+}
+# Of each such output: name → key of its `meta_info`, buckets, and what is observed.
+SIZES: Mapping[str, tuple[str, Sequence[float], str]] = {
+    "output_prompt_tokens": ("prompt_tokens", LENGTH_BUCKETS, "Prompt tokens of each output."),
+    "output_generation_tokens": ("completion_tokens", LENGTH_BUCKETS, "Tokens of each output."),
+    "output_retractions": ("num_retractions", RETRACTION_BUCKETS, "Times that each output gave up its KV."),
+}
 # Outputs that are counted before the event loop goes on: some milliseconds of it.
 OUTPUTS_AT_ONCE = 256
 # Fields of `Load`, one value per replica.
@@ -51,7 +77,7 @@ class Metrics:
     Args:
         version: that of the weights at the start.
         aliases: whose names the text also has them under: sglang or vllm.
-        model_name, page_size: what vLLM's tell beside.
+        model_name, page_size: what vLLM's say in addition.
 
     Attributes:
         content_type: of the text.
@@ -69,36 +95,22 @@ class Metrics:
         self.gc_pauses = GcPauses(CONTROL_PREFIX + "gc_pause_seconds")
         self._registry.register(self.gc_pauses)
         self._requests = self._counter("num_requests", "Outputs that have ended.", "finish_reason")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of outputs that have ended.")
-        self._cached_tokens = self._counter("cached_tokens", "Prompt tokens from the prefix cache.")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._retractions = self._counter("num_retractions", "Times that an output gave up its KV.")
-        self._nonfinite = self._counter("nonfinite_logits", "Rows of logits that held NaN or +Inf.")
-        self._e2e_s = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.")
-        self._first_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self._counters = {name: (self._counter(name, text), key) for name, (key, text) in COUNTERS.items()}
+        # With the keys of their values: the first less the second.
+        self._histograms = [
+            (self._histogram(name, text, LATENCY_BUCKETS_S), end, start)
+            for name, (end, start, text) in DURATIONS.items()
+        ] + [
+            (self._histogram(name, text, buckets), key, None) for name, (key, buckets, text) in SIZES.items()
+        ]
         self._inter_token_s = WeightedHistogram(
             PREFIX + "inter_token_latency_seconds",
             "Between two tokens of an output: the mean of each output, counted for each of its gaps.",
             GAP_BUCKETS_S,
         )
         self._registry.register(self._inter_token_s)
-        self._queue_s = self._histogram("queue_time_seconds", "From arrival to the first forward pass.")
-        self._inference_s = self._histogram(
-            "inference_seconds", "From the first forward pass to the last token."
-        )
-        self._prefill_s = self._histogram(
-            "prefill_seconds", "From the first forward pass to the first token."
-        )
-        self._decode_s = self._histogram("decode_seconds", "From the first token to the last one.")
         self._token_s = self._histogram(
             "time_per_output_token_seconds", "Between two tokens: the mean of each output.", GAP_BUCKETS_S
-        )
-        self._prompt_lengths = self._histogram(
-            "output_prompt_tokens", "Prompt tokens of each output.", LENGTH_BUCKETS
-        )
-        self._lengths = self._histogram("output_generation_tokens", "Tokens of each output.", LENGTH_BUCKETS)
-        self._retractions_of_each = self._histogram(
-            "output_retractions", "Times that each output gave up its KV.", RETRACTION_BUCKETS
         )
         self._loads = {name: self._gauge(name, text, "dp_rank") for name, text in LOAD_GAUGES.items()}
         self._can_run = self._gauge("can_run", "1 if a forward pass may run now.")
@@ -161,33 +173,18 @@ class Metrics:
     def note(self, meta: Mapping[str, Any]) -> None:
         """Count an output that has ended, by its `meta_info`."""
         self._requests.labels(meta["finish_reason"]["type"]).inc()
-        self._prompt_tokens.inc(meta["prompt_tokens"])
-        self._cached_tokens.inc(meta["cached_tokens"])
-        self._generation_tokens.inc(meta["completion_tokens"])
-        self._retractions.inc(meta["num_retractions"])
-        self._nonfinite.inc(meta["num_nonfinite"])
-        self._prompt_lengths.observe(meta["prompt_tokens"])
-        self._lengths.observe(meta["completion_tokens"])
-        self._retractions_of_each.observe(meta["num_retractions"])
-        self._note_times(
-            meta["queue_time"], meta["first_token_latency"], meta["e2e_latency"], meta["completion_tokens"]
-        )
+        for counter, key in self._counters.values():
+            counter.inc(meta[key])
+        for histogram, end, start in self._histograms:
+            histogram.observe(meta[end] - (0 if start is None else meta[start]))
+        num_gaps = meta["completion_tokens"] - 1
+        if num_gaps > 0:
+            mean_s = (meta["e2e_latency"] - meta["first_token_latency"]) / num_gaps
+            self._token_s.observe(mean_s)
+            self._inter_token_s.observe(mean_s, num_gaps)
         self.control.note_spans(meta["weight_versions"])
         for observer in self.control.observers:
             observer.note_output(meta)
-
-    def _note_times(self, queue_s: float, first_s: float, e2e_s: float, num_tokens: int) -> None:
-        """Count an output's times, each from its arrival."""
-        self._queue_s.observe(queue_s)
-        self._first_s.observe(first_s)
-        self._e2e_s.observe(e2e_s)
-        self._inference_s.observe(e2e_s - queue_s)
-        self._prefill_s.observe(first_s - queue_s)
-        self._decode_s.observe(e2e_s - first_s)
-        if num_tokens > 1:
-            mean_s = (e2e_s - first_s) / (num_tokens - 1)
-            self._token_s.observe(mean_s)
-            self._inter_token_s.observe(mean_s, num_tokens - 1)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, help_text, labels, registry=self._registry)
@@ -195,9 +192,7 @@ class Metrics:
     def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
         return Gauge(PREFIX + name, help_text, labels, registry=self._registry)
 
-    def _histogram(
-        self, name: str, help_text: str, buckets: Sequence[float] = LATENCY_BUCKETS_S
-    ) -> Histogram:
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, help_text, registry=self._registry, buckets=buckets)
 
 

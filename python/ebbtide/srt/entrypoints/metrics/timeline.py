@@ -16,21 +16,12 @@ from ebbtide.srt.errors import EngineError
 MAX_OPERATIONS: Final = 512
 MAX_SAMPLES: Final = 1800
 SAMPLE_INTERVAL_S: Final = 1.0
-# A viewer that has not read so many events is not reading: a page that was left open on a sleeping machine.
+# A viewer with this many unread events does not read: a page that was left open on a sleeping machine.
 MAX_UNREAD: Final = 256
 # What a reply tells that is worth a line on the page.
 _REPLY_FIELDS: Final = (
-    "stall_ms",
-    "num_bytes",
-    "staged",
-    "weight_version",
-    "new_version",
-    "num_retracted",
-    "num_parked",
-    "num_aborted",
-    "freed_bytes",
-    "mapped_bytes",
-    "moved_bytes",
+    *("stall_ms", "num_bytes", "staged", "weight_version", "new_version"),
+    *("num_retracted", "num_parked", "num_aborted", "freed_bytes", "mapped_bytes", "moved_bytes"),
 )
 
 Event = dict[str, Any]
@@ -59,14 +50,14 @@ class Timeline:
         return self._note_ended
 
     def _note_ended(self, ended: EndedOperation) -> None:
-        told = ((name, getattr(ended.reply, name, None)) for name in _REPLY_FIELDS)
+        numbers = ((name, getattr(ended.reply, name, None)) for name in _REPLY_FIELDS)
         event: Event = {
             "operation": ended.operation,
             "started_s": ended.started_s,
             "duration_s": ended.duration_s,
             "outcome": ended.outcome,
             "message": ended.message,
-            **{name: value for name, value in told if value},
+            **{name: value for name, value in numbers if value},
         }
         self._operations.append(event)
         self._publish({"operation": event})

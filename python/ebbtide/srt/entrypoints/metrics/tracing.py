@@ -159,8 +159,7 @@ class TraceContext:
 def open_tracing(args: ServerArgs) -> Tracing | None:
     """Tracing to the collector that the arguments name; None without `--enable-trace`.
 
-    Raises:
-        ConfigurationError: the libraries are not installed.
+    Raises ConfigurationError: the libraries are not installed.
     """
     if not args.enable_trace:
         return None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from msgspec import UNSET, Struct, UnsetType, convert
 
-from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, floored, prompt_logprobs
 from ebbtide.srt.entrypoints.openai.protocol import (
     AnswerMetadata,
     AssistantMessage,
@@ -21,6 +20,8 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     PromptTokensDetails,
     TokenLogprob,
     ToolCallBody,
@@ -32,6 +33,8 @@ from ebbtide.srt.entrypoints.openai.tool_use import AnswerReader
 from ebbtide.srt.managers.api.flat_logprobs import flat_top_logprobs
 from ebbtide.srt.managers.api.live_generation import Triple
 
+# What stands for a token that cannot be chosen.
+NEVER_LOGPROB: Final = -9999.0
 # This character stands for a part of one.
 REPLACEMENT = "\ufffd"
 
@@ -56,7 +59,7 @@ class Piece(Struct, frozen=True):
     meta: Mapping[str, Any]
 
     def positions(self, num_top: int | None) -> list[tuple[Triple, Sequence[Triple] | None]]:
-        """Each new token with so many of the most likely ones, and those that the request names."""
+        """Each new token with the `num_top` most likely ones, and those that the request names."""
         positions = list(_zip(self.logprobs, self.top_logprobs, num_top))
         if not self.chosen_logprobs:
             return positions
@@ -213,7 +216,7 @@ class CompletionWriter:
             text=text,
             logprobs=self._logprobs(piece) if call.num_logprobs is not None else None,
             finish_reason=piece.finish_reason,
-            prompt_logprobs=_prompt_logprobs(call, piece),
+            prompt_logprobs=prompt_logprobs(call, piece),
         )
 
     def _logprobs(self, piece: Piece) -> CompletionLogprobs:
@@ -244,7 +247,7 @@ class CompletionWriter:
 def _zip(
     triples: Sequence[Triple], tops: Sequence[Sequence[Triple] | None], num_top: int | None
 ) -> Iterator[tuple[Triple, Sequence[Triple] | None]]:
-    """Positions with so many of their most likely tokens, if those were asked for."""
+    """Positions with the `num_top` most likely tokens, if those were asked for."""
     fewest = [None if top is None else top[:num_top] for top in tops]
     return zip(triples, fewest or [()] * len(triples), strict=True)
 
@@ -253,6 +256,36 @@ def _with(top: Sequence[Triple], chosen: Sequence[Triple]) -> list[Triple]:
     """The most likely tokens, then those of the others that are not among them."""
     known_ids = {token_id for _, token_id, _ in top}
     return [*top, *(triple for triple in chosen if triple[1] not in known_ids)]
+
+
+def prompt_logprobs(call: OpenAICall, piece: Piece) -> PromptLogprobs | None:
+    """vLLM's `prompt_logprobs`: each position's own token, then the most likely ones; None: not asked."""
+    num_top, meta = call.num_prompt_logprobs, piece.meta
+    if num_top is None:
+        return None
+    own: Sequence[Triple] = meta["input_token_logprobs"]
+    # There may be more than were asked for.
+    tops: Sequence[Sequence[Triple] | None] = meta.get("input_top_logprobs") or [()] * len(own)
+    return [_of_position(token, (top or ())[:num_top]) for token, top in zip(own, tops, strict=True)]
+
+
+def floored(logprob: float) -> float:
+    """No logprob is below what stands for "never"."""
+    return max(logprob, NEVER_LOGPROB)
+
+
+def _of_position(own: Triple, top: Sequence[Triple]) -> dict[str, PromptLogprob] | None:
+    if own[0] is None:
+        return None
+    ranks = {token_id: rank for rank, (_, token_id, _) in enumerate(top, 1)}
+    others = [triple for triple in top if triple[1] != own[1]]
+    return {
+        str(token_id): PromptLogprob(
+            logprob=floored(logprob), rank=ranks.get(token_id, len(top) + 1), decoded_token=text
+        )
+        for logprob, token_id, text in (own, *others)
+        if logprob is not None
+    }
 
 
 def _by_text(triples: Iterable[Triple]) -> dict[str, float]:
@@ -291,11 +324,6 @@ def _prompt_token_ids(
     return piece.prompt_token_ids if is_told else absent
 
 
-def _prompt_logprobs(call: OpenAICall, piece: Piece) -> PromptLogprobs | None:
-    wanted = call.num_prompt_logprobs
-    return None if wanted is None else prompt_logprobs(piece.meta, wanted)
-
-
 def stop_reason(call: OpenAICall, piece: Piece) -> int | str | None:
     """The string or token of the request's own that ended an output; an end of sequence is none."""
     matched = piece.matched_stop
@@ -323,7 +351,7 @@ class ChatWriter:
             **_head(self._call, pieces[0]),
             choices=choices,
             usage=usage,
-            prompt_logprobs=_prompt_logprobs(self._call, pieces[0]),
+            prompt_logprobs=prompt_logprobs(self._call, pieces[0]),
             prompt_token_ids=_prompt_token_ids(self._call, pieces[0], None),
         )
 

@@ -4,15 +4,82 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ebbtide.srt.entrypoints.openai.kept_tokens import KeptTokens, begin_with
+from msgspec import Struct
+
+from ebbtide.srt.entrypoints.openai.protocol import ChatMessage
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.sampling_params import SamplingParams
+
+
+class KeptTokens(Struct, frozen=True):
+    """The tokens, and the number of messages that they are, the answer that they end with among them."""
+
+    ids: list[int]
+    num_messages: int
+
+
+def kept_tokens(
+    messages: Sequence[ChatMessage], required: list[int] | None, *, continues: bool
+) -> KeptTokens | None:
+    """What a prompt has to begin with, if anything: the text of an answer need not become its tokens again.
+
+    NeMo-RL's servers take the tokens as `required_prefix_token_ids`, or find them in the messages, where
+    NeMo-Gym leaves them. Source: wire_vllm 3.6.
+
+    Args:
+        required: those of the messages up to the last answer; None: as the last answer that has any tells.
+        continues: the final message is to go on.
+
+    Raises:
+        RequestRejected: 400; they are required of a message that goes on.
+    """
+    answers = [index for index, message in enumerate(messages, 1) if message.role == "assistant"]
+    if required:
+        if continues:
+            raise RequestRejected("required_prefix_token_ids and continue_final_message exclude each other")
+        return KeptTokens(required, answers[-1] if answers else len(messages))
+    if continues or required is not None:
+        return None
+    for index in reversed(answers):
+        answer = messages[index - 1]
+        if answer.prompt_token_ids and answer.generation_token_ids is not None:
+            return KeptTokens(answer.prompt_token_ids + answer.generation_token_ids, index)
+    return None
+
+
+def begin_with(
+    kept: Sequence[int], history: Sequence[int], prompt: Sequence[int], ends: Collection[int]
+) -> list[int]:
+    """A prompt whose beginning, what the template makes of the kept messages, is replaced by the kept tokens.
+
+    The end of the last of those messages is found by the number of tokens that end one: a template may write
+    earlier messages differently, without their reasoning for instance, once others follow.
+
+    Args:
+        history: the ids of the kept messages alone.
+        prompt: the ids of all messages.
+        ends: the ids that end a message.
+
+    Raises:
+        RequestRejected: 400; the template ends messages with none of them.
+    """
+    num_ends = sum(token_id in ends for token_id in history)
+    places = [place for place, token_id in enumerate(prompt) if token_id in ends]
+    if not 0 < num_ends <= len(places):
+        raise RequestRejected(
+            "required_prefix_token_ids, prompt_token_ids: cannot be kept: the chat template writes no token "
+            "that ends an answer behind these messages"
+        )
+    # An answer that was cut off has no end; the template's is taken.
+    has_end = kept[-1] in ends
+    return [*kept, *prompt[places[num_ends - 1] + has_end :]]
+
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +120,25 @@ class ChatTemplate:
         kept: KeptTokens | None = None,
         add_special_tokens: bool = False,
     ) -> str | list[int]:
-        """As `render`; with the ids of its tokens if some are kept.
+        """The text of a conversation, up to where the assistant's answer, or the rest of it, begins.
+
+        It holds the special tokens. May be called from any thread.
 
         Args:
-            kept: what the prompt has to begin with.
-            add_special_tokens: with those that the tokenizer adds to a text by itself.
+            messages: with string, text-part or no content; whatever else they have is the template's affair.
+            options: further variables of the template.
+            add_generation_prompt: whether an answer is opened; None: unless the final message goes on.
+            kept: what the prompt has to begin with; it is then token ids.
+            add_special_tokens: ids with those that the tokenizer adds to a text by itself.
 
-        Raises:
-            RequestRejected: as `render` and `begin_with`.
+        Raises RequestRejected: 400; there are no messages, or the template does not take them, or as
+        `begin_with`.
         """
-        render = partial(self.render, tools=tools, options=options)
+        if add_generation_prompt and continue_final_message:
+            raise RequestRejected("add_generation_prompt and continue_final_message exclude each other")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        render = partial(self._render, tools=tools, options=options)
         text = render(
             messages,
             continue_final_message=continue_final_message,
@@ -86,36 +162,20 @@ class ChatTemplate:
         ids = self.tokenizer.visible(prompt[-_END_TOKENS:], skip_special_tokens=False)
         return self.tokenizer.decode([token_id for token_id in ids if token_id >= 0])
 
-    def render(
+    def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: list[dict[str, Any]] | None,
         options: Mapping[str, Any],
         continue_final_message: bool,
-        add_generation_prompt: bool | None = None,
+        add_generation_prompt: bool,
     ) -> str:
-        """The text of a conversation, up to where the assistant's answer, or the rest of it, begins.
-
-        It holds the special tokens. May be called from any thread.
-
-        Args:
-            messages: with string, text-part or no content; whatever else they have is the template's affair.
-            options: further variables of the template.
-            add_generation_prompt: whether an answer is opened; None: unless the final message goes on.
-
-        Raises:
-            RequestRejected: 400; there are no messages, or the template does not take them.
-        """
         if not messages:
             raise RequestRejected("messages: at least one is needed")
         reserved = sorted(_NOT_OPTIONS & options.keys())
         if reserved:
             raise RequestRejected(f"chat_template_kwargs: {', '.join(reserved)} cannot be set")
-        if add_generation_prompt and continue_final_message:
-            raise RequestRejected("add_generation_prompt and continue_final_message exclude each other")
-        if add_generation_prompt is None:
-            add_generation_prompt = not continue_final_message
         hf = self.tokenizer.hf
         if self._template is None and not getattr(hf, "chat_template", None):
             raise RequestRejected("the tokenizer has no chat template: start the server with --chat-template")
@@ -167,8 +227,7 @@ def _plain_call(call: Any) -> Any:
 def read_chat_template(given: str | None) -> str | None:
     """The template that the argument means: a file's contents, or the text itself.
 
-    Raises:
-        ConfigurationError: it is neither.
+    Raises ConfigurationError: it is neither.
     """
     if given is None or "{{" in given or "{%" in given:
         return given

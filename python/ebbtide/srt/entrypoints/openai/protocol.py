@@ -6,15 +6,14 @@ In requests, None means "not given", and fields that are not here are ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar, cast
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 
 from msgspec import UNSET, Struct, UnsetType, ValidationError, convert, defstruct, json, structs
 
 from ebbtide.srt.entrypoints.bodies import VersionSpan
-from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import read_losslessly
-from ebbtide.srt.managers.api.generate_fields import PromptFields, bounded
+from ebbtide.srt.managers.api.generate_fields import PromptFields, said
 from ebbtide.srt.sampling_params import OPENAI_FIELDS
 
 R = TypeVar("R", bound=Struct)
@@ -36,7 +35,7 @@ NO_STREAM_OPTIONS: Final = StreamOptions()
 
 
 class OpenAIRequest(PromptFields, kw_only=True):
-    """What both kinds of completion take beside sampling parameters and the fields of `/generate`.
+    """What both kinds of completion take in addition to sampling parameters and the fields of `/generate`.
 
     `routed_experts_prompt_start` asks for routed experts too, from that token on; `replay_routed_experts`
     gives the first tokens of the prompt theirs.
@@ -44,7 +43,7 @@ class OpenAIRequest(PromptFields, kw_only=True):
     `structural_tag` says what the answer keeps to.
     `include_stop_str_in_output` is another name of `no_stop_trim`. `return_tokens_as_token_ids`: logprobs
     tell tokens as "token_id:5" instead of their texts. `prompt_logprobs`: how many of the most likely tokens
-    are told at each position of the prompt. `request_id`: the answer's id ends with it; `rid` where there is
+    are listed at each position of the prompt. `request_id`: the answer's id ends with it; `rid` if there is
     none.
     """
 
@@ -61,14 +60,14 @@ class OpenAIRequest(PromptFields, kw_only=True):
     return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_weight_versions: bool | None = None
-    prompt_logprobs: Annotated[int | None, bounded(minimum=-1)] = None
+    prompt_logprobs: Annotated[int | None, said(minimum=-1)] = None
     request_id: str | None = None
 
 
 def _with_sampling_params(kind: type[R]) -> type[R]:
     """The struct with the sampling parameters as fields too, as `OPENAI_FIELDS` declares them."""
     fields = [
-        (name, Annotated[field.type, bounded(**field.openai_schema)], None)
+        (name, Annotated[field.type, said(**field.openai_schema)], None)
         for name, field in OPENAI_FIELDS.items()
     ]
     namespace = {"__doc__": kind.__doc__}
@@ -80,14 +79,14 @@ def _with_sampling_params(kind: type[R]) -> type[R]:
 
 @_with_sampling_params
 class CompletionRequest(OpenAIRequest, kw_only=True):
-    """`logprobs`: how many of the most likely tokens are told. `best_of`: as `n`, or not given."""
+    """`logprobs`: how many of the most likely tokens are listed. `best_of`: as `n`, or not given."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: Annotated[int | None, bounded(minimum=0)] = None
+    max_tokens: Annotated[int | None, said(minimum=0)] = None
     echo: bool | None = None
-    logprobs: Annotated[int | None, bounded(minimum=-1)] = None
-    suffix: Annotated[str | None, bounded(enum=["", None])] = None
-    best_of: Annotated[int | None, bounded(minimum=1)] = None
+    logprobs: Annotated[int | None, said(minimum=-1)] = None
+    suffix: Annotated[str | None, said(enum=["", None])] = None
+    best_of: Annotated[int | None, said(minimum=1)] = None
 
 
 class TextPart(Struct, kw_only=True):
@@ -120,10 +119,10 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
 
     messages: list[ChatMessage] | None = None
     input_ids: list[int] | None = None
-    max_completion_tokens: Annotated[int | None, bounded(minimum=0)] = None
+    max_completion_tokens: Annotated[int | None, said(minimum=0)] = None
     max_tokens: int | None = None
     logprobs: bool | Literal[0, 1] | None = None
-    top_logprobs: Annotated[int | None, bounded(minimum=-1)] = None
+    top_logprobs: Annotated[int | None, said(minimum=-1)] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -140,8 +139,7 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
 def parse(kind: type[R], fields: Mapping[str, Any]) -> R:
     """Check the types of a request's fields.
 
-    Raises:
-        RequestRejected: 400, with the field's path and what was expected.
+    Raises RequestRejected: 400, with the field's path and what was expected.
     """
     try:
         given = {name: value for name, value in fields.items() if value is not None}
@@ -169,6 +167,21 @@ class Usage(Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(Struct, kw_only=True):
+    """A token at a position of the prompt.
+
+    `rank`: 1 is the most likely. Of a token that is not among those asked for, the least that it can be.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+# Per position, by the ids as text; null where nothing predicts the token.
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
 class AnswerMetadata(Struct, kw_only=True):
@@ -217,7 +230,7 @@ class Choice(Struct, kw_only=True):
 
 
 class CompletionChoice(Choice, kw_only=True):
-    """A sample."""
+    """A sample; in a stream, what is new. What was not asked for is null in a whole answer."""
 
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -226,18 +239,17 @@ class CompletionChoice(Choice, kw_only=True):
 
 
 class Answer(Struct, kw_only=True):
-    """What answers and chunks of both kinds have.
-
-    `metadata`: see `AnswerMetadata`. `ignored_fields`: of the request, those that nothing is known of; in a
-    stream its first chunks have them.
-    """
+    """What answers and chunks of both kinds have."""
 
     id: str
     created: int
     model: str
     usage: Usage | UnsetType | None = UNSET
-    metadata: dict[str, str] | UnsetType = UNSET
-    ignored_fields: list[str] | UnsetType = UNSET
+    metadata: Annotated[dict[str, str] | UnsetType, said("See `AnswerMetadata`.")] = UNSET
+    ignored_fields: Annotated[
+        list[str] | UnsetType,
+        said("Of the request, those that nothing is known of; in a stream its first chunks have them."),
+    ] = UNSET
 
 
 class Completion(Answer, kw_only=True):
@@ -272,7 +284,7 @@ class ToolCallFunction(Struct, kw_only=True):
 
 
 class ToolCallBody(Struct, kw_only=True):
-    """A call of a tool, told whole in streams too."""
+    """A call of a tool, whole in streams too."""
 
     index: int
     id: str
@@ -292,7 +304,7 @@ class AssistantMessage(Struct, kw_only=True):
 
 
 class ChatChoice(Choice, kw_only=True):
-    """An answer to a conversation."""
+    """An answer to a conversation. What was not asked for is null where clients of vLLM's index it."""
 
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
@@ -306,6 +318,7 @@ class ChatCompletion(Answer, kw_only=True):
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
+    usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType | None = None
 

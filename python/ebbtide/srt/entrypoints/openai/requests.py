@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 
 from msgspec import structs
 
-from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate, text_of
-from ebbtide.srt.entrypoints.openai.kept_tokens import kept_tokens
+from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate, kept_tokens, text_of
 from ebbtide.srt.entrypoints.openai.protocol import (
     NO_STREAM_OPTIONS,
     ChatCompletionRequest,
@@ -46,7 +45,7 @@ class OpenAICall:
         render: makes the prompt, where those do not hold one.
         num_samples: per prompt.
         stream_options: which chunks of a stream tell the tokens.
-        num_logprobs, num_prompt_logprobs: how many of the most likely tokens are told; None: no logprobs.
+        num_logprobs, num_prompt_logprobs: how many of the most likely tokens are listed; None: no logprobs.
         stop_token_ids: those that the request itself brought.
         form: how the text of a chat's answers is taken apart.
         flat_top: how the `meta_info` of a chat tells the most likely tokens.
@@ -257,7 +256,7 @@ def _logprob_fields(request: OpenAIRequest, num_logprobs: int | None, *, with_pr
         "return_logprob": is_wanted,
         "top_logprobs_num": max(num_logprobs or 0, num_prompt or 0),
         "token_ids_logprob": request.logprob_token_ids or None,
-        "return_text_in_logprobs": is_wanted and _wants_texts(request),
+        "return_text_in_logprobs": is_wanted and not request.return_tokens_as_token_ids,
         "logprob_start_len": 0 if of_prompt else -1,
     }
 
@@ -267,11 +266,6 @@ def _sampling_params(request: OpenAIRequest) -> Fields:
     if request.include_stop_str_in_output:
         params["no_stop_trim"] = True
     return params | grammar_params(request.response_format, request.structured_outputs)
-
-
-def _wants_texts(request: OpenAIRequest) -> bool:
-    """Whether tokens are told by their texts rather than by their ids."""
-    return not request.return_tokens_as_token_ids
 
 
 def _generate_fields(request: OpenAIRequest, fields: Mapping[str, Any]) -> Fields:

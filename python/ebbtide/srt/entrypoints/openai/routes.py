@@ -18,6 +18,7 @@ from ebbtide.srt.entrypoints.http_answers import (
     client_of,
     error_answer,
 )
+from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
 from ebbtide.srt.entrypoints.openai.answers import (
     ChatWriter,
     ChunkWriter,
@@ -34,8 +35,7 @@ from ebbtide.srt.entrypoints.openai.protocol import ModelCard, ModelList
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, within_limits
 from ebbtide.srt.entrypoints.openai.tokenization import Tokenization
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
-from ebbtide.srt.entrypoints.request_body import BodyReader
-from ebbtide.srt.entrypoints.routing_headers import with_headers
+from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.routed_experts import RoutedForm
@@ -166,7 +166,7 @@ async def answer_call(
     """Carry a request out; its answer, or its chunks as events, are as the writer puts them.
 
     Args:
-        routed_form: how routed experts are told.
+        routed_form: how routed experts are encoded.
 
     Raises:
         RequestRejected, EngineError, ClientDisconnect: as `answer_whole` and `answer_events`.
@@ -184,4 +184,7 @@ async def answer_call(
         )
     result = await answer_whole(request.receive, starting)
     await service.metrics.note_all(result)
+    if isinstance(result, list) and len(result) > OUTPUTS_AT_ONCE:
+        # The event loop has its turns between those of the thread.
+        return await service.manager.in_thread(lambda: Json(write_answer(writer, call, result)))
     return Json(write_answer(writer, call, result))

@@ -24,8 +24,7 @@ _STRUCTURED_OUTPUTS: Final = {
 def grammar_params(response_format: Any, structured_outputs: Any) -> dict[str, Any]:
     """The sampling parameters for what was asked; empty if nothing was.
 
-    Raises:
-        RequestRejected: 400, a form that is not known.
+    Raises RequestRejected: 400, a form that is not known.
     """
     params = _of_format(response_format) if response_format is not None else {}
     outputs = _of_outputs(structured_outputs) if structured_outputs else {}

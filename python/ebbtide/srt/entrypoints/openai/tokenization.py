@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
-from ebbtide.srt.entrypoints.openai.kept_tokens import kept_tokens
+from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate, kept_tokens
 from ebbtide.srt.entrypoints.openai.protocol import ChatMessage, parse
 from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported
 from ebbtide.srt.errors import RequestRejected

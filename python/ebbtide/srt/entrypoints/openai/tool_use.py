@@ -67,8 +67,7 @@ NO_PARSERS: Final = Parsers()
 def answer_form(request: ChatCompletionRequest, parsers: Parsers) -> AnswerForm:
     """How the answers to a request are to be read.
 
-    Raises:
-        RequestRejected: 400, `tools` or `tool_choice` are not what was expected.
+    Raises RequestRejected: 400, `tools` or `tool_choice` are not what was expected.
     """
     reasoning = None if request.separate_reasoning is False else parsers.reasoning
     try:

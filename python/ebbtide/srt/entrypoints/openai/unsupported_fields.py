@@ -54,11 +54,7 @@ _OF_COMPLETIONS: Final[Mapping[str, str]] = {
 
 
 def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
-    """Refuse what cannot be kept.
-
-    Raises:
-        RequestRejected: 400; names the field and what there is instead.
-    """
+    """Refuse what cannot be kept. Raises RequestRejected: 400; names the field and what there is instead."""
     unsupported = {**_UNSUPPORTED, **(_OF_CHATS if is_chat else _OF_COMPLETIONS)}
     for name in sorted(unsupported.keys() & fields.keys()):
         if not asks_for_nothing(fields[name]):
@@ -79,8 +75,7 @@ def unknown_fields(kind: type[Struct], fields: Mapping[str, Any], *, is_chat: bo
 def check_salt(salt: Any) -> None:
     """Refuse one that separates nothing, and one that is no text of a few words.
 
-    Raises:
-        RequestRejected: 400.
+    Raises RequestRejected: 400.
     """
     if isinstance(salt, str) and not 1 <= len(salt) <= MAX_SALT_LENGTH:
         raise RequestRejected(

@@ -7,40 +7,120 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.http_answers import client_of
-from ebbtide.srt.entrypoints.openai.answers import Piece, known, stop_reason
-from ebbtide.srt.entrypoints.openai.prompt_logprobs import PromptLogprobs, prompt_logprobs
-from ebbtide.srt.entrypoints.openai.protocol import NO_STREAM_OPTIONS, Usage
+from ebbtide.srt.entrypoints.openai.answers import Piece, known, prompt_logprobs, stop_reason
+from ebbtide.srt.entrypoints.openai.protocol import (
+    NO_STREAM_OPTIONS,
+    FinishReasonName,
+    PromptLogprobs,
+    StreamOptions,
+    Usage,
+)
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
 from ebbtide.srt.entrypoints.openai.routes import answer_call
+from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
 from ebbtide.srt.entrypoints.openai.unsupported_fields import check_salt
-from ebbtide.srt.entrypoints.request_body import BodyReader
-from ebbtide.srt.entrypoints.routing_headers import with_headers
+from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import meant_by
-from ebbtide.srt.entrypoints.vllm.sampling import Fields, count_of, refuse_unsupported, sampling_params
-from ebbtide.srt.entrypoints.vllm.tokens_protocol import (
-    ChosenToken,
-    PackedSupport,
-    TokenChoice,
-    TokensAnswer,
-    TokensLogprobs,
-    TokensOutput,
-    TokensRequest,
-)
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.lossless import read_losslessly
+from ebbtide.srt.lossless import as_int, read_losslessly
 from ebbtide.srt.managers.api.generate_fields import CommonFields
 from ebbtide.srt.managers.api.live_generation import Triple
-from ebbtide.srt.sampling_params import SamplingParams
+from ebbtide.srt.sampling_params import VLLM_FIELDS, SamplingParams, params_of
+
+
+class TokensRequest(CommonFields, kw_only=True):
+    """`cache_salt` may be among the sampling parameters too.
+
+    `continue_from` comes in the place of `token_ids`; without `sampling_params` those of the output that is
+    continued are in force. `return_sampling_mask`: null is as the server's flag says. `return_sample_support`
+    is SkyRL's word for it, and asks for its form.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    sampling_params: dict[str, Any] | None = None
+    continue_from: str | None = None
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    return_sample_support: bool = False
+    return_token_ids: bool = False
+    output_mode: Literal["tokens", "text"] = "tokens"
+
+
+class TokenChoice(Struct, kw_only=True):
+    """A token among those that could have been chosen, in the words of old and new versions of vLLM.
+
+    `rank`: 1 is the most likely; null where that is not known.
+    """
+
+    token: str
+    token_id: int
+    logprob: float
+    rank: int | None
+    bytes: list[int] | None = None
+
+
+class ChosenToken(TokenChoice, kw_only=True):
+    """A token of the output. `top_logprobs` begin with the token itself."""
+
+    top_logprobs: list[TokenChoice]
+
+
+class TokensLogprobs(Struct, kw_only=True):
+    content: list[ChosenToken]
+
+
+class PackedSupport(Struct, kw_only=True):
+    """base64 of int32 numbers: a row of `top_k` places for each token, -1 where fewer could be chosen.
+
+    Readers cut `data` out by its place: it comes first.
+    """
+
+    data: str
+    shape: tuple[int, int]
+    dtype: Literal["int32"] = "int32"
+
+
+class TokensOutput(Struct, kw_only=True):
+    """A sample; in a stream, what is new about it."""
+
+    index: int
+    token_ids: list[int]
+    text: str | None = None
+    finish_reason: FinishReasonName | None = None
+    stop_reason: int | str | None = None
+    logprobs: TokensLogprobs | None = None
+    routed_experts: Any = None
+    sampling_mask: list[list[int]] | None = None
+    rollout_sample_support: PackedSupport | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class TokensAnswer(Struct, kw_only=True):
+    request_id: str
+    model: str
+    created: int
+    output_mode: str
+    choices: list[TokensOutput]
+    usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+Fields = dict[str, Any]
 
 _UNSUPPORTED = (
     *("features", "content_parts", "token_offsets"),
@@ -48,7 +128,18 @@ _UNSUPPORTED = (
     "return_sample_support_logprobs",
 )
 
-
+# These would change the tokens, or are read back: empty values are taken, others refused.
+_UNSUPPORTED_PARAMS = (
+    "extra_args",
+    *("prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"),
+    *("skip_reading_prefix_cache", "thinking_token_budget"),
+)
+# Read elsewhere, or without a meaning here.
+_OTHER_PARAMS = (
+    *("detokenize", "output_kind", "logprobs", "prompt_logprobs", "max_tokens", "cache_salt"),
+    *("truncate_prompt_tokens", "structured_outputs", "logprob_token_ids"),
+    "routed_experts_prompt_start",
+)
 # A row of more places than this would weigh more than its token is worth.
 MAX_SUPPORT_WIDTH = 4096
 
@@ -95,12 +186,8 @@ class TokensApi:
 
 
 def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_model: str) -> TokensCall:
-    """A request of `/inference/v1/generate`.
-
-    Raises:
-        RequestRejected: 400.
-    """
-    refuse_unsupported(fields, _UNSUPPORTED, "body")
+    """A request of `/inference/v1/generate`. Raises RequestRejected: 400."""
+    _refuse_unsupported(fields, _UNSUPPORTED, "body")
     try:
         given = {name: value for name, value in with_headers(fields, headers).items() if value is not None}
         request = msgspec.convert(read_losslessly(given, TokensRequest), TokensRequest)
@@ -110,9 +197,9 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
     if request.sampling_params is None and request.continue_from is None:
         raise RequestRejected("sampling_params: is needed", param="body.sampling_params")
     unknown = fields.keys() - {*TokensRequest.__struct_fields__, *_UNSUPPORTED}
-    params, ignored = sampling_params(given_params)
-    num_logprobs = count_of(given_params, "logprobs")
-    num_prompt_logprobs = count_of(given_params, "prompt_logprobs")
+    params, ignored = _sampling_params(given_params)
+    num_logprobs = _count_of(given_params, "logprobs")
+    num_prompt_logprobs = _count_of(given_params, "prompt_logprobs")
     chosen_ids = given_params.get("logprob_token_ids")
     if chosen_ids and num_logprobs is None:
         raise RequestRejected(
@@ -189,15 +276,16 @@ class TokensWriter:
             output_mode=call.request.output_mode,
             choices=[self._choice(piece) for piece in pieces],
             usage=usage,
-            prompt_logprobs=self._prompt_logprobs(first),
+            prompt_logprobs=prompt_logprobs(call.common, first),
             prompt_token_ids=first.prompt_token_ids if call.request.return_token_ids else None,
         )
         return {**msgspec.structs.asdict(answer), **self._ignored_fields(first)}
 
     def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> dict[str, Any]:
-        told = {"usage": usage} if isinstance(usage, Usage) else {}
-        choices = [_without_nulls(self._choice(piece))]
-        return {**self._head, "choices": choices, **told, **self._ignored_fields(piece)}
+        usage_field = {"usage": usage} if isinstance(usage, Usage) else {}
+        choice = msgspec.structs.asdict(self._choice(piece))
+        choices = [{name: value for name, value in choice.items() if value is not None}]
+        return {**self._head, "choices": choices, **usage_field, **self._ignored_fields(piece)}
 
     def last_chunk(self, usage: Usage) -> dict[str, Any]:
         return {**self._head, "choices": [], "usage": usage}
@@ -229,10 +317,6 @@ class TokensWriter:
         content = [_chosen(own, top or (), num_top) for own, top in piece.positions(num_top)]
         return TokensLogprobs(content=content)
 
-    def _prompt_logprobs(self, piece: Piece) -> PromptLogprobs | None:
-        wanted = self._call.common.num_prompt_logprobs
-        return None if wanted is None else prompt_logprobs(piece.meta, wanted)
-
 
 def _packed(mask: Sequence[Sequence[int]], width: int) -> PackedSupport:
     rows = np.full((len(mask), width), -1, dtype=np.int32)
@@ -242,7 +326,7 @@ def _packed(mask: Sequence[Sequence[int]], width: int) -> PackedSupport:
 
 
 def _chosen(own: Triple, listed: Sequence[Triple], num_top: int) -> ChosenToken:
-    """A token of the output. Of those listed, so many are the most likely ones, in order."""
+    """A token of the output. The first `num_top` of those listed are the most likely ones, in order."""
     ranked = {token_id: rank for rank, (_, token_id, _) in enumerate(listed[:num_top], 1)}
     first = _choice_of(own, ranked.get(own[1]))
     others = [_choice_of(triple, ranked.get(triple[1])) for triple in listed if triple[1] != own[1]]
@@ -253,5 +337,36 @@ def _choice_of(triple: Triple, rank: int | None) -> TokenChoice:
     return TokenChoice(token=f"token_id:{triple[1]}", token_id=triple[1], logprob=known(triple), rank=rank)
 
 
-def _without_nulls(choice: TokensOutput) -> dict[str, Any]:
-    return {name: value for name, value in msgspec.structs.asdict(choice).items() if value is not None}
+def _refuse_unsupported(fields: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
+    """Refuse what asks for a feature that is not there. Raises RequestRejected: 400, with its name."""
+    for name in names:
+        # An empty value does not ask for it; 0 is what some of them are without.
+        if fields.get(name):
+            raise RequestRejected(
+                f"{name}: not supported in this version, got {fields[name]!r}", param=f"{where}.{name}"
+            )
+
+
+def _sampling_params(given: Mapping[str, Any]) -> tuple[Fields, list[str]]:
+    """The parameters for `/generate`, and the names of those that are ignored.
+
+    Raises RequestRejected: 400, one of them asks for what is not supported.
+    """
+    _refuse_unsupported(given, _UNSUPPORTED_PARAMS, "body.sampling_params")
+    params = params_of(given, VLLM_FIELDS) | grammar_params(None, given.get("structured_outputs"))
+    params["max_new_tokens"] = given.get("max_tokens")
+    known = {*VLLM_FIELDS, *_UNSUPPORTED_PARAMS, *_OTHER_PARAMS}
+    return params, sorted(set(given) - known)
+
+
+def _count_of(given: Mapping[str, Any], name: str) -> int | None:
+    """How many logprobs are asked for; None: none at all. Raises RequestRejected: 400."""
+    value = as_int(given.get(name))
+    if value is None:
+        return None
+    if not isinstance(value, int) or value < -1:
+        raise RequestRejected(
+            f"{name}: expected null or a number of tokens from 0, or -1 for all, got {value!r}",
+            param=f"body.sampling_params.{name}",
+        )
+    return value

@@ -1,15 +1,16 @@
 """Pausing, sleeping and waking in vLLM's words, as control requests. Source: wire_vllm section 4.1.
 
 A call of vLLM's is several control requests in a row. One that is refused or fails after its pause leaves
-generation as it was before: the states are orthogonal, and whoever was told of no pause ends none.
+generation as it was before: the states are orthogonal, and whoever did not pause ends no pause.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
+from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.parameters import (
     AbortParameters,
     Nothing,
@@ -28,13 +29,10 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
-    StateReport,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 Body = dict[str, Any]
-# Carries out one control request, given as loose fields; returns the body of the reply.
-Control = Callable[[type[Any], Mapping[str, Any]], Awaitable[Any]]
 
 # What `/sleep` releases. The CUDA graphs stay: they come back by themselves whenever they are needed.
 SLEEPING_TAGS = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
@@ -43,31 +41,26 @@ ID_PREFIXES = ("cmpl-", "chatcmpl-", "generate-tokens-")
 
 
 class VllmOccupation:
-    """What is behind `/pause`, `/sleep` and their like.
+    """What is behind `/pause`, `/sleep` and their like."""
 
-    Args:
-        state: the state machines as last reported.
-    """
-
-    def __init__(self, control: Control, state: Callable[[], StateReport]) -> None:
-        self._control = control
-        self._state = state
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
 
     @property
-    def is_paused(self) -> bool:
-        return self._state().paused is not None
+    def _is_paused(self) -> bool:
+        return self._service.state.paused is not None
 
     @property
-    def is_asleep(self) -> bool:
-        """Whether the weights or the KV cache are released on any rank."""
-        return bool(self._released())
+    def is_idle(self) -> bool:
+        """Whether generation is paused, or the weights or the KV cache are released on any rank."""
+        return self._is_paused or bool(self._released())
 
     async def pause(self, asked: PauseParameters) -> Body:
         async with self._paused(asked.pause_mode, flushes=asked.clear_cache) as paused:
             return {**paused, "status": "paused"}
 
     async def resume(self, asked: Nothing) -> Body:
-        return {**await self._control(ContinueGenerationReqInput, {}), "status": "resumed"}
+        return {**await self._service.control(ContinueGenerationReqInput, {}), "status": "resumed"}
 
     async def sleep(self, asked: SleepParameters) -> Body:
         """Pause, and give memory back; what is asleep already stays as it is, with its backup."""
@@ -79,7 +72,7 @@ class VllmOccupation:
             if asked.level == 0:
                 return {**paused, **answer}
             release = {"tags": list(SLEEPING_TAGS), "backup": asked.level == 1}
-            released = await self._control(ReleaseMemoryOccupationReqInput, release)
+            released = await self._service.control(ReleaseMemoryOccupationReqInput, release)
             return {**released, **answer, "mode": paused["mode"]}
 
     async def wake_up(self, asked: WakeUpParameters) -> Body:
@@ -87,48 +80,48 @@ class VllmOccupation:
         tags = [tag for tag in asked.tags or () if tag != "scheduling"]
         reply: Body = {"success": True, "message": "Nothing to do.", "changed": False}
         if tags or not asked.tags:
-            reply = await self._control(ResumeMemoryOccupationReqInput, {"tags": tags})
+            reply = await self._service.control(ResumeMemoryOccupationReqInput, {"tags": tags})
         resumed = False
         if not self._released():
-            resumed = (await self._control(ContinueGenerationReqInput, {}))["changed"]
+            resumed = (await self._service.control(ContinueGenerationReqInput, {}))["changed"]
         status = "sleeping" if self._released() else "awake"
         return {**reply, "status": status, "tags": asked.tags or None, "resumed": resumed}
 
     async def release_kv_cache(self, asked: Nothing) -> Body:
-        reply = await self._control(ReleaseMemoryOccupationReqInput, {"tags": [MemoryTag.KV_CACHE]})
+        reply = await self._service.control(ReleaseMemoryOccupationReqInput, {"tags": [MemoryTag.KV_CACHE]})
         return {**reply, "status": "kv_cache_released"}
 
     async def reset_prefix_cache(self, asked: ResetCacheParameters) -> Body:
         fields = {"retract_running": asked.reset_running_requests}
-        reply: Body = await self._control(FlushCacheReqInput, fields)
+        reply: Body = await self._service.control(FlushCacheReqInput, fields)
         return reply
 
     async def abort(self, asked: AbortParameters) -> Body:
         if not asked.request_ids:
-            reply = await self._control(AbortReq, {"abort_all": True})
+            reply = await self._service.control(AbortReq, {"abort_all": True})
             return {**reply, "status": "aborted", "aborted": reply["num_aborted"]}
         rids = [rid for given in asked.request_ids for rid in meant_by(given)]
-        reply = await self._control(AbortReq, {"rid": rids})
+        reply = await self._service.control(AbortReq, {"rid": rids})
         return {**reply, "status": "aborted", "aborted": len(asked.request_ids)}
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: PauseMode, *, flushes: bool) -> AsyncIterator[Body]:
         """Pause, for more to follow: a failure of that ends the pause, unless there was one before."""
-        was_paused = self.is_paused
-        paused: Body = await self._control(PauseGenerationReqInput, {"mode": mode})
+        was_paused = self._is_paused
+        paused: Body = await self._service.control(PauseGenerationReqInput, {"mode": mode})
         try:
             if flushes:
-                await self._control(FlushCacheReqInput, {})
+                await self._service.control(FlushCacheReqInput, {})
             yield paused
         except EbbtideError:
             if not was_paused:
-                # An engine that is down cannot: the first failure is what the caller is told.
+                # An engine that is down cannot: the caller gets the first failure.
                 with contextlib.suppress(EbbtideError):
-                    await self._control(ContinueGenerationReqInput, {})
+                    await self._service.control(ContinueGenerationReqInput, {})
             raise
 
     def _released(self) -> set[MemoryTag]:
-        ranks = self._state().ranks
+        ranks = self._service.state.ranks
         return {tag for rank in ranks for tag in SLEEPING_TAGS if rank.tags[tag].state == "released"}
 
 

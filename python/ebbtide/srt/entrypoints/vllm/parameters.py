@@ -148,8 +148,7 @@ def pause_mode(mode: VllmPauseMode, clear_cache: bool) -> PauseMode:
 async def read_parameters(request: Request, kind: type[P], bodies: BodyReader) -> tuple[P, list[str]]:
     """The parameters in a request's query and body, where the query wins, and the names of unknown fields.
 
-    Raises:
-        RequestRejected: 400; `param` says which, as `query.<name>` or `body.<name>`.
+    Raises RequestRejected: 400; `param` says which, as `query.<name>` or `body.<name>`.
     """
     body = await bodies.read(request.stream())
     values: dict[str, Any] = {}
@@ -169,8 +168,7 @@ async def read_parameters(request: Request, kind: type[P], bodies: BodyReader) -
 def checked(fields: Mapping[str, Any], kind: type[P], where: str) -> P:
     """A part of a body as its own kind, of which every field must be known.
 
-    Raises:
-        RequestRejected: 400; `param` is `where`.
+    Raises RequestRejected: 400; `param` is `where`.
     """
     unknown = sorted(fields.keys() - set(kind.__struct_fields__))
     if unknown:

@@ -79,8 +79,7 @@ class FetchParameters(Struct, kw_only=True):
 async def fetch(asked: FetchParameters, info: FetchInfo | None, serving: str) -> Body:
     """As `pull`, in SkyRL's words.
 
-    Raises:
-        RequestRejected: 409, it was not said where to; 501, the folder is a cloud's.
+    Raises RequestRejected: 409, it was not said where to; 501, the folder is a cloud's.
     """
     if info is None:
         raise RequestRejected("call /init_weight_transfer_engine with local_checkpoint_dir first", 409)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -10,12 +11,12 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
 from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.generate import TokensApi
-from ebbtide.srt.entrypoints.vllm.information import VLLM_VERSION
-from ebbtide.srt.entrypoints.vllm.occupation import Body, VllmOccupation
+from ebbtide.srt.entrypoints.vllm.occupation import SLEEPING_TAGS, Body, VllmOccupation
 from ebbtide.srt.entrypoints.vllm.parameters import (
     AbortNamedParameters,
     AbortParameters,
@@ -33,13 +34,162 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     UpdateParameters,
     WakeUpParameters,
     WorldSizeParameters,
+    checked,
     read_parameters,
 )
 from ebbtide.srt.entrypoints.vllm.published import FetchParameters, PullParameters, pull
-from ebbtide.srt.entrypoints.vllm.remote_calls import RemoteCalls
 from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.io_struct import (
+    Preserve,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
 from ebbtide.version import __version__
+
+# The version of vLLM whose surface this is.
+VLLM_VERSION: Final = "0.33.0"
+
+
+class ServerInfoQuery(Struct, kw_only=True):
+    """`config_format`: of `vllm_config`, an object or its JSON as text."""
+
+    config_format: Literal["json", "text"] = "text"
+
+
+def vllm_sections(config: EngineConfig, config_format: str) -> dict[str, Any]:
+    """What vLLM's `/server_info` has in addition to SGLang's fields.
+
+    Raises RequestRejected: there is no such `config_format`.
+    """
+    if config_format not in ("json", "text"):
+        raise RequestRejected(
+            f"config_format: expected json or text, got {config_format!r}", param="query.config_format"
+        )
+    vllm_config = {
+        "model_config": {
+            "model": config.model.served_model_name,
+            "dtype": f"torch.{config.model.dtype}",
+            "max_model_len": config.model.context_len,
+            "quantization": config.model.quantization,
+            "logprobs_mode": config.runtime.logprobs_mode,
+        },
+        "cache_config": {"cache_dtype": config.cache.dtype},
+        "parallel_config": {
+            "tensor_parallel_size": config.parallel.tp_size,
+            "data_parallel_size": config.parallel.dp_size,
+        },
+        # Any trainer may be met: which kind it is, its `init_info` says.
+        "weight_transfer_config": {"backend": "nccl"},
+        "lora_config": None,
+    }
+    as_text = config_format == "text"
+    return {
+        "vllm_config": json.dumps(vllm_config) if as_text else vllm_config,
+        "vllm_env": {},
+        "system_env": {},
+    }
+
+
+# A method's keyword arguments → what every rank answers.
+Method = Callable[[Mapping[str, Any]], Awaitable[Any]]
+
+
+class RemoteCalls:
+    """`/collective_rpc`: the methods that SkyRL and vLLM's own tests call. Source: wire_vllm section 4.3.
+
+    vLLM runs the method of that name in its workers. Here nothing is looked up or imported.
+    """
+
+    def __init__(self, service: EngineService, weights: VllmWeightTransfer) -> None:
+        self._service = service
+        self._weights = weights
+        # Each with the keyword arguments that it takes.
+        self._methods: dict[str, tuple[Method, tuple[str, ...]]] = {
+            "skyrl_start_weight_update": (self._start, ("is_checkpoint_format",)),
+            "skyrl_finish_weight_update": (self._finish, ()),
+            "update_weights_nccl": (self._update, ("update_info",)),
+            "update_weights_ipc": (self._update, ("update_info",)),
+            "skyrl_sleep_for_weight_sync": (self._sleep, ("offload_kv",)),
+            "skyrl_wake_for_weight_sync": (self._wake, ("tags",)),
+            "fetch_weights": (self._fetch, ("target_version", "sync_dir", "uri")),
+            "reload_weights": (self._reload, ()),
+            "liveness_probe": (self._probe, ()),
+        }
+
+    async def call(self, asked: RpcParameters) -> Body:
+        """Carry a method out; `results` has what each rank answers.
+
+        Raises RequestRejected: 501, there is no such method; 400, it takes no such argument.
+        """
+        if asked.method not in self._methods:
+            raise RequestRejected(
+                "collective_rpc runs arbitrary code in the worker and is not offered; known methods: "
+                f"{', '.join(self._methods)}",
+                501,
+                param="body.method",
+            )
+        method, names = self._methods[asked.method]
+        unknown = sorted(asked.kwargs.keys() - set(names))
+        if asked.args or unknown:
+            given = ", ".join(unknown) if unknown else "positional arguments"
+            raise RequestRejected(
+                f"{asked.method}: expected the keyword arguments ({', '.join(names)}), got {given}",
+                param="body.kwargs",
+            )
+        result = await method(asked.kwargs)
+        num_ranks = self._service.config.parallel.num_ranks
+        return {"success": True, "message": f"{asked.method} done.", "results": [result] * num_ranks}
+
+    async def _start(self, kwargs: Mapping[str, Any]) -> None:
+        await self._weights.start(
+            StartParameters(is_checkpoint_format=_flag(kwargs, "is_checkpoint_format", True))
+        )
+
+    async def _finish(self, kwargs: Mapping[str, Any]) -> None:
+        await self._weights.finish(FinishParameters())
+
+    async def _update(self, kwargs: Mapping[str, Any]) -> None:
+        info = kwargs.get("update_info")
+        if not isinstance(info, dict):
+            raise RequestRejected(f"update_info: expected an object, got {info!r}", param="body.kwargs")
+        await self._weights.update(UpdateParameters(update_info=info))
+
+    async def _sleep(self, kwargs: Mapping[str, Any]) -> Body:
+        keeps_kv = _flag(kwargs, "offload_kv", False)
+        preserve = Preserve.LIVE if keeps_kv else Preserve.NONE
+        release = {"tags": list(SLEEPING_TAGS), "backup": False, "preserve": preserve}
+        reply = await self._service.control(ReleaseMemoryOccupationReqInput, release)
+        # What the host has no room for is computed again.
+        return {"kv_offloaded": keeps_kv and reply["num_retracted"] == 0}
+
+    async def _wake(self, kwargs: Mapping[str, Any]) -> None:
+        await self._service.control(ResumeMemoryOccupationReqInput, {"tags": kwargs.get("tags")})
+
+    async def _fetch(self, kwargs: Mapping[str, Any]) -> Body:
+        fetched = await self._weights.fetch(checked(kwargs, FetchParameters, "body.kwargs"))
+        result: Body = fetched["result"][0]
+        return result
+
+    async def _reload(self, kwargs: Mapping[str, Any]) -> None:
+        await self._service.control(
+            UpdateWeightFromDiskReqInput, {"model_path": self._service.config.model.path}
+        )
+
+    async def _probe(self, kwargs: Mapping[str, Any]) -> None:
+        """Whoever answers is alive."""
+
+
+def _flag(kwargs: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = kwargs.get(name, default)
+    # Some clients send the text of a Python value.
+    known = {"True": True, "true": True, "False": False, "false": False}
+    value = known.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, bool):
+        raise RequestRejected(f"{name}: expected true or false, got {value!r}", param="body.kwargs")
+    return value
+
 
 # A handler takes the parameters and returns the body of the answer.
 Handler = Callable[[Any], Awaitable[Body]]
@@ -70,11 +220,9 @@ class VllmApi:
     def __init__(self, service: EngineService, bodies: BodyReader) -> None:
         self._service = service
         self.bodies = bodies
-        self.occupation = VllmOccupation(self._control, lambda: service.state)
-        self.weights = VllmWeightTransfer(self._control, lambda: service.state, self._num_ranks)
-        self.calls = RemoteCalls(
-            self._control, self.weights, lambda: service.config.model.path, self._num_ranks
-        )
+        self.occupation = VllmOccupation(service)
+        self.weights = VllmWeightTransfer(service)
+        self.calls = RemoteCalls(service, self.weights)
         self._tokens = TokensApi(service, bodies)
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
@@ -84,17 +232,11 @@ class VllmApi:
             *(("POST", path, self._tokens.generate) for path in GENERATE_PATHS),
         ]
 
-    async def _control(self, kind: type[Any], fields: Mapping[str, Any]) -> Any:
-        return await self._service.control(kind, fields)
-
-    def _num_ranks(self) -> int:
-        return self._service.config.parallel.num_ranks
-
     async def is_paused(self, asked: Nothing) -> Body:
-        return {"is_paused": self.occupation.is_paused or self.occupation.is_asleep}
+        return {"is_paused": self.occupation.is_idle}
 
     async def is_sleeping(self, asked: Nothing) -> Body:
-        return {"is_sleeping": self.occupation.is_paused or self.occupation.is_asleep}
+        return {"is_sleeping": self.occupation.is_idle}
 
     async def abort_named(self, asked: AbortNamedParameters) -> Body:
         return await self.occupation.abort(AbortParameters(request_ids=asked.request_ids))

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from ebbtide.srt.entrypoints.vllm.occupation import Body, Control
+from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.entrypoints.vllm.occupation import Body
 from ebbtide.srt.entrypoints.vllm.parameters import (
     BroadcasterParameters,
     CheckerParameters,
@@ -37,7 +38,6 @@ from ebbtide.srt.managers.io_struct import (
     EndWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     PauseMode,
-    StateReport,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -106,25 +106,20 @@ class LentInfo(Struct, kw_only=True):
 
 
 class VllmWeightTransfer:
-    """What is behind `/start_weight_update` and its like.
+    """What is behind `/start_weight_update` and its like."""
 
-    Args:
-        state: the state machines as last reported.
-        num_ranks: of all replicas.
-    """
-
-    def __init__(
-        self, control: Control, state: Callable[[], StateReport], num_ranks: Callable[[], int]
-    ) -> None:
-        self._control = control
-        self._state = state
-        self._num_ranks = num_ranks
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
         self._init_info: InitInfo | None = None
         self._last: UpdateInfo | None = None
         self._fetch_info: FetchInfo | None = None
         # Whether the open session, if there is one, was started here; and why the last one has ended.
         self._is_started = False
         self._failure: str | None = None
+
+    @property
+    def _num_ranks(self) -> int:
+        return self._service.config.parallel.num_ranks
 
     async def init(self, asked: InitParameters) -> Body:
         """Join the trainer's group in the place of the one before; one that lends its memory has none."""
@@ -134,7 +129,7 @@ class VllmWeightTransfer:
         if not asked.init_info.keys() & set(InitInfo.__struct_fields__) - set(LendingInfo.__struct_fields__):
             checked(asked.init_info, LendingInfo, "body.init_info")
             self._init_info = None
-            left: Body = await self._control(DestroyWeightsUpdateGroupReqInput, {"group_name": GROUP})
+            left: Body = await self._service.control(DestroyWeightsUpdateGroupReqInput, {"group_name": GROUP})
             return {**left, "message": "Weight transfer initialized"}
         info = self._checked_init(asked.init_info)
         fields = {
@@ -148,7 +143,7 @@ class VllmWeightTransfer:
             "group_name": GROUP,
         }
         self._init_info = None
-        reply: Body = await self._control(InitWeightsUpdateGroupReqInput, fields)
+        reply: Body = await self._service.control(InitWeightsUpdateGroupReqInput, fields)
         self._init_info, self._last = info, None
         return {**reply, "message": "Weight transfer initialized"}
 
@@ -166,15 +161,15 @@ class VllmWeightTransfer:
             "timeout_s": asked.timeout,
             "group_name": BROADCASTER,
         }
-        reply: Body = await self._control(InitWeightsUpdateGroupReqInput, fields)
+        reply: Body = await self._service.control(InitWeightsUpdateGroupReqInput, fields)
         return {**reply, "status": "ok"}
 
     async def shutdown(self, asked: Nothing) -> Body:
         """Leave the group."""
-        if self._state().session is not None:
+        if self._service.state.session is not None:
             raise RequestRejected("a weight update is open: /finish_weight_update first", 409)
         self._init_info = None
-        reply: Body = await self._control(DestroyWeightsUpdateGroupReqInput, {"group_name": GROUP})
+        reply: Body = await self._service.control(DestroyWeightsUpdateGroupReqInput, {"group_name": GROUP})
         return {**reply, "message": "Weight transfer shut down"}
 
     async def start(self, asked: StartParameters) -> Body:
@@ -183,7 +178,7 @@ class VllmWeightTransfer:
                 "is_checkpoint_format: only true is supported: names and shapes as a checkpoint has them",
                 param="body.is_checkpoint_format",
             )
-        reply: Body = await self._control(BeginWeightUpdateReqInput, {"session_id": SESSION})
+        reply: Body = await self._service.control(BeginWeightUpdateReqInput, {"session_id": SESSION})
         self._is_started, self._failure = True, None
         return {**reply, "message": "Weight update started"}
 
@@ -203,12 +198,12 @@ class VllmWeightTransfer:
         self._require_session("update")
         self._require_resident()
         try:
-            reply: Body = await self._control(*await self._request(asked.update_info))
+            reply: Body = await self._service.control(*await self._request(asked.update_info))
         except (RequestRejected, EngineError) as error:
             self._is_started, self._failure = False, str(error)
             # An engine that has failed says so by the first error.
             with suppress(EngineError):
-                await self._control(AbortWeightUpdateReqInput, {})
+                await self._service.control(AbortWeightUpdateReqInput, {})
             raise
         return {**reply, "message": "Weights updated"}
 
@@ -233,23 +228,24 @@ class VllmWeightTransfer:
             "pause_mode": PauseMode.IN_PLACE,
             "session_id": SESSION,
         }
-        reply: Body = await self._control(EndWeightUpdateReqInput, fields)
+        reply: Body = await self._service.control(EndWeightUpdateReqInput, fields)
         self._is_started = False
         return {**reply, "message": "Weight update finished"}
 
     async def check(self, asked: CheckerParameters) -> Body:
         """Sum up the parameters, or make them invalid, or compare sums."""
         if asked.action == "reset":
-            reply: Body = await self._control(CheckWeightsReqInput, {"action": "reset_tensors"})
+            reply: Body = await self._service.control(CheckWeightsReqInput, {"action": "reset_tensors"})
             return {**reply, "status": "reset"}
         if asked.action == "compare" and asked.baseline is None:
             raise RequestRejected("baseline: is needed to compare with", param="body.baseline")
         fields = {"action": "checksum", "algorithm": asked.algorithm}
-        reply = await self._control(CheckWeightsReqInput, fields)
+        reply = await self._service.control(CheckWeightsReqInput, fields)
         sums = {
             f"dp{rank['dp_rank']}:pp0:pcp0:tp{rank['tp_rank']}:{name}": checksum
-            for rank in map(_with_place, reply["ranks"])
-            for name, checksum in rank["checksums"].items()
+            for rank_reply in reply["ranks"]
+            for rank in rank_reply["parallelism_info"][:1]
+            for name, checksum in rank_reply["checksums"].items()
         }
         if asked.action == "checksum":
             return {"success": True, "message": reply["message"], "checksums": sums}
@@ -268,7 +264,7 @@ class VllmWeightTransfer:
         Raises:
             RequestRejected: 409, there is none, and the trainer has not been met.
         """
-        is_met = BROADCASTER in self._state().weight_groups
+        is_met = BROADCASTER in self._service.state.weight_groups
         if folder is None:
             return is_met
         is_ready = Path(folder, READY_FILE).exists()
@@ -282,7 +278,7 @@ class VllmWeightTransfer:
 
     async def _update_alone(self, kind: type[Any], source: Body, version: str | None) -> Body:
         """An update that is a session of its own."""
-        if self._state().session is not None:
+        if self._service.state.session is not None:
             raise RequestRejected("a weight update session is open: finish it first", 409)
         fields = {
             **source,
@@ -290,10 +286,10 @@ class VllmWeightTransfer:
             "pause_mode": PauseMode.IN_PLACE,
             "weight_version": version,
         }
-        return {**await self._control(kind, fields), "status": "ok"}
+        return {**await self._service.control(kind, fields), "status": "ok"}
 
     def _require_group(self) -> InitInfo:
-        if self._init_info is None or GROUP not in self._state().weight_groups:
+        if self._init_info is None or GROUP not in self._service.state.weight_groups:
             raise RequestRejected("no trainer has been met: call /init_weight_transfer_engine", 409)
         return self._init_info
 
@@ -306,7 +302,7 @@ class VllmWeightTransfer:
                 "init_info: expected master_address and master_port, or nccl_unique_id_b64",
                 param="body.init_info",
             )
-        last = info.rank_offset + self._num_ranks()
+        last = info.rank_offset + self._num_ranks
         if info.rank_offset < 1 or last > info.world_size:
             raise RequestRejected(
                 f"init_info: ranks {info.rank_offset} to {last - 1} do not fit a world of {info.world_size}, "
@@ -317,7 +313,7 @@ class VllmWeightTransfer:
 
     async def fetch(self, asked: FetchParameters) -> Body:
         """Check the versions that a trainer has published; the update that follows brings them."""
-        return await fetch(asked, self._fetch_info, self._state().weight_version)
+        return await fetch(asked, self._fetch_info, self._service.state.weight_version)
 
     async def _fetched(self, given: Mapping[str, Any]) -> Body:
         """The update that brings published versions, as fields."""
@@ -334,10 +330,10 @@ class VllmWeightTransfer:
     async def _request(self, given: dict[str, Any] | list[dict[str, Any]]) -> tuple[type[Any], Body]:
         """The update as a control request."""
         entries = given if isinstance(given, list) else [given]
-        num_ranks = self._num_ranks()
-        if len(entries) not in (1, num_ranks):
+        if len(entries) not in (1, self._num_ranks):
             raise RequestRejected(
-                f"update_info: expected one entry, or one for each of {num_ranks} ranks, got {len(entries)}",
+                f"update_info: expected one entry, or one for each of {self._num_ranks} ranks, "
+                f"got {len(entries)}",
                 param=UPDATE_INFO,
             )
         common = {"flush_cache": False, "session_id": SESSION}
@@ -348,7 +344,7 @@ class VllmWeightTransfer:
                 "ipc_handles: over HTTP they come as ipc_handles_pickled", param=f"{UPDATE_INFO}.ipc_handles"
             )
         if any(entry.get("ipc_handles_pickled") is not None for entry in entries):
-            return UpdateWeightsFromTensorReqInput, {**_lent(entries, num_ranks), **common}
+            return UpdateWeightsFromTensorReqInput, {**_lent(entries, self._num_ranks), **common}
         if any(entry != entries[0] for entry in entries):
             raise RequestRejected("update_info: expected the same for each rank", param=UPDATE_INFO)
         return UpdateWeightsFromDistributedReqInput, {**self._broadcast(entries[0]), **common}
@@ -381,7 +377,7 @@ class VllmWeightTransfer:
         return info
 
     def _require_session(self, what: str) -> None:
-        session = self._state().session
+        session = self._service.state.session
         if session is not None and not self._is_started:
             raise RequestRejected(
                 "the weight update session that is open was begun by /begin_weight_update: "
@@ -395,7 +391,7 @@ class VllmWeightTransfer:
             raise RequestRejected(f"there is nothing to {what}: call /start_weight_update first", 409)
 
     def _require_resident(self) -> None:
-        ranks = self._state().ranks
+        ranks = self._service.state.ranks
         if any(rank.tags[MemoryTag.WEIGHTS].state == "released" for rank in ranks):
             raise RequestRejected("the weights are released: /wake_up?tags=weights first", 409)
 
@@ -439,7 +435,3 @@ def _lent(entries: Sequence[Mapping[str, Any]], num_ranks: int) -> Body:
             for name, dtype, shape, size in rows
         ],
     }
-
-
-def _with_place(rank: Body) -> Body:
-    return {**rank["parallelism_info"][0], "checksums": rank["checksums"]}

@@ -65,8 +65,7 @@ class EndedOutput:
     def params_for(self, given: SamplingParams | None) -> SamplingParams:
         """Those of a request that continues it: with its seed, and where none are given, its own.
 
-        Raises:
-            RequestRejected: 400, it asks for several outputs.
+        Raises RequestRejected: 400, it asks for several outputs.
         """
         if given is not None and given.n != 1:
             raise RequestRejected(f"continue_from: one output goes on, expected n = 1, got {given.n}")
@@ -76,8 +75,7 @@ class EndedOutput:
     def num_left(self) -> int | None:
         """How many more tokens its own parameters allow; None: as many as there is room for.
 
-        Raises:
-            RequestRejected: 400, none.
+        Raises RequestRejected: 400, none.
         """
         if self.params.max_new_tokens is None:
             return None
@@ -124,14 +122,13 @@ class EndedOutputs:
     def get(self, rid: str, client: Client = NOBODY) -> EndedOutput:
         """The output of this rid.
 
-        Raises:
-            RequestRejected: 400, it still runs, or nothing is known of it any more.
+        Raises RequestRejected: 400, it still runs, or nothing is known of it any more.
         """
         if self._is_live(rid):
             raise RequestRejected(f"continue_from: {rid!r} is still running: abort it first")
         if self.find([rid], client) is not None:
             return self._kept[client.key, rid]
-        # Other rids are not told: whoever knows one reads the prompt of its request.
+        # Other rids are not listed: whoever knows one reads the prompt of its request.
         raise RequestRejected(
             f"continue_from: nothing is known of {rid[:200]!r}: the last {MAX_KEPT} outputs are kept for "
             f"{KEPT_S:g} s, for those who send the key of their requests"

@@ -30,13 +30,13 @@ def flat_form(request: _Request) -> FlatForm | None:
 def flat_top_logprobs(positions_TK: Sequence[Sequence[Any]], form: FlatForm) -> dict[str, Any]:
     """What stands in the place of `output_top_logprobs`, row by row; every token has its row."""
     shape = [len(positions_TK), len(positions_TK[0]) if positions_TK else 0]
-    told: dict[str, Any] = {"output_top_logprobs_shape": shape, "output_top_logprobs_null_prefix": 0}
+    fields: dict[str, Any] = {"output_top_logprobs_shape": shape, "output_top_logprobs_null_prefix": 0}
     for name, place, dtype in (("val", 0, np.float32), ("idx", 1, np.int32)):
         values = np.array([entry[place] for position in positions_TK for entry in position], dtype=dtype)
         key = f"output_top_logprobs_{name}_flat"
         if form == "base64":
-            told[f"{key}_b64"] = base64.b64encode(values.data).decode("ascii")
-            told[f"{key}_b64_dtype"] = values.dtype.name
+            fields[f"{key}_b64"] = base64.b64encode(values.data).decode("ascii")
+            fields[f"{key}_b64_dtype"] = values.dtype.name
         else:
-            told[key] = values.tolist()
-    return told
+            fields[key] = values.tolist()
+    return fields

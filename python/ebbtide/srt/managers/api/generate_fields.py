@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
@@ -15,88 +16,87 @@ from ebbtide.srt.sampling_params import MAX_TOKEN_IDS
 # value that asks for one is refused, while null, false and empty values, which clients send anyway, are not.
 # Every other unknown field is ignored.
 UNSUPPORTED_FIELDS = frozenset(
-    {
-        "image_data",
-        "video_data",
-        "audio_data",
-        "mm_hashes",
-        "input_embeds",
-        "positional_embed_overrides",
-        "lora_path",
-        "lora_id",
-        "custom_logit_processor",
-        "return_hidden_states",
-        "return_indexer_topk",
-        "return_entropy",
-        "session_params",
-        "watermark",
-        "kv_hints",
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "disagg_prefill_dp_rank",
-        "max_thinking_tokens",
-        "return_flat_raw_top_logprobs",
-        "return_bytes",
-        "return_outputs_via_store",
-        "mm_content_hashes",
-        "token_indices_to_pool",
-        "multi_item_delimiter_indices",
-    }
+    (
+        *("image_data", "video_data", "audio_data", "mm_hashes", "input_embeds"),
+        *("positional_embed_overrides", "lora_path", "lora_id", "custom_logit_processor"),
+        *("return_hidden_states", "return_indexer_topk", "return_entropy", "session_params", "watermark"),
+        *("kv_hints", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank"),
+        *("max_thinking_tokens", "return_flat_raw_top_logprobs", "return_bytes"),
+        *("return_outputs_via_store", "mm_content_hashes", "token_indices_to_pool"),
+        *("multi_item_delimiter_indices",),
+    )
 )
 
 # What a message between processes has room for; JSON and Python have more.
 Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-def bounded(**schema: Any) -> msgspec.Meta:
-    """Bounds for the OpenAPI document. Whoever carries the request out checks them."""
-    return msgspec.Meta(extra_json_schema=schema)
+def said(description: str | None = None, expected: str = "", **schema: Any) -> msgspec.Meta:
+    """What is declared of a field in addition to its type: words and bounds for the OpenAPI document.
+
+    Args:
+        expected: what a refusal says that was; bounds that have it are checked by `check_bounds`.
+    """
+    return msgspec.Meta(description=description, extra_json_schema=schema, extra={"expected": expected})
 
 
 class CommonFields(msgspec.Struct, kw_only=True):
-    """Fields of generation that every dialect has under these names, beside its sampling parameters.
+    """Fields of generation that every dialect has under these names, sampling parameters apart.
 
-    None means "not given". `max_version_lag`, `min_weight_version`, `exact_weight_version`, `on_update`: see
-    `VersionContract`.
+    None means "not given". What those of versions become: `VersionContract`.
     """
 
-    routed_dp_rank: Annotated[int | None, bounded(minimum=0)] = None
+    routed_dp_rank: Annotated[int | None, said("The replica that runs it.", minimum=0)] = None
     priority: Int64 | None = None
-    max_version_lag: Annotated[Int64 | None, bounded(minimum=0)] = None
-    min_weight_version: str | Int64 | None = None
-    exact_weight_version: str | Int64 | None = None
-    on_update: Literal["continue", "recompute", "abort"] | None = None
-    replay_routed_experts: Any = None
+    max_version_lag: Annotated[
+        Int64 | None,
+        said("Updates that may be committed while it runs.", "a number of updates from 0", minimum=0),
+    ] = None
+    min_weight_version: Annotated[
+        str | Int64 | None, said("It waits until this version serves, or a later one.")
+    ] = None
+    exact_weight_version: Annotated[str | Int64 | None, said("It waits until this version serves.")] = None
+    on_update: Annotated[
+        Literal["continue", "recompute", "abort"] | None, said("What a commit does to its KV.")
+    ] = None
+    replay_routed_experts: Annotated[
+        Any, said("The experts that the first tokens of the prompt take, in any form of answers.")
+    ] = None
     return_sampling_mask: bool | None = None
 
 
 class PromptFields(CommonFields, kw_only=True):
-    """Those of the dialects that take texts and batches. In a batch, a list has one entry per prompt.
+    """Those of the dialects that take texts and batches. In a batch, a list has one entry per prompt."""
 
-    `add_special_tokens`: false for a text that has them already. `truncate_prompt_tokens`: keep only that
-    many tokens at the end of a prompt, or, with -1, as many as fit; 0 is "not given".
-    """
-
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[Int64 | None, bounded(minimum=-1)] = None
+    add_special_tokens: Annotated[bool | None, said("False for a text that has them already.")] = None
+    truncate_prompt_tokens: Annotated[
+        Int64 | None,
+        said(
+            "How many tokens at the end of a prompt are kept; -1: as many as fit; 0: all.",
+            "a number of tokens, or -1 for as many as fit",
+            minimum=-1,
+        ),
+    ] = None
     stream: bool | None = None
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     data_parallel_rank: int | None = None
-    timeout_s: Annotated[float | None, bounded(exclusiveMinimum=0)] = None
+    timeout_s: Annotated[float | None, said(expected="a number of seconds above 0", exclusiveMinimum=0)] = (
+        None
+    )
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
-    sampling_logprobs_mode: Annotated[str | None, bounded(enum=["selected", None])] = None
+    sampling_logprobs_mode: Annotated[str | None, said(enum=["selected", None])] = None
 
 
 class GenerateReqInput(PromptFields, kw_only=True):
-    """The fields of `/generate`. `continue_from`: the rid of an output that has ended, in the place of a
-    prompt; see `EndedOutput`. `return_flat_raw_output_top_logprobs`, `return_flat_raw_top_logprobs_b64`: see
-    `flat_top_logprobs`.
+    """The fields of `/generate`. In a batch, a list has one entry per prompt.
+
+    `continue_from`: the rid of an output that has ended, in the place of a prompt; see `EndedOutput`.
+    `return_flat_raw_output_top_logprobs`, `return_flat_raw_top_logprobs_b64`: see `flat_top_logprobs`.
     """
 
-    text: Annotated[str | list[str] | None, bounded(minLength=1, minItems=1, items={"minLength": 1})] = None
+    text: Annotated[str | list[str] | None, said(minLength=1, minItems=1, items={"minLength": 1})] = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: Any = None
     rid: str | list[str] | None = None
@@ -111,11 +111,29 @@ class GenerateReqInput(PromptFields, kw_only=True):
     continue_from: str | None = None
 
 
+_BOUNDS = tuple(
+    (field.name, meta.extra["expected"], meta.extra_json_schema)
+    for field in msgspec.structs.fields(GenerateReqInput)
+    for meta in getattr(field.type, "__metadata__", ())
+    if meta.extra["expected"]
+)
+
+
+def check_bounds(request: GenerateReqInput) -> None:
+    """Refuse numbers outside the bounds that their fields declare. Raises RequestRejected: 400."""
+    for name, expected, bounds in _BOUNDS:
+        value = getattr(request, name)
+        if value is None:
+            continue
+        is_above = value >= bounds.get("minimum", value) and value > bounds.get("exclusiveMinimum", -math.inf)
+        if not is_above or value == math.inf:
+            raise RequestRejected(f"{name}: expected {expected}, got {value}")
+
+
 def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
     """Check the types of a request's fields.
 
-    Raises:
-        RequestRejected: status 400; a wrong type, with its path, or a feature that this version lacks.
+    Raises RequestRejected: status 400; a wrong type, with its path, or a feature that this version lacks.
     """
     fields = msgspec.structs.asdict(given) if isinstance(given, GenerateReqInput) else given
     for name, value in fields.items():
@@ -147,8 +165,7 @@ def asks_for_nothing(value: Any) -> bool:
 def split_ids(name: str, ids: list[int | list[int]]) -> tuple[list[list[int]], bool]:
     """The ids of each text, and whether they are a batch. `ids` has been checked to hold nothing else.
 
-    Raises:
-        RequestRejected: 400, some are ids and others lists of them.
+    Raises RequestRejected: 400, some are ids and others lists of them.
     """
     # There may be a million of them: this is done without a step of Python for each.
     kinds = set(map(type, ids))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import msgspec
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client, EndedOutput, EndedOutputs
-from ebbtide.srt.managers.api.generate_fields import GenerateReqInput, parse, split_ids
+from ebbtide.srt.managers.api.generate_fields import GenerateReqInput, check_bounds, parse, split_ids
 from ebbtide.srt.managers.api.per_prompt import PerPrompt, per_prompt, rids_of_outputs
 from ebbtide.srt.managers.api.request_limits import MAX_OUTPUTS, RequestLimits
 from ebbtide.srt.managers.api.routed_experts import namespace_of
@@ -27,7 +26,7 @@ Render: TypeAlias = Callable[[], str | list[int]]
 # The token ids of a prompt, or what they are to be made of.
 Prompt: TypeAlias = list[int] | str | Render
 
-# Each output's message has the ids of its parameters: so many in all messages of a request.
+# Each output's message has the ids of its parameters: the most in all messages of a request.
 MAX_IDS = 1 << 24
 
 
@@ -159,18 +158,7 @@ class RequestNormalizer:
     def _check(self, request: GenerateReqInput) -> None:
         if request.return_text_in_logprobs:
             self._need_tokenizer("return_text_in_logprobs")
-        timeout_s = request.timeout_s
-        if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise RequestRejected(f"timeout_s: expected a number of seconds above 0, got {timeout_s}")
-        kept = request.truncate_prompt_tokens
-        if kept is not None and kept < -1:
-            raise RequestRejected(
-                f"truncate_prompt_tokens: expected a number of tokens, or -1 for as many as fit, got {kept}"
-            )
-        if request.max_version_lag is not None and request.max_version_lag < 0:
-            raise RequestRejected(
-                f"max_version_lag: expected a number of updates from 0, got {request.max_version_lag}"
-            )
+        check_bounds(request)
         if request.min_weight_version is not None and request.exact_weight_version is not None:
             raise RequestRejected("min_weight_version and exact_weight_version: expected one of them")
         rank = _pinned_to(request)
@@ -279,7 +267,10 @@ class RequestNormalizer:
     ) -> Iterator[TokenizedGenerateReqInput]:
         """The message of each prompt's samples, but for their rids and seeds."""
         request = draft.request
-        banned = {id(one): self._spellings(one) for one in distinct(draft.params)}
+        banned = {
+            id(one): self._tokenizer.spellings(one.bad_words) if self._tokenizer else []
+            for one in distinct(draft.params)
+        }
         grammars = {id(one): one.grammar.key for one in distinct(draft.params) if one.grammar is not None}
         for prompt, params, own in zip(prompts, draft.params, draft.columns, strict=True):
             own.check(self._limits, len(prompt))
@@ -322,9 +313,6 @@ class RequestNormalizer:
                 grammar=grammars.get(id(params)),
                 banned=banned[id(params)],
             )
-
-    def _spellings(self, params: SamplingParams) -> list[list[int]]:
-        return self._tokenizer.spellings(params.bad_words) if self._tokenizer else []
 
 
 def distinct(params: Sequence[SamplingParams]) -> list[SamplingParams]:

@@ -36,9 +36,9 @@ class ResponseStyle:
 
     Attributes:
         is_incremental: chunks hold what is new, instead of everything so far.
-        routed_form: how routed experts are told.
+        routed_form: how routed experts are encoded.
         token_text: the text of a single token, for logprobs; None leaves it null.
-        flat_top: how the most likely tokens are told; None: as lists of triples.
+        flat_top: the form of the most likely tokens; None: as lists of triples.
         precision: what the engine computes with, see `MetaInfo`.
     """
 
@@ -261,7 +261,7 @@ class OutputState:
         return [*self._handed_out_ids, *self._output_ids]
 
     def meta_info(self) -> dict[str, Any]:
-        """What the answer tells beside the output itself and what is known of its tokens."""
+        """What the answer says of the output apart from its tokens."""
         meta = self._meta.copy()
         meta["completion_tokens"] = self._num_tokens
         meta["weight_versions"] = self._version_spans()
@@ -398,8 +398,7 @@ class LiveGeneration:
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of all outputs, with an `index` if there are several. Leaving early aborts the request.
 
-        Raises:
-            RequestRejected, EngineError: as `result`, possibly after some chunks.
+        Raises RequestRejected, EngineError: as `result`, possibly after some chunks.
         """
         try:
             while await self.has_next():
@@ -425,7 +424,7 @@ class LiveGeneration:
         return is_there
 
     def _has_next(self, waiter: Waiter) -> bool | None:
-        """Whether there is a next chunk, or an error; None: the waiter will be told."""
+        """Whether there is a next chunk, or an error; None: the waiter will be woken."""
         with self._waker.lock:
             if self._news or self._error is not None:
                 return True
@@ -435,11 +434,7 @@ class LiveGeneration:
             return None
 
     def next_chunk(self) -> dict[str, Any]:
-        """What `has_next` has waited for.
-
-        Raises:
-            RequestRejected, EngineError: as `result`.
-        """
+        """What `has_next` has waited for. Raises RequestRejected, EngineError: as `result`."""
         if self._error is not None:
             raise self._error
         with self._waker.lock:

@@ -1,8 +1,8 @@
 """What the engine sends, in an order that clients can rely on: the outputs of aborted requests, then replies.
 
 Outputs come by way of the detokenizer and replies directly, so a reply may overtake them. A client that is
-told that generation is paused, or that new weights serve, may take every answer that comes later for one of
-the new weights.
+informed that generation is paused, or that new weights serve, may take every later answer for one of the new
+weights.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def per_prompt(name: str, value: V | list[V], num_prompts: int) -> list[V]:
 
 @dataclass(frozen=True)
 class PerPrompt:
-    """What was given for one prompt, beside its sampling parameters and rids."""
+    """What was given for one prompt, sampling parameters and rids apart."""
 
     return_logprob: bool
     logprob_start_len: int
@@ -105,8 +105,7 @@ def rids_of_outputs(
 ) -> tuple[list[list[str]], dict[str, list[str]]]:
     """The rids of each prompt's samples, and the posted rids that stand for several outputs.
 
-    Raises:
-        RequestRejected: 400, one is too long, empty or given twice, or there is another number of them.
+    Raises RequestRejected: 400, one is too long, empty or given twice, or there is another number of them.
     """
     if given is None:
         return [[uuid.uuid4().hex for _ in range(num_samples)] for _ in range(num_prompts)], {}

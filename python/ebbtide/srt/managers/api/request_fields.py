@@ -55,8 +55,7 @@ def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str
 def refuse_misspelt(kind: type[Struct], given: Collection[str], unknown: Iterable[str]) -> None:
     """Refuse a request that does not say what it is about, and has a field that may be meant to say it.
 
-    Raises:
-        RequestRejected: 400; an unknown field is within two letters of a known one.
+    Raises RequestRejected: 400; an unknown field is within two letters of a known one.
     """
     fields = msgspec.structs.fields(kind)
     if all(known.name in given for known in fields if known.required or known.name in NONE_IS_ALL):
@@ -68,7 +67,7 @@ def refuse_misspelt(kind: type[Struct], given: Collection[str], unknown: Iterabl
 
 
 def _is_near(one: str, other: str, num_letters: int) -> bool:
-    """Whether so many letters inserted, left out or replaced make one of the other."""
+    """Whether `num_letters` letters inserted, left out or replaced make one of the other."""
     if abs(len(one) - len(other)) > num_letters:
         return False
     while one and other and one[0] == other[0]:

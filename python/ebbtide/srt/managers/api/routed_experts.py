@@ -55,8 +55,8 @@ def encoded(routed: RoutedExperts, form: RoutedForm, start: int) -> Any:
             return _base64(file.getbuffer())
         # Readers cut `data` out by its place: it comes first.
         case "packed":
-            told = {"shape": list(routed.shape), "start": start, "dtype": routed.dtype}
-            return {"data": _base64(rows.data), **told}
+            form_fields = {"shape": list(routed.shape), "start": start, "dtype": routed.dtype}
+            return {"data": _base64(rows.data), **form_fields}
         case "canonical":
             largest = int(rows.max(initial=0))
             kind = "uint8" if largest < 256 else "int16" if largest < 1 << 15 else "int32"
@@ -66,8 +66,7 @@ def encoded(routed: RoutedExperts, form: RoutedForm, start: int) -> Any:
 def decoded(given: Any, slots: ExpertSlots, num_prompt_tokens: int) -> RoutedExperts:
     """The experts that a request gives the first tokens of its prompt, in any of the forms of answers.
 
-    Raises:
-        RequestRejected: it is in none of them, or the model has not these experts for so many tokens.
+    Raises RequestRejected: it is in none of them, or the model does not have such experts.
     """
     shape = f"[tokens, {slots.num_layers} layers, {slots.per_token} experts]"
     try:
