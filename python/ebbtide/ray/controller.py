@@ -330,7 +330,7 @@ async def _refusal_of(replica: Replica, error: EbbtideError) -> Refusal | None:
     return Refusal(status=status, message=str(error), fields=getattr(error, "fields", {}))
 
 
-def told_by(messages: Mapping[str, str]) -> str:
+def by_speaker(messages: Mapping[str, str]) -> str:
     """Who says what, each message once. By name."""
     speakers: dict[str, list[str]] = {}
     for name, message in messages.items():

@@ -15,7 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from ebbtide.ray.continuation import Continuation, split_batch
-from ebbtide.ray.controller import FleetController, Replica, replica_name, told_by
+from ebbtide.ray.controller import FleetController, Replica, by_speaker, replica_name
 from ebbtide.ray.engine import RayEngine, RemoteMethods, shut_down
 from ebbtide.ray.launch import places_of_replicas, rank_as_cause
 from ebbtide.ray.supervisor import Supervisor
@@ -348,7 +348,7 @@ def _start_failure(failures: Mapping[str, BaseException]) -> BaseException:
     cause = min(failures.values(), key=rank_as_cause)
     if not isinstance(cause, ConfigurationError | EngineError):
         return cause
-    return type(cause)(told_by({name: str(error) for name, error in failures.items()}))
+    return type(cause)(by_speaker({name: str(error) for name, error in failures.items()}))
 
 
 def _stopping(

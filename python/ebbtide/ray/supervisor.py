@@ -211,7 +211,7 @@ async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> str:
 
 async def imitate(replica: Replica, peer: Replica) -> None:
     """Pause and release what a live one has paused and released; again, if that changes meanwhile."""
-    while (theirs := await _state(peer)) != (mine := await _state(replica)):
+    while (theirs := await _state(peer))[:2] != (mine := await _state(replica))[:2]:
         for method, tags in (
             ("release_memory_occupation", theirs.released - mine.released),
             ("resume_memory_occupation", mine.released - theirs.released),

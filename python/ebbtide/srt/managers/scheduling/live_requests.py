@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason, RetractCause
@@ -16,29 +16,18 @@ from ebbtide.srt.managers.wire.channel import SendEnd
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
+    from ebbtide.srt.mem_cache.kv_scales import KVScales
 
 WAITING: Final = "waiting-request-"
 RUNNING: Final = "running-request-"
 SLOW_MASKS: Final = "slow-masks-"
 
 
-class Calibration(Protocol):
-    """How the KV cache stores numbers, where that follows what was seen of them; `KVScales` is one."""
-
-    def settle(self) -> bool:
-        """The pool holds nothing: numbers may be stored otherwise from now on."""
-        ...
-
-    def weights_changed(self) -> None:
-        """What was seen was computed by other weights."""
-        ...
-
-
 class LiveRequests:
     """Implements `control.ports.Requests` over the policy; aborted requests get their last output.
 
     Args:
-        calibration: None where numbers are stored in one way for good.
+        calibration: of a KV cache whose scales follow what was seen; None where they stay.
     """
 
     def __init__(
@@ -46,7 +35,7 @@ class LiveRequests:
         policy: SchedulePolicy,
         processor: OutputProcessor,
         outputs: SendEnd[DetokenizerInput],
-        calibration: Calibration | None = None,
+        calibration: KVScales | None = None,
     ) -> None:
         self._policy = policy
         self._calibration = calibration
