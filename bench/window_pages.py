@@ -32,12 +32,11 @@ def bytes_per_token(path: Path, *, gives_up: bool) -> dict[int, float]:
     """What a request of each length holds, divided by its tokens."""
     from fixtures.real_rank import RealRank
 
-    from ebbtide.srt.layers.attention.torch_native import TorchNativeAttention
     from ebbtide.srt.managers.wire.generation import TokenizedGenerateReqInput
     from ebbtide.srt.sampling_params import SamplingParams
 
-    TorchNativeAttention.reads_groups = gives_up
-    rank = RealRank(path, max_total_tokens=2 * LENGTHS[-1], disable_radix_cache=True, page_size=16)
+    config = {} if gives_up else {"json_model_override_args": '{"sliding_window": 8192}'}
+    rank = RealRank(path, max_total_tokens=2 * LENGTHS[-1], disable_radix_cache=True, page_size=16, **config)
     allocator, page_bytes = rank.scheduler.policy.allocator, rank.runner.kv_pool.layout.page_bytes
     found = {}
     for length in LENGTHS:

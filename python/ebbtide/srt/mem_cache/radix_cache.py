@@ -3,20 +3,18 @@
 Caching is by whole pages. A page belongs either to one request or to the cache; requests reach the cache's
 pages through leases, which keep them from being evicted.
 
-A node is a run of pages of tokens, with the ids of the pages that hold their KV in each group of layers; its
-children continue the run, each with a different next page. Runs are split, at page boundaries, where prefixes
-diverge or a lease ends.
+A node is a run of pages of tokens, with the ids of the pages that hold their KV in each group of layers. Its
+children continue the run, each with another next page. Runs are split where prefixes diverge or a lease ends.
 
 **Windows.** In a group of layers with a window, pages come and go one by one: the cache has a page of some
 tokens in one group, and none in another. A prefix of n tokens is usable if, in each group with a window, the
 pages of all tokens are there that the next token attends to: the last `window - 1` of the n. The longest
 usable prefix is what is matched. A lease keeps those pages, and of them what `slide` has not let go.
 
-Eviction order needs no search, and depends on the calls alone: it is the same on every rank. `_idle` holds
-the nodes that nothing pins, in the order in which they were let go. Pinning a node pins its ancestors, and
-letting go runs from the node upwards, so a parent always stands behind its children: the first node in line
-is a leaf, and the least recently used one. `_idle_pages` holds the pages of windows that no lease keeps, in
-the same order; of both lines, what was let go first is evicted first, a node before the pages in it.
+Eviction order depends on the calls alone: it is the same on every rank. `_idle` holds the nodes that nothing
+pins, in the order in which they were let go. Pinning a node pins its ancestors, and letting go runs from the
+node upwards, so the first node in line is a leaf, and the least recently used one. Pages of windows that no
+lease keeps stand in a line of their own: what was let go first is evicted first, a node before its pages.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from dataclasses import dataclass, field
 
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
+from ebbtide.srt.mem_cache.window_pages import WindowPages
 
 # Prefixes are shared within one namespace only, e.g. (cache_salt, extra_key) or with the weight version.
 Namespace = tuple[str, ...]
@@ -36,8 +35,6 @@ Runs = Sequence[tuple[int, int]]
 
 # In place of the id of a page that the cache does not have.
 MISSING = -1
-
-_BYTES_PER_TOKEN = array("i").itemsize
 
 # A child is found by its first page of tokens, and by the namespace: one tree serves all namespaces.
 _Edge = tuple[Namespace, bytes]
@@ -48,10 +45,9 @@ class _Node:
     """A run of cached pages.
 
     Attributes:
-        tokens: the run's token ids as native ints, so that comparing runs is one memcmp.
-        pages: the run's page ids in each group.
+        tokens: as native ints, so that comparing runs is one memcmp.
+        pages: page ids in each group.
         pins: leases that end at this node, plus children with pins.
-        idle_since: when it was let go.
     """
 
     parent: _Node | None
@@ -71,7 +67,6 @@ class PrefixLease:
     """The cached pages that a request uses, kept in the cache until `release`.
 
     Attributes:
-        namespace: where the pages were found.
         pages: the page ids in each group, in token order. Read only; not to be used after `release`.
         firsts: in each group, the first page that is kept. What stands before it means nothing.
         runs: (label, end page) per run of pages that were published under one label.
@@ -105,7 +100,8 @@ class PrefixLease:
         """Keep nothing any more that stands before these pages of each group."""
         for group in self.cache.windowed:
             first = min(firsts[group], len(self))
-            self.cache._unpin_pages(self.pages[group][self.firsts[group] : first])
+            passed = self.pages[group][self.firsts[group] : first]
+            self.cache._window_pages.let_go(passed, self.cache._now)
             self.firsts[group] = max(first, self.firsts[group])
 
     def release(self) -> None:
@@ -139,22 +135,18 @@ class RadixCache:
         self.windowed = [group for group, window in enumerate(windows) if window is not None]
         self._windows = windows
         self._whole = [group for group, window in enumerate(windows) if window is None]
-        self._allocator = allocator
-        self._page_size = page_size
-        self._page_bytes = page_size * _BYTES_PER_TOKEN
+        self._allocator, self._page_size = allocator, page_size
+        self._page_bytes = page_size * array("i").itemsize
         self._root = _Node(None, ((), b""), b"", [[] for _ in windows], label=0)
         self._idle: OrderedDict[_Node, None] = OrderedDict()
         self._num_evictable = 0
         self._now = 0
-        # Of pages of windows: their nodes, the leases that keep them, and since when there are none.
-        self._home: dict[int, _Node] = {}
-        self._pins: dict[int, int] = {}
-        self._idle_pages: OrderedDict[int, int] = OrderedDict()
+        self._window_pages: WindowPages[_Node] = WindowPages()
 
     @property
     def num_evictable_pages(self) -> int:
         """Cached pages that no lease keeps: what `evict` could free."""
-        return self._num_evictable + len(self._idle_pages)
+        return self._num_evictable + len(self._window_pages.idle)
 
     def match(
         self, namespace: Namespace, token_ids: Sequence[int], max_tokens: int | None = None
@@ -191,8 +183,7 @@ class RadixCache:
             pages: where that KV is in each group, starting with those of `lease`. There may be more pages
                 than tokens fill.
             firsts: in each group, the first page that the request has; None: it has all.
-            label: kept with the pages that are new to the cache, e.g. the number of the weights that computed
-                them. Pages that are in the cache already keep theirs.
+            label: kept with the pages that are new to the cache, e.g. the number of the weights.
         """
         assert lease.cache is self, "the lease is of another cache"
         assert lease._node is not None, "the lease has been released"
@@ -214,10 +205,10 @@ class RadixCache:
             self._allocator.free([page for page, kept in pairs if page != kept])
         if num_found < num_whole:
             tokens = self._encode(token_ids, num_found, num_whole)
+            starts = [min(max(first, num_found), num_whole) for first in firsts]
             new = [
-                [MISSING] * (min(max(first, num_found), num_whole) - num_found)
-                + list(own[max(first, num_found) : num_whole])
-                for own, first in zip(pages, firsts, strict=True)
+                [MISSING] * (start - num_found) + list(own[start:num_whole])
+                for own, start in zip(pages, starts, strict=True)
             ]
             node = self._append(node, lease.namespace, tokens, new, label)
             for found, own in zip(cached, new, strict=True):
@@ -233,14 +224,14 @@ class RadixCache:
         """Give the least recently used pages that no lease keeps back to the allocator; returns how many.
 
         At least `num_pages`, less than a page of every group more, or all that are evictable if those are
-        fewer. A page counts as used until its last lease is released; of pages released together, the ends
-        of prefixes go before their beginnings.
+        fewer. Of pages released together, the ends of prefixes go before their beginnings.
         """
         freed: list[int] = []
-        while len(freed) < num_pages and (self._idle or self._idle_pages):
+        idle_pages = self._window_pages.idle
+        while len(freed) < num_pages and (self._idle or idle_pages):
             node = next(iter(self._idle), None)
-            page = next(iter(self._idle_pages), None)
-            if node is not None and (page is None or node.idle_since <= self._idle_pages[page]):
+            page = next(iter(idle_pages), None)
+            if node is not None and (page is None or node.idle_since <= idle_pages[page]):
                 freed += self._trim(node, num_pages - len(freed))
             elif page is not None:
                 freed.append(self._forget(page))
@@ -256,7 +247,7 @@ class RadixCache:
         for node in self._idle:
             for group in self._whole:
                 yield from node.pages[group]
-        yield from self._idle_pages
+        yield from self._window_pages.idle
 
     def drop(self, pages: Set[int]) -> int:
         """Give these evictable pages back to the allocator, and those behind them; returns how many.
@@ -275,7 +266,7 @@ class RadixCache:
             for follower in reversed(self._followers(node)):
                 freed += self._cut(follower, 0)
             freed += self._cut(node, first)
-        freed += [self._forget(page) for page in list(self._idle_pages) if page in pages]
+        freed += [self._forget(page) for page in list(self._window_pages.idle) if page in pages]
         self._allocator.free(freed)
         return len(freed)
 
@@ -284,10 +275,7 @@ class RadixCache:
         for node in self._followers(self._root):
             node.pages = [[target_of.get(page, page) for page in pages] for pages in node.pages]
         if self.windowed:
-            self._home = {target_of.get(page, page): node for page, node in self._home.items()}
-            self._pins = {target_of.get(page, page): pins for page, pins in self._pins.items()}
-            idle = ((target_of.get(page, page), since) for page, since in self._idle_pages.items())
-            self._idle_pages = OrderedDict(idle)
+            self._window_pages.relocate(target_of)
 
     def _followers(self, node: _Node) -> list[_Node]:
         """Everything that continues a run, parents before their children."""
@@ -296,13 +284,11 @@ class RadixCache:
             found.extend(follower.children.values())
         return found
 
-    # ------------------------------------------------------------------------------------------ searching
-
     def _segments(
         self, node: _Node, namespace: Namespace, token_ids: Sequence[int], depth: int, num_pages: int
     ) -> Iterator[tuple[_Node, int]]:
-        """Follow the pages of `token_ids` from `depth` to `num_pages` down from `node`, as far as they are
-        cached: each node on the way, and how many of its pages are on it."""
+        """The nodes below `node` that have the pages from `depth` to `num_pages` of `token_ids`, as far as
+        they are cached, each with how many of its pages these are."""
         while depth < num_pages:
             child = node.children.get((namespace, self._encode(token_ids, depth, depth + 1)))
             if child is None:
@@ -326,8 +312,8 @@ class RadixCache:
     ) -> _Node:
         """Follow the first `num_pages` pages of `token_ids` down from `node`, as far as they are cached.
 
-        `pages` holds the pages down to `node` and is extended, as `runs` is. Returns the node where the
-        path ends; a run that only begins with the same pages is split there.
+        `pages` and `runs`, which hold what lies down to `node`, are extended. Returns the node where the path
+        ends; a run that only begins with the same pages is split there.
         """
         for child, num_common in self._segments(node, namespace, token_ids, len(pages[0]), num_pages):
             node = child if num_common == len(child) else self._split(child, num_common)
@@ -366,8 +352,8 @@ class RadixCache:
         firsts: Sequence[int],
         label: int,
     ) -> int:
-        """Put a request's own pages where the cache has lost those of windows; returns how many pages of
-        tokens are then published: as many as are filled under this label."""
+        """Put a request's own pages where the cache has lost those of windows; returns up to which page of
+        tokens that could be done under this label."""
         assert lease._node is not None
         depth = len(lease)
         for node, num_common in self._segments(lease._node, lease.namespace, token_ids, depth, num_whole):
@@ -381,7 +367,7 @@ class RadixCache:
                     return depth + index
                 for group in gaps:
                     page = node.pages[group][index] = pages[group][depth + index]
-                    self._home[page], self._idle_pages[page] = node, self._now
+                    self._window_pages.place(page, node, self._now)
             depth += num_common
         return num_whole
 
@@ -392,7 +378,6 @@ class RadixCache:
         """How many whole pages two runs have in common from the start; `tokens` is no longer than `run`."""
         if run.startswith(tokens):
             return len(tokens) // self._page_bytes
-        # The first `low` pages agree; the first page that does not is within the first `high + 1`.
         low, high = 0, len(tokens) // self._page_bytes - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -403,16 +388,12 @@ class RadixCache:
                 high = middle - 1
         return low
 
-    # ------------------------------------------------------------------------------------------- pinning
-
     def _lease(
         self, namespace: Namespace, node: _Node, pages: list[list[int]], firsts: list[int], runs: Runs
     ) -> PrefixLease:
         self._pin(node)
         for group in self.windowed:
-            for page in pages[group][firsts[group] :]:
-                self._pins[page] = self._pins.get(page, 0) + 1
-                self._idle_pages.pop(page, None)
+            self._window_pages.keep(pages[group][firsts[group] :])
         return PrefixLease(self, namespace, node, pages, firsts, runs)
 
     def _pin(self, node: _Node) -> None:
@@ -435,32 +416,24 @@ class RadixCache:
             self._num_evictable += len(node) * len(self._whole)
             node = node.parent
         for group in self.windowed:
-            self._unpin_pages(lease.pages[group][lease.firsts[group] :])
-
-    def _unpin_pages(self, pages: Sequence[int]) -> None:
-        """A lease keeps these pages of a window no more; the last is the first to go."""
-        for page in reversed(pages):
-            self._pins[page] -= 1
-            if not self._pins[page]:
-                del self._pins[page]
-                self._idle_pages[page] = self._now
-
-    # ------------------------------------------------------------------------------------------- the tree
+            self._window_pages.let_go(lease.pages[group][lease.firsts[group] :], self._now)
 
     def _append(
         self, parent: _Node, namespace: Namespace, tokens: bytes, pages: list[list[int]], label: int
     ) -> _Node:
         """Add a leaf with pages that are new to the cache. The caller pins it."""
-        edge = (namespace, tokens[: self._page_bytes])
-        node = _Node(parent, edge, tokens, pages, label)
-        parent.children[edge] = node
+        node = _Node(parent, (namespace, tokens[: self._page_bytes]), tokens, pages, label)
+        parent.children[node.edge] = node
         self._idle[node] = None
         self._num_evictable += len(node) * len(self._whole)
         for group in self.windowed:
-            for page in pages[group]:
-                if page != MISSING:
-                    self._home[page], self._idle_pages[page] = node, self._now
+            self._place(pages[group], node)
         return node
+
+    def _place(self, pages: Sequence[int], node: _Node) -> None:
+        for page in pages:
+            if page != MISSING:
+                self._window_pages.place(page, node, self._now)
 
     def _split(self, node: _Node, num_pages: int) -> _Node:
         """Move the first `num_pages` pages of a run into a new parent, and return that. The caller pins it.
@@ -480,7 +453,7 @@ class RadixCache:
         node.edge = (upper.edge[0], node.tokens[: self._page_bytes])
         upper.children[node.edge] = node
         for group in self.windowed:
-            self._home.update((page, upper) for page in first[group] if page != MISSING)
+            self._place(first[group], upper)
         return upper
 
     def _trim(self, leaf: _Node, num_pages: int) -> list[int]:
@@ -505,7 +478,7 @@ class RadixCache:
             del pages[first:]
             freed += gone
             for page in gone if group in self.windowed else ():
-                del self._home[page], self._idle_pages[page]
+                self._window_pages.remove(page)
         leaf.tokens = leaf.tokens[: first * self._page_bytes]
         if not leaf.tokens and leaf in self._idle:
             del leaf.parent.children[leaf.edge]
@@ -514,13 +487,10 @@ class RadixCache:
 
     def _forget(self, page: int) -> int:
         """Take an idle page of a window out of its run."""
-        node = self._home.pop(page)
-        del self._idle_pages[page]
-        for group in self.windowed:
-            if page in node.pages[group]:
-                node.pages[group][node.pages[group].index(page)] = MISSING
-                return page
-        raise AssertionError(f"page {page} is not where it should be")
+        node = self._window_pages.remove(page)
+        [run] = [node.pages[group] for group in self.windowed if page in node.pages[group]]
+        run[run.index(page)] = MISSING
+        return page
 
 
 def _extend(runs: list[tuple[int, int]], label: int, end: int) -> None:

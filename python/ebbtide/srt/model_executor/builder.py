@@ -84,10 +84,7 @@ def build_model_runner(
     model = _model(slices.model, torch_device)
     shape = attention_shape(model, slices.model, cache_config)
     make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
-    specs = model.cache_specs
-    if not make_attention.reads_groups:
-        specs = [replace(spec, window=None) for spec in specs]
-    groups = cache_groups(specs, model_config.context_len)
+    groups = cache_groups(model.cache_specs, model_config.context_len)
     layout = kv_layout(groups, slices.model, cache_config, saver, device_bytes)
     pool = saver.chunk_pool(layout.chunk_bytes)
     arenas: ArenaSource = saver if pool is None else pool

@@ -251,11 +251,9 @@ class AttentionBackend(ABC):
 
     Attributes:
         captures: whether decode steps can be captured in CUDA graphs.
-        reads_groups: whether groups of layers may have pages of their own.
     """
 
     captures = False
-    reads_groups = False
 
     @classmethod
     @abstractmethod

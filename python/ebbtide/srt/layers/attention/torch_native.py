@@ -61,8 +61,6 @@ class TorchNativeAttention(AttentionBackend):
     numbers.
     """
 
-    reads_groups = True
-
     @classmethod
     def problem(cls, shape: AttentionShape, device: torch.device) -> str | None:
         return fp8_problem(shape, device)
