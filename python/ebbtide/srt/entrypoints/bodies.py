@@ -33,6 +33,18 @@ class Error(Reply, kw_only=True):
     error: ErrorDetail
 
 
+class DrainRequest(Struct, kw_only=True):
+    """`timeout_s`: what has not ended by then is answered with 503; null: there is no limit."""
+
+    timeout_s: float | None = None
+
+
+class DrainReply(Reply, kw_only=True):
+    """`num_live`: requests that are still served."""
+
+    num_live: int
+
+
 # ---------------------------------------------------------------------------------------------- generation
 
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
 from ebbtide.srt.entrypoints.auth import KeyCheck, Keys
-from ebbtide.srt.entrypoints.bodies import Reply
+from ebbtide.srt.entrypoints.bodies import DrainRequest, Reply
 from ebbtide.srt.entrypoints.browser_check import FRAMED_BY_NONE, BrowserCheck
 from ebbtide.srt.entrypoints.connection import BoundedConnection
 from ebbtide.srt.entrypoints.control_routes import (
@@ -33,7 +33,6 @@ from ebbtide.srt.entrypoints.control_routes import (
     control_endpoint,
 )
 from ebbtide.srt.entrypoints.dashboard.routes import Dashboard
-from ebbtide.srt.entrypoints.drain import DrainRequest
 from ebbtide.srt.entrypoints.http_answers import (
     DIRECT_SEND,
     Endpoint,

@@ -11,7 +11,6 @@ import msgspec
 from ebbtide.srt.entrypoints import bodies
 from ebbtide.srt.entrypoints.auth import Access, access_of
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES
-from ebbtide.srt.entrypoints.drain import DrainReply, DrainRequest
 from ebbtide.srt.entrypoints.information import Loads, LoadSummary, ModelInfo, ServerInfo, WeightVersion
 from ebbtide.srt.entrypoints.occupation import MemoryOccupation
 from ebbtide.srt.entrypoints.openai.protocol import (
@@ -118,7 +117,7 @@ _ROUTES = (
     Route("/get_weight_version", GET, "information", "The weights' version.", None, WeightVersion),
     Route(
         *("/drain", POST, "control", "Serve what is in, refuse new generations with 503, then end."),
-        *(DrainRequest, DrainReply),
+        *(bodies.DrainRequest, bodies.DrainReply),
     ),
     Route(
         *("/transition", POST, "control", "Several control requests in order; may be sent again."),

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ebbtide.srt.config import ANY_NAME, EngineConfig
-from ebbtide.srt.entrypoints.drain import DRAINING, Drain, DrainReply
+from ebbtide.srt.entrypoints.bodies import DrainReply
 from ebbtide.srt.entrypoints.information import (
     StartupTime,
     load_totals,
@@ -63,6 +63,7 @@ from ebbtide.srt.managers.wire.channel import Receiver, Sender
 logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 20.0
+DRAINING: Final = "the server is draining: it takes no more requests"
 # What an operator looks for in the log. Updates are logged where they are committed.
 _LOGGED: Final = (
     PauseGenerationReqInput,
@@ -118,7 +119,8 @@ class EngineService:
         self._scheduler_s = self._open_s = 0.0
         self._failure: str | None = None
         self._manager: TokenizerManager | None = None
-        self._drain = Drain()
+        self._draining: asyncio.Task[None] | None = None
+        self._on_drained: Callable[[], None] = lambda: None
         self.metrics = Metrics(
             config.model.weight_version,
             config.server_args.metrics_aliases,
@@ -159,7 +161,7 @@ class EngineService:
                 everything that waited has its error.
             on_drained: called in this loop when a drain has come to its end.
         """
-        self._drain.on_end = on_drained
+        self._on_drained = on_drained
         self.metrics.gc_pauses.install()
         self._manager = self._connect()
         self._manager.start()
@@ -225,14 +227,27 @@ class EngineService:
         """
         if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 0):
             raise RequestRejected(f"timeout_s: expected a number of seconds from 0 on, got {timeout_s}")
-        self._drain.begin(self.manager, timeout_s)
+        if self._draining is not None:
+            self._draining.cancel()
+        self._draining = asyncio.create_task(self._drained(timeout_s))
         num_live = self.manager.num_live
         return DrainReply(message=f"{num_live} requests are served to their end.", num_live=num_live)
+
+    async def _drained(self, timeout_s: float | None) -> None:
+        logger.info("draining: %d requests will be served to their end", self.manager.num_live)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.manager.drain(DRAINING)
+            logger.info("drained")
+        except TimeoutError:
+            num_left = self.manager.num_live
+            logger.warning("the drain ended after %g s: %d requests were left", timeout_s, num_left)
+        self._on_drained()
 
     @property
     def is_draining(self) -> bool:
         """Whether new generations are refused."""
-        return self._drain.has_begun
+        return self._draining is not None
 
     @property
     def not_ready(self) -> str:
