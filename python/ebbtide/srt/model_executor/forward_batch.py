@@ -3,6 +3,7 @@
 Shapes: T tokens, R requests, P pages, S sampled requests, M prompt positions with logprobs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -47,10 +48,10 @@ class BatchLayout:
     """
 
     positions_T: NDArray[np.int64]
-    slots_GT: NDArray[np.int64]
+    slots_GT: Sequence[NDArray[np.int64]]
     lens_R: NDArray[np.int32]
-    page_table_GRP: NDArray[np.int32]
-    kv_indices_GI: NDArray[np.int32]
+    page_table_GRP: Sequence[NDArray[np.int32]]
+    kv_indices_GI: Sequence[NDArray[np.int32]]
     kv_indptr_R1: NDArray[np.int32]
     last_page_len_R: NDArray[np.int32]
 
@@ -61,7 +62,8 @@ class BatchLayout:
         lens_R = starts_R + num_new_R
         num_pages_R = -(-lens_R // page_size)
         width = int(num_pages_R.max())
-        page_table_GRP = page_tables[:, plan.page_rows_R, :width]
+        # Group by group: gathering from all of them at once takes numpy ten times as long.
+        tables = [page_table[plan.page_rows_R, :width] for page_table in page_tables]
         if len(plan.input_ids_T) == len(num_new_R):
             positions_T = starts_R.astype(np.int64)
             requests_T = np.arange(len(num_new_R))
@@ -70,13 +72,17 @@ class BatchLayout:
             firsts_R = np.cumsum(num_new_R, dtype=np.int64) - num_new_R
             positions_T = np.arange(len(plan.input_ids_T)) + np.repeat(starts_R - firsts_R, num_new_R)
             requests_T = np.repeat(np.arange(len(num_new_R)), num_new_R)
-        pages_GT = page_table_GRP[:, requests_T, positions_T // page_size].astype(np.int64)
+        indices_T, offsets_T = positions_T // page_size, positions_T % page_size
+        is_page_RP = np.arange(width) < num_pages_R[:, None]
         return cls(
             positions_T=positions_T,
-            slots_GT=pages_GT * page_size + positions_T % page_size,
+            slots_GT=[
+                table_RP[requests_T, indices_T].astype(np.int64) * page_size + offsets_T
+                for table_RP in tables
+            ],
             lens_R=lens_R,
-            page_table_GRP=page_table_GRP,
-            kv_indices_GI=page_table_GRP[:, np.arange(width) < num_pages_R[:, None]],
+            page_table_GRP=tables,
+            kv_indices_GI=[table_RP[is_page_RP] for table_RP in tables],
             kv_indptr_R1=_indptr(num_pages_R),
             last_page_len_R=(lens_R - 1) % page_size + 1,
         )
@@ -124,22 +130,17 @@ class ForwardBatch:
             input_ids_T=plan.input_ids_T,
             rows_T=np.repeat(rows_R, plan.num_new_R),
             positions_T=layout.positions_T,
-            slots=layout.slots_GT.ravel(),
+            **{f"slots_{group}": slots_T for group, slots_T in enumerate(layout.slots_GT)},
             sampled_rows_S=ends_R[plan.samples_R] - 1,
             sampled_page_rows_S=rows_R[plan.samples_R],
-            kv_indices=layout.kv_indices_GI.ravel(),
+            **{f"kv_indices_{group}": indices for group, indices in enumerate(layout.kv_indices_GI)},
             kv_indptr=layout.kv_indptr_R1,
             q_indptr=q_indptr_R1,
             last_page_len=layout.last_page_len_R,
         )
         groups = [
-            GroupPages(*group)
-            for group in zip(
-                layout.page_table_GRP,
-                on_device["slots"].view(layout.slots_GT.shape),
-                on_device["kv_indices"].view(layout.kv_indices_GI.shape),
-                strict=True,
-            )
+            GroupPages(table_RP, on_device[f"slots_{group}"], on_device[f"kv_indices_{group}"])
+            for group, table_RP in enumerate(layout.page_table_GRP)
         ]
         paged = PagedBatch(
             num_new_R=plan.num_new_R,

@@ -82,13 +82,12 @@ class DecodeInputs:
         """Make every row padding, and return what attention plans with: page offsets and page lengths."""
         empty = np.zeros(0, dtype=np.int64)
         none = np.zeros(0, dtype=np.int32)
-        of_groups = np.zeros((self._num_groups, 0), dtype=np.int32)
         layout = BatchLayout(
             positions_T=empty,
-            slots_GT=of_groups.astype(np.int64),
+            slots_GT=[empty] * self._num_groups,
             lens_R=none,
-            page_table_GRP=of_groups[:, :, np.newaxis],
-            kv_indices_GI=of_groups,
+            page_table_GRP=[none.reshape(0, 0)] * self._num_groups,
+            kv_indices_GI=[none] * self._num_groups,
             kv_indptr_R1=np.zeros(1, dtype=np.int32),
             last_page_len_R=none,
         )
