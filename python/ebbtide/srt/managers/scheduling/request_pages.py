@@ -98,7 +98,8 @@ class RequestPages:
         """
         kv = req.kv
         assert kv is not None
-        self.slide(req)
+        if self.cache.windowed:
+            self.slide(req)
         new = self.allocate(len(self.windows))
         if new is None:
             return False
