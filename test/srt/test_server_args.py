@@ -102,6 +102,18 @@ def test_an_alias_is_what_it_stands_for() -> None:
         settled(both)
 
 
+ROOT_PATHS = ("engines", "/engines/", "/", "/a//b", "/..", "/a?b", "/a\n", "//other.host", "/v1", "/docs/a")
+
+
+@pytest.mark.parametrize("path", ROOT_PATHS)
+def test_a_path_of_a_proxy_is_absolute_and_none_of_the_servers_own(path: str) -> None:
+    good = settled(ServerArgs(model_path="m", fastapi_root_path="/engines/a.b"))  # type: ignore[call-arg]
+    check_arguments(good)
+    assert good.root_path == "/engines/a.b"
+    with pytest.raises(ConfigurationError, match=r"root_path.*expected a path"):
+        check_arguments(ServerArgs(model_path="m", root_path=path))
+
+
 @pytest.mark.parametrize(
     ("dtype", "kv_cache_dtype", "names"),
     [

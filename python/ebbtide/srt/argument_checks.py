@@ -6,6 +6,7 @@ import ctypes
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -110,6 +111,7 @@ def _check_bounds(args: ServerArgs) -> None:
         raise _unexpected("prefill_share", "a number above 0 and up to 1", args.prefill_share)
     if args.port > 65535:
         raise _unexpected("port", "at most 65535", args.port)
+    _check_root_path(args.root_path)
     if args.nccl_port is not None and args.nccl_port > 65535:
         raise _unexpected("nccl_port", "at most 65535", args.nccl_port)
     for name in ("api_key", "admin_api_key"):
@@ -119,6 +121,18 @@ def _check_bounds(args: ServerArgs) -> None:
         seconds = getattr(args, name)
         if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
             raise _unexpected(name, "a number of seconds above 0", seconds)
+
+
+# What the server's own paths of several segments begin with.
+PATH_FOLDERS = ("dashboard", "docs", "inference", "nemo-rl", "skyrl", "v1")
+
+
+def _check_root_path(path: str) -> None:
+    if path and re.fullmatch(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+", path) is None:
+        raise _unexpected("root_path", "a path such as /engines/a, with no slash at its end", path)
+    # Whether a proxy has cut it off could not be seen.
+    if path.strip("/").partition("/")[0] in PATH_FOLDERS:
+        raise _unexpected("root_path", "a path that begins otherwise than the server's own", path)
 
 
 def _check_supported(args: ServerArgs) -> None:

@@ -123,6 +123,19 @@ class ServerArgs(SglangArguments):
             "named may also send it requests."
         ),
     ] = None
+    root_path: Annotated[
+        str,
+        Arg(
+            "Path of a proxy below which this server is, such as /engines/a, whether or not the proxy "
+            "cuts it off."
+        ),
+    ] = ""
+    enable_request_id_headers: Annotated[
+        bool, Arg("Answer with the X-Request-Id of the request, or a new one where it has none.")
+    ] = False
+    enable_force_include_usage: Annotated[
+        bool, Arg("End every stream of /v1 with the usage, whatever its stream_options say.")
+    ] = False
 
     tp_size: Annotated[
         int,

@@ -2,12 +2,13 @@
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fixtures.application import Client, ask
 from starlette.types import Message
 
+from ebbtide.srt.argument_checks import PATH_FOLDERS
 from ebbtide.srt.entrypoints.auth import Access, Keys, access_of
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED
 from ebbtide.srt.entrypoints.http_server import create_app
@@ -54,6 +55,45 @@ def test_every_endpoint_has_the_access_that_it_should_have() -> None:
     assert {access_of(path) for path in OPEN} == {Access.OPEN}
     assert {access_of(path) for path in NORMAL} == {Access.NORMAL}
     assert {access_of(path) for path in CONTROL} == {Access.CONTROL}
+
+
+@pytest.mark.parametrize("prefix", ["", "/engines/a"])
+def test_a_path_below_that_of_a_proxy_is_the_path_without_it(prefix: str) -> None:
+    args = {"root_path": "/engines/a", "api_key": "api", "admin_api_key": "admin"}
+    for path, key, status in (
+        ("/docs", None, 200),
+        ("/dashboard/", None, 200),
+        ("/get_weight_version", None, 401),
+        ("/get_weight_version", "api", 200),
+        ("/continue_generation", "api", 401),
+        ("/nowhere", "admin", 404),
+    ):
+        method = "POST" if path == "/continue_generation" else "GET"
+        assert ask(Service(**args), method, prefix + path, bearer(key)).status_code == status, path
+    document = ask(Service(**args), "GET", f"{prefix}/openapi.json").json()
+    assert document["servers"] == [{"url": "/engines/a"}]
+    page = ask(Service(**args), "GET", "/engines/a")
+    assert (page.status_code, page.headers["location"]) == (307, "/engines/a/")
+    assert ask(Service(**args), "GET", "/engines/ab", bearer("admin")).status_code == 404
+
+
+def test_the_servers_own_paths_are_those_that_a_proxy_may_not_have() -> None:
+    paths = [route.path.split("/")[1:] for route in create_app(cast(Any, Service())).routes]  # type: ignore[attr-defined]
+    assert {first for first, *others in paths if others} == set(PATH_FOLDERS)
+
+
+@pytest.mark.parametrize("path", ["/get_weight_version", "/continue_generation", "/nowhere"])
+def test_an_id_of_a_request_comes_back(path: str) -> None:
+    service = Service(enable_request_id_headers=True, admin_api_key="admin")
+    header, longest = "X-Request-Id", "a b~" * 32
+    assert ask(service, "GET", path, {header: longest}).headers[header] == longest
+    made = [ask(service, "GET", path, headers).headers[header] for headers in ({}, {header: ""})]
+    assert len({*made, ""}) == 3
+    assert header not in ask(Service(), "GET", path, {header: "a"}).headers
+    for wrong in ("a" * 129, "caf\xe9", "a\tb"):
+        refused = ask(service, "GET", path, {header: wrong.encode("latin-1")})
+        assert (refused.status_code, header in refused.headers) == (400, False)
+        assert "X-Request-Id: expected 1 to 128 printable ASCII characters" in refused.json()["message"]
 
 
 # (api key, admin key) → per access, the key that is needed.

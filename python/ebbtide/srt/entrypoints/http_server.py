@@ -18,7 +18,7 @@ import uvloop
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
@@ -37,6 +37,7 @@ from ebbtide.srt.entrypoints.http_answers import (
     DIRECT_SEND,
     Endpoint,
     Json,
+    RequestIds,
     answer_events,
     answer_whole,
     client_of,
@@ -109,7 +110,8 @@ def create_app(service: EngineService) -> FastAPI:
     app.add_middleware(TraceContext, tracing=lambda: service.tracing)
     app.add_middleware(KeyCheck, keys=lambda: Keys.of(service.config.server_args))
     app.add_middleware(BrowserCheck, args=lambda: service.config.server_args)
-    app.add_middleware(OneSpelling)
+    app.add_middleware(OneSpelling, root_path=lambda: service.config.server_args.root_path)
+    app.add_middleware(RequestIds, enabled=lambda: service.config.server_args.enable_request_id_headers)
     return app
 
 
@@ -120,14 +122,27 @@ class _Application(FastAPI):
 
 
 class OneSpelling:
-    """A path with a slash at its end is the path without it: a redirected request may lose its body."""
+    """A path with a slash at its end is the path without it: a redirected request may lose its body.
 
-    def __init__(self, app: ASGIApp) -> None:
+    So is one with `--root-path`, which a proxy may have cut off or not. Keys are checked behind this.
+
+    Args:
+        root_path: asked for with each request: the application may be built before it has an engine.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: Callable[[], str]) -> None:
         self._app = app
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].endswith("/"):
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        if scope["type"] == "http":
+            root = self._root_path()
+            if root and scope["path"] == root and scope["method"] in ("GET", "HEAD"):
+                # The links of that page are relative.
+                await RedirectResponse(f"{root}/")(scope, receive, send)
+                return
+            path = scope["path"].removeprefix(root) if scope["path"].startswith(f"{root}/") else scope["path"]
+            scope = {**scope, "path": path.rstrip("/") or "/"}
         await self._app(scope, receive, send)
 
 
@@ -201,7 +216,8 @@ class _Endpoints:
         return Json({**info, **vllm_sections(self._service.config, config_format)})
 
     async def _openapi(self, request: Request) -> Response:
-        return Json(_document())
+        root = self._service.config.server_args.root_path
+        return Json({**_document(), "servers": [{"url": root}]} if root else _document())
 
     async def _memory_occupation(self, request: Request) -> Response:
         return Json(await self._service.memory_occupation())

@@ -9,7 +9,7 @@ from fixtures.checkpoints import make_tokenizer
 
 from ebbtide.srt.entrypoints.openai.answers import ChatWriter, ChunkWriter, CompletionWriter, Writer
 from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
-from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call
+from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, force_usage
 from ebbtide.srt.entrypoints.vllm.generate import TokensWriter, tokens_call
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 
@@ -85,3 +85,21 @@ def test_chunks_tell_the_tokens_of_their_choice_and_the_last_one_those_of_all(
     assert set(modes) == {"tokens" if endpoint == "tokens" else None}
     if last is not None:
         assert (last["choices"], last["usage"]) == ([], usage(3 + 5))
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"continuous_usage_stats": True}])
+def test_a_server_may_have_every_stream_end_with_its_usage(options: dict[str, Any] | None) -> None:
+    fields: dict[str, Any] = {"prompt": [1], "stream": True, "stream_options": options}
+    force_usage(fields)
+    call = completion_call(fields, "tide", None)
+    writer = ChunkWriter(CompletionWriter(call), call)
+    has_usage = ["usage" in msgspec.to_builtins(writer.event(chunk)) for chunk in outputs()]
+    assert has_usage == [True] * len(STEPS)
+    assert [msgspec.to_builtins(event)["choices"] for event in writer.last_events()] == [[]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": False}, {"stream": True, "stream_options": 3}])
+def test_where_nothing_is_streamed_no_usage_is_forced(fields: dict[str, Any]) -> None:
+    given = dict(fields)
+    force_usage(fields)
+    assert fields == given

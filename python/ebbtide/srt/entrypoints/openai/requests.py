@@ -229,6 +229,13 @@ def within_limits(call: OpenAICall, max_logprobs: int, vocab_size: int) -> OpenA
     )
 
 
+def force_usage(fields: Fields) -> None:
+    """Have a stream end with its usage, whatever it asked for. Options that are none are refused later."""
+    options = fields.get("stream_options") or {}
+    if fields.get("stream") is True and isinstance(options, dict):
+        fields["stream_options"] = {**options, "include_usage": True}
+
+
 def _check_stream_options(request: OpenAIRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise RequestRejected("stream_options: expected null, or stream to be true")

@@ -32,7 +32,13 @@ from ebbtide.srt.entrypoints.openai.chat_template import (
     recommended_sampling,
 )
 from ebbtide.srt.entrypoints.openai.protocol import ModelCard, ModelList
-from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, within_limits
+from ebbtide.srt.entrypoints.openai.requests import (
+    OpenAICall,
+    chat_call,
+    completion_call,
+    force_usage,
+    within_limits,
+)
 from ebbtide.srt.entrypoints.openai.tokenization import Tokenization
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
@@ -115,6 +121,8 @@ class OpenAIApi:
         for name, is_default in by_default.items():
             if is_default and fields.get(name) is None:
                 fields[name] = True
+        if service.config.server_args.enable_force_include_usage:
+            force_usage(fields)
         self._service.require_model(fields.get("model"))
         return with_headers(fields, request.headers)
 
