@@ -85,6 +85,7 @@ def test_parameters_come_by_query_or_body_and_the_query_wins(client: Client) -> 
         ("/pause?mode=freeze", None, "query.mode", "expected one of abort, wait, keep"),
         ("/sleep?level=x", None, "query.level", "Expected `int`"),
         ("/sleep", {"level": 3}, "body.level", "<= 2"),
+        ("/sleep", {"levl": 0}, "body.levl", "did you mean level"),
         ("/wake_up?tags=weights&tags=cache", None, "query.tags", "expected one of weights, kv_cache"),
         ("/wake_up", {"tag": ["weights"]}, "body.tag", "did you mean tags"),
         ("/abort_requests?request_id=a", None, "body.request_id", "did you mean request_ids"),

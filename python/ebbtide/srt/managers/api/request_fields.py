@@ -24,8 +24,8 @@ MAX_ENTRIES: Final = 1 << 18
 # An answer quotes no more characters of a request, and names no more of its ignored fields, than this.
 MAX_CHARACTERS: Final = 200
 MAX_IGNORED: Final = 100
-# Fields without which a request is about everything.
-NONE_IS_ALL: Final = ("tags", "request_ids")
+# Fields without which a request is about everything, or gives memory back.
+NONE_IS_ALL: Final = ("tags", "request_ids", "level")
 
 
 def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str]]:
