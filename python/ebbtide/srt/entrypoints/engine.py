@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.engine_methods import EngineMethods
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.stage_line import READING_CONFIG, StageLine
 from ebbtide.srt.entrypoints.loop_thread import LoopThread
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.managers import io_struct
@@ -166,7 +167,10 @@ class Engine(EngineMethods):
     def _start(cls, server_args: ServerArgs) -> EngineService:
         """Other processes behind the same methods: `ebbtide.testing`."""
         with EarlyProcesses(server_args) as early:
-            return EngineService(resolve(server_args), early=early)
+            with StageLine() as stages:
+                stages.show("", READING_CONFIG)
+                config = resolve(server_args)
+            return EngineService(config, early=early)
 
     # ------------------------------------------------------------------------------------------- its methods
 

@@ -46,6 +46,7 @@ from ebbtide.srt.entrypoints.http_answers import (
 from ebbtide.srt.entrypoints.information import WeightVersion, load_summaries
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.node_server import launch_node
+from ebbtide.srt.entrypoints.launch.stage_line import READING_CONFIG, StageLine
 from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, is_main_thread, raising_signals
 from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
@@ -318,7 +319,9 @@ def serve(
     raise_file_limit()
     try:
         with raising_signals():
-            config = configure()
+            with StageLine() as stages:
+                stages.show("", READING_CONFIG)
+                config = configure()
             read_chat_template(config.server_args.chat_template)  # refused now rather than at the first chat
             listener = _bind(config.http)
             service = EngineService(config, targets, early)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -178,6 +179,8 @@ class EngineService:
         self._processes.watch(hand_over)
         await self._manager.control.call(PingReqInput(), HEALTH_TIMEOUT_S)
         self._open_s = time.monotonic() - self._started_s
+        if sys.stderr.isatty():
+            print(f"ready in {self._open_s:.1f} s", file=sys.stderr)
 
     def _connect(self) -> TokenizerManager:
         limits = RequestLimits.of(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import time
 from multiprocessing.connection import Connection
 
 import torch
@@ -36,13 +38,14 @@ from ebbtide.srt.weight_sync.custom_loader import import_loaders
 logger = logging.getLogger(__name__)
 
 PARK_SHARE_OF_HOST = 1 / 8
+STAGE_INTERVAL_S = 0.2
 
 
 def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, ready: Connection) -> None:
     """Build the rank, say that it is ready, and turn the loop. Does not return.
 
     Args:
-        ready: gets one dictionary, `status: "ready"` and what the API process needs to know:
+        ready: gets the stages, then one dictionary, `status: "ready"` and what the API process needs to know:
             `max_total_num_tokens`, the size of the KV pool, and `max_req_input_len`, the longest prompt that
             leaves room for an output token; `attention_backend`, the name of the one that serves; `experts`,
             how many a token takes of which in which layers; None where the model has none.
@@ -51,6 +54,8 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         ConfigurationError: the model, the checkpoint, a size or a custom weight loader does not do.
         EngineError: the other ranks of the replica have not come in time.
     """
+    stages = StageReports(ready)
+    stages("starting the device")
     raise_file_limit()
     keep_kernels_in(config.server_args.kernel_cache_dir)
     # A path that is wrong is refused before minutes have gone into loading a model.
@@ -66,7 +71,14 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         uses_peer_memory=config.parallel.uses_peer_memory,
     )
     runner = build_model_runner(
-        config.model, config.cache, config.schedule, config.runtime, device, saver, group
+        config.model,
+        config.cache,
+        config.schedule,
+        config.runtime,
+        device,
+        saver,
+        group,
+        stages=stages,
     )
     logger.info("%s", staging_told(config.update.staging, runner))
     # Ranks decide alike which requests are parked, so they must have the same room.
@@ -94,6 +106,26 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         dump=dump_stacks,
     ).start()
     scheduler.run()
+
+
+class StageReports:
+    """Reports over the pipe what this rank is at; from any thread, and so rarely that the pipe has room."""
+
+    def __init__(self, ready: Connection) -> None:
+        self._ready = ready
+        self._lock = threading.Lock()
+        self._last = "", 0.0
+
+    def __call__(self, what: str, number: int = 0, total: int = 0) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            what_last, last_s = self._last
+            if what == what_last and now_s - last_s < STAGE_INTERVAL_S:
+                return
+            self._last = what, now_s
+            # A parent that has gone reads nothing.
+            with contextlib.suppress(OSError):
+                self._ready.send({"status": "stage", "what": what, "number": number, "total": total})
 
 
 def _say_last(ready: Connection, message: str) -> None:

@@ -17,7 +17,13 @@ from ebbtide.srt.device.base import Device
 from ebbtide.srt.distributed.division import Division, part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
-from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape, Progress, kinds_of
+from ebbtide.srt.layers.attention.base import (
+    AttentionBackend,
+    AttentionShape,
+    Progress,
+    kinds_of,
+    no_progress,
+)
 from ebbtide.srt.layers.attention.registry import choose_backend
 from ebbtide.srt.layers.fp8 import SCALE_LAYOUTS
 from ebbtide.srt.layers.kernels.launch import card, has_fp8
@@ -62,6 +68,7 @@ def build_model_runner(
     group: ParallelGroup | None = None,
     progress: Progress | None = None,
     *,
+    stages: Progress = no_progress,
     rehearses: bool = False,
 ) -> ModelRunner:
     """Build the model, load its weights, size the KV pool, capture decode steps: all of it is resident then.
@@ -69,13 +76,14 @@ def build_model_runner(
     Args:
         group: the ranks that divide the model among them, all of which build at the same time.
         progress: called with what is compiled, from several threads; None: it is logged.
+        stages: called with what is built, and with what is compiled unless `progress` is.
         rehearses: whether the kernels of all passes are compiled side by side first, even where attention's
             are compiled already.
 
     Raises ConfigurationError for a model, a checkpoint, a dtype or a size that does not do.
     """
     group = SoloGroup() if group is None else group
-    progress = LoggedProgress() if progress is None else progress
+    progress = LoggedProgress(stages) if progress is None else progress
     slices = _Slices(of_rank(model_config, group), cache_config, schedule_config, runtime_config)
     torch_device = torch.device(device.name)
     # A page has the same id on all ranks, so they must have the same chunks.
@@ -91,7 +99,7 @@ def build_model_runner(
     # The compilers of attention are processes of their own, while everything else goes on.
     with ThreadPoolExecutor(1) as thread:
         compiled = thread.submit(make_attention.compile, shape, torch_device, progress, whole=rehearses)
-        weight_store = _weights(model, slices.model, arenas, layout.chunk_bytes, group, torch_device)
+        weight_store = _weights(model, slices.model, arenas, layout.chunk_bytes, group, torch_device, stages)
         # What is not over by then compiles for most of a minute, in which other kernels may as well.
         if is_cuda and (rehearses or wait([compiled], COMPILING_AFTER_S).not_done):
             _rehearse(model, slices, shape, torch_device, progress)
@@ -103,6 +111,7 @@ def build_model_runner(
         load_kernels(model, slices.kernels(torch_device), shape, longest, num_rows, torch_device)
         device.synchronize()
         logger.info("kernels loaded: s=%.1f", time.monotonic() - started)
+    stages("allocating the KV cache", 0, 0)
     device.trim()  # What loading took is no reason for a smaller pool.
     kv_pool = build_kv_pool(
         layout,
@@ -117,7 +126,7 @@ def build_model_runner(
         scales=build_kv_scales(model_config, cache_config, group, torch_device),
     )
     attention = make_attention(kv_pool, model.attention_layers, shape)
-    return _ready(model, weight_store, kv_pool, attention, slices, device, saver)
+    return _ready(model, weight_store, kv_pool, attention, slices, device, saver, stages)
 
 
 @dataclass(frozen=True)
@@ -152,6 +161,7 @@ def _weights(
     chunk_bytes: int,
     group: ParallelGroup,
     device: torch.device,
+    stages: Progress,
 ) -> WeightStore:
     """The model's weights, read from its folder."""
     started = time.monotonic()
@@ -160,7 +170,7 @@ def _weights(
         weight_store = WeightStore(model, arenas, chunk_bytes, group, quantization)
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the weights do not fit: {error}") from error
-    load_weights(weight_store, config.path, config.load_format)
+    load_weights(weight_store, config.path, config.load_format, stages)
     logger.info("weights loaded: bytes=%d s=%.1f", weight_store.num_bytes, time.monotonic() - started)
     return weight_store
 
@@ -173,6 +183,7 @@ def _ready(
     slices: _Slices,
     device: Device,
     saver: MemorySaver,
+    stages: Progress,
 ) -> ModelRunner:
     """The runner, with its kernels warm and its decode steps captured."""
     torch_device, num_rows = torch.device(device.name), slices.schedule.max_running_requests
@@ -194,10 +205,11 @@ def _ready(
     if slices.runtime.records_routes:
         runner.routes_TLK = _room_for_routes(model, slices, torch_device)
     if torch_device.type == "cuda":
+        stages("warming up", 0, 0)
         warm_up(runner, slices.longest_pass, DTYPES[slices.model.dtype])
         batch_sizes = slices.runtime.cuda_graph_bs
         if batch_sizes and attention.captures:
-            runner.graphs = capture_graphs(runner, saver, batch_sizes, next_tokens)
+            runner.graphs = capture_graphs(runner, saver, batch_sizes, next_tokens, stages)
         _log_left(device, slices.cache)
     if kv_pool.scales is not None:
         kv_pool.scales.begin()  # Not earlier: what ran so far was of nobody's request.
@@ -303,12 +315,18 @@ def _attention_backend(
 
 
 class LoggedProgress:
-    """Says in the log when something begins, and now and then how far it is; for several threads."""
+    """Says in the log when something begins, and now and then how far it is; for several threads.
 
-    def __init__(self) -> None:
+    Args:
+        also: called each time.
+    """
+
+    def __init__(self, also: Progress) -> None:
+        self._also = also
         self._said_s: dict[str, float] = {}
 
     def __call__(self, what: str, number: int, total: int) -> None:
+        self._also(what, number, total)
         now_s = time.monotonic()
         if now_s - self._said_s.get(what, -math.inf) >= PROGRESS_INTERVAL_S:
             self._said_s[what] = now_s
@@ -345,6 +363,7 @@ def capture_graphs(
     saver: MemorySaver,
     batch_sizes: tuple[int, ...],
     next_tokens: torch.Tensor,
+    stages: Progress = no_progress,
 ) -> DecodeGraphs:
     """Decode steps of these sizes as CUDA graphs.
 
@@ -368,6 +387,7 @@ def capture_graphs(
                 next_tokens,
                 max_pages=batch_sizes[-1] * longest,
                 num_groups=len(runner.page_table.arrays),
+                progress=stages,
             )
     except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
         raise ConfigurationError(

@@ -25,6 +25,8 @@ from ebbtide.srt.layers.attention.base import (
     AttentionStep,
     CapturedAttention,
     DecodeBuffers,
+    Progress,
+    no_progress,
 )
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.memory_saver.arena import Arena
@@ -151,6 +153,7 @@ class DecodeGraphs:
         batch_sizes: to capture, ascending.
         next_tokens: int64, the token sampled last for each page row; the last row is padding.
         max_pages, num_groups: see `DecodeInputs`.
+        progress: called before each capture.
 
     Raises:
         OutOfDeviceMemory, torch.OutOfMemoryError: there is no room for the scratch memory.
@@ -165,7 +168,9 @@ class DecodeGraphs:
         next_tokens: Tensor,
         max_pages: int,
         num_groups: int,
+        progress: Progress = no_progress,
     ) -> None:
+        self._progress = progress
         self._forward_pass = forward
         self._next_tokens = next_tokens
         device = next_tokens.device
@@ -258,7 +263,9 @@ class DecodeGraphs:
         return int(peak) + kept
 
     def _capture_all(self, pool: GraphPool) -> None:
-        for captured in self._by_size:
+        graphs = [*self._by_size]
+        for number, captured in enumerate(graphs):
+            self._progress("capturing CUDA graphs", number, len(graphs))
             self._capture(captured, pool)
 
     def _capture(self, captured: _Captured, pool: GraphPool) -> None:

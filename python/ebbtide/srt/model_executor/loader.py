@@ -9,6 +9,7 @@ import torch
 
 from ebbtide.formats.stored_tensor import StoredTensor
 from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
+from ebbtide.srt.layers.attention.base import Progress, no_progress
 from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
 from ebbtide.srt.model_executor.weight_store import WeightStore
@@ -66,12 +67,15 @@ class CheckpointEntry:
     file: Path
 
 
-def load_weights(store: WeightStore, path: str | Path, load_format: str) -> None:
+def load_weights(
+    store: WeightStore, path: str | Path, load_format: str, progress: Progress = no_progress
+) -> None:
     """Fill a model's weights from a folder, or with seeded small random values where it is `dummy`.
 
     Raises ConfigurationError before anything is written if tensors are missing, unknown or misshapen.
     """
     if load_format == "dummy":
+        progress("making weights", 0, 0)
         write_dummy_weights(store)
         return
     checkpoint = Checkpoint(path, load_format)
@@ -90,7 +94,8 @@ def load_weights(store: WeightStore, path: str | Path, load_format: str) -> None
     if problems:
         raise ConfigurationError(f"{path} does not fit the model: {first_few(problems)}")
     try:
-        for name, tensor in checkpoint.tensors():
+        for number, (name, tensor) in enumerate(checkpoint.tensors()):
+            progress("loading weights", number, len(checkpoint.entries))
             if store.is_scales(name) and not are_scales(tensor.read()):
                 raise ConfigurationError(f"{path}: {name}: expected scales that are finite and above zero")
             store.write(name, tensor, None)

@@ -1,5 +1,6 @@
 """Starting, watching and ending processes: real ones, with scripts in place of the engine's parts."""
 
+import io
 import os
 import queue
 import signal
@@ -70,7 +71,7 @@ def test_ready_processes_report_what_the_engine_has_and_end_with_shutdown(
 @pytest.mark.parametrize(
     ("script", "error", "message"),
     [
-        ("refuse", ConfigurationError, "model.safetensors: expected 25 tensors, found 24"),
+        ("refuse_late", ConfigurationError, "model.safetensors: expected 25 tensors, found 24"),
         ("say_failed", ConfigurationError, "no usable tokenizer"),
         ("crash", EngineError, "the start of the scheduler process failed: ValueError: boom"),
         ("vanish", EngineError, "the start failed: the scheduler process ended with exit code 7"),
@@ -85,6 +86,23 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
         started.wait_ready()
     assert str(raised.value) == message
     assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_stages_are_shown_on_a_terminal_and_nowhere_else(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    started = EngineProcesses(CONFIG, targets(scheduler="report_stages"))
+    try:
+        assert started.wait_ready()["max_total_num_tokens"] == 64
+    finally:
+        started.shutdown()
+    assert ("loading weights 2/3" in stream.getvalue()) is is_terminal
+    if not is_terminal:
+        assert stream.getvalue() == ""
 
 
 def test_a_death_is_reported_with_name_and_signal(processes: EngineProcesses) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from ebbtide.srt.entrypoints.launch.heartbeat import LOOKS_PER_LIMIT, Pulse
 from ebbtide.srt.entrypoints.launch.process import DUMP_SIGNAL, STOP_SIGNALS, ProcessStart
+from ebbtide.srt.entrypoints.launch.stage_line import StageLine
 from ebbtide.srt.errors import HUNG_EXIT_STATUS, ConfigurationError, EngineError
 from ebbtide.version import SOURCE_ROOT
 
@@ -83,15 +84,15 @@ class ChildProcess:
         try:
             self.pipe.send(message)
         except OSError:
-            # It has died already: `receive_ready` says how.
+            # It has died already: `receive_report` says how.
             logger.debug("%s took no arguments", self.name)
 
     @property
     def pid(self) -> int:
         return self._popen.pid
 
-    def receive_ready(self) -> dict[str, Any]:
-        """What it reports of the engine when it is ready. Blocks.
+    def receive_report(self, stages: StageLine) -> dict[str, Any] | None:
+        """What it reports of the engine when it is ready; None: it has shown a stage. Blocks.
 
         Raises:
             ConfigurationError: it cannot start so.
@@ -102,6 +103,9 @@ class ChildProcess:
         except (EOFError, OSError):
             raise EngineError(f"the start failed: {self.describe_end()}") from None
         match report.pop("status"):
+            case "stage":
+                stages.show(self.name, **report)
+                return None
             case "ready":
                 return report
             case "failed":

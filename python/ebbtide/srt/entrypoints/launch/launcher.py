@@ -18,6 +18,7 @@ from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
 from ebbtide.srt.entrypoints.launch.placement import local_ranks
 from ebbtide.srt.entrypoints.launch.process import ProcessStart
 from ebbtide.srt.entrypoints.launch.socket_folder import SocketFolder
+from ebbtide.srt.entrypoints.launch.stage_line import StageLine
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
@@ -105,7 +106,9 @@ class NodeProcesses:
             EngineError: a process died. In either case none is left.
         """
         try:
-            facts = self._gather_facts()
+            with StageLine() as stages:
+                stages.show("", "starting the processes")
+                facts = self._gather_facts(stages)
             if not self._is_main_node:
                 self._open_links.send_ready(facts)
         except BaseException as error:
@@ -171,7 +174,7 @@ class NodeProcesses:
                     self._folder.path,
                 )
 
-    def _gather_facts(self) -> list[dict[str, Any]]:
+    def _gather_facts(self, stages: StageLine) -> list[dict[str, Any]]:
         """The facts of every leader among the ranks that this node waits for: its own, on node 0 all."""
         facts: list[dict[str, Any]] = []
         starting: dict[Any, ChildProcess] = {child.pipe: child for child in self._children}
@@ -184,11 +187,15 @@ class NodeProcesses:
                 raise EngineError(f"the start failed: {pulses.lost}")
             for ready in multiprocessing.connection.wait([*starting, *links], pulses.left_s):
                 if ready in starting:
-                    child = starting.pop(ready)
+                    child = starting[ready]
                     try:
-                        facts.append(child.receive_ready())
+                        report = child.receive_report(stages)
                     except EbbtideError as error:
-                        raise self._first_error(child, error, starting) from None
+                        del starting[ready]
+                        raise self._first_error(child, error, starting, stages) from None
+                    if report is not None:
+                        del starting[ready]
+                        facts.append(report)
                     continue
                 assert isinstance(ready, multiprocessing.connection.Connection)
                 message = self._open_links.receive(ready)
@@ -200,7 +207,11 @@ class NodeProcesses:
         return facts
 
     def _first_error(
-        self, child: ChildProcess, error: EbbtideError, starting: Mapping[Any, ChildProcess]
+        self,
+        child: ChildProcess,
+        error: EbbtideError,
+        starting: Mapping[Any, ChildProcess],
+        stages: StageLine,
     ) -> EbbtideError:
         """What the start failed with, when `error` of `child` was seen first.
 
@@ -214,10 +225,12 @@ class NodeProcesses:
         while (left_s := deadline_s - time.monotonic()) > 0:
             for happened in multiprocessing.connection.wait([*others, *links], left_s):
                 if happened in others:
-                    other = others.pop(happened)
+                    other = others[happened]
                     try:
-                        other.receive_ready()
+                        if other.receive_report(stages) is not None:
+                            del others[happened]
                     except EbbtideError as cause:
+                        del others[happened]
                         if isinstance(cause, ConfigurationError) or other.was_ended_by_signal(0):
                             return cause
                 elif isinstance(message := self._open_links.receive(happened), Ended):  # type: ignore[arg-type]

@@ -41,8 +41,9 @@ class ProcessStart:
     """What a process is told at its start.
 
     Attributes:
-        target: `module:function`, called as `function(config, addresses, ready)`. It sends a dictionary with
-            `status: "ready"`, or `status: "failed"` and a `message`, over `ready`.
+        target: `module:function`, called as `function(config, addresses, ready)`. It sends dictionaries over
+            `ready`: any number with `status: "stage"`, `what`, `number` and `total`, as `StageLine.show` has
+            them, then one with `status: "ready"`, or `status: "failed"` and a `message`.
         socket_folder: removed by whoever outlives the parent, if the parent could not.
     """
 

@@ -24,6 +24,10 @@ from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales
 Progress = Callable[[str, int, int], None]
 
 
+def no_progress(what: str, number: int, total: int) -> None:
+    """Tell nobody."""
+
+
 class KVPages(Protocol):
     """The paged keys and values of all layers, [P, page_size, K, H] each; `KVPool` is one."""
 

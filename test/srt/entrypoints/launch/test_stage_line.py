@@ -1,0 +1,94 @@
+"""What a start is at: what the parent makes of what its ranks report, and how often they report."""
+
+import io
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ebbtide.srt.entrypoints.launch.stage_line import StageLine
+from ebbtide.srt.managers import scheduler_process
+from ebbtide.srt.managers.scheduler_process import StageReports
+
+pytestmark = pytest.mark.unit
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def drawn(self) -> list[str]:
+        """The lines drawn since the last call; "" where one was erased."""
+        text = self.getvalue()
+        self.seek(0)
+        self.truncate()
+        return [line.removeprefix("\x1b[2K") for line in text.split("\r")]
+
+
+def test_the_line_says_what_the_rank_furthest_behind_is_at() -> None:
+    line = StageLine(Terminal())
+    seen = []
+    for process, *stage in (
+        ("", "starting the processes"),
+        ("tp0", "loading weights", 1, 3),
+        ("tp1", "loading weights", 0, 3),
+        ("tp0", "loading weights", 2, 3),
+        ("tp0", "compiling attention", 0, 1),
+        ("tp1", "loading weights", 2, 3),
+        ("tp1", "compiling attention", 1, 1),
+        ("tp0", "loading weights", 3, 3),
+        ("tp0", "warming up"),
+        ("tp1", "warming up"),
+    ):
+        line.show(process, *stage)
+        seen.append(line.stage)
+    assert seen == [
+        "starting the processes",
+        "loading weights 1/3",
+        "loading weights 0/3",
+        "loading weights 0/3",
+        "loading weights 0/3",
+        "loading weights 2/3",
+        "compiling attention 0/1",
+        "compiling attention 1/1",
+        "compiling attention 1/1",
+        "warming up",
+    ]
+
+
+def test_a_line_replaces_the_last_one_and_nothing_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with StageLine(terminal) as line:
+        line.show("tp0", "loading weights", 1, 3)
+        assert terminal.drawn() == ["", "loading weights 1/3 (0 s)", ""]
+        line.show("tp0", "[bold]" + "x" * 500)
+        assert [len(text) < 200 for text in terminal.drawn()] == [True] * 3
+    assert "".join(terminal.drawn()) == ""
+
+
+def test_without_a_terminal_nothing_is_written() -> None:
+    stream = io.StringIO()
+    with StageLine(stream) as line:
+        line.show("tp0", "loading weights", 1, 3)
+    assert stream.getvalue() == ""
+
+
+def test_a_rank_reports_every_stage_but_not_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(scheduler_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    ours, theirs = Pipe()
+    stages = StageReports(theirs)
+    for number in range(1000):
+        stages("loading weights", number, 1000)
+        now_s[0] += 0.001
+    stages("warming up")
+    received: list[dict[str, Any]] = []
+    while ours.poll():
+        received.append(ours.recv())
+    ours.close()
+    stages("a parent that has gone reads nothing")
+    assert {report["status"] for report in received} == {"stage"}
+    assert [report["number"] for report in received[:-1]] == pytest.approx([0, 200, 400, 600, 800], abs=2)
+    assert received[-1]["what"] == "warming up"
