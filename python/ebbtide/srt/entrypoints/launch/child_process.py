@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -156,10 +157,12 @@ class ChildProcess:
         os.close(self.sentinel)
 
     def _last_words(self) -> str:
-        try:
-            return f": {self.pipe.recv()['message']}" if self.pipe.poll() else ""
-        except (EOFError, OSError):
-            return ""
+        words = ""
+        # A stage may lie before them: kernels compile in the background after the start.
+        with contextlib.suppress(EOFError, OSError):
+            while self.pipe.poll():
+                words = self.pipe.recv().get("message", words)
+        return f": {words}" if words else ""
 
 
 def _spawn(

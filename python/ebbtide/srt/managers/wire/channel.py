@@ -25,7 +25,7 @@ Given = TypeVar("Given", covariant=True)
 ZERO_COPY_FROM_BYTES = 1 << 16
 # So many messages are read before what they ask for is done: one request may bring tens of thousands of
 # prompts, and others' tokens are not to wait until all of them are read.
-MAX_AT_ONCE: Final = 256
+MAX_AT_ONCE: Final = 1024
 
 
 @dataclass(frozen=True)
