@@ -165,6 +165,7 @@ class EngineService:
         self._on_drained = on_drained
         self.metrics.gc_pauses.install()
         self._manager = self._connect()
+        self._manager.on_taken = self.metrics.note_taken
         self._manager.start()
         loop = asyncio.get_running_loop()
 

@@ -84,6 +84,7 @@ class TokenizerManager:
         reports: what each replica last reported of its state machines, by dp_rank.
         ended: the outputs that may be continued.
         control: sends control requests.
+        on_taken: called with the outputs per prompt of each request, and the most tokens of one.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class TokenizerManager:
         self._is_incremental = config.schedule.incremental_streaming_output
         self._live = LiveOutputs()
         self.ended = self._live.ended
+        self.on_taken: Callable[[int, int], None] = lambda num_samples, max_new_tokens: None
         rng = random.Random(config.runtime.random_seed)
         self._normalizer = RequestNormalizer(limits, tokenizer, rng, self.ended)
         args = config.server_args
@@ -209,6 +211,7 @@ class TokenizerManager:
             self._live.release(draft.all_rids)
             raise
         self._live.attach(generation)
+        self.on_taken(draft.params[0].n, max(output.max_new_tokens for output in outputs))
         if draft.request.timeout_s is not None:
             generation.timer = self._abort_after(draft.request.timeout_s, generation, draft.arrival_s)
         if self._request_log is not None:

@@ -277,6 +277,8 @@ def test_pauses_for_garbage_collection_are_counted_while_they_are_watched() -> N
                 'vllm:request_generation_tokens_bucket{engine="0",le="2.0",model_name="tiny"} 0.0',
                 'vllm:request_generation_tokens_bucket{engine="0",le="5.0",model_name="tiny"} 1.0',
                 'vllm:request_num_preemptions_sum{engine="0",model_name="tiny"} 1.0',
+                'vllm:request_params_n_sum{engine="0",model_name="tiny"} 4.0',
+                'vllm:request_params_max_tokens_sum{engine="0",model_name="tiny"} 96.0',
                 'vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="awake"} 1.0',
                 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="4"} 1.0',
             ],
@@ -293,6 +295,7 @@ def test_the_names_of_other_engines(dialect: str | None, has: list[str], has_not
     meta |= {"completion_tokens": 3, "queue_time": 0.5, "first_token_latency": 1, "e2e_latency": 3}
     meta |= {"num_retractions": 1, "num_nonfinite": 0}
     metrics.note({**meta, "finish_reason": {"type": "stop"}, "weight_versions": []})
+    metrics.note_taken(4, 96)
     text = metrics.text(STATE, [LOAD], NO_PAUSE).decode()
     for line in has:
         assert line in text

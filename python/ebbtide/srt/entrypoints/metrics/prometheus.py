@@ -27,6 +27,7 @@ LENGTH_BUCKETS = (
     *(10_000, 20_000, 50_000, 100_000, 200_000),
 )
 RETRACTION_BUCKETS = (0, 1, 2, 3, 5, 10, 20)
+SAMPLE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 # Of an output that has ended: name → key of its `meta_info`, and what is counted.
 COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of outputs that have ended."),
@@ -112,6 +113,12 @@ class Metrics:
         self._token_s = self._histogram(
             "time_per_output_token_seconds", "Between two tokens: the mean of each output.", GAP_BUCKETS_S
         )
+        self._num_samples = self._histogram(
+            "request_params_n", "Outputs that each request asks for, of each prompt.", SAMPLE_BUCKETS
+        )
+        self._max_tokens = self._histogram(
+            "request_params_max_tokens", "Most tokens of an output, by each request.", LENGTH_BUCKETS
+        )
         self._loads = {name: self._gauge(name, text, "dp_rank") for name, text in LOAD_GAUGES.items()}
         self._can_run = self._gauge("can_run", "1 if a forward pass may run now.")
         self._stale = self._gauge("weights_stale", "1 if parameters have not been written since a resume.")
@@ -188,6 +195,11 @@ class Metrics:
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, help_text, labels, registry=self._registry)
+
+    def note_taken(self, num_samples: int, max_new_tokens: int) -> None:
+        """A request has been taken: how many outputs a prompt has, and how long the longest may be."""
+        self._num_samples.observe(num_samples)
+        self._max_tokens.observe(max_new_tokens)
 
     def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
         return Gauge(PREFIX + name, help_text, labels, registry=self._registry)
