@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import ray
@@ -62,29 +62,38 @@ class TrainerSide(BaseRollout):  # type: ignore[misc]
         if wire_format != "named_tensors":
             raise NotImplementedError(f"wire_format={wire_format}: rollout.name=ebbtide takes named_tensors")
         bucket_bytes = int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20
-        if self._leads:
-            await self._actor.begin_update.remote()
+        await self._together(lambda: self._actor.begin_update.remote())
         try:
             async for bucket in _buckets(weights, bucket_bytes):
                 entries = self._gather(serialize_bucket(bucket))
-                if self._leads:
-                    await self._actor.stage.remote(entries)
-                # The engine has read what lies behind the entries; only now may it be freed.
-                dist.barrier(self._mesh.get_group())
+                # When this returns the engine has read what lies behind the entries: it may be freed.
+                await self._together(lambda: self._actor.stage.remote(entries))  # noqa: B023
         except BaseException:
             if self._leads:
                 await self._actor.abort_update.remote()
             raise
+        await self._together(lambda: self._actor.end_update.remote(global_steps))
+
+    async def _together(self, ask: Callable[[], Awaitable[Any]]) -> None:
+        """Have the first worker ask the engine, and all of them hear how it went: none waits for ever."""
+        error: Exception | None = None
         if self._leads:
-            await self._actor.end_update.remote(global_steps)
+            try:
+                await ask()
+            except Exception as raised:
+                error = raised
+        outcome = [None if error is None else str(error)]
+        dist.broadcast_object_list(outcome, src=self._first_rank, group=self._mesh.get_group())
+        if error is not None:
+            raise error
+        if outcome[0] is not None:
+            raise RuntimeError(f"the first worker of this replica was refused: {outcome[0]}")
 
     def _gather(self, entry: bytes) -> list[bytes]:
         """The entries of all workers of the replica, in the order of the ranks; for the first of them."""
         size = self._mesh.size()
         entries: list[Any] | None = [None] * size if self._leads else None
-        dist.gather_object(
-            entry, entries, dst=int(self._mesh.mesh.flatten()[0]), group=self._mesh.get_group()
-        )
+        dist.gather_object(entry, entries, dst=self._first_rank, group=self._mesh.get_group())
         return entries or []
 
     @property
@@ -95,6 +104,10 @@ class TrainerSide(BaseRollout):  # type: ignore[misc]
             shape = (dist.get_world_size() // per_replica, per_replica)
             self.device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "infer_tp"))
         return self.device_mesh["infer_tp"]
+
+    @property
+    def _first_rank(self) -> int:
+        return int(self._mesh.mesh.flatten()[0])
 
     @property
     def _leads(self) -> bool:
