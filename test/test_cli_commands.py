@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 from fixtures.servers import ENVIRONMENT, Server, free_port, null_server, running_server, url_of
+from safetensors.torch import load_file
 
-from ebbtide import cli
+from ebbtide import Client, cli
 from ebbtide.cli.talk import Answer
 from ebbtide.cli.watch import Picture
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.hf_folder import folder_of
 
 
 @pytest.fixture(scope="module")
@@ -117,22 +120,43 @@ def test_tokens_have_the_colour_of_their_version(capsys: pytest.CaptureFixture[s
     assert printed.err.split() == ["weights", "1", "2"]
 
 
-def test_a_conversation_goes_on_under_the_weights_of_an_update() -> None:
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Server]:
     with running_server("tiny") as server:
-        url = ["--url", url_of(server)]
+        yield server
 
-        def ebbtide(*argv: str, text: str = "") -> str:
-            command = [sys.executable, "-m", "ebbtide", *argv, *url]
-            done = subprocess.run(
-                command, input=text, capture_output=True, text=True, env=ENVIRONMENT, check=True
-            )
-            return done.stdout
 
-        calm = ebbtide("chat", "--temperature", "0", text="How is the weather?\n")
-        assert "tiny-storm" in ebbtide("update", "tiny-storm")
-        wild = ebbtide("chat", "--temperature", "0", text="How is the weather?\n")
-        assert "!" not in calm
-        assert wild.count("!") > 2
+def test_a_conversation_goes_on_under_the_weights_of_an_update(tiny: Server) -> None:
+    def ebbtide(*argv: str, text: str = "") -> str:
+        command = [sys.executable, "-m", "ebbtide", *argv, "--url", url_of(tiny)]
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, env=ENVIRONMENT, check=True
+        )
+        return done.stdout
+
+    ebbtide("update", "tiny")
+    calm = ebbtide("chat", "--temperature", "0", text="How is the weather?\n")
+    assert "tiny-storm" in ebbtide("update", "tiny-storm")
+    wild = ebbtide("chat", "--temperature", "0", text="How is the weather?\n")
+    assert "!" not in calm
+    assert wild.count("!") > 2
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["shared memory", "in the request"])
+def test_a_client_updates_from_tensors(tiny: Server, is_local: bool) -> None:
+    with Client(url_of(tiny)) as client:
+        client.update_weights_from_disk("tiny", weight_version="calm")
+        before = client.check_weights()["ranks"]
+        client.update_weights_from_disk("tiny-storm", weight_version="wild")
+        assert client.check_weights()["ranks"] != before
+        # As from another host: nothing is shared with the server.
+        client._is_local = is_local
+        weights = load_file(folder_of("tiny") / "model.safetensors")
+        assert client.update_weights_from_tensor(weights.items(), weight_version="again")["committed"]
+        assert client.check_weights()["ranks"] == before
+        with pytest.raises(RequestRejected, match="no_such_name"):
+            client.update_weights_from_tensor([("no_such_name", weights["model.norm.weight"])])
+        assert client.weight_version == "again"
 
 
 def _text(picture: Any) -> str:

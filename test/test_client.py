@@ -2,9 +2,11 @@
 
 import asyncio
 import inspect
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from fixtures.servers import Server, free_port, null_server, url_of
 
@@ -86,6 +88,16 @@ def test_a_refusal_is_that_of_engine(client: Client) -> None:
         client.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": -1})
     with pytest.raises(RequestRejected, match="max_new_tokens"):
         list(client.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": -1}, stream=True))
+
+
+@pytest.mark.parametrize(("status", "error"), [(409, RequestRejected), (500, EngineError)])
+def test_an_error_in_the_middle_of_a_stream_is_of_its_status(status: int, error: type[Exception]) -> None:
+    event = json.dumps({"error": {"message": "these weights are gone", "code": status}})
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=f"data: {event}\n\ndata: [DONE]\n\n"))
+    with Client("http://host.invalid") as client:
+        client._http = httpx.AsyncClient(base_url=client.url, transport=transport)
+        with pytest.raises(error, match="are gone"):
+            list(client.generate("a", stream=True))
 
 
 def test_plain_calls_do_not_block_a_loop(client: Client) -> None:

@@ -215,7 +215,8 @@ class Client(EngineMethods):
                         return
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
-                        raise _error_of(event, event["error"].get("code", 500), is_refusal=False)
+                        status = event["error"].get("code", 500)
+                        raise _error_of(event, status, is_refusal=status < 500)
                     yield event
         if method != "GET":
             raise ServerUnreachable(f"the server at {self.url} went away in the middle of a stream")
