@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ebbtide.srt.mem_cache import kv_pool
+from ebbtide.srt.mem_cache.cache_spec import Latent, Paged
 from ebbtide.srt.mem_cache.kv_layout import KVLayout, cuda_chunk_bytes
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
@@ -13,7 +14,7 @@ from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 GRANULE = HostVirtualMemory.granularity
 # Blocks of 12 KiB: a chunk of three granules has room for 512 of them, of which 6 planes fill 510.
-SHAPE = {"num_layers": 3, "page_size": 4, "num_kv_heads": 3, "head_dim": 256}
+SHAPE = {"num_layers": 3, "page_size": 4, "spec": Paged(3, 256)}
 NUM_PAGES = 2 * 85 + 30
 
 
@@ -21,9 +22,12 @@ def layout(dtype=torch.float32, **changes):
     return KVLayout(**SHAPE | {"granularity": GRANULE, "dtype": dtype} | changes)
 
 
-@pytest.fixture(params=[torch.float32, torch.float8_e4m3fn], ids=str)
+LATENT = Latent(rank=704, rope=64)
+
+
+@pytest.fixture(params=[{}, {"dtype": torch.float8_e4m3fn}, {"spec": LATENT}], ids=str)
 def pool(request):
-    made = layout(request.param)
+    made = layout(**request.param)
     arena = VirtualArena(
         MemoryTag.KV_CACHE, made.arena_bytes(NUM_PAGES), HostVirtualMemory(), made.chunk_bytes
     )
@@ -33,7 +37,8 @@ def pool(request):
 
 
 def planes(pool):
-    return [tensor(layer) for layer in range(3) for tensor in (pool.k, pool.v)]
+    sides = (pool.k, pool.v)[: pool.layout.spec.num_planes]
+    return [tensor(layer) for layer in range(3) for tensor in sides]
 
 
 def pages_of(pool):
@@ -42,10 +47,20 @@ def pages_of(pool):
 
 def test_all_planes_have_the_shape_and_the_strides_that_kernels_read(pool):
     tensors = planes(pool)
-    assert {tuple(tensor.shape[1:]) for tensor in tensors} == {(4, 3, 256)}
+    assert {tuple(tensor.shape[1:]) for tensor in tensors} == {(4, *pool.layout.spec.token_shape)}
     assert len({tensor.shape[0] for tensor in tensors}) == 1
     assert all(tensor.is_contiguous() for tensor in tensors)
     assert max(pages_of(pool)) < tensors[0].shape[0]
+
+
+def test_the_values_of_latents_lie_behind_what_is_rotated():
+    made = layout(spec=LATENT)
+    arena = VirtualArena(MemoryTag.KV_CACHE, made.arena_bytes(2), HostVirtualMemory(), made.chunk_bytes)
+    arena.resume()
+    pool = KVPool(arena, made, 2)
+    pool.k(1)[1, 2] = torch.arange(768.0)
+    assert pool.v(1)[1, 2].tolist() == [list(range(64, 768))]
+    arena.close()
 
 
 def test_every_page_of_every_plane_has_bytes_of_its_own(pool):
@@ -84,11 +99,12 @@ def test_the_pool_stays_at_its_addresses_across_release_and_resume(pool):
         ({}, 85 * 2, 3 * GRANULE),
         ({"dtype": torch.float32}, 85, 3 * GRANULE),
         ({"dtype": torch.float8_e4m3fn}, 341, 3 * GRANULE),
-        ({"head_dim": 128, "num_kv_heads": 2}, 1024 // 6, GRANULE),
+        ({"spec": Paged(2, 128)}, 1024 // 6, GRANULE),
+        ({"spec": LATENT}, 341, 3 * GRANULE),
         ({"min_chunk_bytes": 4 * GRANULE}, 341, 6 * GRANULE),
         # 2 MiB of each of 64 planes of an 8B model make 128 MiB, which the least size of a chunk doubles.
         (
-            {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
+            {"num_layers": 32, "spec": Paged(8, 128), "page_size": 16}
             | {"min_run_bytes": 2 << 20, "min_chunk_bytes": 256 << 20},
             128,
             256 << 20,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ebbtide.srt.mem_cache import page_store
+from ebbtide.srt.mem_cache.cache_spec import Paged
 from ebbtide.srt.mem_cache.kv_layout import KVLayout
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
@@ -15,9 +16,7 @@ from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 # Chunks of three pages, so that the pages lie in three of them.
-LAYOUT = KVLayout(
-    num_layers=2, page_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32, min_chunk_bytes=3 * 4096
-)
+LAYOUT = KVLayout(num_layers=2, page_size=4, spec=Paged(2, 8), dtype=torch.float32, min_chunk_bytes=3 * 4096)
 NUM_PAGES = 9
 
 

@@ -12,7 +12,7 @@ from fixtures.fuzz import fuzzed
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ebbtide.srt.mem_cache.cache_spec import CacheGroups, Paged, Windows, first_needed
+from ebbtide.srt.mem_cache.cache_spec import CacheGroups, Latent, Paged, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
 from ebbtide.srt.mem_cache.radix_cache import Namespace, PrefixLease, RadixCache
 
@@ -32,6 +32,9 @@ def test_layers_are_grouped_by_what_they_keep_in_groups_as_large_as_the_rarest_f
     assert CacheGroups.of([SLIDING] * 2).windows == (512,)
     with pytest.raises(ValueError, match="KV heads"):
         CacheGroups.of([FULL, Paged(4, 8)])
+    with pytest.raises(ValueError, match="KV heads"):
+        CacheGroups.of([FULL, Latent(24, 8)])
+    assert CacheGroups.of([Latent(24, 8)] * 3).windows == (None,)
 
 
 @pytest.mark.parametrize(

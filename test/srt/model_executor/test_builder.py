@@ -15,6 +15,7 @@ from ebbtide.srt.config import resolve
 from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
+from ebbtide.srt.mem_cache.cache_spec import Paged
 from ebbtide.srt.mem_cache.kv_layout import KVLayout
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
@@ -37,7 +38,7 @@ SIZES: dict[str, Any] = {
 
 
 # Pages of 16 tokens and of 1,024 bytes, four of them in a chunk.
-LAYOUT = KVLayout(2, 16, 1, 8, torch.bfloat16, granularity=4096)
+LAYOUT = KVLayout(2, 16, Paged(1, 8), torch.bfloat16, granularity=4096)
 
 
 class SmallDevice(CpuDevice):

@@ -9,7 +9,9 @@ the pages of its last tokens alone, and gives the others up as it goes on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ebbtide.srt.distributed.division import Division, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,59 @@ class Paged:
     head_dim: int
     window: int | None = None
 
+    @property
+    def num_planes(self) -> int:
+        """Tensors of a layer in the pool: its keys and its values."""
+        return 2
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        """What a token takes in a plane: heads, and numbers of a head."""
+        return self.num_heads, self.head_dim
+
+    def of_rank(self, rank: int, size: int) -> Paged:
+        """With the heads that this one of `size` ranks holds.
+
+        Raises ConfigurationError where they cannot be divided.
+        """
+        _, count = part_of(rank, size, self.num_heads, Division.SHARED, "num_key_value_heads")
+        return replace(self, num_heads=count)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """What multi-head latent attention keeps of a token: one row that all heads share.
+
+    It begins with the rotated part of the key. The latent behind it is the rest of the key, and the value,
+    where heads project queries and outputs instead. Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434.
+
+    Attributes:
+        rank: numbers of the latent.
+        rope: numbers that are rotated.
+    """
+
+    rank: int
+    rope: int
+
+    @property
+    def window(self) -> None:
+        return None
+
+    @property
+    def num_planes(self) -> int:
+        return 1
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        return 1, self.rope + self.rank
+
+    def of_rank(self, rank: int, size: int) -> Latent:
+        """Every rank has all of it, since every head reads all of it."""
+        return self
+
+
+# What a layer keeps.
+CacheSpec = Paged | Latent
 
 # The window of each group. A group of None keeps all pages.
 Windows = tuple[int | None, ...]
@@ -46,13 +101,13 @@ class CacheGroups:
     places: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, specs: Sequence[Paged]) -> CacheGroups:
+    def of(cls, specs: Sequence[CacheSpec]) -> CacheGroups:
         """Groups as large as the rarest spec fills: a page of a smaller one would be empty in part.
 
         Raises:
             ValueError: heads differ between layers: pages are of one size.
         """
-        if len({(spec.num_heads, spec.head_dim) for spec in specs}) > 1:
+        if len({(spec.num_planes, spec.token_shape) for spec in specs}) > 1:
             raise ValueError("expected layers with the same number and size of KV heads")
         windows = sorted(
             {spec.window for spec in specs}, key=lambda window: (window is not None, window or 0)

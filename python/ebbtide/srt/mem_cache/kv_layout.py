@@ -1,20 +1,21 @@
 """What a page of the KV cache stores and where: chunks that hold some pages of all layers of a group.
 
-A chunk is `[layer][keys, values][page]`; in pages of other groups, other layers are in their places. The keys
-of a layer, and its values, are a *plane* each; the part of a page in one plane is a *block*. Blocks are all
-alike, so a plane is the whole arena as a flat run of blocks, from its own first block on. With P planes and C
-pages in a chunk, page i of chunk c is block c * stride + i of every plane's view. The stride is P * C, or a
-little more where chunks would not end on a multiple of the granularity. That number is the id of the page:
-what page tables hold.
+A chunk is `[layer][keys, values][page]`; in pages of other groups, other layers are in their places. The
+keys of a layer, and its values, are a *plane* each, and so are the latents of a layer that keeps those; the
+part of a page in one plane is a *block*. Blocks are all alike, so a plane is the whole arena as a flat run
+of blocks, from its own first block on. With P planes and C pages in a chunk, page i of chunk c is block c *
+stride + i of every plane's view. The stride is P * C, or a little more where chunks would not end on a
+multiple of the granularity. That number is the id of the page: what page tables hold.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 
 import torch
 
+from ebbtide.srt.mem_cache.cache_spec import CacheSpec
 from ebbtide.srt.mem_cache.page_allocator import PageIds
 from ebbtide.srt.memory_saver.arena import Arena, round_up
 
@@ -45,12 +46,13 @@ def cuda_chunk_bytes(device_bytes: int, pool_bytes: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Keys and values of grouped heads, in chunks.
+    """What layers keep, in chunks.
 
     Attributes:
         num_layers: of a group.
-        num_kv_heads, head_dim, dtype: of keys and of values; heads are those of this rank.
         page_size: tokens of a page.
+        spec: what a layer keeps on this rank.
+        dtype: of what is kept.
         granularity: bytes; a chunk is a multiple of it.
         min_chunk_bytes, min_chunk_pages: the least size of a chunk.
         min_run_bytes: the least size of a chunk's part in one plane.
@@ -58,8 +60,7 @@ class KVLayout:
 
     num_layers: int
     page_size: int
-    num_kv_heads: int
-    head_dim: int
+    spec: CacheSpec
     dtype: torch.dtype
     granularity: int = 1
     min_chunk_bytes: int = 1
@@ -68,13 +69,12 @@ class KVLayout:
 
     @property
     def num_planes(self) -> int:
-        """Keys and values of each layer."""
-        return 2 * self.num_layers
+        return self.spec.num_planes * self.num_layers
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one page in one plane."""
-        return self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.page_size * prod(self.spec.token_shape) * self.dtype.itemsize
 
     @property
     def word(self) -> torch.dtype:
@@ -119,14 +119,17 @@ class KVLayout:
         return self.num_chunks(num_pages) * self.chunk_bytes
 
     def plane(self, arena: Arena, num_pages: int, layer: int, side: int) -> torch.Tensor:
-        """The keys (side 0) or the values (1) of a layer of its group: [blocks, page_size, heads, head_dim].
+        """The keys or latents (side 0) or the values (1) of a layer: [blocks, page_size, heads, head_dim].
+
+        Args:
+            layer: its number in its group.
 
         Raises:
             ValueError: the arena is too small.
         """
-        first = (2 * layer + side) * self.chunk_pages
+        first = (self.spec.num_planes * layer + side) * self.chunk_pages
         num_blocks = (self.num_chunks(num_pages) - 1) * self.chunk_blocks + self.chunk_pages
-        shape = (num_blocks, self.page_size, self.num_kv_heads, self.head_dim)
+        shape = (num_blocks, self.page_size, *self.spec.token_shape)
         return arena.view(first * self.block_bytes, shape, self.dtype)
 
     def blocks(self, arena: Arena, num_pages: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ebbtide.srt.mem_cache.cache_spec import WHOLE, CacheGroups
+from ebbtide.srt.mem_cache.cache_spec import WHOLE, CacheGroups, Latent
 from ebbtide.srt.mem_cache.kv_layout import KVLayout
 from ebbtide.srt.mem_cache.kv_scales import HeadScales, KVScales
 from ebbtide.srt.memory_saver.arena import Arena
@@ -49,8 +49,12 @@ class KVPool:
             places = tuple((0, layer) for layer in range(layout.num_layers))
             groups = CacheGroups(layout.num_layers, WHOLE, places)
         self.groups = groups
-        self._k_BSNH = [layout.plane(arena, num_pages, number, 0) for _, number in groups.places]
-        self._v_BSNH = [layout.plane(arena, num_pages, number, 1) for _, number in groups.places]
+        numbers = [number for _, number in groups.places]
+        self._k_BSNH = [layout.plane(arena, num_pages, number, 0) for number in numbers]
+        if isinstance(layout.spec, Latent):
+            self._v_BSNH = [latents[..., layout.spec.rope :] for latents in self._k_BSNH]
+        else:
+            self._v_BSNH = [layout.plane(arena, num_pages, number, 1) for number in numbers]
         self._blocks = layout.blocks(arena, num_pages)
 
     @property
@@ -98,7 +102,7 @@ class KVPool:
         return self.groups.places[layer][0]
 
     def k(self, layer: int) -> torch.Tensor:
-        """The layer's keys, [B, S, N, H]."""
+        """The layer's keys, [B, S, N, H]; of latents all, with N = 1."""
         return self._k_BSNH[layer]
 
     def head_scales(self, layer: int) -> HeadScales | None:
@@ -106,5 +110,5 @@ class KVPool:
         return self.scales.of(layer) if self.scales is not None else None
 
     def v(self, layer: int) -> torch.Tensor:
-        """The layer's values, [B, S, N, H]."""
+        """The layer's values, [B, S, N, H]; of latents what is not rotated."""
         return self._v_BSNH[layer]

@@ -28,6 +28,7 @@ from ebbtide.srt.layers.attention.registry import choose_backend
 from ebbtide.srt.layers.fp8 import SCALE_LAYOUTS
 from ebbtide.srt.layers.kernels.launch import card, has_fp8
 from ebbtide.srt.layers.step import Kernels
+from ebbtide.srt.mem_cache.cache_spec import CacheSpec
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.arena import Arena
@@ -90,10 +91,11 @@ def build_model_runner(
     is_cuda = torch_device.type == "cuda"
     device_bytes = group.smallest(device.memory_info().total_bytes) if is_cuda else None
     model = _model(slices.model, torch_device)
-    shape = attention_shape(model, slices.model, cache_config)
+    spec = model.cache_specs[0].of_rank(group.rank, group.size)
+    shape = attention_shape(model, spec, slices.model, cache_config)
     make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
     groups = cache_groups(model.cache_specs, model_config.context_len)
-    layout = kv_layout(groups, slices.model, cache_config, saver, device_bytes)
+    layout = kv_layout(groups, spec, cache_config, saver, device_bytes)
     pool = saver.chunk_pool(layout.chunk_bytes)
     arenas: ArenaSource = saver if pool is None else pool
     # The compilers of attention are processes of their own, while everything else goes on.
@@ -275,22 +277,24 @@ def _log_left(device: Device, cache_config: CacheConfig) -> None:
 
 
 def of_rank(model_config: ModelConfig, group: ParallelGroup) -> ModelConfig:
-    """The config with the heads of one rank.
+    """The config with the query heads of one rank.
 
     Raises ConfigurationError where the heads cannot be divided.
     """
     rank, size = group.rank, group.size
     _, num_heads = part_of(rank, size, model_config.num_heads, Division.EQUAL, "num_attention_heads")
-    _, num_kv_heads = part_of(rank, size, model_config.num_kv_heads, Division.SHARED, "num_key_value_heads")
-    return replace(model_config, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    return replace(model_config, num_heads=num_heads)
 
 
-def attention_shape(model: CausalLM, model_config: ModelConfig, cache_config: CacheConfig) -> AttentionShape:
-    """What the attention backend must serve; `model_config` is with the heads of this rank."""
+def attention_shape(
+    model: CausalLM, spec: CacheSpec, model_config: ModelConfig, cache_config: CacheConfig
+) -> AttentionShape:
+    """What the attention backend must serve; `spec` and `model_config` are with the heads of this rank."""
+    num_kv_heads, head_dim = spec.token_shape
     return AttentionShape(
         num_q_heads=model_config.num_heads,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         page_size=cache_config.page_size,
         dtype=DTYPES[model_config.dtype],
         kv_dtype=KV_DTYPES[cache_config.dtype],

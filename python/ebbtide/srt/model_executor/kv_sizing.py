@@ -11,7 +11,7 @@ import torch
 from ebbtide.srt.config import CacheConfig, ModelConfig, ScheduleConfig
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
-from ebbtide.srt.mem_cache.cache_spec import CacheGroups, Paged
+from ebbtide.srt.mem_cache.cache_spec import CacheGroups, CacheSpec, Paged
 from ebbtide.srt.mem_cache.kv_layout import (
     CUDA_MIN_RUN_BYTES,
     MIN_CHUNK_PAGES,
@@ -30,30 +30,34 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 KV_DTYPES = DTYPES | {"fp8_e4m3": FP8}
 
 
-def cache_groups(specs: Sequence[Paged], context_len: int) -> CacheGroups:
+def cache_groups(specs: Sequence[CacheSpec], context_len: int) -> CacheGroups:
     """The layers in groups; a window that no request exceeds is none."""
-    return CacheGroups.of(
-        [replace(spec, window=None) if (spec.window or 0) >= context_len else spec for spec in specs]
-    )
+
+    def within(spec: CacheSpec) -> CacheSpec:
+        if isinstance(spec, Paged) and (spec.window or 0) >= context_len:
+            return replace(spec, window=None)
+        return spec
+
+    return CacheGroups.of([within(spec) for spec in specs])
 
 
 def kv_layout(
     groups: CacheGroups,
-    model_config: ModelConfig,
+    spec: CacheSpec,
     cache_config: CacheConfig,
     saver: MemorySaver,
     device_bytes: int | None,
 ) -> KVLayout:
-    """What this rank stores in a page, and where. `model_config` has the heads of this rank.
+    """What this rank stores in a page, and where.
 
     Args:
+        spec: what layers keep on this rank.
         device_bytes: memory of the GPU; None for the CPU.
     """
     layout = KVLayout(
         num_layers=groups.layers_per_group,
         page_size=cache_config.page_size,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
+        spec=spec,
         dtype=KV_DTYPES[cache_config.dtype],
         granularity=saver.granularity,
         min_chunk_pages=MIN_CHUNK_PAGES,

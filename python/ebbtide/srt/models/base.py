@@ -4,7 +4,7 @@ Shapes: T tokens, D hidden, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ebbtide.srt.distributed.division import Division
 from ebbtide.srt.layers.attention.base import LayerAttention
 from ebbtide.srt.layers.step import Kernels, Step
-from ebbtide.srt.mem_cache.cache_spec import Paged
+from ebbtide.srt.mem_cache.cache_spec import CacheSpec
 
 # Dimensions of a projection's weight in a checkpoint.
 OUTPUTS, INPUTS = 0, 1
@@ -113,7 +113,7 @@ class CausalLM(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def cache_specs(self) -> list[Paged]:
+    def cache_specs(self) -> Sequence[CacheSpec]:
         """What each layer keeps of a request's tokens, with the heads of all ranks."""
 
     @abstractmethod
