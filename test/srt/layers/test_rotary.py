@@ -20,15 +20,33 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}
 LLAMA31_ROPE = LLAMA3_ROPE | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
 
 
-@pytest.mark.parametrize("settings", [LLAMA3_ROPE, LLAMA31_ROPE, LINEAR_ROPE], ids=str)
+YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+DEEPSEEK_YARN = YARN | {"beta_fast": 24.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LLAMA3_ROPE,
+        LLAMA31_ROPE,
+        LINEAR_ROPE,
+        YARN,
+        YARN | {"truncate": False},
+        YARN | {"attention_factor": 1.25},
+        DEEPSEEK_YARN,
+    ],
+    ids=str,
+)
 def test_scaled_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
     config = LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=dict(settings))
     expected, scale = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, CPU)
 
-    frequencies = inverse_frequencies(rope_config(config), 128, CPU)
+    ours = rope_config(config)
 
-    assert scale == 1.0
-    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0.0)
+    assert ours.scale == pytest.approx(scale)
+    torch.testing.assert_close(inverse_frequencies(ours, 128, CPU), expected, rtol=1e-6, atol=0.0)
+    first, _ = RotaryEmbedding(ours, 128, CPU)(torch.tensor([0]), torch.float32)
+    assert torch.equal(first, torch.full_like(first, scale))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -90,6 +108,7 @@ def test_without_any_setting_it_is_the_default_rope() -> None:
     [
         ({"rope_type": "longrope"}, "rope type 'longrope' is not supported"),
         ({"rope_type": "linear"}, "'linear' needs the setting 'factor'"),
+        ({"rope_type": "yarn", "factor": 2.0}, "'yarn' needs the setting 'original_max_position_embeddings'"),
         ({"rope_type": "llama3", "factor": 2.0}, "'llama3' needs the setting 'low_freq_factor'"),
         ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor: expected a number in \(0, 1\], got 1.5"),
     ],

@@ -83,7 +83,7 @@ def test_ignored_names() -> None:
     assert not glm.ignored("model.layers.1.mlp.gate.weight")
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 LINEAR_ATTENTION = {"layer_types": ["full_attention", "linear_attention"]}
 
 
@@ -95,7 +95,7 @@ LINEAR_ATTENTION = {"layer_types": ["full_attention", "linear_attention"]}
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 9.0}, "attn_logit_softcapping is not supported"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not"),
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ("Qwen2ForCausalLM", {"rope_parameters": YARN}, "'yarn' is not .* are default, linear, llama3"),
+        ("Qwen2ForCausalLM", {"rope_parameters": DYNAMIC}, "'dynamic' is not .* default, linear, llama3"),
         ("Qwen3MoeForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, "experts take silu"),
         ("MixtralForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 .* the 4 experts"),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "num_experts_per_tok 3 .* the 0 experts"),

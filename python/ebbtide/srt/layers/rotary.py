@@ -1,11 +1,11 @@
-"""Rotary position embedding: the default form, linear scaling, and the scaling of Llama 3.
+"""Rotary position embedding: the default form, linear scaling, that of Llama 3, and YaRN.
 
 Shapes: T tokens, N heads, K KV heads, H head_dim, R rotary_dim.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -15,7 +15,15 @@ from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.norm import rms_norm
 
-RopeKind = Literal["default", "linear", "llama3"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+_CONTEXT = "original_max_position_embeddings"
+# The settings that each kind cannot do without.
+_NEEDED: dict[RopeKind, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT),
+    "yarn": ("factor", _CONTEXT),
+}
 
 
 @dataclass(frozen=True)
@@ -25,19 +33,23 @@ class RopeConfig:
     Attributes:
         kind: the variant.
         theta: base of the geometric series of wave lengths.
-        factor: how many times longer the scaled waves are (linear, llama3).
-        low_freq_factor, high_freq_factor: bounds, as fractions of the original context, between which
-            llama3 blends scaled and unscaled frequencies.
-        original_context_len: context length before scaling (llama3).
+        factor: how many times longer the scaled waves are (all but default).
+        low_turns, high_turns: turns within the original context between which llama3 and yarn blend scaled
+            and unscaled frequencies; llama3 calls them factors, yarn beta_slow and beta_fast.
+        original_context_len: context length before scaling (llama3, yarn).
+        is_truncated: whether yarn blends between whole pairs.
+        scale: of cosines and sines (yarn).
         share: of a head's numbers, the first ones, that is rotated.
     """
 
     kind: RopeKind
     theta: float
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_turns: float = 1.0
+    high_turns: float = 4.0
     original_context_len: int = 8192
+    is_truncated: bool = True
+    scale: float = 1.0
     share: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
@@ -68,23 +80,39 @@ def rope_from(settings: Mapping[str, Any], theta: float | None = None, share: fl
     share = float(settings.get("partial_rotary_factor", share))
     if not 0 < share <= 1:
         raise ConfigurationError(f"partial_rotary_factor: expected a number in (0, 1], got {share}")
+    kind = cast(RopeKind, kind)
+    for name in _NEEDED[kind]:
+        if name not in settings:
+            raise ConfigurationError(f"rope type {kind!r} needs the setting {name!r} in config.json")
     theta = settings.get("rope_theta", theta)
-    try:
-        return RopeConfig(
-            kind=cast(RopeKind, kind),
-            theta=float(theta if theta is not None else 10000.0),
-            factor=float(settings["factor"]) if kind != "default" else 1.0,
-            low_freq_factor=float(settings["low_freq_factor"]) if kind == "llama3" else 1.0,
-            high_freq_factor=float(settings["high_freq_factor"]) if kind == "llama3" else 4.0,
-            original_context_len=int(settings["original_max_position_embeddings"])
-            if kind == "llama3"
-            else 8192,
-            share=share,
+    rope = RopeConfig(kind, float(theta if theta is not None else 10000.0), share=share)
+    if kind != "default":
+        rope = replace(rope, factor=float(settings["factor"]))
+    if kind == "llama3":
+        low, high = float(settings["low_freq_factor"]), float(settings["high_freq_factor"])
+        rope = replace(rope, low_turns=low, high_turns=high, original_context_len=int(settings[_CONTEXT]))
+    if kind == "yarn":
+        rope = replace(
+            rope,
+            low_turns=float(settings.get("beta_slow") or 1.0),
+            high_turns=float(settings.get("beta_fast") or 32.0),
+            original_context_len=int(settings[_CONTEXT]),
+            is_truncated=bool(settings.get("truncate", True)),
+            scale=_yarn_scale(settings),
         )
-    except KeyError as error:
-        raise ConfigurationError(
-            f"rope type {kind!r} needs the setting {error.args[0]!r} in config.json"
-        ) from None
+    return rope
+
+
+def _yarn_scale(settings: Mapping[str, Any]) -> float:
+    """What yarn multiplies cosines and sines by: said as it is, or by the factor and two weights of it."""
+    if (given := settings.get("attention_factor")) is not None:
+        return float(given)
+
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(settings["factor"]) + 1.0 if settings["factor"] > 1 else 1.0
+
+    weight, divisor = settings.get("mscale"), settings.get("mscale_all_dim")
+    return grown(weight) / grown(divisor) if weight and divisor else grown(1.0)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
@@ -92,16 +120,32 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     rotary_dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=device).float() / rotary_dim
     frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "default":
+        return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
+    # Waves that turn often within the original context stay, slow ones are stretched by the factor, and those
+    # between are a blend: by their turns, or with yarn by their place between those that turn so often.
     if rope.kind == "llama3":
         turns = rope.original_context_len * frequencies / (2 * math.pi)
-        # Waves that turn often within the original context stay, slow ones are stretched by the factor,
-        # and those between are a blend.
-        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        keep = keep.clamp(0.0, 1.0)
-        return keep * frequencies + (1.0 - keep) * frequencies / rope.factor
-    return frequencies
+        keep = (turns - rope.low_turns) / (rope.high_turns - rope.low_turns)
+    else:
+        first, last = (
+            _pair_that_turns(turns, rope, rotary_dim) for turns in (rope.high_turns, rope.low_turns)
+        )
+        if rope.is_truncated:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, rotary_dim - 1)
+        places = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
+        keep = 1.0 - (places - first) / max(last - first, 1e-3)
+    keep = keep.clamp(0.0, 1.0)
+    return keep * frequencies + (1.0 - keep) * frequencies / rope.factor
+
+
+def _pair_that_turns(turns: float, rope: RopeConfig, rotary_dim: int) -> float:
+    """The place of the pair that turns so many times within the original context."""
+    wave = rope.original_context_len / (turns * 2 * math.pi)
+    return rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
 
 
 class RotaryEmbedding(nn.Module):
@@ -112,6 +156,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         super().__init__()
         self.register_buffer("inv_freq", inverse_frequencies(rope, head_dim, device), persistent=False)
+        self._scale = rope.scale
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Rope:
         """Cosines and sines for these positions: once per step, for all layers."""
@@ -119,10 +164,10 @@ class RotaryEmbedding(nn.Module):
             # One launch in place of seven.
             from ebbtide.srt.layers.kernels.rope import rope_angles
 
-            return rope_angles(positions_T, self.inv_freq, dtype)
+            return rope_angles(positions_T, self.inv_freq, dtype, self._scale)
         angles = positions_T.to(torch.float32)[:, None, None] * self.inv_freq
-        cos = angles.cos().to(dtype)
-        return Rope(torch.cat((cos, cos), dim=-1), angles.sin().to(dtype))
+        cos, sin = angles.cos().mul_(self._scale).to(dtype), angles.sin().mul_(self._scale).to(dtype)
+        return Rope(torch.cat((cos, cos), dim=-1), sin)
 
 
 def rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:

@@ -18,19 +18,27 @@ from ebbtide.srt.mem_cache.kv_scales import FP8, FP8_MAX, HeadScales
 MANY_TOKENS = 64
 
 
-def rope_angles(positions_T: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> Rope:
+def rope_angles(positions_T: Tensor, inv_freq: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Rope:
     """Cosines and sines of position · frequency, in one launch.
 
     Args:
         positions_T: integers.
         inv_freq: float32 [H / 2].
         dtype: of the result.
+        scale: what they are multiplied by.
     """
     num_tokens, half = len(positions_T), len(inv_freq)
     cos_T1H = torch.empty((num_tokens, 1, 2 * half), dtype=dtype, device=positions_T.device)
     sin_T1H = torch.empty((num_tokens, 1, half), dtype=dtype, device=positions_T.device)
     _angles[(num_tokens,)](
-        positions_T, inv_freq, cos_T1H, sin_T1H, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1
+        positions_T,
+        inv_freq,
+        cos_T1H,
+        sin_T1H,
+        HALF=half,
+        BLOCK=triton.next_power_of_2(half),
+        SCALE=scale,
+        num_warps=1,
     )
     return Rope(cos_T1H, sin_T1H)
 
@@ -92,17 +100,23 @@ def rotate_and_store(
 
 @triton.jit
 def _angles(  # type: ignore[no-untyped-def]
-    positions_ptr, inv_freq_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr, BLOCK: tl.constexpr
+    positions_ptr,
+    inv_freq_ptr,
+    cos_ptr,
+    sin_ptr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALE: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     inside = pair < HALF
     position = tl.load(positions_ptr + token).to(tl.float32)
     angle = position * tl.load(inv_freq_ptr + pair, mask=inside, other=0.0)
-    cos = tl.cos(angle)
+    cos = tl.cos(angle) * SCALE
     tl.store(cos_ptr + token * (2 * HALF) + pair, cos, mask=inside)
     tl.store(cos_ptr + token * (2 * HALF) + HALF + pair, cos, mask=inside)
-    tl.store(sin_ptr + token * HALF + pair, tl.sin(angle), mask=inside)
+    tl.store(sin_ptr + token * HALF + pair, tl.sin(angle) * SCALE, mask=inside)
 
 
 @triton.jit
