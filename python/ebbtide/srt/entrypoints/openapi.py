@@ -14,6 +14,7 @@ from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES
 from ebbtide.srt.entrypoints.information import Loads, LoadSummary, ModelInfo, ServerInfo, WeightVersion
 from ebbtide.srt.entrypoints.occupation import MemoryOccupation
 from ebbtide.srt.entrypoints.openai.protocol import (
+    ChatBatchRequest,
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
@@ -83,6 +84,10 @@ _ROUTES = (
     Route(
         *("/v1/chat/completions", POST, "OpenAI", "Answer a conversation."),
         *(ChatCompletionRequest, ChatCompletion, ChatCompletionChunk),
+    ),
+    Route(
+        *("/v1/chat/completions/batch", POST, "OpenAI", "Answer several conversations."),
+        *(ChatBatchRequest, ChatCompletion),
     ),
     Route(
         ("/tokenize", "/v1/tokenize"),

@@ -62,6 +62,7 @@ T = TypeVar("T")
 NUM_TOKENIZING_THREADS: Final = 4
 # Characters of a batch that are tokenized in one go.
 PIECE_CHARACTERS: Final = 1 << 16
+PROMPT_CHARACTERS: Final = 1 << 11
 # Tokens of a batch that are checked, or sent, before the event loop goes on. A prompt or a message costs as
 # much as `OVERHEAD_TOKENS` tokens more than its own.
 PIECE_TOKENS: Final = 1 << 16
@@ -167,7 +168,7 @@ class TokenizerManager:
     async def prepare(
         self,
         given: GenerateReqInput | Mapping[str, Any],
-        render: Render | None = None,
+        render: Render | Sequence[Render] | None = None,
         *,
         is_incremental: bool | None = None,
         routed_form: RoutedForm = "int32",
@@ -179,7 +180,7 @@ class TokenizerManager:
         Cancelled meanwhile, the request never runs; what has been sent of it is aborted.
 
         Args:
-            render: makes the prompt; see `RequestNormalizer.draft`.
+            render: makes the prompts; see `RequestNormalizer.draft`.
             routed_form: how routed experts are encoded.
             is_incremental: whether the chunks of a stream hold only what is new; None: as the server's do.
             client: who asks: grammars of different hosts are compiled in turns, and outputs are continued by
@@ -460,7 +461,8 @@ def _cost_of_fields(fields: Mapping[str, Any]) -> int:
 
 
 def _num_characters(prompt: Prompt) -> int:
-    return len(prompt) if isinstance(prompt, str) else 0
+    # What makes a prompt takes as long as a short one.
+    return len(prompt) if isinstance(prompt, str) else PROMPT_CHARACTERS
 
 
 def _cost_of_ids(prompt: Prompt) -> int:

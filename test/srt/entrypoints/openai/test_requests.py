@@ -311,7 +311,6 @@ def call_of(kind: str, **fields: Any) -> OpenAICall:
                 "structured_outputs": ["a"],
                 "thinking_token_budget": 0,
                 "tool_choice": "required",
-                "truncation_side": "right",
                 "use_beam_search": True,
             }.items()
         ),
@@ -366,6 +365,40 @@ def test_what_is_wrong_is_refused(kind: str, fields: dict[str, Any], message: st
     assert raised.value.status == 400
 
 
+BATCH = [[USER], [{"role": "user", "content": "b"}, {"role": "assistant", "content": "<think>c"}]]
+
+
+def test_each_conversation_of_a_batch_has_its_prompt_and_its_answer() -> None:
+    fields = {"messages": BATCH, "n": 2, "continue_final_message": True}
+    call = chat_call(fields, "tide", template(), {}, Parsers(reasoning="qwen3"), is_batch=True)
+    assert not callable(call.render)
+    assert call.render is not None
+    assert [render() for render in call.render] == ["user=a", "user=b;assistant=<think>c"]
+    outputs = [{**ENDED, "text": "d</think>e"}] * 4
+    choices = write_answer(ChatWriter(call, return_meta_info=False), call, outputs).choices
+    assert [choice.index for choice in choices] == [0, 1, 2, 3]
+    # Only the second conversation ends in the middle of reasoning.
+    told = [(choice.message.reasoning, choice.message.content) for choice in choices]
+    assert told == [(None, "d</think>e")] * 2 + [("d", "e")] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(
+            ({name: value}, f"{name}: not in a batch")
+            for name, value in {"stream": True, "input_ids": [1], "prompt_logprobs": 0}.items()
+        ),
+        ({"messages": [USER]}, r"Expected `array`, got `object` - at `\$.messages\[0\]`"),
+        ({"messages": None}, "missing required field `messages`"),
+        ({"messages": [[{**USER, "content": [{"type": "image_url"}]}]]}, "only parts with text"),
+    ],
+)
+def test_what_is_wrong_with_a_batch_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestRejected, match=message):
+        chat_call({"messages": BATCH, **fields}, "tide", template(), {}, is_batch=True)
+
+
 def test_lengths_and_prompts_where_nothing_else_is_said() -> None:
     assert call_of("completion").generate["sampling_params"] == {"max_new_tokens": 16}
     assert call_of("chat").generate["sampling_params"] == {"max_new_tokens": None}
@@ -398,7 +431,7 @@ def test_what_asks_for_nothing_passes(kind: str) -> None:
     fields = dict(zip(names, nothing, strict=True)) | {"prompt_logprobs": None, "echo": False}
     for tool_choice in (None, "none", "auto"):
         assert call_of(kind, rid="r", tool_choice=tool_choice, **fields).generate == plain
-    assert call_of(kind, rid="r", response_format={"type": "text"}, truncation_side="left").generate == plain
+    assert call_of(kind, rid="r", response_format={"type": "text"}).generate == plain
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
@@ -567,7 +600,10 @@ def test_reasoning_and_calls_are_told_apart_from_the_answer(is_stream: bool) -> 
     [made] = calls
     assert made["function"] == {"name": "f", "arguments": '{"a": 1}'}
     plain = chat_call({**fields, "tool_choice": "none"}, "tide", template(), {}, Parsers("hermes"))
-    assert (plain.form.parser, "skip_special_tokens" in plain.generate["sampling_params"]) == (None, False)
+    assert (plain.forms[0].parser, "skip_special_tokens" in plain.generate["sampling_params"]) == (
+        None,
+        False,
+    )
 
 
 THINKING_TEMPLATE = (
@@ -616,7 +652,7 @@ def test_a_prompt_of_ids_may_end_in_the_beginning_of_reasoning() -> None:
     ids = texts.tokenizer.encode("a <think>")
     assert texts.end_of([-1, *ids, 1 << 70]).endswith("<think>")
     call = chat_call({"input_ids": ids}, "tide", texts, {}, Parsers(reasoning="qwen3"))
-    assert call.form.is_open
+    assert call.forms[0].is_open
 
 
 def test_who_wants_no_calls_gets_no_tools_in_the_prompt_unless_it_reads_the_tokens_itself() -> None:

@@ -162,6 +162,26 @@ def test_a_chat_is_what_generate_answers_to_its_template(server: Server, client:
     assert answer.usage.prompt_tokens == len(RENDERED)
 
 
+def test_a_batch_of_chats_is_answered_in_order(server: Server, client: openai.OpenAI) -> None:
+    texts = ["ebb?", "flood, then?", "ebb?"]
+    body: Any = {
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_prompt_token_ids": True,
+    }
+    batch = [[{"role": "user", "content": text}] for text in texts]
+    answer = ok(server.post("/v1/chat/completions/batch", {**body, "messages": batch}))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    for text, choice in zip(texts, answer["choices"], strict=True):
+        rendered = f"user: {text}\nassistant: "
+        assert choice["prompt_token_ids"] == list(rendered.encode())
+        assert choice["message"]["content"] == generate(server, rendered)["text"]
+    assert answer["usage"]["completion_tokens"] == 3 * NUM_TOKENS
+    for bad in ([], [[]], [batch[0], []]):
+        assert server.post("/v1/chat/completions/batch", {**body, "messages": bad}).status_code == 400
+
+
 def test_a_streamed_chat_adds_up_to_the_whole(server: Server, client: openai.OpenAI) -> None:
     whole = generate(server, RENDERED, 40)
     body = {**GREEDY, "extra_body": {"ignore_eos": True, "return_token_ids": True}}

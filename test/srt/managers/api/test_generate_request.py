@@ -95,6 +95,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("rid", [{**TWO, "rid": rid} for rid in ("", "x" * 257, ["a", "a"])]),
     ("timeout_s", [{**ONE, "timeout_s": value} for value in (0, -1, float("nan"), float("inf"))]),
     ("truncate_prompt_tokens", [{**ONE, "truncate_prompt_tokens": -2}]),
+    ("truncation_side", [{**ONE, "truncation_side": side} for side in ("middle", True)]),
     # What no message has room for.
     *[
         (name, [{**ONE, name: value} for value in (2**63, -(2**63) - 1, 10**400)])
@@ -162,6 +163,9 @@ def test_a_prompt_can_be_cut_to_its_last_tokens(kept: int | None, ids: list[int]
             plan(fields, limits=limits)
     else:
         assert plan(fields, limits=limits)[0].input_ids == ids
+    if ids is not None:
+        beginning = plan({**fields, "truncation_side": "right"}, limits=limits)[0].input_ids
+        assert beginning == [1, 2, 3, 4, 5, 6, 7, 8][: len(ids)]
     text = "the dog " * 1000
     (output,) = plan(text=text, truncate_prompt_tokens=4)
     assert output.input_ids == byte_level().encode(text)[-4:], "a text that is cut may be of any length"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -343,7 +342,7 @@ class ChatWriter:
     def __init__(self, call: OpenAICall, *, return_meta_info: bool) -> None:
         self._call = call
         self._return_meta_info = return_meta_info
-        self._readers: defaultdict[int, AnswerReader] = defaultdict(lambda: AnswerReader(call.form))
+        self._readers: dict[int, AnswerReader] = {}
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> ChatCompletion:
         choices = [self._choice(piece) for piece in pieces]
@@ -384,13 +383,10 @@ class ChatWriter:
     def _choice(self, piece: Piece) -> ChatChoice:
         call = self._call
         reasoning, content, calls = self._parts(piece)
-        thought = UNSET if call.form.reasoning is None else reasoning or None
+        thought = UNSET if call.forms[0].reasoning is None else reasoning or None
         return ChatChoice(
             # Clients of vLLM's do not index the prompt's here.
-            **{
-                **_choice_fields(call, piece, None),
-                "prompt_token_ids": _prompt_token_ids(call, piece, UNSET),
-            },
+            **_choice_fields(call, piece, None) | {"prompt_token_ids": _prompt_token_ids(call, piece, UNSET)},
             message=AssistantMessage(
                 content=content, reasoning_content=thought, reasoning=thought, tool_calls=calls or UNSET
             ),
@@ -407,7 +403,10 @@ class ChatWriter:
         return meta
 
     def _parts(self, piece: Piece) -> tuple[str, str, list[ToolCallBody]]:
-        return self._readers[piece.index].push(piece.text, is_last=piece.finish is not None)
+        index = piece.index
+        if index not in self._readers:
+            self._readers[index] = AnswerReader(self._call.forms[index // self._call.num_samples])
+        return self._readers[index].push(piece.text, is_last=piece.finish is not None)
 
     def _finish_reason(self, piece: Piece) -> Any:
         """Once its parts were read: an answer that stops with calls stops for them."""

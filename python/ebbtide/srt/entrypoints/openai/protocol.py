@@ -136,6 +136,12 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     return_flat_raw_top_logprobs_b64: bool | None = None
 
 
+class ChatBatchRequest(ChatCompletionRequest, kw_only=True):
+    """`messages` of several conversations; the choices of the answer are in their order."""
+
+    messages: list[list[ChatMessage]]  # type: ignore[assignment]
+
+
 def parse(kind: type[R], fields: Mapping[str, Any]) -> R:
     """Check the types of a request's fields.
 

@@ -6,15 +6,17 @@ import functools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
 
 from msgspec import structs
 
 from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate, kept_tokens, text_of
 from ebbtide.srt.entrypoints.openai.protocol import (
     NO_STREAM_OPTIONS,
+    ChatBatchRequest,
     ChatCompletionRequest,
+    ChatMessage,
     CompletionRequest,
     OpenAIRequest,
     StreamOptions,
@@ -34,6 +36,8 @@ Fields = dict[str, Any]
 Echo: TypeAlias = Callable[[int, list[int]], str]
 
 COMPLETION_MAX_TOKENS = 16
+# What is about one prompt, or one answer.
+_OF_ONE_CHAT: Final = ("stream", "input_ids", "required_prefix_token_ids", "prompt_logprobs")
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,12 @@ class OpenAICall:
 
     Attributes:
         generate: the fields for `/generate`.
-        render: makes the prompt, where those do not hold one.
+        render: makes the prompt, or those of a batch, where those fields do not hold one.
         num_samples: per prompt.
         stream_options: which chunks of a stream tell the tokens.
         num_logprobs, num_prompt_logprobs: how many of the most likely tokens are listed; None: no logprobs.
         stop_token_ids: those that the request itself brought.
-        form: how the text of a chat's answers is taken apart.
+        forms: how the text of a chat's answers is taken apart; of each conversation of a batch.
         flat_top: how the `meta_info` of a chat tells the most likely tokens.
         ignored_fields: those of the request that nothing is known of.
         echo: tells what is to be put in front of a prompt's samples; None if nothing is.
@@ -65,9 +69,9 @@ class OpenAICall:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     stop_token_ids: frozenset[int | None] = frozenset()
-    render: Render | None = None
+    render: Render | Sequence[Render] | None = None
     echo: Echo | None = None
-    form: AnswerForm = field(default_factory=AnswerForm)
+    forms: Sequence[AnswerForm] = (AnswerForm(),)
     flat_top: FlatForm | None = None
     ignored_fields: Sequence[str] = ()
 
@@ -108,25 +112,32 @@ def chat_call(
     template: ChatTemplate | None,
     defaults: Mapping[str, Any],
     parsers: Parsers = NO_PARSERS,
+    *,
+    is_batch: bool = False,
 ) -> OpenAICall:
     """A request of `/v1/chat/completions`.
 
     Args:
         defaults: sampling parameters that the model's authors recommend.
         parsers: the server's.
+        is_batch: `messages` are those of several conversations, each of which is answered.
 
     Raises:
         RequestRejected: 400.
     """
-    request = parse(ChatCompletionRequest, fields)
+    kind = ChatBatchRequest if is_batch else ChatCompletionRequest
+    request = parse(kind, fields)
     refuse_unsupported(fields, is_chat=True)
+    for name in _OF_ONE_CHAT if is_batch else ():
+        if getattr(request, name) is not None and getattr(request, name) is not False:
+            raise RequestRejected(f"{name}: not in a batch")
     _check_stream_options(request)
     if template is None:
         raise RequestRejected("chat needs a tokenizer: the engine runs with skip_tokenizer_init")
     if request.top_logprobs and not request.logprobs:
         raise RequestRejected("top_logprobs: needs logprobs to be true")
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    ignored_fields = unknown_fields(ChatCompletionRequest, fields, is_chat=True)
+    ignored_fields = unknown_fields(kind, fields, is_chat=True)
     form = answer_form(request, parsers)
     params = {**defaults, **_sampling_params(request), "max_new_tokens": limit}
     if form.calls_schema is not None:
@@ -141,32 +152,56 @@ def chat_call(
     if request.input_ids is not None:
         generate["input_ids"] = request.input_ids
         form.read_prompt(template.end_of(request.input_ids))
-        call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, form=form)
+        call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, forms=[form])
         return replace(call, flat_top=flat_form(request), ignored_fields=ignored_fields)
     # The template writes the special tokens.
     generate["add_special_tokens"] = bool(request.add_special_tokens)
-    continues = bool(request.continue_final_message)
-    messages = fields.get("messages") or []
     # A client that asks for the tokens finds the calls itself: "none" means that nobody else is to (TRL).
     has_tools = request.tool_choice != "none" or request.return_token_ids
+    render = functools.partial(_render, template, request, tools=request.tools if has_tools else None)
+    messages, given = request.messages or [], fields.get("messages") or []
+    if isinstance(request, ChatBatchRequest):
+        forms = [replace(form) for _ in given]
+        renders = list(map(render, request.messages, given, forms))
+        call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=renders, forms=forms)
+    else:
+        one = render(messages, given, form)
+        call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=one, forms=[form])
+    return replace(call, flat_top=flat_form(request), ignored_fields=ignored_fields)
+
+
+def _render(
+    template: ChatTemplate,
+    request: ChatCompletionRequest,
+    messages: Sequence[ChatMessage],
+    given: Sequence[Mapping[str, Any]],
+    form: AnswerForm,
+    *,
+    tools: list[dict[str, Any]] | None,
+) -> Render:
+    """What makes the prompt of a conversation, and then knows how its answer begins.
+
+    Args:
+        messages, given: the same ones: checked, and with all that the template may want to know.
+    """
+    continues = bool(request.continue_final_message)
     make = functools.partial(
         template.prompt,
-        messages,
-        tools=request.tools if has_tools else None,
+        given,
+        tools=tools,
         options=request.chat_template_kwargs or {},
         continue_final_message=continues,
         add_generation_prompt=request.add_generation_prompt,
-        kept=kept_tokens(request.messages or [], request.required_prefix_token_ids, continues=continues),
-        add_special_tokens=generate["add_special_tokens"],
+        kept=kept_tokens(messages, request.required_prefix_token_ids, continues=continues),
+        add_special_tokens=bool(request.add_special_tokens),
     )
 
     def render() -> str | list[int]:
         prompt = make()
-        form.read_prompt(template.end_of(prompt), text_of(messages[-1]) if continues else "")
+        form.read_prompt(template.end_of(prompt), text_of(given[-1]) if continues else "")
         return prompt
 
-    call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=render, form=form)
-    return replace(call, flat_top=flat_form(request), ignored_fields=ignored_fields)
+    return render
 
 
 def _call(
@@ -175,9 +210,9 @@ def _call(
     default_model: str,
     id_prefix: str,
     num_logprobs: int | None,
-    render: Render | None = None,
+    render: Render | Sequence[Render] | None = None,
     echo: Echo | None = None,
-    form: AnswerForm | None = None,
+    forms: Sequence[AnswerForm] = (AnswerForm(),),
 ) -> OpenAICall:
     rid = request.rid if request.rid is not None else (request.request_id or uuid.uuid4().hex)
     posted_id = None if request.request_id is None else id_prefix + request.request_id
@@ -198,7 +233,7 @@ def _call(
         stop_token_ids=frozenset(params.get("stop_token_ids", ())),
         render=render,
         echo=echo,
-        form=form if form is not None else AnswerForm(),
+        forms=forms,
     )
 
 

@@ -63,6 +63,7 @@ class OpenAIApi:
             ("GET", "/v1/models/{model:path}", self._model),
             ("POST", "/v1/completions", self._completions),
             ("POST", "/v1/chat/completions", self._chat_completions),
+            ("POST", "/v1/chat/completions/batch", self._chat_batch),
             *(("POST", path, self._tokenize) for path in ("/tokenize", "/v1/tokenize")),
             *(("POST", path, self._detokenize) for path in ("/detokenize", "/v1/detokenize")),
         ]
@@ -92,6 +93,17 @@ class OpenAIApi:
         return await self._answer(
             request, call, ChatWriter(call, return_meta_info=wants_meta), wants_meta=wants_meta
         )
+
+    async def _chat_batch(self, request: Request) -> Response:
+        fields = await self._fields_of(request)
+        call = await self._service.manager.worked_on(
+            fields,
+            lambda: chat_call(
+                fields, self._model_name, self._template, self._recommended, self._parsers, is_batch=True
+            ),
+        )
+        call = self._within_limits(call)
+        return await self._answer(request, call, ChatWriter(call, return_meta_info=False))
 
     async def _tokenize(self, request: Request) -> Response:
         fields, tokenization = await self._bodies.read(request.stream()), self._tokenization

@@ -20,7 +20,7 @@ _ONLY_BIAS: Final = "of single tokens, logit_bias changes the odds and allowed_t
 
 MAX_SALT_LENGTH: Final = 1024
 # Taken where they say what is so anyway.
-_CHECKED: Final = frozenset(("function_call", "tool_choice", "truncation_side"))
+_CHECKED: Final = frozenset(("function_call", "tool_choice"))
 
 # Field → what there is instead.
 _UNSUPPORTED: Final[Mapping[str, str]] = {
@@ -62,7 +62,6 @@ def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
     if not is_chat:
         _expect(fields, "tool_choice", ("none", "auto"), "chats have tools")
     _expect(fields, "function_call", ("none", "auto"), "tool_choice takes its place")
-    _expect(fields, "truncation_side", ("left",), "the last tokens of a prompt are kept")
     check_salt(fields.get("cache_salt"))
 
 

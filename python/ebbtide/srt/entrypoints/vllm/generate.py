@@ -137,7 +137,7 @@ _UNSUPPORTED_PARAMS = (
 # Read elsewhere, or without a meaning here.
 _OTHER_PARAMS = (
     *("detokenize", "output_kind", "logprobs", "prompt_logprobs", "max_tokens", "cache_salt"),
-    *("truncate_prompt_tokens", "structured_outputs", "logprob_token_ids"),
+    *("truncate_prompt_tokens", "truncation_side", "structured_outputs", "logprob_token_ids"),
     "routed_experts_prompt_start",
 )
 # A row of more places than this would weigh more than its token is worth.
@@ -215,6 +215,7 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         "stream": request.stream,
         "cache_salt": salt,
         "truncate_prompt_tokens": given_params.get("truncate_prompt_tokens"),
+        "truncation_side": given_params.get("truncation_side"),
         "return_logprob": num_logprobs is not None or num_prompt_logprobs is not None,
         "top_logprobs_num": max(num_logprobs or 0, num_prompt_logprobs or 0),
         "token_ids_logprob": chosen_ids or None,

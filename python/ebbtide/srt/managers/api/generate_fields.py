@@ -72,10 +72,14 @@ class PromptFields(CommonFields, kw_only=True):
     truncate_prompt_tokens: Annotated[
         Int64 | None,
         said(
-            "How many tokens at the end of a prompt are kept; -1: as many as fit; 0: all.",
+            "How many tokens of a prompt are kept; -1: as many as fit; 0: all.",
             "a number of tokens, or -1 for as many as fit",
             minimum=-1,
         ),
+    ] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None,
+        said("Where a prompt is cut: left keeps its end, which is the default."),
     ] = None
     stream: bool | None = None
     cache_salt: str | list[str | None] | None = None

@@ -97,13 +97,13 @@ class RequestNormalizer:
     def draft(
         self,
         given: GenerateReqInput | Mapping[str, Any],
-        render: Render | None = None,
+        render: Render | Sequence[Render] | None = None,
         client: Client = NOBODY,
     ) -> GenerationDraft:
         """Check everything that needs no tokens, and give the outputs their names and seeds.
 
         Args:
-            render: makes the prompt, in the place of `text` and `input_ids`.
+            render: makes the prompt, or those of a batch, in the place of `text` and `input_ids`.
             client: who asks; continues only what it has asked for itself.
         """
         arrival_s = time.monotonic()
@@ -187,12 +187,15 @@ class RequestNormalizer:
             raise RequestRejected(f"{name} needs a tokenizer: the engine runs with skip_tokenizer_init")
         return self._tokenizer
 
-    def _prompts(self, request: GenerateReqInput, render: Render | None) -> tuple[Sequence[Prompt], bool]:
+    def _prompts(
+        self, request: GenerateReqInput, render: Render | Sequence[Render] | None
+    ) -> tuple[Sequence[Prompt], bool]:
         """The prompts, and whether they are a batch."""
+        prompts: Sequence[Prompt]
         if render is not None:
             self._need_tokenizer("a prompt that is rendered")
-            return [render], False
-        prompts: Sequence[Prompt]
+            prompts, is_batch = ([render], False) if callable(render) else (render, True)
+            return _not_empty(prompts), is_batch
         text, input_ids = request.text, request.input_ids
         if (text is None) == (input_ids is None):
             both = "both were" if text is not None else "neither was"
@@ -205,9 +208,7 @@ class RequestNormalizer:
             if "" in texts:
                 raise RequestRejected("the prompt is empty: text must not be an empty string")
             prompts = texts
-        if not prompts:
-            raise RequestRejected("the batch is empty: at least one prompt is needed")
-        return prompts, is_batch
+        return _not_empty(prompts), is_batch
 
     def _continued_prompt(self, request: GenerateReqInput, continued: EndedOutput) -> Sequence[Prompt]:
         if request.text is not None or request.input_ids or request.truncate_prompt_tokens:
@@ -227,7 +228,8 @@ class RequestNormalizer:
                 self._limits.check_text(made, tokenizer)
             ids = tokenizer.encode(made, add_special_tokens=request.add_special_tokens is not False)
         if kept:
-            ids = ids[-(kept if kept > 0 else self._limits.max_req_input_len) :]
+            num_kept = kept if kept > 0 else self._limits.max_req_input_len
+            ids = ids[:num_kept] if request.truncation_side == "right" else ids[-num_kept:]
         self._limits.check_prompt(ids)
         return ids
 
@@ -371,6 +373,12 @@ def _need_grammars(field: str) -> None:
         raise RequestRejected(
             f"{field}: structured output needs xgrammar, which is not installed: {hint}", 501
         )
+
+
+def _not_empty(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    if not prompts:
+        raise RequestRejected("the batch is empty: at least one prompt is needed")
+    return prompts
 
 
 def _one_sampling_params(given: Any) -> SamplingParams:
