@@ -56,9 +56,14 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def build(
-    name: str, pool: Pool, kinds: list[AttentionKind], num_kv_heads: int, num_q_heads: int = NUM_Q_HEADS
+    name: str,
+    pool: Pool,
+    kinds: list[AttentionKind],
+    num_kv_heads: int,
+    num_q_heads: int = NUM_Q_HEADS,
+    sinks_N: Tensor | None = None,
 ) -> tuple[AttentionBackend, list[LayerAttention]]:
-    layers = [LayerAttention(layer, kind) for layer, kind in enumerate(kinds)]
+    layers = [LayerAttention(layer, kind, sinks_N) for layer, kind in enumerate(kinds)]
     used = tuple(dict.fromkeys(kinds))
     kv_dtype = pool.keys.dtype
     shape = AttentionShape(num_q_heads, num_kv_heads, HEAD_DIM, PAGE_SIZE, torch.float32, kv_dtype, used)
@@ -69,7 +74,9 @@ def normalise(x_TNH: Tensor, weight_H: Tensor, offset: float) -> Tensor:
     return F.rms_norm(x_TNH, weight_H.shape, weight_H + offset, NORMS.eps)
 
 
-def plain_attention(kind: AttentionKind, q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
+def plain_attention(
+    kind: AttentionKind, q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, sinks_N: Tensor | None = None
+) -> Tensor:
     """The last T of L positions attend to the window that ends with them; float64."""
     group = q_TNH.shape[1] // k_LKH.shape[1]
     out = torch.empty_like(q_TNH, dtype=torch.float64)
@@ -81,7 +88,9 @@ def plain_attention(kind: AttentionKind, q_TNH: Tensor, k_LKH: Tensor, v_LKH: Te
             scores = k_LH @ q_H * kind.scale
             if kind.soft_cap is not None:
                 scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
-            out[t, head] = scores.softmax(0) @ v_LH
+            if sinks_N is not None:
+                scores = torch.cat((scores, sinks_N[head : head + 1].double()))
+            out[t, head] = scores.softmax(0)[: len(v_LH)] @ v_LH
     return out
 
 
@@ -94,6 +103,8 @@ def check_agreement(
     kind: AttentionKind,
     seed: int,
     pool_options: Mapping[str, Any] | None = None,
+    *,
+    has_sinks: bool = False,
 ) -> None:
     """Requests with `cached` tokens that grow by `steps`: every output is that of plain attention.
 
@@ -103,7 +114,8 @@ def check_agreement(
     requests = Requests(len(cached), 40, PAGE_SIZE, seed=seed)
     pool = Pool(NUM_LAYERS, requests.num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM, **(pool_options or {}))
     pool.groups = [0, 1]
-    attention, layers = build(name, pool, [PLAIN, kind], num_kv_heads)
+    sinks_N = 3 * torch.randn(NUM_Q_HEADS, generator=generator) if has_sinks else None
+    attention, layers = build(name, pool, [PLAIN, kind], num_kv_heads, sinks_N=sinks_N)
     keys, values = ([torch.empty(0, num_kv_heads, HEAD_DIM) for _ in cached] for _ in range(2))
     for num_new in [cached, *steps]:
         if not any(num_new):
@@ -124,7 +136,7 @@ def check_agreement(
         for row, new in enumerate(num_new):
             part = slice(first, first + new)
             keys[row], values[row] = torch.cat((keys[row], k[part])), torch.cat((values[row], v[part]))
-            expected = plain_attention(kind, q[part], keys[row], values[row])
+            expected = plain_attention(kind, q[part], keys[row], values[row], sinks_N)
             torch.testing.assert_close(out[part].double(), expected, rtol=1e-4, atol=1e-5)
             first = part.stop
     assert pool.k(0).float().isnan().all()
@@ -142,6 +154,7 @@ def check_agreement(
     norms=st.sampled_from([None, NORMS, replace(NORMS, offset=1.0)]),
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**16),
+    has_sinks=st.booleans(),
 )
 def test_torchs_own_agrees_with_plain_attention(
     shapes: list[tuple[int, list[int]]],
@@ -149,18 +162,25 @@ def test_torchs_own_agrees_with_plain_attention(
     norms: HeadNorms | None,
     kind: AttentionKind,
     seed: int,
+    has_sinks: bool,
 ) -> None:
     steps = [list(step) for step in zip(*(steps for _, steps in shapes), strict=True)]
-    check_agreement("torch_native", [cached for cached, _ in shapes], steps, num_kv_heads, norms, kind, seed)
+    cached = [cached for cached, _ in shapes]
+    check_agreement("torch_native", cached, steps, num_kv_heads, norms, kind, seed, has_sinks=has_sinks)
 
 
 @pytest.mark.parametrize("name", ["triton"], indirect=True)
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], KINDS[-1]], ids=str)
-def test_every_backend_agrees_with_plain_attention(name: str, kind: AttentionKind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "has_sinks"),
+    [(KINDS[0], False), (KINDS[1], False), (KINDS[-1], False), (KINDS[0], True), (KINDS[1], True)],
+    ids=str,
+)
+def test_every_backend_agrees_with_plain_attention(name: str, kind: AttentionKind, has_sinks: bool) -> None:
     # Prompts beside each other, a prompt in chunks beside decoding, and decoding alone.
     norms = replace(NORMS, offset=1.0) if kind.window is not None else None
     num_kv_heads = 2 if kind.soft_cap is None else 1
-    check_agreement(name, [7, 3, 0], [[1, 5, 9], [1, 1, 1]], num_kv_heads, norms, kind, seed=1)
+    steps = [[1, 5, 9], [1, 1, 1]]
+    check_agreement(name, [7, 3, 0], steps, num_kv_heads, norms, kind, seed=1, has_sinks=has_sinks)
 
 
 @pytest.mark.parametrize(

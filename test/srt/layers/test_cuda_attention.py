@@ -62,6 +62,8 @@ CASES: list[tuple[Heads, AttentionKind, float | None]] = [
     ((8, 2, 128), AttentionKind(0.1, soft_cap=2.0), None),
     ((8, 4, 256), CAPPED, None),
 ]
+# The layers of these have sinks where their pages are not in FP8.
+WITH_SINKS = {(4, 4, 64), (14, 2, 64), (14, 2, 128), (6, 2, 96)}
 # The last number: what keys and values in FP8 are multiplied by.
 FP8_CASES: list[tuple[Heads, AttentionKind, float | None]] = [
     ((8, 2, 128), PLAIN, 1.0),
@@ -88,7 +90,9 @@ class Both:
         self.tolerance = TOLERANCE if fp8_scale is None else FP8_TOLERANCE
         _, num_kv, head_dim = heads
         # The other layer is of another kind: a step is planned for both.
-        self.layers = [LayerAttention(0, PLAIN), LayerAttention(LAYER, kind)]
+        has_sinks = heads in WITH_SINKS and fp8_scale is None
+        sinks_N = torch.linspace(-2.0, 4.0, heads[0], device="cuda") if has_sinks else None
+        self.layers = [LayerAttention(0, PLAIN), LayerAttention(LAYER, kind, sinks_N)]
         self.kinds = tuple(dict.fromkeys((PLAIN, kind)))
         size = (NUM_LAYERS, num_pages, PAGE_SIZE, num_kv, head_dim)
         self.pool, self.wide_pool = (

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 class Rope(NamedTuple):
@@ -35,6 +36,14 @@ class HeadNorms:
     k_weight: Tensor
     eps: float
     offset: float = 0.0
+
+
+class Sinks(nn.Module):
+    """The sinks of a layer's query heads, see `LayerAttention`; loaded later."""
+
+    def __init__(self, num_heads: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, dtype=dtype, device="meta"), requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,6 +300,7 @@ def attention_shape(
         kv_dtype=KV_DTYPES[cache_config.dtype],
         kinds=kinds_of(model.attention_layers),
         rotates_all=model.rotates_all,
+        has_sinks=any(layer.sinks is not None for layer in model.attention_layers),
     )
 
 

@@ -187,8 +187,8 @@ def test_a_norm_equals_that_of_torch(
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_parts_of_rows_are_put_together(device: str, heads: tuple[int, int, int]) -> None:
-    from ebbtide.srt.layers.kernels.merge_parts import merge_parts
+def test_parts_of_rows_are_put_together_and_sinks_counted(device: str, heads: tuple[int, int, int]) -> None:
+    from ebbtide.srt.layers.kernels.merge_parts import count_sinks_, merge_parts
 
     num_heads, _, head_dim = heads
     parts = torch.randn(4, 5, num_heads, head_dim)
@@ -203,18 +203,29 @@ def test_parts_of_rows_are_put_together(device: str, heads: tuple[int, int, int]
     for row, count in enumerate(num_parts.tolist()):
         parts[count:, row] = sums[count:, row] = math.nan
     out = torch.empty(5, num_heads, head_dim, device=device)
+    merged_sums = torch.empty(5, num_heads, device=device)
 
-    merge_parts(parts.to(device), sums.to(device), num_parts.to(device), out)
+    merge_parts(parts.to(device), sums.to(device), num_parts.to(device), out, merged_sums)
 
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
+    totals = torch.stack(
+        [(sums[:count, row] * math.log(2)).logsumexp(0) for row, count in enumerate(num_parts.tolist())]
+    )
+    torch.testing.assert_close(merged_sums.cpu() * math.log(2), totals, rtol=1e-5, atol=1e-5)
+
+    sinks = 10 * torch.randn(num_heads)
+    count_sinks_(out, merged_sums, sinks.to(device))
+
+    shares = totals.exp() / (totals.exp() + sinks.exp())
+    torch.testing.assert_close(out.cpu(), expected * shares[..., None], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("lens", "cut", "window", "soft_cap", "norm_offset"),
+    ("lens", "cut", "window", "soft_cap", "norm_offset", "has_sinks"),
     [
-        ([1, 33, 210], (4, 64, 64), None, None, None),
-        ([70, 64], (1, 64, 32), None, 2.0, 1.0),
-        ([160, 5], (4, 64, 32), 90, None, 0.0),
+        ([1, 33, 210], (4, 64, 64), None, None, None, False),
+        ([70, 64], (1, 64, 32), None, 2.0, 1.0, True),
+        ([160, 5], (4, 64, 32), 90, None, 0.0, True),
     ],
 )
 def test_few_requests_are_rotated_stored_and_attended_to_at_once(
@@ -224,6 +235,7 @@ def test_few_requests_are_rotated_stored_and_attended_to_at_once(
     window: int | None,
     soft_cap: float | None,
     norm_offset: float | None,
+    has_sinks: bool,
 ) -> None:
     """Several times: what counts the parts is left as it was. The last row is one that nobody asked for."""
     from ebbtide.srt.layers.kernels.few_decode import Cut, attend_few
@@ -233,6 +245,7 @@ def test_few_requests_are_rotated_stored_and_attended_to_at_once(
     num_q, num_kv, head_dim = 6, 2, 64
     count = len(lens)
     qkv = torch.randn(count + 1, num_q + 2 * num_kv, head_dim).to(dtype)
+    sinks = 3 * torch.randn(num_q) if has_sinks else None
     norms = None
     if norm_offset is not None:
         norms = HeadNorms(*torch.randn(2, head_dim).to(dtype), 1e-6, norm_offset)
@@ -264,6 +277,7 @@ def test_few_requests_are_rotated_stored_and_attended_to_at_once(
             scale=0.2,
             window=window,
             soft_cap=soft_cap,
+            sinks_N=None if sinks is None else sinks.to(device),
             cut=Cut(*cut),
         )
 
@@ -279,5 +293,7 @@ def test_few_requests_are_rotated_stored_and_attended_to_at_once(
         score, value = torch.einsum("nh,lnh->nl", q_TNH[row], next(heads)) * 0.2, next(heads)
         if soft_cap is not None:
             score = soft_cap * torch.tanh(score / soft_cap)
-        expected = torch.einsum("nl,lnh->nh", score.softmax(-1), value)
+        if sinks is not None:
+            score = torch.cat((score, sinks[:, None]), 1)
+        expected = torch.einsum("nl,lnh->nh", score.softmax(-1)[:, : len(value)], value)
         torch.testing.assert_close(out[row].float().cpu(), expected, rtol=tolerance, atol=tolerance)

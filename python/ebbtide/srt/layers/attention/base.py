@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -66,6 +66,7 @@ class AttentionShape:
         kv_dtype: of the pool.
         kinds: the kinds of layers that there are, each once.
         rotates_all: whether every number of a head is rotated.
+        has_sinks: whether there are layers with sinks, see `LayerAttention`.
     """
 
     num_q_heads: int
@@ -76,6 +77,7 @@ class AttentionShape:
     kv_dtype: torch.dtype
     kinds: tuple[AttentionKind, ...]
     rotates_all: bool = True
+    has_sinks: bool = False
 
     @property
     def group(self) -> int:
@@ -229,10 +231,12 @@ class LayerAttention:
 
     Attributes:
         layer: its number, which is that of its keys and values in the pool.
+        sinks: [N], a score of each query head that takes part in its softmax and has no value; None: none.
     """
 
     layer: int
     kind: AttentionKind
+    sinks: Tensor | None = field(default=None, compare=False)
 
     def __call__(self, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None, step: AttentionStep) -> Tensor:
         """Normalise heads, rotate, store keys and values, attend.

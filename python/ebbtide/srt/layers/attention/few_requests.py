@@ -48,4 +48,4 @@ class FewRequests:
         pool, group = self._kv_pages, self._kv_pages.group(layer.layer)
         keys_and_values = pool.k(layer.layer), pool.v(layer.layer)
         step = self._slots[group], *keys_and_values, self._pages[group], self._arrivals
-        return attend_few(qkv_TNH, rope, norms, *step, **layer.kind._asdict())
+        return attend_few(qkv_TNH, rope, norms, *step, sinks_N=layer.sinks, **layer.kind._asdict())

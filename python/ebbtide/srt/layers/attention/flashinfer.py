@@ -102,10 +102,17 @@ class _Step:
     def _attend(
         self, layer: LayerAttention, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
     ) -> None:
-        group = self.layers.groups[layer.layer]
+        group, sums_TN = self.layers.groups[layer.layer], None
+        if layer.sinks is not None:
+            sums_TN = torch.empty(q_TNH.shape[:2], dtype=torch.float32, device=q_TNH.device)
         for part in self.parts[layer.kind]:
-            pages = part.pages[group]
-            part.kernel.run(part.plan, pages, q_TNH[part.rows], k_PSKH, v_PSKH, out_TNH[part.rows])
+            pages, rows = part.pages[group], part.rows
+            sums = None if sums_TN is None else sums_TN[rows]
+            part.kernel.run(part.plan, pages, q_TNH[rows], k_PSKH, v_PSKH, out_TNH[rows], sums)
+        if layer.sinks is not None and sums_TN is not None:
+            from ebbtide.srt.layers.kernels.merge_parts import count_sinks_
+
+            count_sinks_(out_TNH, sums_TN, layer.sinks)
 
 
 class FlashInferAttention(AttentionBackend):
@@ -127,6 +134,8 @@ class FlashInferAttention(AttentionBackend):
                 f"the KV cache has dtype {kv_dtype}, the model {dtype}; FlashInfer is used where both are "
                 "alike, or the cache is in FP8"
             )
+        if shape.kv_dtype == FP8 and shape.has_sinks:
+            return "FlashInfer's kernels take a KV cache in FP8 where no layer has attention sinks"
         if shape.kv_dtype == FP8 and shape.head_dim == 64:
             return "FlashInfer's kernels take a KV cache in FP8 with a head_dim of 128 or 256, not 64"
         return fp8_problem(shape, device) or flashinfer_problem()

@@ -151,7 +151,14 @@ class ItemKernel:
         self._no_workspace = torch.zeros(16, dtype=torch.uint8, device=device)
 
     def run(
-        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self,
+        plan: Any,
+        pages: Pages,
+        q_TNH: Tensor,
+        k_PSKH: Tensor,
+        v_PSKH: Tensor,
+        out_TNH: Tensor,
+        sums_TN: Tensor | None = None,
     ) -> None:
         from ebbtide.srt.layers.kernels.merge_parts import merge_parts
 
@@ -171,4 +178,4 @@ class ItemKernel:
             parts_CTNH[0],
             sums_CTN[0],
         )
-        merge_parts(parts_CTNH, sums_CTN, items.num_parts_B, out_TNH)
+        merge_parts(parts_CTNH, sums_CTN, items.num_parts_B, out_TNH, sums_TN)

@@ -94,7 +94,14 @@ class StreamKernel:
         )
 
     def run(
-        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self,
+        plan: Any,
+        pages: Pages,
+        q_TNH: Tensor,
+        k_PSKH: Tensor,
+        v_PSKH: Tensor,
+        out_TNH: Tensor,
+        sums_TN: Tensor | None = None,
     ) -> None:
         self._module.run(
             self._workspace.partial,
@@ -107,7 +114,7 @@ class StreamKernel:
             pages.kv_indices,
             pages.last_page_len_R,
             out_TNH,
-            None,
+            sums_TN,
             self._layout,
             _window_left(self._kind),
             self._overlapped,
@@ -227,11 +234,18 @@ class PrefillKernel:
         return self._workspace.plan(self._module.plan, *args)
 
     def run(
-        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self,
+        plan: Any,
+        pages: Pages,
+        q_TNH: Tensor,
+        k_PSKH: Tensor,
+        v_PSKH: Tensor,
+        out_TNH: Tensor,
+        sums_TN: Tensor | None = None,
     ) -> None:
         workspace = self._workspace
         self._module.run(
-            workspace.partial, workspace.plans, plan, pages, q_TNH, k_PSKH, v_PSKH, out_TNH, None
+            workspace.partial, workspace.plans, plan, pages, q_TNH, k_PSKH, v_PSKH, out_TNH, sums_TN
         )
 
 

@@ -38,10 +38,18 @@ class Fp8DecodeKernel:
         return []
 
     def run(
-        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self,
+        plan: Any,
+        pages: Pages,
+        q_TNH: Tensor,
+        k_PSKH: Tensor,
+        v_PSKH: Tensor,
+        out_TNH: Tensor,
+        sums_TN: Tensor | None = None,
     ) -> None:
         from ebbtide.srt.layers.kernels.fp8.decode import attend_fp8
 
+        assert sums_TN is None, "layers with sinks have no pages in FP8 here"
         attend_fp8(q_TNH, k_PSKH, v_PSKH, pages, out_TNH, **self._kind._asdict())
 
 
@@ -78,15 +86,22 @@ class Fp8PrefillKernel:
         return num_pages, self._wide.plan(lens, captured=captured)
 
     def run(
-        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self,
+        plan: Any,
+        pages: Pages,
+        q_TNH: Tensor,
+        k_PSKH: Tensor,
+        v_PSKH: Tensor,
+        out_TNH: Tensor,
+        sums_TN: Tensor | None = None,
     ) -> None:
         from ebbtide.srt.layers.kernels.fp8.pages import widen_pages
 
         num_pages, planned = plan
         if num_pages == 0:
-            self._narrow.run(planned, pages, q_TNH, k_PSKH, v_PSKH, out_TNH)
+            self._narrow.run(planned, pages, q_TNH, k_PSKH, v_PSKH, out_TNH, sums_TN)
             return
         room = self._room
         widen_pages(k_PSKH, v_PSKH, pages.kv_indices[:num_pages], room.k_MSKH, room.v_MSKH)
         read = replace(pages, kv_indices=room.order_M)
-        self._wide.run(planned, read, q_TNH, room.k_MSKH, room.v_MSKH, out_TNH)
+        self._wide.run(planned, read, q_TNH, room.k_MSKH, room.v_MSKH, out_TNH, sums_TN)

@@ -77,9 +77,16 @@ class PlannedAttention(Protocol):
     """Attends to pages by a plan."""
 
     def run(
-        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self,
+        plan: Any,
+        pages: Pages,
+        q_TNH: Tensor,
+        k_PSKH: Tensor,
+        v_PSKH: Tensor,
+        out_TNH: Tensor,
+        sums_TN: Tensor | None = None,
     ) -> None:
-        """Attend, into `out_TNH`."""
+        """Attend, into `out_TNH`; `sums_TN` takes logarithms to base 2 of the sums of weights, float32."""
         ...
 
 
@@ -117,10 +124,17 @@ class UntilCompiled:
         return kernel, kernel.plan(lens, captured=captured)
 
     def run(
-        self, plan: Any, pages: Pages, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
+        self,
+        plan: Any,
+        pages: Pages,
+        q_TNH: Tensor,
+        k_PSKH: Tensor,
+        v_PSKH: Tensor,
+        out_TNH: Tensor,
+        sums_TN: Tensor | None = None,
     ) -> None:
         kernel, planned = plan
-        kernel.run(planned, pages, q_TNH, k_PSKH, v_PSKH, out_TNH)
+        kernel.run(planned, pages, q_TNH, k_PSKH, v_PSKH, out_TNH, sums_TN)
 
     def wait(self) -> None:
         """Wait until the other kernel serves, or has failed."""

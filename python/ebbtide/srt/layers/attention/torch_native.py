@@ -120,9 +120,9 @@ class TorchNativeAttention(AttentionBackend):
             k_LKH = dequantised(k_LKH, k_scale_K, self._dtype)
             v_LKH = dequantised(v_LKH, v_scale_K, self._dtype)
             if span.end - span.first == 1:
-                self._decode(layer.kind, q_TNH[span.first], k_LKH, v_LKH, out_TNH[span.first])
+                self._decode(layer, q_TNH[span.first], k_LKH, v_LKH, out_TNH[span.first])
             else:
-                self._extend(layer.kind, q_TNH[new], k_LKH, v_LKH, out_TNH[new], span.mask)
+                self._extend(layer, q_TNH[new], k_LKH, v_LKH, out_TNH[new], span.mask)
         return out_TNH
 
     def _stored(self, k_TKH: Tensor, v_TKH: Tensor, scales: HeadScales | None) -> tuple[Tensor, Tensor]:
@@ -151,16 +151,17 @@ class TorchNativeAttention(AttentionBackend):
         return mask
 
     def _decode(
-        self, kind: AttentionKind, q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor, out_NH: Tensor
+        self, layer: LayerAttention, q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor, out_NH: Tensor
     ) -> None:
         """One new token attends to everything: the heads that share a KV head act as its queries."""
         shape = (1, self._num_kv_heads, -1, self._head_dim)
         k, v = k_LKH.transpose(0, 1).unsqueeze(0), v_LKH.transpose(0, 1).unsqueeze(0)
-        out_NH.view(shape).copy_(_attend(kind, q_NH.view(shape), k, v, None, is_causal=False))
+        sinks = None if layer.sinks is None else layer.sinks.view(1, self._num_kv_heads, -1, 1)
+        out_NH.view(shape).copy_(_attend(layer.kind, sinks, q_NH.view(shape), k, v, None, is_causal=False))
 
     def _extend(
         self,
-        kind: AttentionKind,
+        layer: LayerAttention,
         q_TNH: Tensor,
         k_LKH: Tensor,
         v_LKH: Tensor,
@@ -168,7 +169,9 @@ class TorchNativeAttention(AttentionBackend):
         mask: Tensor | None,
     ) -> None:
         q, k, v = (heads.transpose(0, 1).unsqueeze(0) for heads in (q_TNH, k_LKH, v_LKH))
-        out_TNH.copy_(_attend(kind, q, k, v, mask, is_causal=mask is None)[0].transpose(0, 1))
+        sinks = None if layer.sinks is None else layer.sinks.view(1, -1, 1, 1)
+        out = _attend(layer.kind, sinks, q, k, v, mask, is_causal=mask is None)
+        out_TNH.copy_(out[0].transpose(0, 1))
 
     def _gather(self, pages_PSKH: Tensor, span: Span, room_PSKH: Tensor) -> Tensor:
         room = room_PSKH[: len(span.pages)]
@@ -186,16 +189,29 @@ def _movable(x: Tensor) -> Tensor:
 
 
 def _attend(
-    kind: AttentionKind, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool
+    kind: AttentionKind,
+    sinks: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
 ) -> Tensor:
-    """Attention of [1, N, T, H] to [1, K, L, H]. torch's own knows no soft cap."""
+    """Attention of [1, N, T, H] to [1, K, L, H]. torch's own knows neither soft caps nor sinks."""
     group = q.shape[1] // k.shape[1]
-    if kind.soft_cap is None:
+    if kind.soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=kind.scale, enable_gqa=group > 1
         )
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = (q @ k.transpose(2, 3)).mul_(kind.scale / kind.soft_cap).tanh_().mul_(kind.soft_cap)
+    scores = (q @ k.transpose(2, 3)).mul_(kind.scale)
+    if kind.soft_cap is not None:
+        scores.div_(kind.soft_cap).tanh_().mul_(kind.soft_cap)
+    if is_causal:
+        mask = torch.full_like(scores[0, 0], float("-inf")).triu_(1)
     if mask is not None:
         scores += mask
-    return scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(q.dtype).expand(*scores.shape[:3], 1)), dim=-1)
+    return scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]] @ v

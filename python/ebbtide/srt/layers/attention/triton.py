@@ -102,4 +102,4 @@ class _Step:
         from ebbtide.srt.layers.kernels.paged_attention import attend
 
         for part in self.parts[self.layers.groups[layer.layer]]:
-            attend(q_TNH, k_PSKH, v_PSKH, part, out_TNH, **layer.kind._asdict())
+            attend(q_TNH, k_PSKH, v_PSKH, part, out_TNH, sinks_N=layer.sinks, **layer.kind._asdict())

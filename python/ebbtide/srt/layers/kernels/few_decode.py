@@ -75,6 +75,7 @@ def attend_few(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks_N: Tensor | None = None,
     cut: Cut | None = None,
 ) -> Tensor:
     """What `rotate_and_store` does, and attention to everything up to the new token: [T, N, H].
@@ -86,6 +87,7 @@ def attend_few(
         pages: with the new tokens counted in; they do not change while kernels of a step run.
         arrivals: int32 zeros, one for each KV head of each request; they are left as they are.
         scale, window, soft_cap: as in `AttentionKind`.
+        sinks_N: as in `LayerAttention`.
         cut: None for what suits the number of requests.
     """
     num_requests, num_heads, head_dim = qkv_TNH.shape
@@ -110,6 +112,7 @@ def attend_few(
         pages.kv_indptr_R1,
         pages.kv_indices,
         pages.last_page_len_R,
+        sinks_N,
         num_requests,
         scale,
         soft_cap if soft_cap is not None else 1.0,
@@ -206,6 +209,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     kv_indptr,
     kv_indices,
     last_page_len,
+    sinks_ptr,
     num_tokens,
     scale,
     soft_cap,
@@ -304,6 +308,15 @@ def _attend_few(  # type: ignore[no-untyped-def]
         best = _capped(tl.sum(products, axis=1) * scale, soft_cap, CAPPED)
         total += 1.0
         out += value.to(tl.float32)
+        if sinks_ptr is not None:
+            # One more key, without a value.
+            sink_at = sinks_ptr + kv_head * GROUP + row
+            sink = tl.load(sink_at, mask=present, other=float("-inf")).to(tl.float32)
+            new_best = tl.maximum(best, sink)
+            shrink = tl.exp(best - new_best)
+            total = shrink + tl.exp(sink - new_best)
+            out = out * shrink[:, None]
+            best = new_best
     for start in range(begin, end, BLOCK_KEYS):
         seen = start + tl.arange(0, BLOCK_KEYS) < end
         k_first, k_second, value = next_1, next_2, next_value

@@ -1,6 +1,6 @@
-"""Attention whose keys were read in parts, put together.
+"""Attention whose keys were read in parts, put together, and sinks that take part in it.
 
-Shapes: B rows, C parts, N query heads, H head_dim.
+Shapes: B rows, T tokens, C parts, N query heads, H head_dim.
 """
 
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -14,13 +14,20 @@ from ebbtide.srt.layers.kernels.launch import overlap_options
 _HEADS = 8
 
 
-def merge_parts(parts_CBNH: Tensor, sums_CBN: Tensor, num_parts_B: Tensor, out_BNH: Tensor) -> None:
+def merge_parts(
+    parts_CBNH: Tensor,
+    sums_CBN: Tensor,
+    num_parts_B: Tensor,
+    out_BNH: Tensor,
+    sums_BN: Tensor | None = None,
+) -> None:
     """The mean of a row's parts, weighted by their sums of weights, into `out_BNH`.
 
     Args:
         parts_CBNH: each part's attention to its own keys; those after a row's last part may hold anything.
         sums_CBN: float32, logarithms to base 2 of the sums of weights.
         num_parts_B: int32, parts of each row, ≥ 1.
+        sums_BN: takes the logarithm of all parts' sums together.
     """
     _, num_rows, num_heads, head_dim = parts_CBNH.shape
     heads = min(_HEADS, triton.next_power_of_2(num_heads))
@@ -29,6 +36,7 @@ def merge_parts(parts_CBNH: Tensor, sums_CBN: Tensor, num_parts_B: Tensor, out_B
         sums_CBN,
         num_parts_B,
         out_BNH,
+        sums_BN,
         num_rows,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
@@ -45,6 +53,7 @@ def _merge_parts(  # type: ignore[no-untyped-def]
     sums_ptr,
     num_parts_ptr,
     out_ptr,
+    merged_sums_ptr,
     num_rows,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -78,3 +87,55 @@ def _merge_parts(  # type: ignore[no-untyped-def]
         part += 1
     at = row * NUM_HEADS + head
     tl.store(out_ptr + at[:, None] * HEAD_DIM + dim, out / total[:, None], mask=inside)
+    if merged_sums_ptr is not None:
+        tl.store(merged_sums_ptr + at, best + tl.log2(total), mask=real)
+
+
+def count_sinks_(out_TNH: Tensor, sums_TN: Tensor, sinks_N: Tensor) -> None:
+    """Have sinks take part in softmaxes that were computed without them: outputs shrink, in place.
+
+    Args:
+        sums_TN: float32, logarithms to base 2 of the sums of weights.
+        sinks_N: as in `LayerAttention`.
+    """
+    num_tokens, num_heads, head_dim = out_TNH.shape
+    heads = min(_HEADS, triton.next_power_of_2(num_heads))
+    _count_sinks[(num_tokens, triton.cdiv(num_heads, heads))](
+        out_TNH,
+        sums_TN,
+        sinks_N,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        HEADS=heads,
+        BLOCK=triton.next_power_of_2(head_dim),
+        num_warps=2,
+        **overlap_options(out_TNH),
+    )
+
+
+@triton.jit
+def _count_sinks(  # type: ignore[no-untyped-def]
+    out_ptr,
+    sums_ptr,
+    sinks_ptr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """Some heads of one token."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dim = tl.arange(0, BLOCK)[None, :]
+    real = head < NUM_HEADS
+    inside = real[:, None] & (dim < HEAD_DIM)
+    sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * NUM_HEADS + head
+    share = 1.0 / (1.0 + tl.exp2(sink - tl.load(sums_ptr + at, mask=real, other=0.0)))
+    out_at = out_ptr + at[:, None] * HEAD_DIM + dim
+    out = tl.load(out_at, mask=inside, other=0.0).to(tl.float32) * share[:, None]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside)

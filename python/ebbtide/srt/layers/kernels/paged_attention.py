@@ -40,6 +40,7 @@ def attend(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks_N: Tensor | None = None,
 ) -> None:
     """Attend to everything up to each new token, into its row of `out_TNH`.
 
@@ -47,6 +48,7 @@ def attend(
         q_TNH, out_TNH: contiguous; rows of other requests are left alone.
         k_PSKH, v_PSKH: one layer of the pool, contiguous.
         scale, window, soft_cap: as in `AttentionKind`.
+        sinks_N: as in `LayerAttention`.
     """
     num_tokens, num_q_heads, head_dim = q_TNH.shape
     num_requests, num_kv_heads = len(pages.last_page_len_R), k_PSKH.shape[2]
@@ -65,6 +67,7 @@ def attend(
         pages.kv_indptr_R1,
         pages.kv_indices,
         pages.last_page_len_R,
+        sinks_N,
         num_tokens,
         scale,
         soft_cap if soft_cap is not None else 1.0,
@@ -127,6 +130,7 @@ def _attend(  # type: ignore[no-untyped-def]
     kv_indptr,
     kv_indices,
     last_page_len,
+    sinks_ptr,
     num_tokens,
     scale,
     soft_cap,
@@ -172,6 +176,12 @@ def _attend(  # type: ignore[no-untyped-def]
     best = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     out = tl.zeros((BLOCK_ROWS, BLOCK_DIMS), tl.float32)
+    if sinks_ptr is not None:
+        # A key without a value, in the first part alone.
+        mine = present & (row * 0 == split)
+        sink_at = sinks_ptr + kv_head * GROUP + row % GROUP
+        best = tl.load(sink_at, mask=mine, other=float("-inf")).to(tl.float32)
+        total = tl.where(mine, 1.0, 0.0)
     for start in range(begin, end, BLOCK_KEYS):
         key = start + tl.arange(0, BLOCK_KEYS)
         page = tl.load(kv_indices + first_page + key // PAGE_SIZE, mask=key < end, other=0).to(tl.int64)
