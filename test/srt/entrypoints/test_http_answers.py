@@ -10,10 +10,11 @@ import pytest
 from fixtures.deadlines import HANG_S
 from starlette.requests import ClientDisconnect
 
-from ebbtide.srt.entrypoints.http_answers import answer_events, answer_whole, while_connected
+from ebbtide.srt.entrypoints.http_answers import AnswerWriter, answer_events, answer_whole, while_connected
 from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
+from ebbtide.srt.entrypoints.openai.answers import ChunkWriter
+from ebbtide.srt.entrypoints.openai.calls import answer_call
 from ebbtide.srt.entrypoints.openai.requests import completion_call
-from ebbtide.srt.entrypoints.openai.routes import answer_call
 
 
 async def leaving() -> dict[str, Any]:
@@ -33,7 +34,7 @@ def test_a_generation_that_is_still_being_prepared_is_cancelled(stream: bool) ->
                 raise
 
         answer = (
-            answer_events(leaving, preparing(), lambda chunk: None)
+            answer_events(leaving, preparing(), lambda chunk: None, AnswerWriter())
             if stream
             else answer_whole(leaving, preparing())
         )
@@ -81,21 +82,14 @@ def test_a_stream_that_fails_ends_with_an_error_and_the_end_of_all_streams() -> 
         async def has_next(self) -> bool:
             return True
 
+        num_chunks = 0
+
         def next_chunk(self) -> dict[str, Any]:
-            return {"text": "a"}
+            self.num_chunks += 1
+            return {"text": "a" if self.num_chunks < 3 else "\ud83d"}  # no text: it cannot be encoded
 
         def close(self) -> None:
             pass
-
-    class Writer:
-        num_events = 0
-
-        def event(self, chunk: dict[str, Any]) -> Any:
-            self.num_events += 1
-            return chunk if self.num_events < 3 else {"text": "\ud83d"}  # no text: it cannot be encoded
-
-        def last_events(self) -> list[Any]:
-            return []
 
     async def script() -> list[bytes]:
         async def staying() -> dict[str, Any]:
@@ -109,7 +103,8 @@ def test_a_stream_that_fails_ends_with_an_error_and_the_end_of_all_streams() -> 
         async def send(message: Any) -> None:
             sent.append(message.get("body", b""))
 
-        await (await answer_events(staying, starting(), lambda chunk: None, Writer()))({}, staying, send)
+        answer = await answer_events(staying, starting(), lambda chunk: None, AnswerWriter())
+        await answer({}, staying, send)
         return b"".join(sent).split(b"\n\n")
 
     *chunks, error, done, nothing = asyncio.run(script())
@@ -146,7 +141,7 @@ def test_the_event_loop_goes_on_while_an_answer_of_many_outputs_is_written() -> 
         service: Any = SimpleNamespace(manager=manager, metrics=SimpleNamespace(note_all=note_all))
         request: Any = SimpleNamespace(receive=staying, client=None, headers={})
         call = completion_call({"prompt": [1], "n": len(outputs)}, "tide", None)
-        writer: Any = Writer()
+        writer = ChunkWriter(Writer(), call)  # type: ignore[arg-type]
         return bytes((await answer_call(service, request, call, writer, "int32")).body)
 
     assert json.loads(asyncio.run(script())) == {"num_choices": len(outputs)}

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -67,27 +67,46 @@ async def _finish(starting: Coroutine[Any, Any, LiveGeneration]) -> Any:
     return await (await starting).result()
 
 
-class EventWriter(Protocol):
-    """What the chunks of a stream become in another dialect."""
+def server_event(body: Any, name: str | None = None) -> bytes:
+    """A server-sent event with a JSON body."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
 
-    def event(self, chunk: dict[str, Any]) -> Any:
-        """The body of a chunk's event."""
 
-    def last_events(self) -> Iterable[Any]:
-        """Bodies of events that follow the last chunk."""
+class AnswerWriter:
+    """What answers and streams consist of in `/generate`; other dialects have writers of their own."""
+
+    def whole(self, result: Any) -> Any:
+        """The body of an answer that is not streamed: of one output, or of a list of them."""
+        return result
+
+    def chunk(self, chunk: dict[str, Any]) -> bytes:
+        """The events of a chunk."""
+        return server_event(chunk)
+
+    def end(self) -> bytes:
+        """What follows the last chunk."""
+        return b"data: [DONE]\n\n"
+
+    def failure(self, error: Mapping[str, Any]) -> bytes:
+        """What a stream ends with that has failed.
+
+        Args:
+            error: as in the body of an error.
+        """
+        return server_event({"error": error}) + AnswerWriter.end(self)
 
 
 async def answer_events(
     receive: Receive,
     starting: Coroutine[Any, Any, LiveGeneration],
     note_chunk: Callable[[Mapping[str, Any]], None],
-    writer: EventWriter | None = None,
+    writer: AnswerWriter,
 ) -> Response:
     """A generation as server-sent events. It is aborted when the client disconnects.
 
     Args:
         note_chunk: called with each chunk.
-        writer: None: the chunks are sent as they are.
 
     Raises:
         RequestRejected, EngineError: the generation was refused, or failed, before it began.
@@ -107,7 +126,7 @@ class _Events(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, note_chunk: Callable[[Mapping[str, Any]], None], writer: EventWriter | None) -> None:
+    def __init__(self, note_chunk: Callable[[Mapping[str, Any]], None], writer: AnswerWriter) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         # The length is not known yet.
         del self.headers["content-length"]
@@ -148,25 +167,20 @@ class _Events(Response):
                 await send(_part(self._first))
             while await generation.has_next():
                 await send(_part(self._next_event(generation)))
-            for body in () if self._writer is None else self._writer.last_events():
-                await send(_part(_event(body)))
+            last = self._writer.end()
         except RequestRejected as error:
-            await send(_part(_event({"error": error.body["error"]})))
+            last = self._writer.failure(error.body["error"])
         except EngineError as error:
-            await send(_part(_event({"error": error_body(str(error), error.status)["error"]})))
+            last = self._writer.failure(error_body(str(error), error.status)["error"])
         except Exception:  # a fault of ours: the stream ends as every other does, and the log has the rest
             logger.exception("a stream has failed")
-            await send(_part(_event({"error": error_body("internal error", 500)["error"]})))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            last = self._writer.failure(error_body("internal error", 500)["error"])
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _next_event(self, generation: LiveGeneration) -> bytes:
         chunk = generation.next_chunk()
         self._note_chunk(chunk)
-        return _event(chunk if self._writer is None else self._writer.event(chunk))
-
-
-def _event(body: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+        return self._writer.chunk(chunk)
 
 
 def _part(event: bytes) -> Message:

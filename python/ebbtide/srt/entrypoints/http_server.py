@@ -35,6 +35,7 @@ from ebbtide.srt.entrypoints.control_routes import (
 from ebbtide.srt.entrypoints.dashboard.routes import Dashboard
 from ebbtide.srt.entrypoints.http_answers import (
     DIRECT_SEND,
+    AnswerWriter,
     Endpoint,
     Json,
     RequestIds,
@@ -51,6 +52,7 @@ from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, is_main_thread,
 from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.entrypoints.metrics.tracing import TraceContext
+from ebbtide.srt.entrypoints.openai.calls import Calls
 from ebbtide.srt.entrypoints.openai.chat_template import read_chat_template
 from ebbtide.srt.entrypoints.openai.protocol import parse
 from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
@@ -92,7 +94,7 @@ def create_app(service: EngineService) -> FastAPI:
     app.add_route("/generate", endpoints.generate, methods=["POST", "PUT"])
     for path, endpoint in (pages() | endpoints.information() | Dashboard(service).routes()).items():
         app.add_route(path, endpoint, methods=["GET"])
-    for method, path, endpoint in OpenAIApi(service, bodies).routes():
+    for method, path, endpoint in OpenAIApi(service, bodies, Calls(service, bodies)).routes():
         app.add_route(path, endpoint, methods=[method])
     for method, path, endpoint in VllmApi(service, bodies).routes():
         app.add_route(path, endpoint, methods=[method])
@@ -176,7 +178,8 @@ class _Endpoints:
         fields = await self._bodies.read(request.stream())
         starting = self._service.manager.prepare(fields, client=client_of(request))
         if fields.get("stream") is True:
-            return await answer_events(request.receive, starting, self._service.metrics.note_chunk)
+            note_chunk = self._service.metrics.note_chunk
+            return await answer_events(request.receive, starting, note_chunk, AnswerWriter())
         result = await answer_whole(request.receive, starting)
         await self._service.metrics.note_all(result)
         return Json(result)

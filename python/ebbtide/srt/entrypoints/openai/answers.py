@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import UNSET, Struct, UnsetType, convert
 
+from ebbtide.srt.entrypoints.http_answers import AnswerWriter, server_event
 from ebbtide.srt.entrypoints.openai.protocol import (
     AnswerMetadata,
     AssistantMessage,
@@ -87,10 +88,11 @@ class Piece(Struct, frozen=True):
 def whole_pieces(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Piece]:
     """The pieces of an answer that was not streamed."""
     outputs = [result] if isinstance(result, Mapping) else result
-    return [_piece(output, index, is_first=True) for index, output in enumerate(outputs)]
+    return [piece_of(output, index, is_first=True) for index, output in enumerate(outputs)]
 
 
-def _piece(output: Mapping[str, Any], index: int, *, is_first: bool) -> Piece:
+def piece_of(output: Mapping[str, Any], index: int, *, is_first: bool) -> Piece:
+    """What a chunk of a stream, or a whole output, says that is new."""
     meta = output["meta_info"]
     return Piece(
         index=index,
@@ -136,8 +138,8 @@ def write_answer(writer: Writer, call: OpenAICall, result: Any) -> Any:
     return writer.answer(pieces, _usage([piece.meta for piece in pieces], call.num_samples))
 
 
-class ChunkWriter:
-    """Writes the chunks of a stream."""
+class ChunkWriter(AnswerWriter):
+    """Writes the chunks of a stream, and the answer that is not streamed."""
 
     def __init__(self, writer: Writer, call: OpenAICall) -> None:
         self._writer = writer
@@ -145,10 +147,19 @@ class ChunkWriter:
         # By index, as last seen.
         self._metas: dict[int, Mapping[str, Any]] = {}
 
+    def whole(self, result: Any) -> Any:
+        return write_answer(self._writer, self._call, result)
+
+    def chunk(self, chunk: Mapping[str, Any]) -> bytes:
+        return server_event(self.event(chunk))
+
+    def end(self) -> bytes:
+        return b"".join(map(server_event, self.last_events())) + super().end()
+
     def event(self, chunk: Mapping[str, Any]) -> Any:
         """What a chunk of an incremental stream of `/generate`, which holds what is new, becomes."""
         index = chunk.get("index", 0)
-        piece = _piece(chunk, index, is_first=index not in self._metas)
+        piece = piece_of(chunk, index, is_first=index not in self._metas)
         self._metas[index] = piece.meta
         return self._writer.chunk(piece, _usage_of_chunk(self._call, piece))
 

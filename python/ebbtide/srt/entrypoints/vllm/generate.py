@@ -17,7 +17,8 @@ from starlette.responses import Response
 
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.http_answers import client_of
-from ebbtide.srt.entrypoints.openai.answers import Piece, known, prompt_logprobs, stop_reason
+from ebbtide.srt.entrypoints.openai.answers import ChunkWriter, Piece, known, prompt_logprobs, stop_reason
+from ebbtide.srt.entrypoints.openai.calls import answer_call
 from ebbtide.srt.entrypoints.openai.protocol import (
     NO_STREAM_OPTIONS,
     FinishReasonName,
@@ -26,7 +27,6 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     Usage,
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
-from ebbtide.srt.entrypoints.openai.routes import answer_call
 from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
 from ebbtide.srt.entrypoints.openai.unsupported_fields import check_salt
 from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
@@ -173,7 +173,7 @@ class TokensApi:
         call = tokens_call(fields, request.headers, self._service.config.model.served_model_name)
         args = self._service.config.server_args
         common = within_limits(call.common, args.max_logprobs, self._service.manager.limits.vocab_size)
-        writer = TokensWriter(replace(call, common=common))
+        writer = ChunkWriter(TokensWriter(replace(call, common=common)), common)
         if call.request.continue_from is not None:
             ended, names = self._service.manager.ended, meant_by(call.request.continue_from)
             common.generate["continue_from"] = ended.find(names, client_of(request)) or names[0]
