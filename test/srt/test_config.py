@@ -78,6 +78,15 @@ def test_what_config_json_leaves_out_is_derived(tmp_path: Path) -> None:
     assert (model.num_kv_heads, model.head_dim, model.dtype) == (4, 16, "float32")
 
 
+def test_a_config_of_another_name_is_read_without_its_code(tmp_path: Path) -> None:
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    kimi = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": code}
+    write(tmp_path, **kimi, hidden_size=128, num_attention_heads=4, n_routed_experts=384, qk_nope_head_dim=48)
+    model = resolved(tmp_path, json_model_override_args='{"num_hidden_layers": 3}').model
+    assert (model.architecture, model.num_layers) == ("DeepseekV3ForCausalLM", 3)
+    assert (model.hf_config.n_routed_experts, model.hf_config.qk_nope_head_dim) == (384, 48)
+
+
 def test_eos_ids_come_from_both_files(folder: Path) -> None:
     assert resolved(folder).model.eos_token_ids == {257}
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 257]}')

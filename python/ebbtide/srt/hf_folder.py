@@ -16,6 +16,8 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _OWN_MODELS = SOURCE_ROOT / "ebbtide" / "models"
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors", "*.bin"]
+# Types of configs that mean the same as one that transformers has.
+_CONFIGS_ALIKE = {"kimi_k2": "deepseek_v3"}
 
 
 def folder_of(given: str) -> Path:
@@ -68,10 +70,14 @@ def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str
     from transformers import AutoConfig, PreTrainedConfig  # more than a second: not for `--help`
 
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        raw, _ = PreTrainedConfig.get_config_dict(folder)
+        if (same := _CONFIGS_ALIKE.get(raw.get("model_type"))) is not None:
+            config: PreTrainedConfig = AutoConfig.for_model(same)
+            overrides = {**overrides, "model_type": same}
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if overrides:
             # Built anew, since building derives fields from one another (rope, layer types).
-            raw, _ = PreTrainedConfig.get_config_dict(folder)
             config = type(config).from_dict({**raw, **overrides})
     except Exception as error:  # transformers answers a bad config with exceptions of many kinds
         raise ConfigurationError(f"{folder}/config.json: {_first_line(error)}") from error

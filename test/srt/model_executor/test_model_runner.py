@@ -16,6 +16,8 @@ from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, LogprobSpec
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "original_max_position_embeddings": 32}
+YARN |= {"beta_fast": 8, "mscale": 0.9, "mscale_all_dim": 0.6}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama-tied-sharded": ("LlamaForCausalLM", {"tied": True, "shards": 3}),
@@ -53,6 +55,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False},
     ),
     "glm4-moe": ("Glm4MoeForCausalLM", {}),
+    "glm4-moe-lite": ("Glm4MoeLiteForCausalLM", {"num_hidden_layers": 3, "rope_interleave": False}),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", {"q_lora_rank": None}),
+    "deepseek-v2-groups-yarn": (
+        "DeepseekV2ForCausalLM",
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+    ),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", {"num_hidden_layers": 3}),
+    "deepseek-v3-yarn": (
+        "DeepseekV3ForCausalLM",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": YARN},
+    ),
     "glm4-moe-groups": (
         "Glm4MoeForCausalLM",
         {

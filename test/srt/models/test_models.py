@@ -27,6 +27,7 @@ UP = {
     "MixtralForCausalLM": "model.layers.1.block_sparse_moe.experts.2.w3.weight",
     "Qwen2MoeForCausalLM": "model.layers.1.mlp.experts.2.up_proj.weight",
     "Glm4MoeForCausalLM": "model.layers.1.mlp.experts.2.up_proj.weight",
+    "DeepseekV3ForCausalLM": "model.layers.1.mlp.experts.2.up_proj.weight",
 }
 
 
@@ -63,7 +64,7 @@ def test_the_map_names_the_tensors_of_a_checkpoint_and_fills_every_parameter_onc
         assert [start for start, _ in pieces] == [sum(n for _, n in pieces[:i]) for i in range(len(pieces))]
         assert sum(length for _, length in pieces) == parameter.shape[0]
         assert parameter.is_meta
-        is_wide = architecture == "Glm4MoeForCausalLM" and ".gate." in name
+        is_wide = architecture.startswith(("Glm4Moe", "Deepseek")) and ".gate." in name
         assert parameter.dtype == (torch.float32 if is_wide else torch.bfloat16)
     num_fused = len(targets) - len(dict(model.named_parameters()))
     assert num_fused > 0 or architecture == "Phi3ForCausalLM"  # which checkpoints hold fused
@@ -77,10 +78,11 @@ def test_ignored_names() -> None:
     assert not untied.ignored("lm_head.weight")
     assert untied.ignored("model.layers.0.self_attn.rotary_emb.inv_freq")
     assert not tied.ignored("model.norm.weight")
-    # What drafts tokens lies behind GLM's layers.
-    glm = build("Glm4MoeForCausalLM")
-    assert glm.ignored("model.layers.2.eh_proj.weight")
-    assert not glm.ignored("model.layers.1.mlp.gate.weight")
+    # What drafts tokens lies behind the layers.
+    for architecture in ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM"):
+        model = build(architecture)
+        assert model.ignored("model.layers.2.eh_proj.weight")
+        assert not model.ignored("model.layers.1.mlp.gate.weight")
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
@@ -100,11 +102,13 @@ LINEAR_ATTENTION = {"layer_types": ["full_attention", "linear_attention"]}
         ("MixtralForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 .* the 4 experts"),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "num_experts_per_tok 3 .* the 0 experts"),
         ("Glm4MoeForCausalLM", {"n_group": 3}, "groups of two experts or more, of 8 in all, got 3 groups"),
-        (
-            "Glm4MoeForCausalLM",
-            {"n_group": 8, "topk_group": 4},
-            "groups of two experts or more, of 8 .* 8 gr",
-        ),
+        ("Glm4MoeForCausalLM", {"n_group": 8, "topk_group": 4}, "of two experts or more, of 8 .* 8 gr"),
+        ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["dense", "tree"]}, "mlp_layer_types 'tree' is not"),
+        ("DeepseekV2ForCausalLM", {"topk_method": "noaux_tc"}, "topk_method .* 'greedy' or 'group_limited"),
+        ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob True is not .* expected False"),
+        ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func 'softmax' .* 'sigmoid'"),
+        ("DeepseekV3ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported; expected 1"),
+        ("DeepseekV3ForCausalLM", {"attention_bias": True}, "attention_bias is not supported with latent"),
     ],
     ids=str,
 )

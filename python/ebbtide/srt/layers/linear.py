@@ -92,6 +92,10 @@ class Linear(nn.Module):
         """The factors of the weight's blocks; None: the weight needs none."""
         return None
 
+    def wide_weight(self) -> Tensor:
+        """The weight as numbers that any product takes, [O, D]."""
+        return self.weight
+
     def forward(self, x: Tensor | NormedResidual, step: Step) -> Tensor:
         """The product, [T, O] of this rank's outputs."""
         return self.project(Inputs(x), self.bias, step.kernels)

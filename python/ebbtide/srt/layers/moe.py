@@ -27,7 +27,9 @@ class MoeConfig:
         scoring: what makes weights of a router's scores.
         has_bias: whether a bias for each expert, trained with the weights, is added for the choice alone.
         num_groups, num_kept_groups: experts are in groups of equal size, and only those of the best can be
-            chosen, by the sum of the two highest scores of each.
+            chosen, by the sum of the highest scores of each.
+        num_group_scores: that are summed for that.
+        has_wide_router: whether a router's weight is float32 whatever the model's type is.
         scale: what weights are multiplied by.
         shared_size: inner size of the MLP that all tokens take besides their experts; 0: there is none.
         gates_shared: whether that MLP's output is multiplied by a gate of its own.
@@ -41,6 +43,8 @@ class MoeConfig:
     has_bias: bool = False
     num_groups: int = 1
     num_kept_groups: int = 1
+    num_group_scores: int = 2
+    has_wide_router: bool = False
     scale: float = 1.0
     shared_size: int = 0
     gates_shared: bool = False
@@ -64,7 +68,7 @@ class Router(Linear):
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
         # Sigmoids of many experts lie close together: those routers are trained, and kept, in float32.
-        dtype = torch.float32 if config.scoring == "sigmoid" else dtype
+        dtype = torch.float32 if config.scoring == "sigmoid" or config.has_wide_router else dtype
         super().__init__(hidden_size, config.num_experts, bias=False, dtype=dtype)
         self.bias_E = (
             nn.Parameter(
@@ -225,7 +229,7 @@ def route(logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None) ->
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if config.num_kept_groups < config.num_groups:
         groups_TGN = choice_TE.view(len(choice_TE), config.num_groups, -1)
-        group_scores_TG = groups_TGN.topk(2, dim=2).values.sum(dim=2)
+        group_scores_TG = groups_TGN.topk(config.num_group_scores, dim=2).values.sum(dim=2)
         kept_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
         kept_TG.scatter_(1, group_scores_TG.topk(config.num_kept_groups, dim=1).indices, value=True)
         choice_TE = groups_TGN.masked_fill(~kept_TG[:, :, None], -torch.inf).flatten(1)

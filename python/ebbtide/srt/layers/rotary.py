@@ -107,12 +107,15 @@ def _yarn_scale(settings: Mapping[str, Any]) -> float:
     """What yarn multiplies cosines and sines by: said as it is, or by the factor and two weights of it."""
     if (given := settings.get("attention_factor")) is not None:
         return float(given)
+    factor, weight, divisor = settings["factor"], settings.get("mscale"), settings.get("mscale_all_dim")
+    if weight and divisor:
+        return yarn_growth(factor, weight) / yarn_growth(factor, divisor)
+    return yarn_growth(factor)
 
-    def grown(weight: float) -> float:
-        return 0.1 * weight * math.log(settings["factor"]) + 1.0 if settings["factor"] > 1 else 1.0
 
-    weight, divisor = settings.get("mscale"), settings.get("mscale_all_dim")
-    return grown(weight) / grown(divisor) if weight and divisor else grown(1.0)
+def yarn_growth(factor: float, weight: float = 1.0) -> float:
+    """How much larger yarn makes queries, and keys, where contexts are `factor` times longer."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:

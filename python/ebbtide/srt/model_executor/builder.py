@@ -28,7 +28,7 @@ from ebbtide.srt.layers.attention.registry import choose_backend
 from ebbtide.srt.layers.fp8 import SCALE_LAYOUTS
 from ebbtide.srt.layers.kernels.launch import card, has_fp8
 from ebbtide.srt.layers.step import Kernels
-from ebbtide.srt.mem_cache.cache_spec import CacheSpec
+from ebbtide.srt.mem_cache.cache_spec import CacheSpec, Latent
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.arena import Arena
@@ -301,6 +301,7 @@ def attention_shape(
         kinds=kinds_of(model.attention_layers),
         rotates_all=model.rotates_all,
         has_sinks=any(layer.sinks is not None for layer in model.attention_layers),
+        latent=spec if isinstance(spec, Latent) else None,
     )
 
 

@@ -5,7 +5,7 @@ Shapes: T tokens, N heads, H head_dim, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import Activation, Addend, NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rope_config
 from ebbtide.srt.layers.step import Kernels, Step
-from ebbtide.srt.mem_cache.cache_spec import Paged
+from ebbtide.srt.mem_cache.cache_spec import CacheSpec, Paged
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM, Split, WeightMap, divided, projection, stacked
 
 # What config.json calls them → what they are here.
@@ -189,14 +189,19 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer with pre-normalisation; `mlp` None: the dense model's own."""
+    """One decoder layer with pre-normalisation; `mlp` and `attention` None: the dense model's own."""
 
     def __init__(
-        self, config: DenseConfig, dtype: torch.dtype, layer: int, mlp: nn.Module | None = None
+        self,
+        config: DenseConfig,
+        dtype: torch.dtype,
+        layer: int,
+        mlp: nn.Module | None = None,
+        attention: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.input_layernorm = config.norm(dtype)
-        self.self_attn = Attention(config, layer, dtype)
+        self.self_attn = Attention(config, layer, dtype) if attention is None else attention
         self.post_attention_layernorm = config.norm(dtype)
         self.mlp = GatedMLP(config, dtype) if mlp is None else mlp
 
@@ -274,7 +279,7 @@ class DenseCausalLM(CausalLM):
         return all(rope.share == 1.0 for rope in self.config.ropes)
 
     @property
-    def cache_specs(self) -> list[Paged]:
+    def cache_specs(self) -> Sequence[CacheSpec]:
         config = self.config
         return [Paged(config.num_kv_heads, config.head_dim, kind.window) for kind in config.kinds]
 

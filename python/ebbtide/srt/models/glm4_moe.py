@@ -1,13 +1,12 @@
 """GLM-4.5, 4.6 and 4.7."""
 
-import re
 from typing import Any
 
 import torch
 
 from ebbtide.srt.layers.moe import MoeConfig
 from ebbtide.srt.models.dense import dense_config
-from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
+from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM, is_behind_layers
 
 
 class Glm4MoeForCausalLM(MoeCausalLM):
@@ -34,6 +33,4 @@ class Glm4MoeForCausalLM(MoeCausalLM):
         super().__init__(config, moe, names, layers, dtype, device)
 
     def ignored(self, name: str) -> bool:
-        # Behind the layers checkpoints hold one that drafts several tokens ahead.
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return super().ignored(name) or (layer is not None and int(layer[1]) >= self.config.num_layers)
+        return super().ignored(name) or is_behind_layers(name, self.config.num_layers)

@@ -1,10 +1,11 @@
 """The decoder that mixture-of-experts models share: in some or all layers, experts replace the MLP."""
 
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
@@ -34,6 +35,7 @@ class MoeCausalLM(DenseCausalLM):
         names: of the experts in checkpoints.
         sparse_layers: the layers that have experts.
         dtype, device: as for `DenseCausalLM`.
+        make_attention: layer → its attention; None for `Attention`.
 
     Raises ConfigurationError where a token is to have more experts than there are, or they do not take silu.
     """
@@ -46,6 +48,7 @@ class MoeCausalLM(DenseCausalLM):
         sparse_layers: Collection[int],
         dtype: torch.dtype,
         device: torch.device,
+        make_attention: Callable[[int], nn.Module] | None = None,
     ) -> None:
         if not 1 <= moe.num_experts_per_token <= moe.num_experts:
             raise ConfigurationError(
@@ -54,7 +57,7 @@ class MoeCausalLM(DenseCausalLM):
             )
 
         group_size, rest = divmod(moe.num_experts, moe.num_groups)
-        if rest or (moe.num_kept_groups < moe.num_groups and group_size < 2):
+        if rest or (moe.num_kept_groups < moe.num_groups and group_size < moe.num_group_scores):
             raise ConfigurationError(
                 f"n_group: expected groups of two experts or more, of {moe.num_experts} in all, got "
                 f"{moe.num_groups} groups"
@@ -63,10 +66,12 @@ class MoeCausalLM(DenseCausalLM):
             raise ConfigurationError(f"hidden_act {config.activation} is not supported; experts take silu")
 
         def make_block(layer: int) -> Block:
+            attention = make_attention(layer) if make_attention is not None else None
             if layer not in sparse_layers:
-                return Block(config, dtype, layer)
+                return Block(config, dtype, layer, attention=attention)
             shared = GatedMLP(config, dtype, moe.shared_size) if moe.shared_size else None
-            return Block(config, dtype, layer, MoeMLP(moe, config.hidden_size, dtype, layer, shared))
+            mlp = MoeMLP(moe, config.hidden_size, dtype, layer, shared)
+            return Block(config, dtype, layer, mlp, attention)
 
         super().__init__(config, dtype, device, make_block)
         self.moe, self.names = moe, names
@@ -120,3 +125,9 @@ def shared_expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames) -> W
     what = "intermediate_size of shared experts"
     outputs = Split(OUTPUTS, size, what)
     return divided(rows, {gate: outputs, up: outputs, down: Split(INPUTS, size, what)})
+
+
+def is_behind_layers(name: str, num_layers: int) -> bool:
+    """Whether a tensor is of layers behind the model's: checkpoints hold some that draft tokens ahead."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= num_layers

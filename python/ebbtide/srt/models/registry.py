@@ -7,9 +7,11 @@ import torch
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.models.base import CausalLM
+from ebbtide.srt.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from ebbtide.srt.models.gemma2 import Gemma2ForCausalLM
 from ebbtide.srt.models.gemma3 import Gemma3ForCausalLM
 from ebbtide.srt.models.glm4_moe import Glm4MoeForCausalLM
+from ebbtide.srt.models.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from ebbtide.srt.models.llama import LlamaForCausalLM
 from ebbtide.srt.models.mistral import MistralForCausalLM
 from ebbtide.srt.models.mixtral import MixtralForCausalLM
@@ -26,6 +28,9 @@ MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+    "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
+    "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
+    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,

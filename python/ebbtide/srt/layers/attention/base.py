@@ -1,6 +1,8 @@
 """What attention needs of a model, of a batch, of the KV pool, and of a backend.
 
 Shapes: T tokens, R requests, P pages, B requests of a graph, N query heads, K KV heads, H head_dim.
+
+Latents are one key head, a part of which is the value: N query heads are as long, outputs as long as a value.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
 from ebbtide.srt.layers.kernels.launch import compute_capability
+from ebbtide.srt.mem_cache.cache_spec import Latent
 from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales
 
 # What the step is, its number and how many there are.
@@ -67,6 +70,7 @@ class AttentionShape:
         kinds: the kinds of layers that there are, each once.
         rotates_all: whether every number of a head is rotated.
         has_sinks: whether there are layers with sinks, see `LayerAttention`.
+        latent: what layers keep in the place of keys and values.
     """
 
     num_q_heads: int
@@ -78,6 +82,12 @@ class AttentionShape:
     kinds: tuple[AttentionKind, ...]
     rotates_all: bool = True
     has_sinks: bool = False
+    latent: Latent | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value, and of a head's output."""
+        return self.head_dim if self.latent is None else self.latent.rank
 
     @property
     def group(self) -> int:
@@ -242,14 +252,15 @@ class LayerAttention:
         """Normalise heads, rotate, store keys and values, attend.
 
         Args:
-            qkv_TNH: [T, N + 2K, H]: query heads, key heads, value heads, as the projection yields them.
-                Whether they hold anything useful afterwards is not said.
+            qkv_TNH: [T, N + 2K, H]: query heads, key heads, value heads, as the projection yields them; of
+                latents [T, N + 1, H], with what is rotated first. Whether they hold anything useful
+                afterwards is not said.
             rope: cosines and sines of the tokens' positions.
             norms: None for models without.
             step: the attention prepared for the batch.
 
         Returns:
-            Outputs [T, N, H] of the prepared batch.
+            Outputs [T, N, H] of the prepared batch, H of a value.
         """
         return step.forward(self, qkv_TNH, rope, norms)
 
@@ -315,6 +326,8 @@ _FP8_CAPABILITY = (8, 9)
 
 def fp8_problem(shape: AttentionShape, device: torch.device) -> str | None:
     """Why a KV cache in FP8 cannot be had on this device; None where it can, or is not asked for."""
+    if shape.kv_dtype == FP8 and shape.latent is not None:
+        return "latents are not kept in FP8: expected kv_cache_dtype=auto"
     if shape.kv_dtype != FP8 or device.type != "cuda":
         return None
     capability = compute_capability(device)

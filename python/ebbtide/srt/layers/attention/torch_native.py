@@ -25,7 +25,7 @@ from ebbtide.srt.layers.attention.base import (
     fp8_problem,
 )
 from ebbtide.srt.layers.heads import HeadNorms, Rope
-from ebbtide.srt.layers.rotary import split_heads
+from ebbtide.srt.layers.rotary import rotate, split_heads
 from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales, dequantised, quantised
 
 
@@ -68,13 +68,12 @@ class TorchNativeAttention(AttentionBackend):
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
         numbers = [layer.layer for layer in layers]
         self._k_PSKH = {number: _movable(kv_pages.k(number)) for number in numbers}
-        self._v_PSKH = {number: _movable(kv_pages.v(number)) for number in numbers}
+        self._latent = shape.latent
+        stored = numbers if shape.latent is None else []
+        self._v_PSKH = {number: _movable(kv_pages.v(number)) for number in stored}
         self._scales = {number: kv_pages.head_scales(number) for number in numbers}
-        self._page_size, self._num_kv_heads, self._head_dim = (
-            shape.page_size,
-            shape.num_kv_heads,
-            shape.head_dim,
-        )
+        self._page_size, self._num_kv_heads = shape.page_size, shape.num_kv_heads
+        self._head_dim, self._value_dim = shape.head_dim, shape.value_dim
         self._groups = {number: kv_pages.group(number) for number in numbers}
         self._kinds = list(dict.fromkeys((layer.kind, self._groups[layer.layer]) for layer in layers))
         self._kv_dtype, self._dtype = shape.kv_dtype, shape.dtype
@@ -98,16 +97,17 @@ class TorchNativeAttention(AttentionBackend):
             self._k_room, self._v_room = (self._room(most_pages * 3 // 2) for _ in range(2))
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        q_TNH, k_TKH, v_TKH = split_heads(qkv_TNH, rope, norms, self._num_kv_heads)
-        k_PSKH, v_PSKH = self._k_PSKH[layer.layer], self._v_PSKH[layer.layer]
+        q_TNH, k_TKH, v_TKH = self._heads(qkv_TNH, rope, norms)
+        k_PSKH, v_PSKH = self._k_PSKH[layer.layer], self._v_PSKH.get(layer.layer)
         scales = self._scales[layer.layer]
         if scales is not None and scales.are_recorded:
             scales.record(k_TKH, v_TKH)
         k_TKH, v_TKH = self._stored(k_TKH, v_TKH, scales)
         group = self._groups[layer.layer]
         k_PSKH.flatten(0, 1).index_copy_(0, self._slots[group], _movable(k_TKH))
-        v_PSKH.flatten(0, 1).index_copy_(0, self._slots[group], _movable(v_TKH))
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=self._device)
+        if v_PSKH is not None:
+            v_PSKH.flatten(0, 1).index_copy_(0, self._slots[group], _movable(v_TKH))
+        out_TNH = q_TNH.new_empty(*q_TNH.shape[:2], self._value_dim)
         for span in self._spans[layer.kind, group]:
             new = slice(span.first, span.end)
             if span.length == span.end - span.first:
@@ -115,7 +115,7 @@ class TorchNativeAttention(AttentionBackend):
                 k_LKH, v_LKH = k_TKH[new], v_TKH[new]
             else:
                 k_LKH = self._gather(k_PSKH, span, self._k_room)
-                v_LKH = self._gather(v_PSKH, span, self._v_room)
+                v_LKH = self._values_in(k_LKH) if v_PSKH is None else self._gather(v_PSKH, span, self._v_room)
             k_scale_K, v_scale_K = scales.scales_2K if scales is not None else (None, None)
             k_LKH = dequantised(k_LKH, k_scale_K, self._dtype)
             v_LKH = dequantised(v_LKH, v_scale_K, self._dtype)
@@ -124,6 +124,17 @@ class TorchNativeAttention(AttentionBackend):
             else:
                 self._extend(layer, q_TNH[new], k_LKH, v_LKH, out_TNH[new], span.mask)
         return out_TNH
+
+    def _heads(self, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, rotated."""
+        if self._latent is None:
+            return split_heads(qkv_TNH, rope, norms, self._num_kv_heads)
+        rotated_TNH = rotate(qkv_TNH, *rope)
+        latents_TKH = rotated_TNH[:, -1:]
+        return rotated_TNH[:, :-1], latents_TKH, self._values_in(latents_TKH)
+
+    def _values_in(self, latents_LKH: Tensor) -> Tensor:
+        return latents_LKH[..., -self._value_dim :]
 
     def _stored(self, k_TKH: Tensor, v_TKH: Tensor, scales: HeadScales | None) -> tuple[Tensor, Tensor]:
         """Keys and values as the pool holds them."""
@@ -154,10 +165,11 @@ class TorchNativeAttention(AttentionBackend):
         self, layer: LayerAttention, q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor, out_NH: Tensor
     ) -> None:
         """One new token attends to everything: the heads that share a KV head act as its queries."""
-        shape = (1, self._num_kv_heads, -1, self._head_dim)
+        q = q_NH.view(1, self._num_kv_heads, -1, self._head_dim)
         k, v = k_LKH.transpose(0, 1).unsqueeze(0), v_LKH.transpose(0, 1).unsqueeze(0)
+        out = out_NH.view(1, self._num_kv_heads, -1, self._value_dim)
         sinks = None if layer.sinks is None else layer.sinks.view(1, self._num_kv_heads, -1, 1)
-        out_NH.view(shape).copy_(_attend(layer.kind, sinks, q_NH.view(shape), k, v, None, is_causal=False))
+        out.copy_(_attend(layer.kind, sinks, q, k, v, None, is_causal=False))
 
     def _extend(
         self,

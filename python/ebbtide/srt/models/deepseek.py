@@ -1,0 +1,79 @@
+"""DeepSeek-V2 and V3, and what is built as they are: DeepSeek-R1, Kimi-K2, Moonlight."""
+
+from typing import Any
+
+import torch
+
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.layers.moe import MoeConfig
+from ebbtide.srt.models.latent import LatentMoeCausalLM
+
+
+class DeepseekV2ForCausalLM(LatentMoeCausalLM):
+    """Experts by softmax, in V2 of the best groups alone, which are those with the best expert."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        method = require(hf_config, "topk_method", "greedy", "group_limited_greedy")
+        require(hf_config, "scoring_func", "softmax")
+        require(hf_config, "norm_topk_prob", False)
+        moe = MoeConfig(
+            num_experts=hf_config.n_routed_experts,
+            num_experts_per_token=hf_config.num_experts_per_tok,
+            inner_size=hf_config.moe_intermediate_size,
+            renormalize=False,
+            num_groups=hf_config.n_group if method == "group_limited_greedy" else 1,
+            num_kept_groups=hf_config.topk_group if method == "group_limited_greedy" else 1,
+            num_group_scores=1,
+            has_wide_router=True,
+            scale=hf_config.routed_scaling_factor,
+            shared_size=hf_config.moe_intermediate_size * (hf_config.n_shared_experts or 0),
+        )
+        super().__init__(hf_config, moe, sparse_layers(hf_config), dtype, device)
+
+
+class DeepseekV3ForCausalLM(LatentMoeCausalLM):
+    """Experts by sigmoids and a bias."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        require(hf_config, "topk_method", "noaux_tc")
+        require(hf_config, "scoring_func", "sigmoid")
+        super().__init__(hf_config, sigmoid_experts(hf_config), sparse_layers(hf_config), dtype, device)
+
+
+def sigmoid_experts(hf_config: Any) -> MoeConfig:
+    """Experts chosen by sigmoids and a bias for each, within the best groups."""
+    return MoeConfig(
+        num_experts=hf_config.n_routed_experts,
+        num_experts_per_token=hf_config.num_experts_per_tok,
+        inner_size=hf_config.moe_intermediate_size,
+        renormalize=bool(hf_config.norm_topk_prob),
+        scoring="sigmoid",
+        has_bias=True,
+        num_groups=hf_config.n_group or 1,
+        num_kept_groups=hf_config.topk_group or 1,
+        scale=hf_config.routed_scaling_factor,
+        shared_size=hf_config.moe_intermediate_size * (hf_config.n_shared_experts or 0),
+    )
+
+
+def sparse_layers(hf_config: Any) -> range:
+    """The layers behind the first dense ones.
+
+    Raises ConfigurationError where only some of those have experts.
+    """
+    require(hf_config, "moe_layer_freq", 1)
+    return range(hf_config.first_k_dense_replace, hf_config.num_hidden_layers)
+
+
+def require(hf_config: Any, field: str, *supported: Any) -> Any:
+    """The field's value, the first of the supported ones where the config has none.
+
+    Raises ConfigurationError for any other.
+    """
+    value = getattr(hf_config, field, None)
+    if value is None:
+        return supported[0]
+    if value not in supported:
+        expected = " or ".join(map(repr, supported))
+        raise ConfigurationError(f"{field} {value!r} is not supported; expected {expected}")
+    return value
