@@ -38,13 +38,14 @@ RUFF_OPTIONS := --config python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo docs wheel test-plugins clean test-gpu test-multi-gpu bench-gpu
+.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo docs wheel test-plugins test-trl clean test-gpu test-multi-gpu bench-gpu
 
 help:
 	@echo "make test     formatting, lint, types, import order, tests"
 	@echo "make unit     the tests that start no process; make contract, make processes: the others"
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
 	@echo "make test-plugins  verl drives an engine through plugins/ebbtide-verl"
+	@echo "make test-trl  TRL's GRPOTrainer trains against a server, without a vLLM wheel"
 	@echo "make wheel    dist/ebbtide-….whl"
 	@echo "make docs     the documentation as a site, in site/; the gate builds it too, to check its links"
 	@echo "make fuzz     50,000 random sequences of control requests (FUZZ_SEQUENCES)"
@@ -88,6 +89,7 @@ types: $(INSTALLED)
 	@echo "mypy --strict"
 	@cd python && $(BIN)/mypy --no-error-summary
 	@cd python && MYPYPATH=../compat $(BIN)/mypy --no-error-summary --strict ../compat/sglang
+	@cd python && MYPYPATH=../compat/vllm-names $(BIN)/mypy --no-error-summary --strict ../compat/vllm-names/vllm
 
 imports: $(INSTALLED)
 	@echo "lint-imports"
@@ -175,10 +177,22 @@ test-plugins: .venv-plugins/.installed
 		--editable python --editable plugins/ebbtide-verl
 	@touch $@
 
+# TRL brings seventy packages.
+test-trl: .venv-trl/.installed
+	@PYTHONPATH=compat/vllm-names .venv-trl/bin/python -m pytest --quiet compat/vllm-names/tests
+
+.venv-trl/.installed: python/pyproject.toml
+	@echo "installing TRL into .venv-trl (minutes)"
+	@$(PYTHON) -m venv .venv-trl
+	@.venv-trl/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	@.venv-trl/bin/pip install --quiet --disable-pip-version-check pytest requests "trl>=1.16,<1.17" \
+		--editable python
+	@touch $@
+
 wheel: $(INSTALLED)
 	@$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./python
 	@ls dist/*.whl
 
 clean:
-	rm -rf $(VENV) .venv-plugins demo_out dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-plugins .venv-trl demo_out dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	cd python && rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,4 +1,4 @@
-"""These tests import the compatibility package as its users do: by its folder on the path."""
+"""These tests import the compatibility packages as their users do: by their folders on the path."""
 
 import sys
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 from torch.multiprocessing import reductions
 
 COMPAT = Path(__file__).parents[2] / "compat"
-sys.path.insert(0, str(COMPAT))
+sys.path[:0] = [str(COMPAT), str(COMPAT / "vllm-names")]
 
 
 @pytest.fixture(autouse=True)

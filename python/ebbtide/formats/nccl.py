@@ -68,6 +68,15 @@ def load_library() -> Any:
         raise NcclFailed(f"NCCL cannot be loaded: {error}") from error
 
 
+def make_unique_id() -> bytes:
+    """The id of a new communicator, which all of its ranks need. Raises `NcclFailed`."""
+    library, unique_id = load_library(), _UniqueId()
+    status = library.ncclGetUniqueId(ctypes.byref(unique_id))
+    if status != _SUCCESS:
+        raise NcclFailed(f"ncclGetUniqueId: {status}")
+    return bytes(unique_id)
+
+
 class RawNccl:
     """One rank of a communicator, with the methods of torch's backends that a weight group uses.
 

@@ -88,7 +88,7 @@ class UpdateParameters(Struct, kw_only=True):
 
 
 class BroadcasterParameters(Struct, kw_only=True):
-    """How prime-rl's trainer is met. `backend`: our own word; "gloo" and "nccl" are groups of torch's."""
+    """How prime-rl's trainer is met. `backend`: as in `/init_weight_transfer_engine`."""
 
     host: str
     port: int
@@ -97,7 +97,7 @@ class BroadcasterParameters(Struct, kw_only=True):
     timeout: float = 300.0
     quantize_in_weight_transfer: bool = False
     session_id: str | None = None
-    backend: Literal["gloo", "nccl", "raw_nccl"] = "raw_nccl"
+    backend: Literal["gloo", "nccl", "raw_nccl"] | None = None
 
 
 class ParameterInfo(Struct, kw_only=True):

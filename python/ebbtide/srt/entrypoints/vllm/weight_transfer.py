@@ -57,7 +57,8 @@ UPDATE_INFO: Final = "body.update_info"
 class InitInfo(Struct, kw_only=True):
     """How a trainer is met: by the store at an address, or by the id of its communicator.
 
-    `backend`: our own word; "gloo" and "nccl" are groups of torch's.
+    `backend`: our own word; "gloo" and "nccl" are groups of torch's. Without it, raw NCCL between GPUs, and
+    gloo where the engine runs on a CPU.
     """
 
     rank_offset: int
@@ -68,7 +69,7 @@ class InitInfo(Struct, kw_only=True):
     packed: bool = False
     packed_buffer_size_bytes: int = PACKED_BYTES
     packed_num_buffers: int = 2
-    backend: Literal["gloo", "nccl", "raw_nccl"] = "raw_nccl"
+    backend: Literal["gloo", "nccl", "raw_nccl"] | None = None
     timeout_s: float = 300.0
 
 
@@ -121,6 +122,11 @@ class VllmWeightTransfer:
     def _num_ranks(self) -> int:
         return self._service.config.parallel.num_ranks
 
+    def _backend(self, asked: str | None) -> str:
+        if asked is not None:
+            return asked
+        return "gloo" if self._service.config.runtime.device == "cpu" else "raw_nccl"
+
     async def init(self, asked: InitParameters) -> Body:
         """Join the trainer's group in the place of the one before; one that lends its memory has none."""
         if "local_checkpoint_dir" in asked.init_info:
@@ -137,7 +143,7 @@ class VllmWeightTransfer:
             "master_port": info.master_port or 0,
             "rank_offset": info.rank_offset,
             "world_size": info.world_size,
-            "backend": info.backend,
+            "backend": "raw_nccl" if info.nccl_unique_id_b64 is not None else self._backend(info.backend),
             "nccl_unique_id": info.nccl_unique_id_b64,
             "timeout_s": info.timeout_s,
             "group_name": GROUP,
@@ -157,7 +163,7 @@ class VllmWeightTransfer:
             "master_port": asked.port,
             "rank_offset": 1 + asked.rank_offset,
             "world_size": 1 + asked.inference_world_size,
-            "backend": asked.backend,
+            "backend": self._backend(asked.backend),
             "timeout_s": asked.timeout,
             "group_name": BROADCASTER,
         }
@@ -297,7 +303,7 @@ class VllmWeightTransfer:
         info = checked(given, InitInfo, "body.init_info")
         has_address = info.master_address is not None and info.master_port is not None
         is_met_by_id = info.nccl_unique_id_b64 is not None
-        if has_address == is_met_by_id or (is_met_by_id and info.backend != "raw_nccl"):
+        if has_address == is_met_by_id or (is_met_by_id and info.backend not in (None, "raw_nccl")):
             raise RequestRejected(
                 "init_info: expected master_address and master_port, or nccl_unique_id_b64",
                 param="body.init_info",

@@ -1,0 +1,133 @@
+"""TRL's GRPOTrainer in server mode trains against `ebbtide serve`, on a CPU, without a vLLM wheel.
+
+TRL refuses to send weights from a device that is not called "cuda"; that word is all that is changed here.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+import requests
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
+
+from ebbtide.srt.hf_folder import folder_of
+
+MODEL = str(folder_of("tiny"))
+START_TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--max-total-tokens", "8192"]
+    command = [
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "serve",
+        MODEL,
+        "--port",
+        str(port),
+        "--log-level",
+        "error",
+        *flags,
+    ]
+    process = subprocess.Popen(command)
+    try:
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while not is_healthy(f"http://127.0.0.1:{port}"):
+            assert process.poll() is None, "the server did not start"
+            assert time.monotonic() < until_s, "the server does not answer"
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def is_healthy(url: str) -> bool:
+    with suppress(requests.ConnectionError):
+        return requests.get(f"{url}/health", timeout=60).ok
+    return False
+
+
+@pytest.fixture(autouse=True)
+def a_cpu_called_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = VLLMClient.init_communicator
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: join(self, device="cuda"))
+
+
+def prefers_low_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [-sum(ids) / len(ids) for ids in completion_ids]
+
+
+def trainer_for(url: str, folder: Path) -> GRPOTrainer:
+    config = GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=url,
+        vllm_group_port=free_port(),
+        max_steps=3,
+        learning_rate=1e-2,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    prompts = Dataset.from_list([{"prompt": text} for text in ("One", "Two", "Three", "Four")])
+    return GRPOTrainer(model=MODEL, reward_funcs=prefers_low_ids, args=config, train_dataset=prompts)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def server_logprobs(url: str, ids: list[int]) -> list[float]:
+    body = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0}
+    body["sampling_params"] = {"max_new_tokens": 1}
+    answer = requests.post(f"{url}/generate", json=body, timeout=60).json()
+    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+def model_logprobs(model: Any, ids: list[int]) -> list[float]:
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return [float(row[token]) for row, token in zip(logits, ids[1:], strict=True)]
+
+
+def test_grpo_trains_and_the_server_samples_from_its_weights(url: str, tmp_path: Path) -> None:
+    ids = [1, 300, 301, 302, 303, 304]
+    first = server_logprobs(url, ids)
+    trainer = trainer_for(url, tmp_path)
+    trainer.train()
+    steps = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/max" in row]
+    assert len(steps) == 3
+    # At each step, what the server said of its samples is what the trainer's weights say of them.
+    assert max(row["sampling/sampling_logp_difference/max"] for row in steps) < 1e-3
+    trainer.vllm_generation.sync_weights()
+    last = server_logprobs(url, ids)
+    assert last == pytest.approx(model_logprobs(trainer.model, ids), abs=1e-3)
+    assert max(abs(a - b) for a, b in zip(first, last, strict=True)) > 0.01

@@ -1,0 +1,68 @@
+"""How to sample, in vLLM's words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class StructuredOutputsParams:
+    """What an output must look like: one of these."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
+@dataclass
+class SamplingParams:
+    """As the fields of `POST /inference/v1/generate`; what the engine does not do is refused there by name.
+
+    Attributes:
+        max_tokens: None: to the end of the context.
+        logprobs, prompt_logprobs: how many of the most likely tokens; 0: the token itself; None: none.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Those that say something, as JSON has them."""
+        return _given(asdict(self))
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _given(value) if name == "structured_outputs" else value
+        for name, value in values.items()
+        if value is not None
+    }
