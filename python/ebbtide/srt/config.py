@@ -39,6 +39,23 @@ DIST_TIMEOUT_S = 600.0
 
 
 ANY_NAME: Final = "*"
+DEFAULT_LORA_RANK, MAX_LORA_RANK = 64, 256
+ALL_TARGETS: Final = frozenset({"all", "all-linear"})
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """The LoRA adapters that there is device memory for.
+
+    Attributes:
+        num_slots: how many.
+        max_rank: the highest rank of one.
+        targets: ends of the names of modules that may have them; None: all that can.
+    """
+
+    num_slots: int
+    max_rank: int
+    targets: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +73,7 @@ class ModelConfig:
         fp32_lm_head: whether logits are computed in float32, whatever the dtype.
         quantization: "fp8" (blocks), "w8a8_fp8" (rows), or None where weights keep their dtype.
         quantization_exclude: patterns of modules that keep it anyway, see `models.quantizing.Quantization`.
+        adapters: None: the engine serves none.
     """
 
     path: str
@@ -82,6 +100,7 @@ class ModelConfig:
     fp32_lm_head: bool = False
     quantization: str | None = None
     quantization_exclude: tuple[str, ...] = ()
+    adapters: AdapterLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +352,17 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
         fp32_lm_head=args.enable_fp32_lm_head,
         quantization=quantization,
         quantization_exclude=(*kept, *(args.quantization_exclude or ())),
+        adapters=_adapter_limits(args),
     )
+
+
+def _adapter_limits(args: ServerArgs) -> AdapterLimits | None:
+    rank = DEFAULT_LORA_RANK if args.max_lora_rank is None else args.max_lora_rank
+    if rank > MAX_LORA_RANK:
+        raise ConfigurationError(f"max_lora_rank: expected at most {MAX_LORA_RANK}, got {rank}")
+    targets = tuple(args.lora_target_modules or ("all",))
+    limits = AdapterLimits(args.max_loras_per_batch, rank, None if ALL_TARGETS & set(targets) else targets)
+    return limits if args.enable_lora else None
 
 
 def _context_len(given: int | None, longest: int) -> int:

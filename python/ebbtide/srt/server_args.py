@@ -291,6 +291,25 @@ class ServerArgs(SglangArguments):
             "model.layers.0.* (never quantized: lm_head, embeddings, routers, norms)."
         ),
     ] = None
+    enable_lora: Annotated[
+        bool, Arg("Serve LoRA adapters beside the model: memory is taken for max-loras-per-batch of them.")
+    ] = False
+    max_lora_rank: Annotated[
+        int | None,
+        Arg("Highest rank of an adapter, at most 256; memory is taken for it (default: 64).", minimum=8),
+    ] = None
+    max_loras_per_batch: Annotated[
+        int,
+        Arg(
+            "Adapters in device memory, which is as many as a batch may have.",
+            aliases=("--max-loras",),
+            minimum=1,
+        ),
+    ] = 8
+    lora_target_modules: Annotated[
+        list[str] | None,
+        Arg("Modules that adapters may have, such as q_proj; all: every one (default: every one)."),
+    ] = None
     enable_fp32_lm_head: Annotated[bool, Arg("Compute logits in float32.")] = False
     disable_cuda_graph: Annotated[bool, Arg("Turn CUDA graphs off.")] = False
     cuda_graph_bs: Annotated[

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.layers.linear import Gated, Inputs, Linear, linear
-from ebbtide.srt.layers.moe import Experts, run_experts
+from ebbtide.srt.layers.moe import AdaptedExperts, Experts, run_experts
 from ebbtide.srt.layers.norm import Activation, QuantizedTokens, RMSNorm, Started, tensor_of
 from ebbtide.srt.layers.step import Kernels
 
@@ -308,8 +308,10 @@ class EightBitExperts(Experts, ABC):
         self.gate_up_proj = on_meta(tuple(plain.gate_up_proj.shape), FP8)
         self.down_proj = on_meta(tuple(plain.down_proj.shape), FP8)
 
-    def run(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        out_TD = run_experts(x_TD.to(torch.float32), *self._dequantized(), weights_TK, experts_TK)
+    def run(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapted: AdaptedExperts | None
+    ) -> Tensor:
+        out_TD = run_experts(x_TD.to(torch.float32), *self._dequantized(), weights_TK, experts_TK, adapted)
         return out_TD.to(x_TD.dtype)
 
     @abstractmethod

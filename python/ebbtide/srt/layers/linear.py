@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
+from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.norm import (
     Activation,
+    Addend,
     NormedResidual,
     PartialNorm,
     RMSNorm,
@@ -71,6 +73,7 @@ class Linear(nn.Module):
     Attributes:
         group: the ranks that divide the weight among them.
         is_quantizable: whether its weight may be kept in fewer bits.
+        adapters: what the slots of adapters hold for it; None: it takes none.
     """
 
     is_quantizable = True
@@ -78,6 +81,7 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.group: ParallelGroup = SoloGroup()
+        self.adapters: ProductAdapters | None = None
         self.weight = nn.Parameter(
             torch.empty(out_features, in_features, dtype=dtype, device="meta"), requires_grad=False
         )
@@ -98,15 +102,25 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor | NormedResidual, step: Step) -> Tensor:
         """The product, [T, O] of this rank's outputs."""
-        return self.project(Inputs(x), self.bias, step.kernels)
+        if self.adapters is None or step.adapters is None:
+            return self.project(Inputs(x), self.bias, step.kernels)
+        x_TD = tensor_of(x)
+        delta = self.adapters.of(x_TD, step.adapters)
+        out_TO = self.project(Inputs(x_TD), self.bias, step.kernels)
+        delta.add_(out_TO)
+        return out_TO
 
-    def gated(self, x: Tensor | NormedResidual, activation: Activation, step: Step) -> Gated:
+    def gated(self, x: Tensor | NormedResidual, activation: Activation, step: Step) -> Gated | Tensor:
         """activation(gate) · up, [T, I]; the gates' rows of the weight come first."""
-        return Gated(self, Inputs(x), activation, step.kernels)
+        if self.adapters is None or step.adapters is None:
+            return Gated(self, Inputs(x), activation, step.kernels)
+        return gated(self.forward(x, step), activation)
 
-    def addend(self, x: Tensor | Gated, step: Step) -> Product:
+    def addend(self, x: Tensor | Gated, step: Step) -> Addend:
         """The product, [T, O], for the residual. Each rank holds some of the inputs, and all of the bias."""
-        return Product(self, x, step.kernels)
+        if self.adapters is None or step.adapters is None:
+            return Product(self, x, step.kernels)
+        return AdaptedProduct(self, tensor_of(x), step.kernels, self.adapters, step.adapters)
 
     def project(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
         """What `forward` gives."""
@@ -130,7 +144,7 @@ class Linear(nn.Module):
         """residual += the product, in place. See `Addend`."""
         x_TD = tensor_of(x)
         if self.group.size > 1:
-            self.group.add_reduced_(self._part(x_TD, kernels), residual_TO)
+            self.group.add_reduced_(self.part(x_TD, kernels), residual_TO)
         elif self.takes_few(x_TD, kernels):
             return self._multiply_few(Inputs(x_TD), self.bias, residual_TO, add=True, then=then)
         else:
@@ -139,7 +153,7 @@ class Linear(nn.Module):
 
     def summed(self, x: Tensor | Gated, kernels: Kernels) -> Tensor:
         """The product, [T, O], of all ranks' inputs."""
-        return self.group.all_reduce_(self._part(tensor_of(x), kernels))
+        return self.group.all_reduce_(self.part(tensor_of(x), kernels))
 
     def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
         """The product for any number of tokens."""
@@ -186,7 +200,7 @@ class Linear(nn.Module):
             then=None if then is None or then.offset != 0.0 else (then.weight, then.eps),
         )
 
-    def _part(self, x_TD: Tensor, kernels: Kernels) -> Tensor:
+    def part(self, x_TD: Tensor, kernels: Kernels) -> Tensor:
         """What this rank adds to the product: its inputs', and from the first rank the bias."""
         return self.project(Inputs(x_TD), self.bias if self.group.rank == 0 else None, kernels)
 
@@ -217,3 +231,32 @@ class Product:
 
     def tensor(self) -> Tensor:
         return self.linear.summed(self.x, self.kernels)
+
+
+@dataclass(slots=True)
+class AdaptedProduct:
+    """A `Product` with adapters. Each rank adds what they make of its inputs to what it adds to the sum."""
+
+    linear: Linear
+    x_TD: Tensor
+    kernels: Kernels
+    adapters: ProductAdapters
+    step: StepAdapters
+
+    def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> Started | None:
+        if self.linear.group.size > 1:
+            self.linear.group.add_reduced_(self._part(), residual_TD)
+            return None
+        delta = self.adapters.of(self.x_TD, self.step)
+        self.linear.add_to(residual_TD, self.x_TD, None, self.kernels)
+        delta.add_(residual_TD)
+        return None
+
+    def tensor(self) -> Tensor:
+        return self.linear.group.all_reduce_(self._part())
+
+    def _part(self) -> Tensor:
+        delta = self.adapters.of(self.x_TD, self.step)
+        part_TO = self.linear.part(self.x_TD, self.kernels)
+        delta.add_(part_TO)
+        return part_TO

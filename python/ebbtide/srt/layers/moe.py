@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.layers.linear import Inputs, Linear, linear
+from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.norm import Addend, NormedResidual, RMSNorm, Started, gated, tensor_of
 from ebbtide.srt.layers.step import Kernels, Step
 
@@ -95,12 +96,14 @@ class Experts(nn.Module):
 
     Attributes:
         group: the ranks that divide every expert's inner columns among them.
+        adapters: what the slots of adapters hold, by parameter; empty: they take none.
     """
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype, layer: int) -> None:
         super().__init__()
         num_experts, inner = config.num_experts, config.inner_size
         self.config, self.layer = config, layer
+        self.adapters: dict[str, ProductAdapters] = {}
         self.group: ParallelGroup = SoloGroup()
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts * 2 * inner, hidden_size, dtype=dtype, device="meta"), requires_grad=False
@@ -126,11 +129,13 @@ class Experts(nn.Module):
             weights_TK, experts_TK = reroute(logits_TE, weights_TK, experts_TK, given_TK, config)
         if step.routes_TLK is not None:
             step.routes_TLK[: len(experts_TK), self.layer].copy_(experts_TK)
-        return ExpertSum(self, x_TD, weights_TK, experts_TK)
+        return ExpertSum(self, x_TD, weights_TK, experts_TK, step.adapters if self.adapters else None)
 
-    def run(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def run(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapted: AdaptedExperts | None
+    ) -> Tensor:
         """The weighted sum on a device without kernels of ours."""
-        return run_experts(x_TD, self.gate_up_proj, self.down_proj, weights_TK, experts_TK)
+        return run_experts(x_TD, self.gate_up_proj, self.down_proj, weights_TK, experts_TK, adapted)
 
     def run_fused(
         self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TD: Tensor | None
@@ -142,6 +147,20 @@ class Experts(nn.Module):
         return fused_experts(x_TD, *weights, weights_TK, experts_TK, residual_TD=residual_TD)
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedExperts:
+    """The adapters of a layer's experts, by parameter, and those of the tokens of a pass."""
+
+    adapters: dict[str, ProductAdapters]
+    step: StepAdapters
+
+    def add_rows_(self, parameter: str, out_NO: Tensor, x_ND: Tensor, tokens_N: Tensor, expert: int) -> None:
+        """Add to the product of rows, which belong to these tokens, with one expert."""
+        if parameter in self.adapters:
+            slots_N = self.step.slots_T[tokens_N]
+            self.adapters[parameter].add_rows_(out_NO, x_ND, slots_N, expert)
+
+
 @dataclass(slots=True)
 class ExpertSum:
     """The weighted sum of each token's experts, computed when it is added to the residual. An `Addend`."""
@@ -150,6 +169,7 @@ class ExpertSum:
     x_TD: Tensor
     weights_TK: Tensor
     experts_TK: Tensor
+    adapters: StepAdapters | None = None
 
     def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> None:
         group = self.experts.group
@@ -166,7 +186,8 @@ class ExpertSum:
         chosen = (self.x_TD, self.weights_TK, self.experts_TK)
         if self.x_TD.is_cuda:
             return self.experts.run_fused(*chosen, residual_TD)
-        out_TD = self.experts.run(*chosen)
+        adapted = None if self.adapters is None else AdaptedExperts(self.experts.adapters, self.adapters)
+        out_TD = self.experts.run(*chosen, adapted)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
 
@@ -262,7 +283,12 @@ def _weights(scores_TE: Tensor, experts_TK: Tensor, config: MoeConfig) -> Tensor
 
 
 def run_experts(
-    x_TD: Tensor, gate_up_RD: Tensor, down_RI: Tensor, weights_TK: Tensor, experts_TK: Tensor
+    x_TD: Tensor,
+    gate_up_RD: Tensor,
+    down_RI: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    adapted: AdaptedExperts | None = None,
 ) -> Tensor:
     """The weighted sum [T, D] of each token's experts, one expert after the other.
 
@@ -281,7 +307,12 @@ def run_experts(
         slots_N = slots[first : first + count]
         tokens_N = slots_N // top_k
         gate_up_N2I = linear(x_TD[tokens_N], gate_up_RD[2 * inner * expert : 2 * inner * (expert + 1)])
-        y_ND = linear(gated(gate_up_N2I), down_RI[hidden * expert : hidden * (expert + 1)])
+        if adapted is not None:
+            adapted.add_rows_("gate_up_proj", gate_up_N2I, x_TD[tokens_N], tokens_N, expert)
+        inner_NI = gated(gate_up_N2I)
+        y_ND = linear(inner_NI, down_RI[hidden * expert : hidden * (expert + 1)])
+        if adapted is not None:
+            adapted.add_rows_("down_proj", y_ND, inner_NI, tokens_N, expert)
         # A token occurs once per expert, so the sum over experts has one order: that of the loop.
         out_TD.index_add_(0, tokens_N, y_ND.float() * weights_TK.flatten()[slots_N, None])
         first += count

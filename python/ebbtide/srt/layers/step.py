@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionStep
+from ebbtide.srt.layers.lora import StepAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Step:
         wanted_M: int64, not empty: the rows whose hidden states are wanted; None: all.
         given_TLK: int64, experts that tokens take in place of the routers' choice; −1, or None: it holds.
         routes_TLK: where layers write the experts of the tokens, with room for more of them; None: nowhere.
+        adapters: None: no token has one. Else every layer has all tokens: `wanted_M` is None.
     """
 
     input_ids_T: Tensor
@@ -65,3 +67,4 @@ class Step:
     wanted_M: Tensor | None = None
     given_TLK: Tensor | None = None
     routes_TLK: Tensor | None = None
+    adapters: StepAdapters | None = None

@@ -283,3 +283,45 @@ class BackedUpMemory(ArenaMemory):
         if self._is_saved:
             self._backup.restore()
         return mapped_bytes
+
+
+class JointMemory:
+    """Two memories of one tag, which come and go together; the second one always keeps its contents.
+
+    Args:
+        first: what the tag is about: whether it keeps its contents, a release says.
+    """
+
+    is_needed = True
+
+    def __init__(self, first: BackedUpMemory, second: BackedUpMemory) -> None:
+        self.keeps_contents = first.keeps_contents
+        self._first, self._second = first, second
+
+    @property
+    def virtual_bytes(self) -> int:
+        return self._first.virtual_bytes + self._second.virtual_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._first.resident_bytes + self._second.resident_bytes
+
+    @property
+    def backup_bytes(self) -> int:
+        return self._first.backup_bytes + self._second.backup_bytes
+
+    def prepare_release(self, keep: bool) -> None:
+        self._second.prepare_release(keep=True)
+        self._first.prepare_release(keep)
+
+    def release(self) -> int:
+        return self._first.release() + self._second.release()
+
+    def resume(self) -> int:
+        """As `ArenaMemory.resume`: both or neither."""
+        mapped_bytes = self._second.resume()
+        try:
+            return mapped_bytes + self._first.resume()
+        except OutOfDeviceMemory:
+            self._second.release()
+            raise

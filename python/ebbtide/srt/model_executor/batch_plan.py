@@ -124,6 +124,7 @@ class BatchPlan:
         specs: per request.
         given_routes: by request, the experts that the first of its new tokens take in place of the router's
             choice, [tokens, L, K].
+        adapters_R: int32, the slot of each request's adapter; −1: it has none; None: no request has one.
     """
 
     input_ids_T: NDArray[np.int64]
@@ -134,6 +135,7 @@ class BatchPlan:
     num_outputs_R: NDArray[np.int64]
     specs: list[SampleSpec]
     given_routes: Mapping[int, Routes] = field(default_factory=dict)
+    adapters_R: NDArray[np.int32] | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -150,6 +152,7 @@ class BatchPlan:
             samples_R=self.samples_R[order_R],
             num_outputs_R=self.num_outputs_R[order_R],
             specs=[self.specs[request] for request in order_R.tolist()],
+            adapters_R=None if self.adapters_R is None else self.adapters_R[order_R],
         )
 
 

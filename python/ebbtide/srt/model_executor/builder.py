@@ -34,6 +34,7 @@ from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.model_executor.adapters import AdapterSlots
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
 from ebbtide.srt.model_executor.initial_kv_scales import build_kv_scales
 from ebbtide.srt.model_executor.kv_sizing import DTYPES, KV_DTYPES, build_kv_pool, cache_groups, kv_layout
@@ -102,6 +103,7 @@ def build_model_runner(
     with ThreadPoolExecutor(1) as thread:
         compiled = thread.submit(make_attention.compile, shape, torch_device, progress, whole=rehearses)
         weight_store = _weights(model, slices.model, arenas, layout.chunk_bytes, group, torch_device, stages)
+        adapters = _adapters(model, weight_store, slices.model, saver, device)
         # What is not over by then compiles for most of a minute, in which other kernels may as well.
         if is_cuda and (rehearses or wait([compiled], COMPILING_AFTER_S).not_done):
             _rehearse(model, slices, shape, torch_device, progress)
@@ -124,11 +126,12 @@ def build_model_runner(
         arenas,
         group,
         free_bytes=device.free_bytes() // runtime_config.ranks_per_device,
-        weight_bytes=weight_store.arena.resident_bytes,
+        weight_bytes=weight_store.arena.resident_bytes
+        + (0 if adapters is None else adapters.arena.resident_bytes),
         scales=build_kv_scales(model_config, cache_config, group, torch_device),
     )
     attention = make_attention(kv_pool, model.attention_layers, shape)
-    return _ready(model, weight_store, kv_pool, attention, slices, device, saver, stages)
+    return _ready(model, weight_store, kv_pool, attention, slices, device, saver, stages, adapters)
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,25 @@ def _weights(
     return weight_store
 
 
+def _adapters(
+    model: CausalLM, store: WeightStore, config: ModelConfig, saver: MemorySaver, device: Device
+) -> AdapterSlots | None:
+    """Memory for adapters, where the engine serves any."""
+    if config.adapters is None:
+        return None
+    try:
+        slots = AdapterSlots(model, store.placements, config.adapters, saver, DTYPES[config.dtype], device)
+    except OutOfDeviceMemory as error:
+        raise ConfigurationError(
+            f"{config.adapters.num_slots} adapters of rank {config.adapters.max_rank} do not fit: {error}; "
+            "lower max_loras_per_batch or max_lora_rank, or name fewer lora_target_modules"
+        ) from error
+    logger.info(
+        "adapters: slots=%d max_rank=%d slot_bytes=%d", slots.num_slots, slots.max_rank, slots.slot_bytes
+    )
+    return slots
+
+
 def _ready(
     model: CausalLM,
     weight_store: WeightStore,
@@ -186,6 +208,7 @@ def _ready(
     device: Device,
     saver: MemorySaver,
     stages: Progress,
+    adapters: AdapterSlots | None,
 ) -> ModelRunner:
     """The runner, with its kernels warm and its decode steps captured."""
     torch_device, num_rows = torch.device(device.name), slices.schedule.max_running_requests
@@ -203,6 +226,7 @@ def _ready(
         next_tokens,
         slices.kernels(torch_device),
         logprobs_mode=slices.runtime.logprobs_mode,
+        adapters=adapters,
     )
     if slices.runtime.records_routes:
         runner.routes_TLK = _room_for_routes(model, slices, torch_device)

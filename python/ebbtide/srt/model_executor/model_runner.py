@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionStep
+from ebbtide.srt.layers.lora import StepAdapters
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.model_executor.adapters import AdapterSlots
 from ebbtide.srt.model_executor.batch_plan import (
     BatchPlan,
     BeforeMasks,
@@ -141,6 +143,7 @@ class ModelRunner:
         next_tokens: int64, the token sampled last for each row of the page table, and one row more.
         kernels: which products take kernels of ours.
         logprobs_mode: what the logprobs of outputs are of; see `Sampler`.
+        adapters: None: plans have none.
 
     Attributes:
         graphs: decode steps that were captured; None to launch every kernel of every step.
@@ -159,6 +162,7 @@ class ModelRunner:
         next_tokens: Tensor,
         kernels: Kernels,
         logprobs_mode: str = "scaled",
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.model = model
         self.weight_store = weight_store
@@ -168,6 +172,7 @@ class ModelRunner:
         self.sampler = Sampler(vocab_size, device, logprobs_mode=logprobs_mode)
         self.attention = attention
         self.kernels = kernels
+        self.adapters = adapters
         self.routes_TLK: Tensor | None = None
         self._device = device
         self._next_tokens = next_tokens
@@ -223,9 +228,16 @@ class ModelRunner:
         wants_last = bool(batch.sampled_R) and not plan.is_decode and not batch.prompt_rows
         # Every row of the last layer has experts of its own.
         wants_last = wants_last and self.routes_TLK is None and not plan.given_routes
+        # So that the slots of adapters are those of the same rows in every layer.
+        wants_last = wants_last and plan.adapters_R is None
         wanted_M = batch.sampled_rows_S if wants_last else None
         hidden_TD = self.forward(
-            input_ids_T, batch.positions_T, self.attention, wanted_M, given_TLK=self._given(plan)
+            input_ids_T,
+            batch.positions_T,
+            self.attention,
+            wanted_M,
+            given_TLK=self._given(plan),
+            slots_T=self._slots(plan),
         )
         step = LaunchedStep(len(plan.specs), batch.sampled_R)
         step.routes = self._routes(len(plan.input_ids_T))
@@ -243,10 +255,31 @@ class ModelRunner:
         attention: AttentionStep,
         wanted_M: Tensor | None = None,
         given_TLK: Tensor | None = None,
+        slots_T: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states; arguments as in `Step`."""
-        step = Step(input_ids_T, positions_T, attention, self.kernels, wanted_M, given_TLK, self.routes_TLK)
-        return self.model.forward(step)
+        """Final hidden states; arguments as in `Step`, and the slots of the tokens' adapters."""
+        adapters = None
+        if slots_T is not None:
+            assert self.adapters is not None, "a plan has adapters, and the engine has no slots for them"
+            adapters = StepAdapters.of(slots_T, self.adapters.num_slots)
+        return self.model.forward(
+            Step(
+                input_ids_T,
+                positions_T,
+                attention,
+                self.kernels,
+                wanted_M,
+                given_TLK,
+                self.routes_TLK,
+                adapters,
+            )
+        )
+
+    def _slots(self, plan: BatchPlan) -> Tensor | None:
+        """The slots of the tokens' adapters, as `StepAdapters` has them."""
+        if plan.adapters_R is None:
+            return None
+        return upload(np.repeat(plan.adapters_R, plan.num_new_R), self._device)
 
     def _given(self, plan: BatchPlan) -> Tensor | None:
         """The experts that the plan gives to tokens, as `Step` has them."""

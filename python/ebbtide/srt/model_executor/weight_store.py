@@ -141,6 +141,11 @@ class WeightStore:
             if self._scales and self._layout is BLOCKS:
                 compile_quantizing(self.device)
 
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        """Where each tensor of a checkpoint lies in this rank's parameters."""
+        return self._placements
+
     def is_scales(self, name: str, direct: bool = False) -> bool:
         """Whether a tensor of this name holds the scales of another."""
         known = self._slots if direct else self._scales

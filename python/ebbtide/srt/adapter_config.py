@@ -1,0 +1,139 @@
+"""What PEFT's adapter_config.json says of a LoRA adapter."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ebbtide.srt.errors import RequestRejected
+
+MAX_TEXT = 200
+# Fields of adapter_config.json that change what an adapter computes, and the values that change nothing.
+PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA", None),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "use_qalora": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "use_bdlora": (None, False),
+    "arrow_config": (None, {}),
+    "kasa_config": (None, {}),
+    "velora_config": (None, {}),
+    "monteclora_config": (None, {}),
+}
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What an adapter_config.json of PEFT says.
+
+    Attributes:
+        rank: r.
+        scaling: what products are multiplied by where no pattern says otherwise.
+        targets: `target_modules` and `target_parameters`, as far as they are lists.
+        alpha, is_rank_stabilized: lora_alpha, and whether it is divided by √r instead of r.
+        ranks, alphas: rank_pattern and alpha_pattern: regular expressions for the end of a module's name.
+    """
+
+    rank: int
+    scaling: float
+    targets: tuple[str, ...]
+    alpha: float = 1.0
+    is_rank_stabilized: bool = False
+    ranks: tuple[tuple[str, int], ...] = ()
+    alphas: tuple[tuple[str, float], ...] = ()
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's adapter, by its checkpoint name."""
+        return next((rank for pattern, rank in self.ranks if _ends_in(module, pattern)), self.rank)
+
+    def scaling_of(self, module: str) -> float:
+        alpha = next((alpha for pattern, alpha in self.alphas if _ends_in(module, pattern)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+
+def adapter_config(fields: Mapping[str, object]) -> AdapterConfig:
+    """Read the fields of an adapter_config.json.
+
+    Raises RequestRejected, naming the field and what was expected.
+    """
+    for name, plain in PLAIN_VALUES.items():
+        if (value := fields.get(name)) not in plain:
+            raise _refused(name, f"{plain[0]!r}: other adapters are not supported", value)
+    rank = _whole(fields, "r")
+    alpha = _number(fields.get("lora_alpha", rank), "lora_alpha")
+    is_rank_stabilized = fields.get("use_rslora") or False
+    if not isinstance(is_rank_stabilized, bool):
+        raise _refused("use_rslora", "true or false", is_rank_stabilized)
+    ranks = tuple(
+        (pattern, _whole({"rank_pattern": value}, "rank_pattern"))
+        for pattern, value in _patterns(fields, "rank_pattern").items()
+    )
+    alphas = tuple(
+        (pattern, _number(value, "alpha_pattern"))
+        for pattern, value in _patterns(fields, "alpha_pattern").items()
+    )
+    return AdapterConfig(
+        rank,
+        alpha / (math.sqrt(rank) if is_rank_stabilized else rank),
+        (*_targets(fields, "target_modules"), *_targets(fields, "target_parameters")),
+        alpha,
+        is_rank_stabilized,
+        ranks,
+        alphas,
+    )
+
+
+def _refused(name: str, expected: str, value: object) -> RequestRejected:
+    return RequestRejected(f"adapter config: {name}: expected {expected}, got {str(value)[:MAX_TEXT]!r}")
+
+
+def _whole(fields: Mapping[str, object], name: str) -> int:
+    value = fields.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 16:
+        raise _refused(name, "a rank of 1 or more", value)
+    return value
+
+
+def _number(value: object, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise _refused(name, "a finite number", value)
+    return float(value)
+
+
+def _patterns(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
+    value = fields.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise _refused(name, "an object of names or patterns", value)
+    for pattern in value:
+        try:
+            re.compile(_end_pattern(str(pattern)))
+        except re.error:
+            raise _refused(name, "regular expressions for module names", pattern) from None
+    return value
+
+
+def _targets(fields: Mapping[str, object], name: str) -> tuple[str, ...]:
+    value = fields.get(name)
+    if value is None or isinstance(value, str):
+        # A regular expression, or all-linear: the tensors show what it meant.
+        return ()
+    if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
+        raise _refused(name, "a list of names, or a string", value)
+    return tuple(value)
+
+
+def _end_pattern(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
+def _ends_in(module: str, pattern: str) -> bool:
+    return re.match(_end_pattern(pattern), module) is not None

@@ -1,0 +1,463 @@
+"""LoRA adapters in memory: slots of one arena, which hold what PEFT's names and shapes say.
+
+Shapes: S slots, E experts, P fused tensors, R ranks, D inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ebbtide.srt.adapter_config import MAX_TEXT, AdapterConfig
+from ebbtide.srt.config import AdapterLimits
+from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
+from ebbtide.srt.layers.embedding import VocabEmbedding
+from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.lora import ProductAdapters
+from ebbtide.srt.layers.moe import Experts
+from ebbtide.srt.memory_saver.saver import ArenaSource
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.model_executor.weight_copies import CONVERTIBLE
+from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM
+from ebbtide.srt.models.sharding import Part, Placement
+
+if TYPE_CHECKING:
+    from ebbtide.srt.device.base import Device
+
+# Elements that A and B begin at multiples of.
+ALIGNMENT = 256
+# What tensor cores multiply.
+RANK_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the adapters of one product lie in a slot.
+
+    Attributes:
+        names: the checkpoint's modules that are fused in the product, expert after expert, and their parts.
+        ends: where the outputs of each fused tensor of an expert end.
+        rank: R.
+        first_scaling: of its P scalings among those of a slot.
+        a_offset, b_offset: in elements.
+    """
+
+    names: Mapping[str, Placement]
+    num_experts: int
+    num_inputs: int
+    ends: tuple[int, ...]
+    rank: int
+    first_scaling: int
+    a_offset: int
+
+    @property
+    def a_shape(self) -> tuple[int, int, int]:
+        return self.num_experts, len(self.ends) * self.rank, self.num_inputs
+
+    @property
+    def b_shape(self) -> tuple[int, int, int]:
+        return self.num_experts, self.ends[-1], self.rank
+
+    @property
+    def b_offset(self) -> int:
+        return self.a_offset + _aligned(math.prod(self.a_shape))
+
+    @property
+    def end(self) -> int:
+        return self.b_offset + _aligned(math.prod(self.b_shape))
+
+
+@dataclass(frozen=True)
+class _Module:
+    """Where the adapter of one module goes.
+
+    Attributes:
+        expert: None: of all experts, whose ranks come one after the other in A and beside each other in B.
+        first_rank: of the rows of A, and of the columns of B, that are its own.
+        parts: ranges of the rows of B as it comes, and where they begin in the product's outputs.
+        columns: the range of the columns of A as it comes.
+        num_outputs, num_inputs: of B and A as they come.
+    """
+
+    layout: _Layout
+    expert: int | None
+    part: int
+    first_rank: int
+    parts: tuple[tuple[slice, int], ...]
+    columns: slice
+    num_outputs: int
+    num_inputs: int
+    most_ranks: int
+
+
+@dataclass(frozen=True, eq=False)
+class SlotCopy:
+    """What a slot holds, in host memory."""
+
+    values: Tensor
+    scalings: Tensor
+
+
+class AdapterSlots:
+    """A rank's adapters, slot by slot in one arena of the tag `weights`, and the products' views of them.
+
+    Args:
+        model: behind the weight store: its products get their `adapters`.
+        placements: where a checkpoint's tensors lie in this rank's parameters.
+        saver: where the arena comes from.
+        dtype: of A and B.
+
+    Attributes:
+        num_slots, max_rank: as configured.
+        arena: resident after construction, all slots cleared.
+        generation: of the contents; it rises with every change.
+
+    Raises ConfigurationError for targets that the model does not have.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        placements: Mapping[str, Placement],
+        limits: AdapterLimits,
+        saver: ArenaSource,
+        dtype: torch.dtype,
+        device: Device,
+    ) -> None:
+        self.num_slots, self.max_rank = limits.num_slots, limits.max_rank
+        self.generation = 0
+        self._device = device
+        layouts = _layouts(model, placements, limits)
+        self._modules = dict(_modules(model, layouts))
+        self._untargeted = _untargeted(model, placements, limits)
+        last = list(layouts.values())[-1]
+        num_values, num_scalings = last.end, last.first_scaling + len(last.ends)
+        values_bytes = self.num_slots * num_values * dtype.itemsize
+        self.arena = saver.arena(MemoryTag.WEIGHTS, values_bytes + self.num_slots * num_scalings * 4)
+        self.arena.resume()
+        self._values_SN = self.arena.view(0, (self.num_slots, num_values), dtype)
+        self._scalings_SQ = self.arena.view(values_bytes, (self.num_slots, num_scalings), torch.float32)
+        self._values_SN.zero_()
+        self._scalings_SQ.zero_()
+        for parameter, layout in layouts.items():
+            _give(model, parameter, self._adapters(layout))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot on this rank."""
+        return self._values_SN[0].nbytes + self._scalings_SQ[0].nbytes
+
+    def check(
+        self,
+        config: AdapterConfig,
+        names_shapes_dtypes: Iterable[tuple[str, Sequence[int], torch.dtype]],
+    ) -> None:
+        """Check the tensors of an adapter, by PEFT's names. Reads and changes no data.
+
+        Raises RequestRejected, naming the tensor or the field and what was expected.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape, dtype in names_shapes_dtypes:
+            if dtype not in CONVERTIBLE:
+                raise _tensor_refused(name, f"a floating type of 16 bits or more, got {dtype}")
+            if name in shapes:
+                raise _tensor_refused(name, "it once, got it twice")
+            shapes[name] = tuple(shape)
+        self._pairs(config, shapes)
+
+    def write(self, slot: int, config: AdapterConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write an adapter that `check` accepts into a slot that no request runs on.
+
+        On a GPU copies are launched beside forward passes and not waited for: the tensors must live until
+        `Device.copies_done`, and passes with the slot follow `Device.follow_copies`.
+        """
+        given = dict(tensors)
+        pairs = self._pairs(config, {name: tuple(tensor.shape) for name, tensor in given.items()})
+        scalings = [0.0] * self._scalings_SQ.shape[1]
+        self.generation += 1
+        with self._device.copying(beside=False):
+            self._values_SN[slot].zero_()
+            for pair in pairs:
+                self._write(slot, pair.module, given[pair.a_name], given[pair.b_name])
+                scalings[pair.module.layout.first_scaling + pair.module.part] = pair.scaling
+            self._scalings_SQ[slot].copy_(torch.tensor(scalings), non_blocking=True)
+
+    def clear(self, slot: int) -> None:
+        """Make a slot's adapter one that adds nothing."""
+        self.generation += 1
+        with self._device.copying(beside=False):
+            self._values_SN[slot].zero_()
+            self._scalings_SQ[slot].zero_()
+
+    def save(self, slot: int) -> SlotCopy:
+        """Copy a slot to pinned host memory. On a GPU the copy is launched and not waited for."""
+        with self._device.copying(beside=False):
+            return SlotCopy(_on_host(self._values_SN[slot]), _on_host(self._scalings_SQ[slot]))
+
+    def restore(self, slot: int, copy: SlotCopy) -> None:
+        """Copy what was saved into a slot that no request runs on; as `write`."""
+        self.generation += 1
+        with self._device.copying(beside=False):
+            self._values_SN[slot].copy_(copy.values, non_blocking=True)
+            self._scalings_SQ[slot].copy_(copy.scalings, non_blocking=True)
+
+    def checksum(self, slot: int) -> str:
+        """A hash of what a slot holds on this rank."""
+        digest = hashlib.blake2b(digest_size=16)
+        for row in (self._values_SN[slot], self._scalings_SQ[slot]):
+            digest.update(row.cpu().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def _adapters(self, layout: _Layout) -> ProductAdapters:
+        def view(offset: int, shape: tuple[int, ...]) -> Tensor:
+            return self._values_SN[:, offset : offset + math.prod(shape)].view(-1, *shape)
+
+        scalings = slice(layout.first_scaling, layout.first_scaling + len(layout.ends))
+        return ProductAdapters(
+            view(layout.a_offset, layout.a_shape),
+            view(layout.b_offset, layout.b_shape),
+            self._scalings_SQ[:, scalings],
+            layout.ends,
+        )
+
+    def _write(self, slot: int, module: _Module, a: Tensor, b: Tensor) -> None:
+        layout = module.layout
+        adapters = self._adapters(layout)
+        a_EPD, b_EOR = adapters.a_SEPD[slot], adapters.b_SEOR[slot]
+        first = module.part * layout.rank + module.first_rank
+        a = a[:, module.columns]
+        if module.expert is None:
+            # E·R rows of A, expert after expert; E columns of B for each rank.
+            rank = len(a) // layout.num_experts
+            a_ERD = a.reshape(layout.num_experts, rank, -1)
+            b_EOR_new = b.reshape(len(b), rank, layout.num_experts).permute(2, 0, 1)
+            a_EPD[:, first : first + rank].copy_(a_ERD, non_blocking=True)
+            for rows, start in module.parts:
+                piece = b_EOR_new[:, rows]
+                b_EOR[:, start : start + piece.shape[1], :rank].copy_(piece, non_blocking=True)
+            return
+        rank = len(a)
+        a_EPD[module.expert, first : first + rank].copy_(a, non_blocking=True)
+        columns = slice(module.first_rank, module.first_rank + rank)
+        for rows, start in module.parts:
+            piece = b[rows]
+            b_EOR[module.expert, start : start + len(piece), columns].copy_(piece, non_blocking=True)
+
+    def _pairs(self, config: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[_Pair]:
+        """Each module's A and B, checked."""
+        halves: dict[str, dict[str, str]] = {}
+        for name in shapes:
+            match = _PEFT_NAME.fullmatch(name)
+            if match is None:
+                raise _tensor_refused(name, "a name of PEFT's, as in base_model.model.….q_proj.lora_A.weight")
+            if halves.setdefault(match[1], {}).setdefault(match[2], name) != name:
+                raise _tensor_refused(name, f"it once, got {halves[match[1]][match[2]][:MAX_TEXT]} too")
+        if not halves:
+            raise RequestRejected("adapter: expected tensors, got none")
+        return [self._pair(config, module, names, shapes) for module, names in halves.items()]
+
+    def _pair(
+        self,
+        config: AdapterConfig,
+        name: str,
+        names: Mapping[str, str],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> _Pair:
+        if len(names) < 2:
+            (name,) = names.values()
+            raise _tensor_refused(name, f"lora_{'B' if 'A' in names else 'A'} of the module with it")
+        a_shape, b_shape = shapes[names["A"]], shapes[names["B"]]
+        key, module = self._find(name, names["A"], a_shape, b_shape)
+        num_blocks = module.layout.num_experts if module.expert is None else 1
+        rank = config.rank_of(key)
+        if rank > module.most_ranks:
+            raise RequestRejected(
+                f"adapter config: r: expected at most {module.most_ranks} (max_lora_rank) for {key}, "
+                f"got {rank}"
+            )
+        for half, shape, expected in (
+            ("A", a_shape, (num_blocks * rank, module.num_inputs)),
+            ("B", b_shape, (module.num_outputs, num_blocks * rank)),
+        ):
+            if shape != expected:
+                raise _tensor_refused(
+                    names[half], f"shape {list(expected)} (rank {rank}), got {str(list(shape))[:MAX_TEXT]}"
+                )
+        return _Pair(module, names["A"], names["B"], config.scaling_of(key))
+
+    def _find(
+        self, name: str, tensor: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...]
+    ) -> tuple[str, _Module]:
+        """The module that a name means, and its own name."""
+        if (module := self._modules.get(name)) is not None:
+            return name, module
+        # PEFT wraps a layer's experts once for each parameter: which one, the shapes say.
+        experts = name.removesuffix(".base_layer")
+        fused = {key: self._modules.get(f"{experts}.{key}") for key in ("gate_up_proj", "down_proj")}
+        for key, module in fused.items():
+            if module is not None and (b_shape[:1], a_shape[1:]) == (
+                (module.num_outputs,),
+                (module.num_inputs,),
+            ):
+                return f"{experts}.{key}", module
+        known = [module for module in fused.values() if module is not None]
+        if known:
+            ways = " or ".join(f"{module.num_outputs} x {module.num_inputs}" for module in known)
+            raise _tensor_refused(
+                tensor, f"an adapter of a weight of {ways}, got A {a_shape} and B {b_shape}"
+            )
+        if name.endswith(("embed_tokens", "lm_head")):
+            raise _tensor_refused(
+                tensor, "no adapter of embeddings or the output layer: these are not supported"
+            )
+        if name in self._untargeted or experts in self._untargeted:
+            raise _tensor_refused(tensor, "modules of lora_target_modules alone")
+        raise _tensor_refused(tensor, "modules of the model: it has none of this name that takes an adapter")
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A and B of one module, by their names."""
+
+    module: _Module
+    a_name: str
+    b_name: str
+    scaling: float
+
+
+_PEFT_NAME = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])(?:\.default)?\.weight")
+
+
+def _tensor_refused(name: str, expected: str) -> RequestRejected:
+    return RequestRejected(f"adapter tensor {name[:MAX_TEXT]}: expected {expected}")
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _on_host(row: Tensor) -> Tensor:
+    host = torch.empty(row.shape, dtype=row.dtype, pin_memory=row.is_cuda)
+    return host.copy_(row, non_blocking=True)
+
+
+def _products(model: CausalLM, placements: Mapping[str, Placement]) -> dict[str, dict[str, Placement]]:
+    """The parameters that can have adapters, and the checkpoint's modules in each, in its order."""
+    products: dict[str, dict[str, Placement]] = {}
+    for name, placement in sorted(placements.items(), key=lambda item: item[1].target.start):
+        parameter = placement.target.parameter
+        module = model.get_submodule(parameter.rpartition(".")[0])
+        is_product = isinstance(module, Linear) and not isinstance(module, VocabEmbedding)
+        if name.endswith(".weight") and (
+            isinstance(module, Experts) or (is_product and parameter.endswith(".weight"))
+        ):
+            products.setdefault(parameter, {})[name.removesuffix(".weight")] = placement
+    return products
+
+
+def _is_targeted(module: str, targets: tuple[str, ...] | None) -> bool:
+    return targets is None or any(f".{module}".endswith(f".{target}") for target in targets)
+
+
+def _layouts(
+    model: CausalLM, placements: Mapping[str, Placement], limits: AdapterLimits
+) -> dict[str, _Layout]:
+    layouts: dict[str, _Layout] = {}
+    end, num_scalings = 0, 0
+    max_rank = -(-limits.max_rank // RANK_MULTIPLE) * RANK_MULTIPLE
+    for parameter, modules in _products(model, placements).items():
+        module = model.get_submodule(parameter.rpartition(".")[0])
+        num_experts = module.config.num_experts if isinstance(module, Experts) else 1
+        if not any(_is_targeted(name, limits.targets) for name in modules) or len(modules) % num_experts:
+            continue
+        num_rows, num_inputs = model.get_parameter(parameter).shape
+        if isinstance(module, Experts):
+            # One A for all that is fused in an expert: PEFT's has one, and others lie in blocks of it.
+            ends = [num_rows // num_experts]
+            rank = max_rank * (len(modules) // num_experts)
+        else:
+            targets = [placement.target for placement in modules.values()]
+            ends = [target.start + target.length for target in targets]
+            rank = max_rank
+        layout = _Layout(modules, num_experts, num_inputs, tuple(ends), rank, num_scalings, end)
+        layouts[parameter] = layout
+        end, num_scalings = layout.end, num_scalings + len(ends)
+    for target in limits.targets or ():
+        if not any(_is_targeted(name, (target,)) for layout in layouts.values() for name in layout.names):
+            known = {name.rpartition(".")[2] for layout in layouts.values() for name in layout.names}
+            raise ConfigurationError(
+                f"lora_target_modules: the model has no module {target!r}; "
+                f"known are {first_few(sorted(known))}"
+            )
+    if not layouts:
+        raise ConfigurationError("enable_lora: the model has no products that take adapters")
+    return layouts
+
+
+def _untargeted(
+    model: CausalLM, placements: Mapping[str, Placement], limits: AdapterLimits
+) -> frozenset[str]:
+    """Modules that could have adapters, but for the configured targets."""
+    names = {name for modules in _products(model, placements).values() for name in modules}
+    others = {name for name in names if not _is_targeted(name, limits.targets)}
+    return frozenset(others | {name.rpartition(".")[0].rpartition(".")[0] for name in others})
+
+
+def _modules(model: CausalLM, layouts: Mapping[str, _Layout]) -> Iterable[tuple[str, _Module]]:
+    """Where the adapter of each module of a checkpoint goes, and that of all experts of a layer."""
+    for parameter, layout in layouts.items():
+        holder = parameter.rpartition(".")[0]
+        is_experts = isinstance(model.get_submodule(holder), Experts)
+        per_expert = len(layout.names) // layout.num_experts
+        fused: list[tuple[slice, int]] = []
+        for index, (name, placement) in enumerate(layout.names.items()):
+            target, held = placement.target, placement.part
+            num_outputs, num_inputs = target.shape
+            expert, place = divmod(index, per_expert) if is_experts else (0, index)
+            start = target.start - (expert * layout.ends[-1] if is_experts else 0)
+            rows, columns = _held(held, OUTPUTS, num_outputs), _held(held, INPUTS, num_inputs)
+            if is_experts:
+                most, first_rank, part = layout.rank // per_expert, place * layout.rank // per_expert, 0
+            else:
+                most, first_rank, part = layout.rank, 0, place
+            module = _Module(
+                layout, expert, part, first_rank, ((rows, start),), columns, num_outputs, num_inputs, most
+            )
+            yield name, module
+            if len(layout.names) == 1:
+                # What transformers calls it, where checkpoints have another name.
+                yield holder, module
+            if is_experts and expert == 0:
+                before = place * num_outputs
+                fused.append((slice(before + rows.start, before + rows.stop), start))
+        if is_experts:
+            yield (
+                parameter,
+                _Module(
+                    *(layout, None, 0, 0, tuple(fused), columns),
+                    *(num_outputs * per_expert, num_inputs, layout.rank),
+                ),
+            )
+
+
+def _held(part: Part | None, dim: int, length: int) -> slice:
+    """What this rank holds of a dimension."""
+    if part is None or part.dim != dim:
+        return slice(0, length)
+    return slice(part.start, part.start + part.length)
+
+
+def _give(model: CausalLM, parameter: str, adapters: ProductAdapters) -> None:
+    holder, _, attribute = parameter.rpartition(".")
+    module: Any = model.get_submodule(holder)
+    if isinstance(module, Experts):
+        module.adapters[attribute] = adapters
+    else:
+        module.adapters = adapters
