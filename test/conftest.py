@@ -60,7 +60,7 @@ SERVED = (
     "test_weights_checker",
     "vllm/test_vllm_sequences",
 )
-FORKING = ("test_distributed_source", "broadcast/test_receive_plan")
+FORKING = ("test_distributed_source", "test_receive_plan")
 FAMILIES = (
     ("test/trainer/",),
     ("test/srt/distributed/", *(f"test/srt/weight_sync/{name}.py" for name in FORKING)),

@@ -72,7 +72,6 @@ class Tails(Protocol):
             data: what follows, from the list's first item to the pickle's end.
             memo: what it may refer to.
         """
-        ...
 
     def keep(self, data: bytes, memo: Mapping[int, object], read: set[int], items: list[object]) -> object:
         """A list was read that may come again; returns what stands for it.
@@ -80,7 +79,6 @@ class Tails(Protocol):
         Args:
             read: the indices of the memo that it refers to.
         """
-        ...
 
 
 def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:

@@ -29,7 +29,6 @@ class Storage(Protocol):
         Raises:
             RequestRejected: 400, they cannot be read, or are not all there. It names the storage.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.handle_source import open_handles
 from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.weight_sync.tensor_source import open_handles
 
 OTHER = "00000000-1111-4222-8333-444444444444"
 # At an odd offset in a buffer.

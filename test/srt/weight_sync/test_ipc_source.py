@@ -19,7 +19,7 @@ from fixtures.gpu_memory import UUID, Call, Counters, Gpu
 from torch.multiprocessing import reductions
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
+from ebbtide.srt.weight_sync.conversations import IpcConversation, open_conversation
 
 BUFFER_BYTES = 256
 TENSORS = {

@@ -20,8 +20,8 @@ from ebbtide.formats.weight_group import Broadcasts, Transfer, WeightGroup
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.models.sharding import Part
-from ebbtide.srt.weight_sync import receive_plan as plans
-from ebbtide.srt.weight_sync.receive_plan import receive_plan
+from ebbtide.srt.weight_sync import distributed_source as plans
+from ebbtide.srt.weight_sync.distributed_source import receive_plan
 
 CPU = torch.device("cpu")
 

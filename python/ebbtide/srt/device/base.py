@@ -26,16 +26,13 @@ class Device(Protocol):
     @property
     def name(self) -> str:
         """As torch spells it, e.g. "cpu" or "cuda:0"."""
-        ...
 
     @property
     def uuid(self) -> str | None:
         """What identifies the device to other processes; None for the CPU."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until everything launched so far has run."""
-        ...
 
     def copying(self, *, beside: bool = False) -> AbstractContextManager[None]:
         """Work launched inside runs beside forward passes, and after all that was launched before.
@@ -43,23 +40,18 @@ class Device(Protocol):
         Args:
             beside: not after what was launched outside: it has nothing to do with that.
         """
-        ...
 
     def copies_done(self) -> bool:
         """Whether everything launched inside `copying` has run. Does not wait."""
-        ...
 
     def follow_copies(self) -> None:
         """Have all that is launched from here on run after what was launched inside `copying`."""
-        ...
 
     def trim(self) -> None:
         """Give memory that is only kept for reuse back to the device."""
-        ...
 
     def free_bytes(self) -> int:
         """Memory that is free now; quicker to ask for than `memory_info`."""
-        ...
 
     def memory_info(self, pid: int | None = None) -> MemoryInfo:
         """Memory now, with what process `pid` holds; None: this process.
@@ -67,12 +59,9 @@ class Device(Protocol):
         Raises:
             ProcessLookupError: there is no such process.
         """
-        ...
 
     def virtual_memory(self) -> VirtualMemory:
         """Where arenas on this device take addresses and memory from."""
-        ...
 
     def host_pinning(self) -> HostPinning | None:
         """What makes copies from and to host memory quick; None where nothing has to."""
-        ...

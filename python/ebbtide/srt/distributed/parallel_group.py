@@ -48,23 +48,18 @@ class ParallelGroup(Protocol):
 
         On a GPU it runs on the current stream, and a CUDA graph may capture it.
         """
-        ...
 
     def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
         """onto += the sum of x over all ranks, of the same shape; x may be written over."""
-        ...
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """The tensors of all ranks in one, along `dim`, in the ranks' order."""
-        ...
 
     def smallest(self, value: int) -> int:
         """The least of all ranks' values. The host waits for it."""
-        ...
 
     def close(self) -> None:
         """Leave the group, whatever is under way in it."""
-        ...
 
 
 class SoloGroup:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from ebbtide.srt.config import EngineConfig, ScheduleConfig
 from ebbtide.srt.managers.control.control_plane import ControlPlane
-from ebbtide.srt.managers.control.flush import CacheFlush
+from ebbtide.srt.managers.control.kv_cache import CacheFlush, KVSize
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, WeightContent
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import PageStore, TagMemory
-from ebbtide.srt.managers.control.resize import KVSize
 from ebbtide.srt.managers.control.weight_ports import Weights
 from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates

@@ -29,15 +29,12 @@ class HostPinning(Protocol):
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Raises EngineError when the system refuses."""
-        ...
 
     def unpin(self, address: int) -> None:
         """Undo a `pin` at the same address."""
-        ...
 
     def synchronize(self) -> None:
         """Wait for the copies that were launched."""
-        ...
 
 
 class _PinState(Enum):

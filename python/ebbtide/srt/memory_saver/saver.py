@@ -17,7 +17,6 @@ class ArenaSource(Protocol):
     @property
     def granularity(self) -> int:
         """Bytes: of what chunks should be a multiple."""
-        ...
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
         """A released arena, its memory taken in pieces of `chunk_bytes` where that can be chosen.
@@ -25,7 +24,6 @@ class ArenaSource(Protocol):
         Raises:
             OutOfDeviceMemory: addresses, or memory that is taken from the start, could not be had.
         """
-        ...
 
 
 class MemorySaver(ArenaSource, Protocol):
@@ -33,7 +31,6 @@ class MemorySaver(ArenaSource, Protocol):
 
     def chunk_pool(self, chunk_bytes: int) -> ChunkPool | None:
         """What makes arenas that pass chunks on to one another; None where memory cannot change places."""
-        ...
 
 
 class VirtualMemorySaver:

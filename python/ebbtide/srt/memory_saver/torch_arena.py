@@ -23,7 +23,6 @@ class TorchMemory(Protocol):
     @property
     def name(self) -> str:
         """As torch spells it."""
-        ...
 
     def synchronize(self) -> None: ...
 
@@ -31,7 +30,6 @@ class TorchMemory(Protocol):
 
     def trim(self) -> None:
         """Give back what torch keeps for reuse."""
-        ...
 
 
 class TorchArena(Arena):

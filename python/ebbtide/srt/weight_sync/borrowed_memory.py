@@ -33,14 +33,10 @@ ENDED_LOOK_S: Final = 1.0
 
 
 class KeptPayload:
-    """A payload whose memory stays mapped.
+    """A payload whose memory stays mapped: what it describes, and planned copies from where it is mapped.
 
     Attributes:
-        refs: to the sender's memory.
-        decoded: what the payload describes.
-        mapped: see `BorrowedMemory`, in part until it was opened for the first time.
-        ends: of the mappings, by their beginnings.
-        spans: planned copies from where its memory is mapped.
+        mapped, ends: as in `BorrowedMemory`, in part until it was opened for the first time.
     """
 
     def __init__(self, refs: Sequence[CudaStorageRef], decoded: object) -> None:
@@ -100,7 +96,6 @@ class KeptMemory:
         return payload
 
     def give_back(self, payload: KeptPayload) -> None:
-        """It is not in use any more."""
         with self._lock:
             payload.num_users -= 1
 
@@ -182,15 +177,10 @@ class BorrowedMemory:
 
     @property
     def device_refs(self) -> list[CudaStorageRef]:
-        """The references to memory of devices that were recorded."""
         return [ref for ref in self._recorded if isinstance(ref, CudaStorageRef)]
 
     def require(self, storage: AnyStorageRef | None) -> None:
-        """Check the memory of tensors.
-
-        Raises:
-            RequestRejected: it is not there, or out of reach of this engine's device.
-        """
+        """Check that the memory of tensors is there and within reach; RequestRejected if not."""
         match storage:
             case StorageRef():
                 self._block(storage)
@@ -200,10 +190,7 @@ class BorrowedMemory:
 
     @property
     def cost(self) -> int | None:
-        """How many times as long as out of this device's memory all of it takes to be read, at most.
-
-        None: some of it is on no device.
-        """
+        """How many times as long as its own memory a device takes to read it; None: some is on none."""
         is_on_device = bool(self._required) and all(isinstance(ref, CudaStorageRef) for ref in self._recorded)
         return self._cost if is_on_device else None
 
@@ -250,10 +237,7 @@ class BorrowedMemory:
         return self._awaited_mapping(storage).address + storage.offset_bytes
 
     def detach(self) -> Generator[int, None, None]:
-        """Let the sender use its device memory again; it stays mapped until what this returns has run.
-
-        That yields the bytes of each mapping. All that reads them has run.
-        """
+        """See `WritePlan.detach`; what is returned yields the bytes of each mapping."""
         opened, self._opened = self._opened, {}
         mapped, self._mapped = ({} if self._stays_in is not None else self._mapped), {}
         self._give_back([ref for refs in opened.values() for ref in refs])

@@ -25,14 +25,7 @@ PEER_COST: Final = 6
 
 
 class MappedAllocation:
-    """An allocation of another process, mapped here.
-
-    Args:
-        opened: torch's storage of it, where torch has mapped it.
-
-    Attributes:
-        address: where it begins.
-    """
+    """An allocation of another process, mapped here. `opened`: torch's storage of it, if any."""
 
     def __init__(
         self,
@@ -85,12 +78,9 @@ class CudaIpc:
         self._opened: dict[bytes, tuple[int, int]] = {}
 
     def cost(self, device: int | str) -> int | None:
-        """How many times as long as its own kernels on this device take to read that one's memory.
+        """How many times as long this device takes to read that one's memory as its own; None: it cannot.
 
-        1: it is this one. None: they cannot, it is no visible peer of it.
-
-        Args:
-            device: index as this process counts devices, or UUID.
+        `device`: index as this process counts devices, or UUID.
         """
         if isinstance(device, str):
             if device.lower() == self.uuid.lower():
@@ -113,15 +103,10 @@ class CudaIpc:
         return import_module("cuda.bindings.driver")  # only machines with a GPU have it
 
     def key(self, ref: CudaStorageRef) -> object:
-        """The same for references that one mapping serves."""
         return ref if self._needs_torch(ref) else ref.handle
 
     def open(self, ref: CudaStorageRef) -> MappedAllocation:
-        """Map the sender's allocation that a reference leads into.
-
-        Raises:
-            RequestRejected: it cannot be mapped.
-        """
+        """Map the sender's allocation that a reference leads into, or refuse."""
         if self._needs_torch(ref):
             return self._open_by_torch(ref)
         with self._lock:
@@ -157,7 +142,6 @@ class CudaIpc:
         return int(address)
 
     def _close(self, handle: bytes) -> None:
-        """End one of an allocation's mappings."""
         with self._lock:
             address, num_mappings = self._opened.pop(handle)
             if num_mappings > 1:
@@ -175,11 +159,7 @@ class CudaIpc:
         return int(begin), int(num_bytes)
 
     def wait(self, event: bytes) -> None:
-        """What is launched from here on, on torch's current stream, runs after the sender's event.
-
-        Raises:
-            RequestRejected: there is no such event.
-        """
+        """Have what torch's current stream launches next run after the sender's event."""
         handle = self._driver.CUipcEventHandle()
         ctypes.memmove(handle.getPtr(), event, len(event))
         status, opened = self._driver.cuIpcOpenEventHandle(handle)

@@ -110,11 +110,7 @@ class CustomLoader:
 
 
 def import_loaders(paths: Sequence[str]) -> dict[str, CustomLoader]:
-    """The functions behind import paths `package.module.function`, by path.
-
-    Raises:
-        ConfigurationError: there is no such function.
-    """
+    """The functions behind import paths `package.module.function`, or ConfigurationError."""
     return {path: CustomLoader(path, _imported(path)) for path in paths}
 
 

@@ -57,11 +57,7 @@ def open_folder(
 def open_checkpoint(model_path: str, load_format: str | None, *, architecture: str) -> WeightSource:
     """Opens a local Hugging Face folder; reads its config.json and the headers of its tensors, not the data.
 
-    Args:
-        load_format: `auto`, `safetensors` or `pt`; None is `auto`.
-        architecture: the one that the engine runs; the folder's config.json has to name it.
-
-    Raises `RequestRejected` (400) for a folder that is missing, incomplete, damaged or of another model.
+    RequestRejected (400): it is missing, incomplete, damaged or of another model than `architecture`.
     """
     path = folder_of(model_path)
     _check_architecture(path, architecture)
@@ -120,11 +116,7 @@ class _Changes:
 
 
 def open_published(state: PulledState, describe: Describe, device: torch.device) -> DeltaSource:
-    """Several published versions, folded into one delta.
-
-    Raises:
-        RequestRejected: 400, a version is missing, torn, or not of this model.
-    """
+    """Folds several published versions into one delta. RequestRejected (400): one is missing or torn."""
     chain = read_chain(state.source_dir, state.base, state.target)
     if len({delta.encoding for delta in chain}) > 1:
         raise RequestRejected("these versions are encoded in several ways: pull one at a time")

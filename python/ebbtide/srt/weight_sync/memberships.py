@@ -23,11 +23,7 @@ class Joining:
         self._thread = InThread(f"join-{address.name}", self._join)
 
     def poll(self) -> bool:
-        """Whether the group has been joined.
-
-        Raises:
-            RequestRejected: 400, it could not be, within the time that there was.
-        """
+        """Whether the group has been joined; RequestRejected (400) where it cannot be in time."""
         if self._given_up is not None:
             raise RequestRejected(f"group {self.address.name!r} was not joined: {self._given_up}")
         if not self._thread.is_done:
@@ -61,12 +57,7 @@ class Joining:
 
 
 class Memberships:
-    """The weight groups of this rank, by name.
-
-    Args:
-        device: of this rank. With NCCL what is received goes there, with gloo to host memory.
-        place: which of the engine's ranks this is. All of them join every group.
-    """
+    """The weight groups of this rank, by name. NCCL receives on `device`, gloo in host memory."""
 
     def __init__(self, device: torch.device, place: ParallelConfig = ONE_RANK) -> None:
         self._device = device
@@ -80,11 +71,7 @@ class Memberships:
         return sorted(name for name, group in self.groups.items() if not group.is_closed)
 
     def join(self, address: GroupAddress, timeout_s: float) -> Joining:
-        """Begin to join. A live group of that name is left first, and then those whose trainers have ended.
-
-        Raises:
-            RequestRejected: 400, a field is wrong; 409, a group of that name is just being joined.
-        """
+        """Begin to join. A live group of that name is left first, then those whose trainers have ended."""
         self._check(address, timeout_s)
         if address.name in self._joining:
             raise RequestRejected(
@@ -98,11 +85,7 @@ class Memberships:
         return joining
 
     def get(self, name: str) -> WeightGroup:
-        """The live group of this name.
-
-        Raises:
-            RequestRejected: 400, there is none.
-        """
+        """The live group of this name; RequestRejected (400) if there is none."""
         group = self.groups.get(name)
         if group is not None and not group.is_closed:
             return group
@@ -123,11 +106,9 @@ class Memberships:
         return group.close(why)
 
     def add(self, group: WeightGroup) -> None:
-        """A group has been joined."""
         self.groups[group.name] = group
 
     def forget(self, joining: Joining) -> None:
-        """It is not being joined any more."""
         if self._joining.get(joining.address.name) is joining:
             del self._joining[joining.address.name]
 

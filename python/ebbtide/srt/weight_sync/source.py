@@ -47,7 +47,7 @@ Spans = dict[bool, PlannedSpans]
 
 
 class Recent(Generic[K, V]):
-    """The values that were used last, as many as take so little memory."""
+    """The values that were used last, as many as fit in `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -75,13 +75,10 @@ class Fit:
     """What tensors come to that were held against the model.
 
     Attributes:
-        names: the checkpoint names that are valid once they are written.
-        touched: the names whose old values are gone once writing has begun.
-        sent: their own names, where the model does not know them, and `names`.
+        names, touched, sent, problems: see `WritePlan`.
         scales: the tensors that hold scales of others, and are written as they are.
         unpaired: 8-bit values without their scales, or scales without their values: by name, the name of
             the missing one and that of the weight.
-        problems: what stands against writing them, as `{"name", "reason"}`.
         runs: where the tensors of a table go; None: it is no table, or a name stands in it twice.
         places: the same of a delta's, where a kernel reads it; None: nobody has asked yet.
     """
@@ -100,13 +97,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTensors:
-    """Tensors in a run of bytes, wherever that lies.
-
-    Attributes:
-        start_T: the bytes at which they begin.
-        num_bytes: up to the end of the last one.
-        spans: planned copies of them.
-    """
+    """Tensors in a run of bytes: the bytes at which they begin, their end, and planned copies of them."""
 
     places: Places
     form: TensorForm
@@ -160,11 +151,7 @@ class PlanCache:
         self._fits: Recent[Hashable, Fit] = Recent(MAX_FIT_BYTES)
 
     def form(self, data: bytes) -> Generator[int, None, TensorForm]:
-        """Names and shapes that a payload has in these bytes; in slices where they are new.
-
-        Raises:
-            RequestRejected: they are not of this kind.
-        """
+        """Names and shapes that a payload has in these bytes; in slices where they are new."""
         form = self._forms.get(data)
         if form is None:
             form = yield from decode_form(data)
@@ -243,15 +230,11 @@ class WeightSource:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all tensors together."""
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
     def cost(self) -> int | None:
-        """How many times as long as out of its own memory this rank's device takes to read it.
-
-        None: some of it lies where the device does not read.
-        """
+        """See `WritePlan.cost`; None: some of it lies where the device does not read."""
         return 1 if self._is_on_device else self._memory.cost
 
     @property
@@ -302,19 +285,11 @@ class WeightSource:
         return fit
 
     def open(self) -> Iterator[int]:
-        """Bring the tensors within reach; yields the bytes of each piece of memory. Run it to its end.
-
-        Raises:
-            RequestRejected: they cannot be had; nothing has been written then.
-        """
+        """Bring the tensors within reach before anything is written; yields bytes."""
         return self._memory.open()
 
     def arrived(self) -> bool:
-        """Whether everything that others send is here; the first call begins to receive it.
-
-        Raises:
-            RequestRejected: 400, it will not come.
-        """
+        """Whether everything that others send is here; the first call begins to receive it."""
         return True
 
     def abandon(self) -> bool:
@@ -322,21 +297,13 @@ class WeightSource:
         return True
 
     def __iter__(self) -> Iterator[NamedTensor]:
-        """Yields (name, tensor). May be repeated until the source is closed.
-
-        Raises:
-            RequestRejected: what is left of them cannot be read any more.
-        """
+        """Yields (name, tensor), again and again until the source is closed."""
         if self._read is None:
             raise EngineError("the weight source is closed")
         return iter(self._read())
 
     def detach(self) -> Generator[int, None, None]:
-        """Every copy has run: the sender may use its memory again. Only `close` may follow. Idempotent.
-
-        Returns what ends the mapping of device memory, piece by piece. Until it has run, the same memory is
-        opened again for nothing; the driver gives it to others only then.
-        """
+        """See `WritePlan.detach`."""
         self._read = None
         return self._memory.detach()
 
@@ -349,11 +316,7 @@ class WeightSource:
 def borrowed_source(
     refs: Sequence[tuple[str, TensorRef]], memory: BorrowedMemory, *, direct: bool = False
 ) -> WeightSource:
-    """The source of tensors that lie in a sender's memory, by name.
-
-    Raises:
-        RequestRejected: 400, some of it is not there, or out of reach.
-    """
+    """The source of tensors that lie in a sender's memory, by name."""
     for _, ref in refs:
         memory.require(ref.storage)
     headers = [TensorHeader(name, ref.shape, ref.dtype) for name, ref in refs]
@@ -383,12 +346,6 @@ class TableSource(WeightSource):
 
     Args:
         packed: them, where they are one run of bytes, and the byte of its storage at which that begins.
-
-    Attributes:
-        table: what they are.
-
-    Raises:
-        RequestRejected: 400, some of the memory is not there, or out of reach.
     """
 
     def __init__(
@@ -439,5 +396,5 @@ class TableSource(WeightSource):
         return begin_S[table.storage_T] + table.offset_T * table.form.itemsize_T
 
     def tensor(self, index: int) -> torch.Tensor | StoredTensor:
-        """One of them; as those of iteration."""
+        """One of them, as iteration gives it."""
         return self._memory.tensor(self.table.ref(index))

@@ -36,12 +36,7 @@ class PlacedChanges(Protocol):
     """What changes of several tensors, and where on this rank."""
 
     def verify(self) -> Iterator[int]:
-        """Check what tensors are to become, besides their sums; yields bytes. Nothing is written.
-
-        Raises:
-            RequestRejected: that is not what the sender says.
-        """
-        ...
+        """Check what tensors are to become, besides their sums, or refuse; yields bytes."""
 
     def sums_after(self, known: Sequence[int | None]) -> Generator[int, None, Tensor]:
         """This rank's share of each tensor's `state_sum` as it is to be, int64; yields bytes.
@@ -49,15 +44,12 @@ class PlacedChanges(Protocol):
         Args:
             known: its share as it is, where that need not be summed up.
         """
-        ...
 
     def apply(self) -> Iterator[int]:
         """Write what is this rank's; yields bytes of it."""
-        ...
 
     def nonfinite(self) -> list[int]:
         """Once that has run: the tensors of which a value is NaN or Inf."""
-        ...
 
 
 Placing: TypeAlias = Callable[[PatchedWeights], PlacedChanges]
@@ -111,11 +103,7 @@ class DeltaSource(WeightSource):
         self._placing = yield from self._decode()
 
     def place(self, weights: PatchedWeights) -> PlacedChanges:
-        """The changes where they belong.
-
-        Raises:
-            RequestRejected: 400, a position twice, or outside of its tensor.
-        """
+        """Place the changes where they belong, or refuse (400) a position twice or outside."""
         if self._placing is None:  # What is received is not opened.
             self._placing = finish(self._decode())
         return self._placing(weights)
@@ -177,10 +165,6 @@ def coded_source(
 
     Args:
         payload: of two tensors, the codes and the values of all of `changed`.
-        device: where the weights are.
-
-    Raises:
-        RequestRejected: 400, payload and header do not belong together.
     """
     try:
         codes, values = _codes_and_values(payload)
@@ -247,15 +231,7 @@ def open_sparse(
     cuda: CudaIpc | None = None,
     cache: PlanCache | None = None,
 ) -> Generator[int, None, DeltaSource]:
-    """Opens this rank's part of `serialized_named_tensors` of the format `sparse`, by slices.
-
-    Args:
-        entries: as `open_tensor_payload` takes them, in whichever form; every rank gets all changes.
-        changed: the request's field.
-
-    Raises:
-        RequestRejected: 400.
-    """
+    """Opens `serialized_named_tensors` of the format `sparse`, by slices; every rank gets all changes."""
     if changed is None:
         raise RequestRejected("changed: load_format sparse needs it, one entry per tensor")
     # Entries of other ranks are left empty where each rank has one of its own.

@@ -11,12 +11,15 @@ import torch
 from safetensors import SafetensorError
 
 from ebbtide.formats.allowed_globals import (
+    cuda_tensor,
     kind_of,
     record_fields,
     recording,
+    resolve_global,
     tensor_dtype,
     text,
 )
+from ebbtide.formats.announcement import IpcTensor
 from ebbtide.formats.bucket import (
     FlattenedTensorMetadata,
     check_bucket,
@@ -29,6 +32,7 @@ from ebbtide.formats.tensor_refs import (
     TensorHeader,
     TensorRef,
     TensorTable,
+    dtype_named,
     natural,
     tensor_shape,
 )
@@ -53,6 +57,7 @@ MAX_HEADER_BYTES: Final = 8 << 20
 _FORMATS: Final = ("flattened_bucket", "direct", SAFETENSORS)
 _STARTS: Final = (b"\x80", *MAGICS)
 _METADATA_FIELDS: Final = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
+IPC_HANDLES: Final = "ipc_handles"
 
 
 def raw_payload(entry: bytes | str) -> bytes:
@@ -78,7 +83,6 @@ def raw_payload(entry: bytes | str) -> bytes:
 
 
 def raw_base64(entry: bytes | str) -> bytes:
-    """Returns what base64 text stands for; raises `RequestRejected` when it is not base64."""
     try:
         return base64.b64decode(entry, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -91,16 +95,13 @@ def decode_by_slices(
     budget: Budget | None = None,
     cache: PlanCache | None = None,
 ) -> Generator[int, None, object]:
-    """Decodes what a payload describes: plain values, `TensorRef`s, and records by class name; or a
-    `TensorTable`.
+    """Decodes a payload into plain values, `TensorRef`s and records by class name, or into a `TensorTable`.
 
-    Yields the bytes of each slice: hundreds of tensors take long. `LocalSerializedTensor` and
-    `FlattenedTensorMetadata` arrive as `Record`s and are checked by `as_metadata` and `local_values`.
+    Yields the bytes of each slice: hundreds of tensors take long.
 
     Args:
         record: called with every reference to the sender's memory as it is read, so that those of a payload
             that is refused half-way can be given back.
-        cache: what was worked out for the payloads before it.
 
     Raises:
         RequestRejected: 400, for anything outside wire_api section 4.4. It names the global.
@@ -145,16 +146,12 @@ def open_by_slices(
 
     Args:
         entries: base64 text, or raw bytes (a pickle, or a safetensors image). Empty: nothing to write.
-        load_format: None, `flattened_bucket`, `direct` or `safetensors`.
-        place: which of the engine's ranks this is.
-        cuda: opens tensors on the device that this rank runs on; None where that is the CPU.
+        cuda: opens tensors on this rank's device; None on the CPU.
         keeper: of the payloads whose memory stays mapped; None: of all it is unmapped again.
-        cache: what was worked out for the payloads before it.
 
     Raises:
-        RequestRejected: 400, for anything that is wrong with the payload. Nothing has been written then, and
-            every reference that was decoded has been given back, opened or not; so it is where this is ended
-            early.
+        RequestRejected: 400. Every reference that was decoded has been given back then, also when this is
+            ended early.
     """
     if load_format is not None and load_format not in _FORMATS:
         raise _refuse_format(load_format)
@@ -330,3 +327,102 @@ def _refuse_format(load_format: str | None) -> RequestRejected:
             f"valid: {valid}"
         )
     return RequestRejected(f"load_format: unknown value {str(load_format)[:200]!r}; valid: {valid}")
+
+
+def open_handles(
+    entries: Sequence[bytes],
+    lent: Sequence[IpcTensor] | None,
+    *,
+    place: ParallelConfig,
+    cuda: CudaIpc | None,
+    cache: PlanCache | None = None,
+) -> Generator[int, None, WeightSource]:
+    """Opens the tensors of this rank's device, by slices.
+
+    Args:
+        entries: for each rank a pickle: a list with the handles of each tensor, or the handles of a buffer.
+        lent: what is behind them.
+
+    Raises:
+        RequestRejected: 400; every reference of this device that was read has been given back.
+    """
+    if lent is None:
+        raise RequestRejected(f"lent: load_format {IPC_HANDLES} needs it, one entry per tensor")
+    if cuda is None:
+        raise RequestRejected(
+            "IPC handles are of memory of CUDA devices, and this engine runs on the CPU: broadcast the "
+            "weights, or send them by update_weights_from_tensor"
+        )
+    if len(entries) != place.num_ranks:
+        raise RequestRejected(
+            f"serialized_named_tensors: expected {place.num_ranks} (one per rank) entries, got {len(entries)}"
+        )
+    headers = [TensorHeader(one.name, one.shape, dtype_named(one.dtype, one.name[:200])) for one in lent]
+    handles = yield from read_by_slices(entries[place.rank], resolve_global)
+    memory = BorrowedMemory(cuda, is_kept=isinstance(handles, dict))
+    try:
+        if isinstance(handles, dict):
+            return _open_buffer(handles, headers, lent, memory, cuda, cache)
+        return _open_each(handles, headers, memory, cuda)
+    except BaseException:
+        memory.close()
+        raise
+
+
+def _open_each(
+    handles: object, headers: Sequence[TensorHeader], memory: BorrowedMemory, cuda: CudaIpc
+) -> WeightSource:
+    if not isinstance(handles, list) or len(handles) != len(headers):
+        given = f"{len(handles)} of them" if isinstance(handles, list) else kind_of(handles)
+        raise RequestRejected(
+            f"ipc_handles: expected a list with the handles of each of {len(headers)} tensors, got {given}"
+        )
+    pairs = zip(headers, handles, strict=True)
+    refs = [_own(by_device, header.name[:200], memory, cuda) for header, by_device in pairs]
+    for header, ref in zip(headers, refs, strict=True):
+        if (ref.shape, ref.dtype) != (header.shape, header.dtype):
+            raise RequestRejected(
+                f"{header.name[:200]}: told of as {header.dtype} of {list(header.shape)}, its handle is of "
+                f"{ref.dtype} of {list(ref.shape)}"
+            )
+    return borrowed_source([(header.name, ref) for header, ref in zip(headers, refs, strict=True)], memory)
+
+
+def _open_buffer(
+    handles: object,
+    headers: Sequence[TensorHeader],
+    lent: Sequence[IpcTensor],
+    memory: BorrowedMemory,
+    cuda: CudaIpc,
+    cache: PlanCache | None,
+) -> WeightSource:
+    ref = _own(handles, "the buffer", memory, cuda)
+    if len(ref.shape) != 1 or ref.stride != (1,):
+        raise RequestRejected(f"the buffer: expected one dimension, got {list(ref.shape)}")
+    places, start = [], 0
+    for header, one in zip(headers, lent, strict=True):
+        room = header.num_bytes if one.num_bytes is None else one.num_bytes
+        if room < header.num_bytes:
+            raise RequestRejected(
+                f"tensor_sizes: {header.name[:200]}: expected {header.num_bytes} bytes, got {room}"
+            )
+        places.append((header, start))
+        start += room
+    num_bytes = ref.shape[0] * ref.dtype.itemsize
+    if start > num_bytes:
+        raise RequestRejected(f"tensor_sizes: {start} bytes are not within the buffer of {num_bytes}")
+    return packed_source(ref, (cache or PlanCache()).packed(places), memory)
+
+
+def _own(by_device: object, where: str, memory: BorrowedMemory, cuda: CudaIpc) -> TensorRef:
+    if not isinstance(by_device, dict):
+        raise RequestRejected(f"{where}: expected handles by the UUID of a device, got {kind_of(by_device)}")
+    by_uuid = {str(uuid).lower().removeprefix("gpu-"): handle for uuid, handle in by_device.items()}
+    handle = by_uuid.get(cuda.uuid.lower())
+    if handle is None:
+        known = ", ".join(sorted(by_uuid))[:1000] or "none"
+        raise RequestRejected(f"{where}: there is no handle for device {cuda.uuid}; given: {known}")
+    ref = cuda_tensor(handle, cuda.index)
+    if ref.storage is not None:
+        memory.record(ref.storage)
+    return ref

@@ -35,10 +35,8 @@ class ControlPlane:
     """Applies control requests between forward passes, and says whether a forward pass may run.
 
     Args:
-        others: the handler tables of what has no state of its own here. All tables together cover every
-            control request exactly once.
+        others: the handler tables of what has no state here. All tables cover every control request once.
         rank: this rank in reports of the state, but for its tags.
-        weight_groups: names of the groups that it has joined to receive weights.
     """
 
     def __init__(
@@ -87,11 +85,7 @@ class ControlPlane:
         return self.operations.any_pending or bool(self._held)
 
     def apply(self, call: ControlCall, settle: Callable[[], None]) -> None:
-        """Carry a request out; its reply is sent when the effect holds, now or after further `advance`s.
-
-        Args:
-            settle: as `advance` has it; a pass is under way only where the request is a weight update.
-        """
+        """Carry a request out; its reply is sent when the effect holds, now or after further `advance`s."""
         if self.operations.stands_alone or self._held:
             self._held.append(call)
         else:
@@ -169,7 +163,6 @@ class ControlPlane:
         return "; ".join(reasons)
 
     def report(self) -> StateReport:
-        """The state machines as they stand."""
         return StateReport(
             dp_rank=self._rank.dp_rank,
             paused=self.paused,

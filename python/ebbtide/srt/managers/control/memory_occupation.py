@@ -1,7 +1,4 @@
-"""Which memory is occupied, per tag `Resident | Released`.
-
-Source: control_semantics section 1.2.
-"""
+"""Which memory is occupied, per tag `Resident | Released`. Source: control_semantics section 1.2."""
 
 from __future__ import annotations
 
@@ -105,11 +102,7 @@ class MemoryOccupation:
     """Releases and resumes the memory of tags.
 
     Args:
-        memories: the memory of every tag.
-        kv: the KV cache, as its memory comes back in parts.
         page_store: where pages of the KV pool are kept while it is released.
-        free_bytes: device memory that is free right now.
-        pace: of what is mapped beside forward passes.
         go_on: has work done that no reply waits for.
         is_enabled: false without a memory saver; everything then stays resident.
     """
@@ -293,13 +286,9 @@ class MemoryOccupation:
             self._drop_parked()
 
     def _map_rest(self, num_releases: int, mapped_bytes: dict[MemoryTag, int]) -> Work[None]:
-        """Take what is missing of the KV cache's memory, beside forward passes, until it is released again.
+        """Take the rest of the KV cache's memory beside forward passes, until it is released again.
 
-        Args:
-            num_releases: as it was when this began.
-
-        Raises:
-            RequestRejected, EngineError: not all of it came, so it is released.
+        If not all of it comes, it is released. `num_releases`: as it was when this began.
         """
         try:
             while self._kv.next_part():
@@ -327,11 +316,7 @@ class MemoryOccupation:
             raise
 
     def _await_rest(self) -> Work[None]:
-        """Until an earlier resume has taken all of the KV cache's memory, or a release has ended that.
-
-        Raises:
-            RequestRejected: not all of it came, or not in time.
-        """
+        """Wait until an earlier resume has all of the KV cache's memory, or a release has ended that."""
         num_releases = self._num_kv_releases
         try:
             while self.is_kv_partial and num_releases == self._num_kv_releases:
@@ -379,7 +364,6 @@ class MemoryOccupation:
             raise EngineError("not every rank was ready in time, so none has done it") from None
 
     def _parking(self, preserve: Preserve) -> ParkingPlan:
-        """What is kept of the KV."""
         max_pages = self._page_store.num_free if preserve is not Preserve.NONE else 0
         return self._requests.plan_parking(max_pages, with_cache=preserve is Preserve.ALL)
 
@@ -484,7 +468,7 @@ class MemoryOccupation:
 
 
 def _out_of_memory_refused(work: Work[T]) -> Work[T]:
-    """Have a lack of memory refuse what this is part of."""
+    """Turn a lack of memory into a refusal."""
     try:
         return (yield from work)
     except OutOfDeviceMemory as error:

@@ -100,11 +100,7 @@ class Operations:
         *,
         is_joint: bool = False,
     ) -> None:
-        """Run the first slice. The reply follows when the operation ends, maybe at once.
-
-        Args:
-            settle: as `advance` has it; a pass is under way only where that slice touches nothing of it.
-        """
+        """Run the first slice. The reply follows when the operation ends, maybe at once."""
         self._pending[call_id] = _Pending(request, operation, is_joint)
         self._turn(call_id, operation.__next__, settle)
 
@@ -119,8 +115,7 @@ class Operations:
         """Give each one slice, oldest first: what an older one has done, a younger one sees at once.
 
         Args:
-            settle: brings the forward pass under way to its end, if there is one. Called only for those that
-                need it: beside those that merely wait, passes overlap.
+            settle: ends the forward pass under way; called only for those that need it.
         """
         alone = [call_id for call_id, pending in self._pending.items() if pending.activity is Activity.ALONE]
         for call_id in alone or list(self._pending):
@@ -132,10 +127,7 @@ class Operations:
             self._turn(call_id, pending.operation.__next__, settle)
 
     def decide(self, call_id: str, refusal: str | None) -> None:
-        """All replicas commit this joint operation now; or they give it up, for this reason.
-
-        Does nothing for one that has ended: what ended it came ahead of this on every replica, or its reply
-        says that the verdict was too late.
+        """Commit this joint operation now, or give it up for this reason. One that has ended stays so.
 
         Raises:
             OutOfStep: the commit failed, and others have done it.
@@ -228,7 +220,7 @@ class Operations:
 
 
 def require_timeout(timeout_s: float | None) -> None:
-    """Refuse a time limit that is none. None: the request has none of its own."""
+    """Refuse a time limit below 0. None: the request has none of its own."""
     if timeout_s is not None and not timeout_s >= 0:
         raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {timeout_s}")
 
@@ -245,7 +237,7 @@ class Line:
 
     @contextmanager
     def turn(self) -> Iterator[Callable[[], bool]]:
-        """A place in the line; the callable tells whether it has come to the front."""
+        """A place in the line; yields what tells whether it has come to the front."""
         place = object()
         self._places.append(place)
         try:

@@ -53,7 +53,7 @@ class Stall:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Within, a turn of it is taken."""
+        """Count the time within."""
         started_s = time.perf_counter()
         try:
             yield
@@ -62,24 +62,22 @@ class Stall:
 
     @property
     def lasts(self) -> bool:
-        """Whether it has begun and not ended."""
         return self._began_s is not None
 
     def begin(self) -> None:
-        """No forward pass can run from here to `end`, whatever the loop does meanwhile."""
+        """Count from here to `end`: no forward pass can run, whatever the loop does meanwhile."""
         if self._began_s is None:
             self._began_s = time.perf_counter()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within, a forward pass comes to its end that was launched before."""
+        """Leave the time within out: a forward pass comes to its end that was launched before."""
         started_s = time.perf_counter()
         yield
         if self._began_s is not None:
             self._began_s += time.perf_counter() - started_s
 
     def end(self) -> None:
-        """Forward passes can run again."""
         if self._began_s is not None:
             self._note(self._began_s)
             self._began_s = None
@@ -96,7 +94,6 @@ class StallTally:
         self._sums_s: dict[str, float] = {}
 
     def note(self, request: ControlRequest, stall: Stall) -> None:
-        """A request has ended."""
         path = request.row.path
         if path is None:
             return  # asked by the engine itself, at every look
@@ -129,13 +126,12 @@ class Pace:
         self.copied_at_s = 0.0
 
     def note_step(self, step_s: float, num_tokens: int = 1) -> None:
-        """A forward pass over so many new tokens took so long, from one to the next."""
+        """Take note of the time from one forward pass to the next, and of its new tokens."""
         self._step_s = step_s
         if num_tokens >= PREFILL_TOKENS:
             self.prefill_token_s = step_s / num_tokens
 
     def note_idle(self) -> None:
-        """The loop made a turn without a forward pass."""
         self._step_s = None
 
     def turns(
@@ -207,12 +203,12 @@ class Pace:
 
 
 def is_burst(num_bytes: int) -> bool:
-    """Whether a device copies so much within the longest turn, if it does nothing else meanwhile."""
+    """Whether a device copies so much within the longest turn."""
     return num_bytes <= LONGEST_TURN_S * BURST_BYTES_PER_S
 
 
 def look_until(is_done: Callable[[], bool], wake: Wake) -> Work[None]:
-    """Wait for what sends the loop no message; at most a fraction of the time that it takes is lost."""
+    """Wait for what sends the loop no message, by looking again and again, at most 1/32 too late."""
     waits_s = _growing()
     while not is_done():
         wake(waits_s)

@@ -63,15 +63,11 @@ class OneRank:
 class Polls(Protocol):
     """Where the votes of this rank go."""
 
-    def open(self, phase: int) -> None:
-        """This rank has come to the phase."""
-        ...
-
+    def open(self, phase: int) -> None: ...
     def cast(self, phase: int, failure: Refusal | None, fact: Any, *, ends: bool) -> None: ...
 
     def close(self, phase: int) -> None:
-        """This rank has done with the phase, decided or not."""
-        ...
+        """Be done with the phase, decided or not."""
 
 
 class _Phase:
@@ -87,7 +83,7 @@ class _Phase:
         self._fact = fact
 
     def step(self) -> tuple[Refusal | None, Any] | None:
-        """The next slice; at its end, the failure or the fact to vote with."""
+        """Do the next slice; at the end, return the failure or the fact to vote with."""
         failure: Refusal | None
         try:
             self.is_waiting = next(self._work) is Activity.WAITING

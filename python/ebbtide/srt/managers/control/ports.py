@@ -72,11 +72,7 @@ class DeadlinePassed(Exception):
 
 
 class Overruled(RequestRejected):
-    """Thrown into an operation that is given up for the sake of other replicas.
-
-    Args:
-        left: what it leaves behind that is not as it was; empty if nothing.
-    """
+    """Thrown into an operation that is given up for other replicas. `left`: what it leaves changed."""
 
     def __init__(self, message: str, status: int = 400, left: str = "") -> None:
         super().__init__(message, status)
@@ -91,16 +87,10 @@ class CopyStream(Protocol):
     """Where copies are launched that run beside forward passes."""
 
     def copying(self, *, beside: bool = False) -> AbstractContextManager[None]:
-        """Copies that are launched within run beside forward passes, after all that was launched before.
-
-        Args:
-            beside: not after the forward pass under way: they touch nothing of it.
-        """
-        ...
+        """Launch copies within, behind all that was launched before, or `beside` the forward pass."""
 
     def copies_done(self) -> bool:
         """Whether they have all run. To be asked outside of `copying`."""
-        ...
 
 
 class OutOfStep(EngineError):
@@ -108,11 +98,7 @@ class OutOfStep(EngineError):
 
 
 class Ranks(Protocol):
-    """The ranks of a replica, as the state machines of one of them see it.
-
-    Attributes:
-        is_one: there are no others.
-    """
+    """The ranks of a replica, as the state machines of one of them see it."""
 
     @property
     def is_one(self) -> bool: ...
@@ -120,7 +106,6 @@ class Ranks(Protocol):
     @property
     def is_working(self) -> bool:
         """Whether this rank has more to do for a phase, rather than waits."""
-        ...
 
     def phase(self, kind: Activity, work: Work[T]) -> Work[T]:
         """Do this rank's part; goes on when every rank has done its part, on all of them in the same turn.
@@ -137,35 +122,21 @@ class Ranks(Protocol):
             RequestRejected, EngineError: a rank failed; the same on every rank. It names who failed, unless
                 all did alike.
         """
-        ...
 
     def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
-        """As `phase`; returns what this rank's part returned, and the facts of all parts by rank.
-
-        Args:
-            fact: what others need to know of a part: a plain value.
-        """
-        ...
+        """As `phase`; returns this rank's result, and the facts (plain values) of all ranks' results."""
 
     def certainly(self, act: Callable[[], T]) -> T:
-        """Do what has been decided.
-
-        Raises:
-            OutOfStep: it failed, and others have done it. (On one rank: what `act` raises.)
-        """
-        ...
+        """Do what has been decided; on one of several ranks a failure is OutOfStep."""
 
     def propose(self, request: AnyControlRequest) -> None:
-        """Have all ranks carry this request out, as soon as may be. Nobody waits for the reply."""
-        ...
+        """Have all ranks carry this request out soon. Nobody waits for the reply."""
 
     def work(self) -> None:
         """Do the next slice of this rank's parts."""
-        ...
 
     def decide(self, decision: Decision) -> None:
         """A phase has ended."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -198,7 +169,6 @@ class Requests(Protocol):
     @property
     def num_running(self) -> int:
         """Requests that hold KV."""
-        ...
 
     @property
     def num_queued(self) -> int: ...
@@ -206,40 +176,29 @@ class Requests(Protocol):
     @property
     def holds_pages(self) -> bool:
         """Whether requests or the prefix cache hold any page of the pool."""
-        ...
 
     def retract_all(self, cause: RetractCause) -> int:
         """Running requests give up their KV and go back to the head of the queue; returns how many."""
-        ...
 
     def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
-        """Which KV is kept in so many pages of host memory. Nothing changes yet.
-
-        Args:
-            with_cache: keep the prefix cache too, if there is room for all of it.
-        """
-        ...
+        """Which KV is kept in up to `max_pages` of host memory; with the prefix cache if that fits."""
 
     def park(self, plan: ParkingPlan) -> int:
         """Let go of all KV but that of the plan; returns how many requests were retracted."""
-        ...
 
     def abort_all(self, message: str) -> int:
         """Running and queued requests end with what they have; returns how many."""
-        ...
 
     def abort(self, rids: Iterable[str], message: str) -> int: ...
 
     def flush_cache(self) -> int:
         """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
-        ...
 
     def serve(self, version: str, *, is_update: bool = True) -> None:
-        """The next forward pass is run by other weights, or by the same ones under this version.
+        """Have other weights, or this version of the same ones, serve from the next forward pass on.
 
         Requests that ask for a version, or for no other, begin to run or end here.
         """
-        ...
 
 
 class TagMemory(Protocol):
@@ -248,7 +207,6 @@ class TagMemory(Protocol):
     @property
     def is_needed(self) -> bool:
         """Whether no forward pass may run without it. What is not needed comes back before one that may."""
-        ...
 
     @property
     def virtual_bytes(self) -> int: ...
@@ -261,67 +219,43 @@ class TagMemory(Protocol):
 
     @property
     def keeps_contents(self) -> bool:
-        """Whether a release that does not say otherwise, followed by a resume, brings the contents back."""
-        ...
+        """Whether a release and a resume keep the contents, unless a request says otherwise."""
 
     def prepare_release(self, keep: bool) -> None:
-        """Save the contents for the next resume, or have nothing to bring back. Nothing is released yet.
-
-        Raises:
-            OutOfDeviceMemory: there is no room to save it.
-        """
-        ...
+        """Save the contents for the next resume, or drop them. OutOfDeviceMemory: there is no room."""
 
     def release(self) -> int:
         """Give the physical memory back; returns the bytes."""
-        ...
 
     def resume(self) -> int:
-        """Take physical memory at the same addresses; returns the bytes.
-
-        Raises:
-            OutOfDeviceMemory: nothing was kept of what had been taken.
-        """
-        ...
+        """Take memory at the same addresses; returns the bytes. OutOfDeviceMemory: nothing was kept."""
 
 
 class PageStore(Protocol):
     """What pages hold: in the pool, and in host memory while that has no room or no memory for them."""
 
     @property
-    def num_free(self) -> int:
-        """Pages that there is room for."""
-        ...
-
+    def num_free(self) -> int: ...
     @property
-    def num_bytes(self) -> int:
-        """What it holds now."""
-        ...
-
+    def num_bytes(self) -> int: ...
     @property
     def page_s(self) -> float | None:
         """Seconds that a page takes to the host or back; None: not measured yet."""
-        ...
 
     def save(self, owners: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Copy these pages, those of several owners; returns each owner's slots, page for page.
+        """Copy the pages of several owners; returns each owner's slots, page for page.
 
         Raises:
             OutOfDeviceMemory: the host has no room; nothing more is held than before.
         """
-        ...
 
     def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy what these slots hold to these pages. It is held on to until `drop`."""
-        ...
+        """Copy what these slots hold to these pages; the slots stay in use until `drop`."""
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages to others of the pool, none of which is among them."""
-        ...
 
-    def drop(self, slots: Sequence[int]) -> None:
-        """An owner needs these no more."""
-        ...
+    def drop(self, slots: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -346,97 +280,53 @@ class KVMemory(Protocol):
     """
 
     @property
-    def chunk_bytes(self) -> int:
-        """The memory of a chunk on this rank."""
-        ...
-
+    def chunk_bytes(self) -> int: ...
     @property
     def chunk_tokens(self) -> int:
-        """What a chunk holds, but for the last one, which may hold fewer."""
-        ...
+        """What a chunk holds; the last one may hold fewer."""
 
     @property
-    def num_tokens(self) -> int:
-        """What it holds now."""
-        ...
-
+    def num_tokens(self) -> int: ...
     @property
-    def num_bytes(self) -> int:
-        """Its memory on this rank."""
-        ...
-
+    def num_bytes(self) -> int: ...
     def choose(self, num_tokens: int | None, num_bytes: int | None) -> int:
-        """By how many chunks it grows (below 0: shrinks) to have one of these sizes; nothing changes yet.
-
-        Raises:
-            RequestRejected: it cannot have that size, or keeps its own.
-        """
-        ...
+        """How many chunks to add (below 0: remove) for one of these sizes, or a refusal."""
 
     def plan(self, num_chunks: int, preserve: Preserve) -> ShrinkingPlan:
-        """Whose KV goes so that so many chunks can be emptied; nothing changes yet.
-
-        Raises:
-            RequestRejected: so many cannot be emptied now.
-        """
-        ...
+        """Whose KV goes so that so many chunks become empty, or a refusal. Nothing changes yet."""
 
     def save(self, plan: ShrinkingPlan) -> int:
-        """Copy what is parked to the host; returns the bytes.
-
-        Raises:
-            OutOfDeviceMemory: the host has no room; nothing is kept.
-        """
-        ...
+        """Copy what is parked to the host; returns the bytes. OutOfDeviceMemory: no room; nothing is kept."""
 
     def discard(self) -> None:
-        """Drop what was saved, if anything: not every rank had room."""
-        ...
+        """Drop what was saved: not every rank had room."""
 
     def withdraw(self, plan: ShrinkingPlan) -> None:
-        """Take the KV of those requests away, and the chunks out of use. No forward pass may be under way."""
-        ...
+        """Take those requests' KV away, and the chunks out of use. No forward pass may be under way."""
 
     def remove(self, num_chunks: int) -> int:
         """Give so many of the withdrawn chunks to the system; returns the bytes."""
-        ...
 
     def add(self, num_chunks: int) -> int:
-        """Take memory for so many more chunks, which are not used before `restore`; returns the bytes.
-
-        Raises:
-            OutOfDeviceMemory: nothing was kept of what had been taken.
-        """
-        ...
+        """Take memory, unused before `restore`; returns the bytes. OutOfDeviceMemory: nothing was kept."""
 
     def unadd(self) -> None:
         """Undo every `add` since the last `restore`."""
-        ...
 
     def restore(self) -> None:
         """Put the added chunks to use."""
-        ...
 
     def hold_back(self, pages: Sequence[int]) -> None:
         """Before a resume: hold back all chunks but those that get memory at once, with these pages."""
-        ...
 
     def next_part(self) -> list[int]:
         """The chunks to be mapped next; none: nothing is held back any more."""
-        ...
 
     def map(self, chunks: Sequence[int] | None = None) -> Slices[None]:
-        """Take memory for these chunks, or for all that are held back; none where they are not any more.
-
-        Raises:
-            OutOfDeviceMemory: what was taken before is kept.
-        """
-        ...
+        """Take memory for these chunks, or for all held back. OutOfDeviceMemory: earlier ones are kept."""
 
     def put_back(self, chunks: Sequence[int]) -> None:
         """Put chunks that are mapped on all ranks back into the pool."""
-        ...
 
     def give_up(self) -> None:
         """Hold nothing back any more: the memory is released, or about to be."""
-        ...

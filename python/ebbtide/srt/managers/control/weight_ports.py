@@ -67,7 +67,6 @@ class WritePlan(Protocol):
         From there until `arrived`, or `abandon`, these parameters of the staging are a mixture. Returns
         whether it is done so, on all ranks or on none; otherwise it is kept aside.
         """
-        ...
 
     def arrived(self) -> bool:
         """Whether everything that others have to send is here; the first call begins to receive it.
@@ -75,85 +74,58 @@ class WritePlan(Protocol):
         Raises:
             RequestRejected: it will not come.
         """
-        ...
 
     def abandon(self) -> None:
-        """Leave the group of its sender; returns when nothing is written to the staging any more.
-
-        Raises:
-            OutOfStep: it does not end.
-        """
-        ...
+        """Leave the sender's group; returns when nothing writes to the staging, or raises OutOfStep."""
 
     def open(self, staging: Staging) -> Slices[None]:
         """Get hold of the sender's memory, for a write to this staging. Nothing is written before its end."""
-        ...
 
     def begin(self, staging: Staging) -> None:
-        """What it touches is about to be overwritten. The same on all ranks."""
-        ...
+        """Mark what it touches as about to be overwritten, on all ranks."""
 
     def write(self, staging: Staging) -> Slices[None]:
         """Launch the copies of the tensors."""
-        ...
 
     def end(self, staging: Staging) -> frozenset[str]:
-        """It was written on all ranks; returns what is whole by it besides its `names`.
-
-        That is what it brought one part of, where the other had come before.
-        """
-        ...
+        """The names, besides its own, that are whole once it was written on all ranks."""
 
     def sum_up(self, staging: Staging) -> Slices[None]:
         """Compute what the tensors of a patch are to come to, over a staging that holds what it changes."""
-        ...
 
     def sums(self) -> Mapping[str, int]:
-        """Once that has run: this rank's share of each tensor's checksum."""
-        ...
+        """This rank's share of each tensor's checksum, after `sum_up`."""
 
     def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
         """Refuse (400) a patch for which the shares of all ranks are not what its sender says."""
-        ...
 
     def finish(self) -> None:
         """Wait until the copies have run."""
-        ...
 
     def nonfinite(self) -> list[str]:
-        """Once the copies have run: which of the tensors hold NaN or Inf on this rank."""
-        ...
+        """The tensors that hold NaN or Inf on this rank, after `finish`."""
 
     def detach(self) -> Slices[None]:
-        """Every copy has run: the sender may use its memory again; only `close` may follow. Idempotent.
+        """Let the sender use its memory again, once every copy has run. Idempotent; only `close` may follow.
 
-        What it returns gives the rest of it back: this device may have it mapped until that has run.
+        Returns work that unmaps it from this device.
         """
-        ...
 
     def close(self) -> None:
         """Give the sender's memory back, wherever the update has got to. Idempotent."""
-        ...
 
 
 class Conversation(Protocol):
     """An update that its sender brings piece by piece; it wants each piece answered."""
 
     def poll(self) -> bool:
-        """Whether the next piece has come, or all of them have.
-
-        Raises:
-            RequestRejected: its sender gave up, or a piece was refused and it has come to its end.
-        """
-        ...
+        """Whether the next piece has come, or all have. RequestRejected: the sender gave up."""
 
     def piece(self) -> Slices[WritePlan | None]:
         """What has come, held against the model; None: everything has."""
-        ...
 
     def answer(self, problem: str = "") -> None:
-        """Tell the sender what became of the piece. A problem ends in a refusal of the whole, at its end."""
-        ...
+        """Answer the sender: a piece was taken, or what went wrong, which ends in a refusal of the whole."""
 
     def close(self) -> None: ...
 
@@ -169,41 +141,30 @@ class Staging(Protocol):
 
     def require_complete(self) -> None:
         """Refuse (409) to commit parts of parameters whose other parts have not come."""
-        ...
 
     def complete(self, written: frozenset[str]) -> Slices[None]:
         """Launch the copies that fill all but `written` with the live weights."""
-        ...
 
     def commit(self) -> None:
         """Make what was written the live weights: all of it, between two forward passes.
 
         Copies into the live ones need only be launched: forward passes run behind them.
         """
-        ...
 
     def roll_back(self) -> None:
         """After the commit of a copy, make the weights before it live again, bit for bit."""
-        ...
 
     def repay(self) -> None:
         """After a commit, give up as much memory as was lent for the copy; `release` gives the rest back."""
-        ...
 
     def release(self) -> Slices[None]: ...
 
     def close(self) -> None:
         """Give the copy's memory back. Before a commit, that is the rollback."""
-        ...
 
 
 class TrialPass(Protocol):
-    """Runs a forward pass over tokens of nobody's request.
-
-    Attributes:
-        max_tokens: how many it takes.
-        vocab_size: ids are below it.
-    """
+    """Runs a forward pass over up to `max_tokens` tokens of nobody's request, with ids below `vocab_size`."""
 
     max_tokens: int
     vocab_size: int
@@ -211,34 +172,25 @@ class TrialPass(Protocol):
     def logprobs(self, input_ids: Sequence[int]) -> list[float]:
         """The logprob of each token but the first, by the live weights; the lowest float32 if not finite.
 
-        The same on all ranks, in the same turn, with no forward pass under way.
-
-        Raises:
-            RequestRejected: there is no room for their KV.
+        The same on all ranks, between two forward passes. RequestRejected: there is no room for their KV.
         """
-        ...
 
 
 class Lender(Protocol):
-    """Who lends memory for a second copy of the weights."""
+    """Lends memory for a second copy of the weights."""
 
     def set_aside(self, *, hard: bool = False) -> bool:
-        """Choose what is lent next; returns whether it is all that a copy takes.
-
-        The same on all ranks, in the same turn, with no forward pass under way.
+        """Choose what is lent next, alike on all ranks; returns whether it is all that a copy takes.
 
         Args:
             hard: also what is only kept in case it is wanted again; all that a copy takes, or nothing.
         """
-        ...
 
     def hand_over(self) -> None:
-        """Before a copy is taken, lend what was set aside. At its own speed on each rank."""
-        ...
+        """Lend what was set aside; each rank at its own speed."""
 
     def take_back(self) -> None:
-        """Have everything again once the copy is gone, on all ranks in the same turn. Idempotent."""
-        ...
+        """Have everything again once the copy is gone. Idempotent."""
 
 
 class GroupJoining(Protocol):
@@ -248,11 +200,8 @@ class GroupJoining(Protocol):
 
     def poll(self) -> bool:
         """Whether all of its processes are there; refused (400) if they have not met in time."""
-        ...
 
-    def close(self) -> None:
-        """Give it up, unless it has been joined."""
-        ...
+    def close(self) -> None: ...
 
 
 class Snapshot(Protocol):
@@ -260,7 +209,6 @@ class Snapshot(Protocol):
 
     def differences(self, skipped: Sequence[str]) -> Slices[list[dict[str, str]]]:
         """The live parameters that are not bit for bit those of the copy, as `{"name", "reason"}`."""
-        ...
 
 
 class Parameters(Protocol):
@@ -271,36 +219,21 @@ class Parameters(Protocol):
 
     @property
     def generation(self) -> int:
-        """Another number whenever something has been written to them."""
-        ...
+        """Changes whenever they are written to."""
 
     def checksums(self, skipped: Sequence[str], algorithm: ChecksumAlgorithm) -> Slices[RankChecksums]: ...
 
     def snapshot(self) -> Slices[Snapshot]:
-        """Copy all of them.
-
-        Raises:
-            RequestRejected: 409, there is no room for a copy.
-        """
-        ...
+        """Copy all of them. RequestRejected (409): there is no room for a copy."""
 
     def sources(self, skipped: Sequence[str]) -> frozenset[str]:
         """Their checkpoint names."""
-        ...
 
     def pieces(self, index: int, first_byte: int, num_bytes: int) -> list[WeightPiece]:
-        """At most that many bytes of one of them, and those that follow it as far as they fit in whole.
-
-        A later piece of a parameter comes alone.
-
-        Raises:
-            RequestRejected: 400, there is none of that number.
-        """
-        ...
+        """Up to `num_bytes` of one, then those behind it that fit whole. A later piece comes alone."""
 
     def fill(self, skipped: Sequence[str]) -> None:
-        """Write random values to them. These are there when it returns."""
-        ...
+        """Write random values, and wait until they are there."""
 
 
 class Weights(Protocol):
@@ -322,63 +255,37 @@ class Weights(Protocol):
     @property
     def copies(self) -> CopyStream:
         """Where plans and stagings launch their copies."""
-        ...
 
     def open(self, request: WeightUpdateRequest) -> Slices[WritePlan]:
-        """Decode an update as far as its headers, and hold these against the model.
-
-        Raises:
-            RequestRejected: 400, the payload, the folder or a field is not what was expected.
-        """
-        ...
+        """Decode an update as far as its headers, and hold these against the model, or refuse (400)."""
 
     def converse(self, request: PiecewiseRequest) -> Conversation:
-        """Meet the sender of this rank's device.
-
-        Raises:
-            RequestRejected: 400, there is none, or no address.
-        """
-        ...
+        """Meet the sender of this rank's device. RequestRejected (400): there is none."""
 
     def stage(self, *, in_place: bool, is_last: bool = True) -> Slices[Staging]:
-        """Room for an update, by the server argument `update_staging`: a copy, or in place.
-
-        Ended early, it keeps nothing.
+        """Room for an update: a copy, or in place, as `update_staging` says. Ended early, it keeps nothing.
 
         Args:
-            in_place: there is nothing to keep, or another rank has no copy, or in place is sooner.
-            is_last: False: where there is no memory for a copy, it will be tried again with more.
+            in_place: there is nothing to keep, another rank has no copy, or in place is sooner.
+            is_last: False: without memory for a copy, it will be tried again with more.
 
         Raises:
             RequestRejected: 409, there is no memory for a copy, and it must be one.
         """
-        ...
 
     @property
-    def group_names(self) -> list[str]:
-        """The groups that an update may be broadcast in."""
-        ...
-
+    def group_names(self) -> list[str]: ...
     def join_group(self, request: InitWeightsUpdateGroupReqInput) -> GroupJoining:
-        """Begin to join one; refused where a field is wrong (400), or one of its name is joined (409)."""
-        ...
+        """Begin to join; refused where a field is wrong (400), or one of its name is being joined (409)."""
 
     def leave_group(self, name: str) -> Callable[[], bool] | None:
-        """Begin to leave a group; what it returns says whether it is left. None: there is none."""
-        ...
+        """Begin to leave; returns what says whether it is left, or None where there is no such group."""
 
     def stored_as(self, name: str) -> str:
-        """The checkpoint name of the tensor that the model uses for this one; another where two are tied."""
-        ...
+        """The name under which a tensor is kept; another where two are tied."""
 
     def precision_of(self, name: str) -> str:
-        """A note for people on how values from `read` differ from those kept; empty if they do not."""
-        ...
+        """How values from `read` differ from those kept; empty if they do not."""
 
     def read(self, name: str, max_rows: int) -> list[Any]:
-        """The first rows of a tensor by its checkpoint name.
-
-        Raises:
-            RequestRejected: 400, the model has no tensor of that name.
-        """
-        ...
+        """The first rows of a tensor. RequestRejected (400): there is none of that name."""

@@ -38,23 +38,18 @@ class ChunkMemory(Protocol):
 
     def lend(self, chunks: Sequence[int]) -> None:
         """Give chunks up to whoever makes a second copy next."""
-        ...
 
     def take_back(self, chunks: Sequence[int]) -> None:
         """Have chunks again that were lent, when the copy is gone; those that were not stay as they are."""
-        ...
 
     def remove(self, chunks: Sequence[int]) -> int:
         """Give chunks to the system, and leave them without memory at later resumes; returns the bytes."""
-        ...
 
     def expect(self, chunks: Sequence[int]) -> None:
         """Have the next resume bring chunks that were removed."""
-        ...
 
     def add(self, chunks: Sequence[int]) -> int:
         """Take memory for removed chunks now, all or none; returns the bytes. Raises OutOfDeviceMemory."""
-        ...
 
 
 class KVChunks:

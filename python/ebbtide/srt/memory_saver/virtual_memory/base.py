@@ -40,34 +40,27 @@ class VirtualMemory(Protocol):
     @property
     def granularity(self) -> int:
         """Bytes: the least size, and the alignment, of whatever is mapped."""
-        ...
 
     def reserve(self, num_bytes: int) -> Reservation:
         """Take addresses, without memory. Raises OutOfDeviceMemory when the address space is exhausted."""
-        ...
 
     def free_reservation(self, reservation: Reservation) -> None:
         """Give the addresses back. Nothing may be mapped there, and no tensor over them may be used again."""
-        ...
 
     def create(self, num_bytes: int) -> Handle:
         """Take physical memory, contents undefined. Raises OutOfDeviceMemory and keeps nothing."""
-        ...
 
     def map(self, at: Reservation, offset: int, handle: Handle) -> None:
         """Put the whole handle under `at.address + offset`, where nothing may be mapped."""
-        ...
 
     def make_accessible(self, at: Reservation, offset: int, num_bytes: int) -> None:
         """Let a range be read and written, with handles mapped under all of it.
 
         Apart from `map` because on a device it costs the same for one handle as for many.
         """
-        ...
 
     def drain(self) -> None:
         """Wait until nothing that was launched before can touch memory any more."""
-        ...
 
     def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:
         """Take away the handles that fill `num_bytes` from `at.address + offset` on, with their contents.
@@ -75,12 +68,9 @@ class VirtualMemory(Protocol):
         Raises OutOfDeviceMemory when keeping one needs more than there is: that and those behind it are then
         where they were. This cannot happen to handles that were released.
         """
-        ...
 
     def release(self, handle: Handle) -> None:
         """Give up a handle: its memory goes back to the system now or, if it is mapped, at the unmap."""
-        ...
 
     def as_tensor(self, reservation: Reservation) -> torch.Tensor:
         """A flat uint8 tensor over the whole reservation; only mapped parts may be read or written."""
-        ...

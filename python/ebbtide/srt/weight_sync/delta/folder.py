@@ -79,11 +79,7 @@ def manifest_of(source_dir: Path, version: int) -> Path:
 
 
 def read_chain(source_dir: Path, base: int, target: int) -> list[PublishedDelta]:
-    """The deltas that lead from one version to another, in order.
-
-    Raises:
-        RequestRejected: 400, one is not there, not ready, of another version, or of an unknown kind.
-    """
+    """The deltas that lead from one version to another, in order; refused if one is missing or wrong."""
     versions = range(base + 1, target + 1)
     if _has_manifest(source_dir, versions):
         return [_read_manifest(manifest_of(source_dir, version), version) for version in versions]
@@ -91,7 +87,6 @@ def read_chain(source_dir: Path, base: int, target: int) -> list[PublishedDelta]
 
 
 def names_of(chain: Sequence[PublishedDelta]) -> list[str]:
-    """Every tensor that any of them changes, in order."""
     return sorted({name for delta in chain for name in delta.weight_map})
 
 
@@ -112,11 +107,7 @@ def _has_manifest(source_dir: Path, versions: range) -> bool:
 
 
 def write_state(local_dir: Path, state: PulledState) -> None:
-    """Have updates from this folder bring what was pulled.
-
-    Raises:
-        RequestRejected: 400, it cannot be written.
-    """
+    """Have updates from this folder bring what was pulled."""
     file = local_dir / STATE
     fields = {
         "version": f"{state.target:06d}",
@@ -134,11 +125,7 @@ def write_state(local_dir: Path, state: PulledState) -> None:
 
 
 def read_state(local_dir: Path) -> PulledState | None:
-    """What was pulled into a folder; None: nothing, it is like any other.
-
-    Raises:
-        RequestRejected: 400, what is there cannot be read.
-    """
+    """What was pulled into a folder; None: nothing, it is like any other."""
     file = local_dir / STATE
     if not file.is_file():
         return None
@@ -154,11 +141,7 @@ def read_state(local_dir: Path) -> PulledState | None:
 
 
 def open_files(delta: PublishedDelta) -> dict[str, CheckpointFile]:
-    """Its files by name, with the frames in them.
-
-    Raises:
-        RequestRejected: 400, one is missing or torn, or they hold other tensors than the index says.
-    """
+    """Its files by name, with the frames in them. RequestRejected (400): one is missing or torn."""
     from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile  # torch: the API reads only indices
 
     try:
@@ -173,11 +156,7 @@ def open_files(delta: PublishedDelta) -> dict[str, CheckpointFile]:
 
 
 def decompress(frame: bytes, max_bytes: int, name: str) -> bytes:
-    """What a zstd frame holds.
-
-    Raises:
-        RequestRejected: 400, it is damaged, or holds more than there can be.
-    """
+    """What a zstd frame holds; RequestRejected (400) if it is damaged or holds more than `max_bytes`."""
     zstandard = _library("zstandard")
     try:
         with zstandard.ZstdDecompressor().stream_reader(frame) as reader:

@@ -58,11 +58,7 @@ class Patch:
     digest: tuple[str, str] | None = None
 
     def checked(self) -> Patch:
-        """The same with its positions in order.
-
-        Raises:
-            RequestRejected: 400, a position twice, or outside of the tensor, or not as many values.
-        """
+        """The same with its positions in order; refused if one is there twice, outside or without value."""
         if len(self.positions) != len(self.values):
             raise RequestRejected(
                 f"{self.name}: {len(self.positions)} positions and {len(self.values)} values"
@@ -142,11 +138,7 @@ class Place:
         )
 
     def check(self, patch: Patch) -> None:
-        """Hold a digest against what the tensor is to become. Nobody can where ranks divide it.
-
-        Raises:
-            RequestRejected: 400, it is another.
-        """
+        """Hold a digest against what the tensor is to become, unless ranks divide it."""
         if patch.digest is None or not self.is_whole:
             return
         region = self.region.to("cpu", copy=True).contiguous()
@@ -172,11 +164,7 @@ class Place:
         return values
 
     def sum_after(self, patch: Patch, known: int | None = None) -> Tensor:
-        """This rank's share of the tensor's sum as it is to be. Nothing is written.
-
-        Args:
-            known: its share as it is; None: it is summed up.
-        """
+        """This rank's share of the tensor's sum as it is to be. `known`: its share as it is."""
         if not self.counts:
             return torch.zeros((), dtype=torch.int64, device=self.region.device)
         span, local, mine = self._local(patch)
@@ -209,18 +197,13 @@ class PlaceTable:
 
     @classmethod
     def of(cls, places: Sequence[list[int] | None], device: torch.device) -> Self:
-        """None: a tensor that nobody needs."""
         rows = [_NOWHERE if place is None else place for place in places]
         rows_T8 = np.array(rows, dtype=np.int64).reshape(-1, len(_NOWHERE))
         return cls(rows_T8, upload(rows_T8, device))
 
 
 class PatchedWeights:
-    """The parameters of a rank that deltas are written to: live, or those of a staged copy.
-
-    Attributes:
-        places_known: where the tensors of this delta lie; None: nobody has asked yet.
-    """
+    """The parameters of a rank that deltas are written to: live, or those of a staged copy."""
 
     def __init__(
         self, store: WeightStore, shadow: Shadow | None, places_known: PlaceTable | None = None
@@ -230,7 +213,6 @@ class PatchedWeights:
         self._shadow = shadow
 
     def destination(self, name: str) -> Destination | None:
-        """Where a tensor goes; None if nobody needs it."""
         return self._store.destination(name, self._shadow)
 
     def table(self, names: Sequence[str]) -> PlaceTable:

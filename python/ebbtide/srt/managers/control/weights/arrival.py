@@ -9,27 +9,40 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, NoReturn, TypeAlias
 
-from ebbtide.srt.errors import RequestRejected, drop_frames, first_few
+from ebbtide.srt.errors import EngineError, RequestRejected, drop_frames, first_few
 from ebbtide.srt.managers.control.pace import Pace, Wake, look_until
 from ebbtide.srt.managers.control.phases import at_once
-from ebbtide.srt.managers.control.ports import Activity, DeadlinePassed, OutOfStep, Ranks, Work
+from ebbtide.srt.managers.control.ports import (
+    Activity,
+    DeadlinePassed,
+    HandlerTable,
+    Operation,
+    OutOfStep,
+    Ranks,
+    Work,
+)
 from ebbtide.srt.managers.control.weight_ports import Conversation, Weights, WritePlan
 from ebbtide.srt.managers.control.weights.commit_terms import CommitTerms, check_fields, is_piecewise
 from ebbtide.srt.managers.control.weights.session import WeightSession
-from ebbtide.srt.managers.io_struct import PiecewiseRequest, Refusal, WeightUpdateRequest
+from ebbtide.srt.managers.io_struct import (
+    DestroyWeightsUpdateGroupReqInput,
+    InitWeightsUpdateGroupReqInput,
+    PiecewiseRequest,
+    Refusal,
+    WeightsUpdateGroupReqOutput,
+    WeightUpdateRequest,
+)
 from ebbtide.srt.managers.wire.reply_merging import merge_refusals
 
 MAX_ERRORS: Final = 20
 
 Write: TypeAlias = Callable[[WritePlan], Work[None]]
+# A summary; and of a refusal the message, the status, and the further fields.
+_Fact: TypeAlias = tuple[str, tuple[str, int, dict[str, Any]] | None]
 
 
 class Arrivals:
-    """Gets hold of what an update brings.
-
-    Args:
-        check: refuses a request that the present state does not allow.
-    """
+    """Gets hold of what an update brings; `check` refuses a request that the present state does not allow."""
 
     def __init__(
         self,
@@ -106,11 +119,7 @@ class Arrivals:
 
 @dataclass
 class Contents:
-    """What an update is to write.
-
-    Attributes:
-        names: as `WritePlan.sent`, the same on all ranks; None as long as they are not known.
-    """
+    """What an update is to write: names as in `WritePlan.sent`; None as long as they are not known."""
 
     names: frozenset[str] | None = None
 
@@ -147,10 +156,6 @@ class _Received:
         return summary, (self.refusal.message, self.refusal.status, self.refusal.fields)
 
 
-# A summary; and of a refusal the message, the status, and the further fields.
-_Fact: TypeAlias = tuple[str, tuple[str, int, dict[str, Any]] | None]
-
-
 @dataclass(frozen=True)
 class Whole:
     """An update's only plan, known before anything is written."""
@@ -158,11 +163,10 @@ class Whole:
     plan: WritePlan
 
     def take(self, write: Write) -> Work[None]:
-        """Write it."""
         yield from write(self.plan)
 
     def finish(self) -> None:
-        """Nobody waits for an answer but the caller."""
+        """Do nothing: only the caller waits for an answer."""
 
 
 @dataclass
@@ -180,11 +184,7 @@ class Pieces:
     _received: _Received = field(default_factory=_Received)
 
     def take(self, write: Write) -> Work[None]:
-        """Write each piece, and answer it. Returns when everything has come; `finish` answers that.
-
-        Raises:
-            RequestRejected: a sender gave up, or the deadline has passed, or a piece does not fit.
-        """
+        """Write each piece, and answer it, until everything has come; `finish` answers that."""
         while (plan := (yield from self._next())) is not None:
             with closing(plan):
                 failure = yield from _failure_of(write(plan))
@@ -193,7 +193,7 @@ class Pieces:
             self._sender.answer()
 
     def finish(self) -> None:
-        """The senders may go: what they brought serves, or is staged."""
+        """Let the senders go: what they brought serves, or is staged."""
         self._sender.answer()
 
     def _next(self) -> Work[WritePlan | None]:
@@ -241,7 +241,6 @@ class Pieces:
 
 
 def _summary_of(plan: WritePlan) -> str:
-    """What must be the same on every rank."""
     names = _sum_of(plan.names)
     return f"{plan.num_tensors} tensors ({plan.num_ignored} ignored, names {names:08x})"
 
@@ -275,7 +274,6 @@ def _loss(overwritten: frozenset[str]) -> str:
 
 
 def _are_alike(facts: list[_Fact]) -> bool:
-    """Whether all ranks were given the same."""
     return len({summary for summary, _ in facts}) == 1
 
 
@@ -311,3 +309,56 @@ def _failure_of(work: Work[None]) -> Work[Exception | None]:
                 drop_frames(error)
                 return error
             yield progress
+
+
+class GroupRequests:
+    """The control requests about groups. All ranks join, or none; all leave."""
+
+    def __init__(self, weights: Weights, ranks: Ranks, wake: Wake) -> None:
+        self._weights = weights
+        self._ranks = ranks
+        self._wake = wake
+        self.handlers: HandlerTable = {
+            InitWeightsUpdateGroupReqInput: self.init,
+            DestroyWeightsUpdateGroupReqInput: self.destroy,
+        }
+
+    def init(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
+        """Join a group; a live one of that name is left first."""
+        with ExitStack() as if_refused:
+            try:
+                replaced = yield from self._on_all_ranks(self._join(request, if_refused))
+            except EngineError as error:
+                raise RequestRejected(f"the group {request.group_name} was not joined: {error}") from error
+            if_refused.pop_all()
+        message = f"Joined the group {request.group_name}."
+        return WeightsUpdateGroupReqOutput(changed=True, replaced=replaced, message=message)
+
+    def destroy(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
+        """Leave a group; what waits for broadcasts in it is refused."""
+        was_there = yield from self._on_all_ranks(self._leave(request.group_name))
+        if not was_there:
+            message = f"There is no group {request.group_name}."
+            return WeightsUpdateGroupReqOutput(changed=False, message=message)
+        return WeightsUpdateGroupReqOutput(changed=True, message=f"Left the group {request.group_name}.")
+
+    def _on_all_ranks(self, work: Work[bool]) -> Work[bool]:
+        """Whether it was so on any of them."""
+        try:
+            _, answers = yield from self._ranks.survey(Activity.WAITING, work, bool)
+        except DeadlinePassed:
+            raise EngineError("not every rank was done with it in time") from None
+        return any(answers)
+
+    def _join(self, request: InitWeightsUpdateGroupReqInput, if_refused: ExitStack) -> Work[bool]:
+        with closing(self._weights.join_group(request)) as joining:
+            yield from look_until(joining.poll, self._wake)
+        if_refused.callback(self._weights.leave_group, request.group_name)
+        return joining.replaced
+
+    def _leave(self, name: str) -> Work[bool]:
+        has_left = self._weights.leave_group(name)
+        if has_left is None:
+            return False
+        yield from look_until(has_left, self._wake)
+        return True

@@ -113,11 +113,11 @@ class RefusedUpdates:
         self._refused: list[_Refused] = []
 
     def add(self, reason: str, names: frozenset[str] | None) -> None:
-        """One was refused that was to write these names; None: nobody knows which."""
+        """Count one as refused that was to write these names; None: nobody knows which."""
         self._refused.append(_Refused(reason, names))
 
     def make_up(self, names: frozenset[str]) -> None:
-        """These were written."""
+        """Take these names as written."""
         for refused in self._refused:
             if refused.names is not None:
                 refused.names -= names

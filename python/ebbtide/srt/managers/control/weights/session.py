@@ -430,11 +430,7 @@ class WeightSession:
             self.stall.end()
 
     def finish(self) -> Work[None]:
-        """After the commit, wait for the copies of a burst.
-
-        Raises:
-            OutOfStep: they failed, and what serves is a mixture.
-        """
+        """After the commit, wait for the copies of a burst. OutOfStep: they failed, a mixture serves."""
         if not isinstance(self.state, Burst):
             return
         plan = self.state.plan
@@ -487,7 +483,6 @@ class WeightSession:
             finish(self._unmap.pop())
 
     def _do(self, slices: Slices[None], kind: Activity, copies: CopyStream | None = None) -> Work[None]:
-        """Do work on all ranks, as one phase."""
         yield from self._ranks.phase(kind, self._pace.turns(slices, kind, self.stall, copies))
 
 

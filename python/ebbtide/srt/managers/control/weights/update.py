@@ -33,8 +33,8 @@ from ebbtide.srt.managers.control.ports import (
     Work,
 )
 from ebbtide.srt.managers.control.weight_ports import How, Lender, TrialPass, Weights, WritePlan
-from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, Pieces, Whole
-from ebbtide.srt.managers.control.weights.canary import CanaryTrials
+from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, GroupRequests, Pieces, Whole
+from ebbtide.srt.managers.control.weights.checks import CanaryTrials
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CommitConditions,
     CommitTerms,
@@ -44,7 +44,6 @@ from ebbtide.srt.managers.control.weights.commit_terms import (
     require_base,
     terms_of,
 )
-from ebbtide.srt.managers.control.weights.groups import GroupRequests
 from ebbtide.srt.managers.control.weights.session import Burst, InPlace, WeightSession
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
@@ -136,7 +135,7 @@ class WeightUpdates:
         requests.serve(version, is_update=False)
 
     def update(self, request: WeightUpdateRequest) -> Operation:
-        """One update: a session of its own, or a part of the open one."""
+        """Carry one update out: a session of its own, or a part of the open one."""
         contents = Contents(announced_names(request))
         operation = self._conditions.guarded(timed(partial(self._update, request, contents)))
         try:
@@ -191,11 +190,10 @@ class WeightUpdates:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an update is, or waits, or a session is open."""
+        """Whether an update is under way or waits, or a session is open."""
         return self._session is not None or not self._line.is_empty
 
     def expire(self, deadline_id: str) -> None:
-        """The deadline of a session has passed."""
         if self._session is None or self._session.deadline_id != deadline_id:
             return
         if self._awaits_verdict:
@@ -207,7 +205,6 @@ class WeightUpdates:
             self._abort_session("it was open longer than weight_update_timeout_s")
 
     def report(self) -> SessionReport | None:
-        """The open session; None if there is none."""
         session = self._session
         if session is None:
             return None
@@ -295,7 +292,6 @@ class WeightUpdates:
             raise EngineError(f"the update broke off half-way: {refusal.message}") from refusal
 
     def _staged(self, session: WeightSession, terms: CommitTerms, before: Counts) -> UpdateWeightsReqOutput:
-        """The answer to an update of the open session; nothing of it serves yet."""
         session.flush_cache |= terms.flush_cache
         session.version = terms.version or session.version
         session.folder = terms.folder or session.folder

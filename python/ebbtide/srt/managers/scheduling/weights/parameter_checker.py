@@ -151,7 +151,6 @@ class ParameterSnapshot:
 
 
 def _no_room(needed_bytes: int, free_bytes: int) -> RequestRejected:
-    """The refusal of a snapshot for which there is too little host memory."""
     message = f"a snapshot takes {needed_bytes} bytes of host memory, {free_bytes} are free"
     return RequestRejected(message, 409, needed_bytes=needed_bytes, free_bytes=free_bytes)
 

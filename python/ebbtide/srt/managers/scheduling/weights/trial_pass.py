@@ -22,7 +22,6 @@ class SchedulerTrialPass:
     """Implements `control.weight_ports.TrialPass` with pages of the pool, and with a row of the page table.
 
     Args:
-        max_tokens: what a forward pass, and a row, have room for.
         kv_scales: they do not follow what this pass computes: its weights may never serve.
     """
 

@@ -33,30 +33,21 @@ from ebbtide.srt.managers.scheduling.weights.write_plan import (
 )
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.borrowed_memory import KeptMemory
+from ebbtide.srt.weight_sync.conversations import IpcConversation, StateDictConversation, open_conversation
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, import_loaders
 from ebbtide.srt.weight_sync.disk_source import open_folder
 from ebbtide.srt.weight_sync.distributed_source import open_broadcast
-from ebbtide.srt.weight_sync.handle_source import open_handles
-from ebbtide.srt.weight_sync.ipc_source import IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.memberships import Joining, Memberships
 from ebbtide.srt.weight_sync.source import PlanCache, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse
-from ebbtide.srt.weight_sync.state_dict_source import StateDictConversation
-from ebbtide.srt.weight_sync.tensor_source import open_by_slices
+from ebbtide.srt.weight_sync.tensor_source import open_by_slices, open_handles
 
 T = TypeVar("T")
 
 
 class EngineWeights:
-    """Opens updates, and finds room for them.
-
-    Args:
-        store: the live weights.
-        device: that holds them. On a CUDA device copies run beside forward passes.
-
-    Raises ConfigurationError for a custom weight loader that cannot be imported.
-    """
+    """Opens updates, and finds room for them. Implements `weight_ports.Weights`."""
 
     def __init__(self, store: WeightStore, config: EngineConfig, device: Device) -> None:
         self.names = store.names
@@ -222,11 +213,7 @@ class CheckedConversation:
 
 
 def _announced(request: UpdateWeightsFromDistributedReqInput) -> Announcement:
-    """What the request announces, in its lists or in its older fields for a single tensor.
-
-    Raises:
-        RequestRejected: 400, a field is missing.
-    """
+    """What the request announces, in its lists or in its older fields for a single tensor."""
     names = request.names if request.name is None else [request.name]
     dtypes = request.dtypes if request.dtype is None else [request.dtype]
     shapes = request.shapes if request.shape is None else [request.shape]

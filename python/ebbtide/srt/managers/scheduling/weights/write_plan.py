@@ -63,14 +63,14 @@ class InPlaceStaging(_Staging):
         return self._store.sums
 
     def note_write(self, names: Iterable[str], sums: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Note that these are about to be written, or have been. `sums`: known sums of their new values."""
+        """Take these as written, from before the first byte on; `sums`: known sums of their new values."""
         self._store.note_write(_sums_after(self._store.sums, names, sums))
 
     def complete(self, written: frozenset[str]) -> Slices[None]:
         yield from ()
 
     def repay(self) -> None:
-        """There is no copy."""
+        """Do nothing: there is no copy."""
 
     def release(self) -> Slices[None]:
         yield from ()
@@ -83,7 +83,7 @@ class InPlaceStaging(_Staging):
         raise AssertionError("there is no way back from what was written in place")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class CopyStaging(_Staging):
@@ -367,7 +367,6 @@ class TensorPlan:
         raise AssertionError("only a delta has sums")
 
     def _forget(self) -> None:
-        """Hold no references to the sender's memory any more."""
         self._others.clear()
         self._covered.clear()
 

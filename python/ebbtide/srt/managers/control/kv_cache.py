@@ -1,4 +1,7 @@
-"""The size of the KV cache, while it serves. Source: control_semantics section 1.2, `resize`."""
+"""Resizing the KV cache while it serves, and emptying the prefix cache.
+
+Source: control_semantics sections 1.2 (`resize`) and 3.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Final
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.managers.control.operations import require_timeout
 from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import (
     Activity,
@@ -17,12 +21,17 @@ from ebbtide.srt.managers.control.ports import (
     KVMemory,
     Operation,
     Ranks,
+    Requests,
     ShrinkingPlan,
     Work,
 )
 from ebbtide.srt.managers.io_struct import (
+    AnyReply,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
     ResizeMemoryOccupationReqInput,
     ResizeMemoryOccupationReqOutput,
+    RetractCause,
 )
 
 # How much memory changes hands between two forward passes while requests run: 3 to 5 ms of the driver's time.
@@ -31,13 +40,7 @@ NOT_IN_TIME: Final = "not all ranks did their part in time. Nothing was changed"
 
 
 class KVSize:
-    """Makes the KV cache smaller and larger.
-
-    Args:
-        memory: whether the KV cache has its memory now.
-        num_running: requests that hold KV.
-        free_bytes: device memory that is free right now.
-    """
+    """Makes the KV cache smaller and larger."""
 
     def __init__(
         self,
@@ -56,7 +59,6 @@ class KVSize:
         self.handlers: HandlerTable = {ResizeMemoryOccupationReqInput: self.resize}
 
     def resize(self, request: ResizeMemoryOccupationReqInput) -> Operation:
-        """Take the pool to the size that was asked for, in whole chunks."""
         started = time.perf_counter()
         if (request.num_tokens is None) == (request.num_bytes is None):
             raise RequestRejected("expected either num_tokens or num_bytes", 400)
@@ -130,7 +132,6 @@ class KVSize:
         return saved[0]
 
     def _give(self, num_chunks: int) -> Work[int]:
-        """Give withdrawn chunks to the system; returns the bytes."""
         moved_bytes = 0
         while True:
             part = self._part_of(num_chunks)
@@ -175,7 +176,6 @@ class KVSize:
         return moved_bytes
 
     def _part_of(self, num_chunks: int) -> int:
-        """How many of so many chunks change hands at once."""
         if self._num_running() == 0:
             return num_chunks
         return min(num_chunks, max(1, PART_BYTES // self._pool.chunk_bytes))
@@ -184,3 +184,41 @@ class KVSize:
         """Let a forward pass in. What has begun is brought to its end, whatever its deadline."""
         with suppress(DeadlinePassed):
             yield Activity.WORKING
+
+
+class CacheFlush:
+    """Flushes at once what nobody uses, and on request waits for the rest."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self.handlers: HandlerTable = {FlushCacheReqInput: self.flush}
+
+    def flush(self, request: FlushCacheReqInput) -> AnyReply | Operation:
+        require_timeout(request.timeout_s)
+        if request.retract_running:
+            self._requests.retract_all(RetractCause.FLUSH)
+        if self._requests.num_running == 0 or request.timeout_s == 0:
+            return self._flushed(self._requests.flush_cache())
+        return self._flush_when_idle()
+
+    def _flush_when_idle(self) -> Operation:
+        freed_tokens = self._requests.flush_cache()
+        try:
+            while self._requests.num_running > 0:
+                yield Activity.WAITING
+        except DeadlinePassed:
+            pass
+        yield Activity.BOUNDARY
+        return self._flushed(freed_tokens + self._requests.flush_cache())
+
+    def _flushed(self, freed_tokens: int) -> FlushCacheReqOutput:
+        num_running = self._requests.num_running
+        message = "The prefix cache is empty."
+        if num_running:
+            message = f"{num_running} requests still hold KV: what they use stays in the prefix cache."
+        return FlushCacheReqOutput(
+            success=num_running == 0,
+            fully_flushed=num_running == 0,
+            freed_tokens=freed_tokens,
+            message=message,
+        )
