@@ -214,11 +214,7 @@ def _sender_failure(arguments: tuple[object, ...]) -> SenderFailure:
 def cuda_tensor(value: object, device: int) -> TensorRef:
     """A CUDA tensor sent as the arguments of torch's `rebuild_cuda_tensor`, with the function or without it.
 
-    Args:
-        device: takes the place of the sender's.
-
-    Raises:
-        RequestRejected: it is something else.
+    `device` takes the place of the sender's. RequestRejected: it is something else.
     """
     match value:
         case (Global(name=name), tuple(arguments)) if name in _CUDA_REBUILDERS:
@@ -232,7 +228,7 @@ def cuda_tensor(value: object, device: int) -> TensorRef:
 
 
 def resolve_global(module: str, name: str) -> object:
-    """What a global of a payload stands for; raises `RequestRejected` with its name if it is not accepted."""
+    """What a global of a payload stands for; a refusal with its name if it is not accepted."""
     found = _GLOBALS.get((module, name))
     if found is not None:
         return found

@@ -33,11 +33,7 @@ class Announcement:
 
 
 def packed_slices(sizes: Sequence[int], buffer_bytes: int) -> list[slice]:
-    """Which tensors each packed broadcast holds: up to the one with which they exceed the buffer.
-
-    Args:
-        sizes: bytes of each tensor. They lie one behind the other, without padding.
-    """
+    """Which tensors each packed broadcast holds: up to the one with which they exceed the buffer."""
     slices, first, num_bytes = [], 0, 0
     for index, size in enumerate(sizes):
         num_bytes += size
@@ -51,13 +47,13 @@ class ChangedTensor(Struct, frozen=True, kw_only=True):
     """A tensor of which a delta changes some elements. Source: wire_vllm section 5.5.
 
     Attributes:
-        name: of the checkpoint.
         shape: of the whole tensor.
-        num_codes: how many of the payload's codes say where, see `encode_positions`. The codes of all tensors
-            lie one behind the other, in the order of the header; so do the values.
+        num_codes: how many of the payload's codes say where, see `encode_positions`. Those of all tensors lie
+            one
+            behind the other, in the order of the header; so do the values.
         num_changed: how many of the payload's values are the new ones.
-        checksum: of the whole tensor as it is to be, see `state_sum`: 16 hexadecimal digits; None: nobody
-            compares it.
+        checksum: the `state_sum` of the whole tensor as it is to be, 16 hexadecimal digits; None: not
+            compared.
     """
 
     name: str
@@ -71,8 +67,6 @@ class IpcTensor(Struct, frozen=True, kw_only=True):
     """A tensor behind a handle of its own, or one of several in a buffer. Source: wire_vllm section 2.4.
 
     Attributes:
-        name: of the checkpoint.
-        dtype: as torch calls it.
         num_bytes: from its beginning to that of the next one in the buffer; None: as many as it has.
     """
 

@@ -60,7 +60,6 @@ class FlattenedTensorMetadata:
 
     @property
     def place(self) -> tuple[TensorHeader, int]:
-        """The same as one of `Places`."""
         return TensorHeader(self.name, tuple(self.shape), self.dtype), self.start_idx
 
 
@@ -70,11 +69,7 @@ class FlattenedTensorBucket:
     Args:
         named_tensors: (name, tensor) pairs on one device, any iterable of them; they are copied.
         flattened_tensor: 1-D uint8 or int8, not copied. Given with `metadata`, in place of `named_tensors`.
-        metadata: where each tensor lies; checked against the bytes (`RequestRejected`).
-
-    Attributes:
-        flattened_tensor: the bytes, 1-D uint8.
-        metadata: the index, in the order of the tensors.
+        metadata: where each tensor lies, in their order; checked against the bytes.
     """
 
     supports_multi_dtypes: ClassVar[bool] = True
@@ -107,8 +102,7 @@ class FlattenedTensorBucket:
     ) -> Self:
         """Room for tensors that are still to be received, with their index; what it holds is undefined.
 
-        Raises:
-            ValueError: the lists differ in length, or hold what is no dtype or no shape.
+        ValueError: the lists differ in length, or hold what is no dtype or no shape.
         """
         if not len(names) == len(dtypes) == len(shapes):
             raise ValueError(
@@ -120,11 +114,9 @@ class FlattenedTensorBucket:
         return cls(flattened_tensor=_room(metadata, device), metadata=metadata)
 
     def get_flattened_tensor(self) -> torch.Tensor:
-        """The bytes: 1-D uint8."""
         return self.flattened_tensor
 
     def get_metadata(self) -> list[FlattenedTensorMetadata]:
-        """The index, in the order of the tensors."""
         return self.metadata
 
     def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -145,7 +137,7 @@ def pack_buckets(
 def grouped(
     named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """As `pack_buckets`, without packing them."""
+    """Groups tensors as `pack_buckets` does, without packing them."""
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
     pending: list[tuple[str, torch.Tensor]] = []
@@ -209,14 +201,14 @@ def check_bucket(
     stride: tuple[int, ...],
     metadata: Sequence[FlattenedTensorMetadata],
 ) -> None:
-    """Refuses (`RequestRejected`) what is not a run of bytes, or an index that does not fit it."""
+    """Refuses what is not a run of bytes, or an index that does not fit it."""
     check_bytes(dtype, shape, stride)
     for entry in metadata:
         _check_entry(entry, shape[0])
 
 
 def check_bytes(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Refuses (`RequestRejected`) what is not a run of bytes."""
+    """Refuses what is not a run of bytes."""
     if len(shape) != 1 or dtype not in (torch.uint8, torch.int8) or (shape[0] > 1 and stride != (1,)):
         raise RequestRejected(
             f"flattened_tensor: expected contiguous bytes (1-D uint8 or int8), got {dtype} of shape {shape}"

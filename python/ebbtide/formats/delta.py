@@ -79,12 +79,10 @@ def decode_positions(codes: Tensor) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The tensor's elements as integers of their size: a view."""
     return tensor.view(BITS[tensor.dtype.itemsize])
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tensor of this shape."""
     num_columns = shape[-1] if shape else 1
     return torch.Size(shape[:-1]).numel(), num_columns
 
@@ -107,12 +105,7 @@ def state_sum(part: Tensor, first_row: int = 0, first_column: int = 0) -> Tensor
 
 
 def sum_of_changes(positions: Tensor, before: Tensor, after: Tensor, num_columns: int) -> Tensor:
-    """What a change adds to the sum of a tensor.
-
-    Args:
-        positions: int64, flat, of the whole tensor.
-        before, after: the elements' bits.
-    """
+    """What a change of elements' bits, at flat positions of the whole tensor, adds to its sum."""
     rows, columns = positions // num_columns, positions % num_columns
     factors = _mix(rows ^ ROW_SEED) * _mix(columns ^ COLUMN_SEED)
     return (factors * (_unsigned(after) - _unsigned(before))).sum()

@@ -61,7 +61,7 @@ class _Config(ctypes.Structure):
 
 
 def load_library() -> Any:
-    """The library that torch has loaded. Raises `NcclFailed` if there is none."""
+    """The library that torch has loaded, or NcclFailed."""
     try:
         return ctypes.CDLL("libnccl.so.2")
     except OSError as error:
@@ -80,13 +80,9 @@ def make_unique_id() -> bytes:
 class RawNccl:
     """One rank of a communicator, with the methods of torch's backends that a weight group uses.
 
-    All ranks make theirs at the same time; rank 0 of them has made the id.
-
-    Args:
-        device: what is sent and received is there.
-
-    Raises:
-        NcclFailed: the others did not come in time, or NCCL does not work.
+    All ranks make theirs at the same time; rank 0 of them has made the id. NcclFailed: the others did not
+    come in
+    time, or NCCL does not work.
     """
 
     def __init__(

@@ -66,29 +66,19 @@ class Tails(Protocol):
     """
 
     def find(self, data: bytes, memo: Mapping[int, object]) -> object | None:
-        """What stands for a list; None: it is to be read.
-
-        Args:
-            data: what follows, from the list's first item to the pickle's end.
-            memo: what it may refer to.
-        """
+        """What stands for the list that `data` begins with and `memo` is behind; None: it is to be read."""
 
     def keep(self, data: bytes, memo: Mapping[int, object], read: set[int], items: list[object]) -> object:
-        """A list was read that may come again; returns what stands for it.
-
-        Args:
-            read: the indices of the memo that it refers to.
-        """
+        """Keep a list that refers to the indices `read` of the memo; returns what stands for it."""
 
 
 def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
     """Returns the value that `data` describes, without importing or running what it names.
 
     It is made of None, bool, int, float, str, bytes, list, tuple, dict, `Record` and whatever
-    `resolve(module, name)` and the calls of its `Global`s return.
-
-    Raises `RequestRejected` when the pickle is broken, uses an opcode outside the accepted part, or calls
-    what may not be called; `resolve` refuses a name in the same way. Source: wire_api section 4.4.
+    `resolve(module, name)` and the calls of its `Global`s return. A pickle that is broken, or that uses an
+    opcode
+    or a name outside the accepted part, is refused. Source: wire_api section 4.4.
     """
     return finish(read_by_slices(data, resolve))
 
@@ -99,12 +89,9 @@ def read_by_slices(
     budget: Budget | None = None,
     tails: Tails | None = None,
 ) -> Generator[int, None, object]:
-    """As `read_pickle`, yielding the bytes read after every `SLICE_OPCODES` opcodes of its budget.
+    """Reads as `read_pickle`, yielding the bytes read after every `SLICE_OPCODES` opcodes of its budget.
 
-    What is read is taken off `budget` (None: one of its own).
-
-    Args:
-        tails: what stands for the list that the pickle ends with.
+    `tails` says what stands for the list that the pickle ends with.
     """
     return _Reader(data, resolve, tails).read(budget if budget is not None else Budget())
 
@@ -119,10 +106,8 @@ class _OpenList:
 
     Attributes:
         items: the stack of its mark: while that is open, nothing below is touched.
-        start: where they begin.
-        memo: as it stands there.
+        start, memo: where they begin, and the memo as it stands there.
         read: the indices of what has been referred to since.
-        is_pure: whether all calls since were pure.
     """
 
     items: list[object]

@@ -6,29 +6,39 @@ that falls short is an error that can be answered.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
+import stat
+import struct
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Final, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from ebbtide.formats.tensor_refs import NUM_COUNTERS, CudaStorageRef, StorageRef
+from ebbtide.srt.errors import RequestRejected
+
 # What is converted from one type to another goes through memory of this size, which stays in the cache.
 CACHED_BYTES: Final = 1 << 20
+HEADER_BYTES: Final = 64
+SHARED_MEMORY: Final = Path("/dev/shm")
+KEEP_ALIVE: Final = "keep the sending process and its tensors alive until the update is answered"
+_COUNT: Final = struct.Struct("=i")
+COUNTER: Final = struct.Struct("=q")
 
 
 class Storage(Protocol):
     """Bytes that are read by their position."""
 
     def read_into(self, room: memoryview, offset: int) -> None:
-        """Fill `room` with the bytes from `offset` on.
-
-        Raises:
-            RequestRejected: 400, they cannot be read, or are not all there. It names the storage.
-        """
+        """Fill `room` with the bytes from `offset` on, or refuse (400) by the storage's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +65,6 @@ class StoredTensor:
         return cls(storage, offset, shape, stride, dtype)
 
     def dim(self) -> int:
-        """The number of dimensions."""
         return len(self.shape)
 
     def narrow(self, dim: int, start: int, length: int) -> StoredTensor:
@@ -73,19 +82,11 @@ class StoredTensor:
             yield self.narrow(0, start, min(num_rows, self.shape[0] - start))
 
     def read(self) -> Tensor:
-        """The elements, in host memory of their own.
-
-        Raises:
-            RequestRejected: 400, as the storage's `read_into`.
-        """
+        """The elements, in host memory of their own."""
         return self._read(pin=False)
 
     def copy_to(self, room: Tensor) -> None:
-        """Read the elements into a tensor of the same shape, on any device; returns when they are there.
-
-        Raises:
-            RequestRejected: 400, as the storage's `read_into`; some of `room` may have been written.
-        """
+        """Read the elements into a tensor of the same shape, on any device; returns when they are there."""
         is_alike = room.dtype == self.dtype and room.stride() == self.stride
         if is_alike and room.device.type == "cpu" and room.is_contiguous():
             self.storage.read_into(_bytes_of(room), self.offset)
@@ -131,5 +132,134 @@ def copy_into(room: Tensor, tensor: Tensor | StoredTensor) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor in host memory."""
     return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+# Those of references that come one after the other are counted in one file.
+@lru_cache(maxsize=16)
+def object_path(handle: bytes) -> Path:
+    """Where the shared-memory object of a torch handle (`/torch_<pid>_<n>_<n>`) is found."""
+    return SHARED_MEMORY / os.fsdecode(handle).removeprefix("/")
+
+
+class SharedBlock:
+    """A block of shared memory, held open and read by position.
+
+    Refused if it is not what the payload says.
+    """
+
+    def __init__(self, handle: bytes, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.references: set[StorageRef] = set()
+        self._path = object_path(handle)
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise RequestRejected(f"{self} cannot be opened ({error.strerror}): {KEEP_ALIVE}") from error
+        try:
+            self._check()
+        except RequestRejected:
+            os.close(self._descriptor)
+            raise
+
+    def read_into(self, room: memoryview, offset: int) -> None:
+        """Fill `room` with the bytes from `offset` on, or refuse (400) where the block has become shorter."""
+        num_bytes = read_exactly(self._descriptor, room, HEADER_BYTES + offset)
+        if num_bytes < len(room):
+            raise RequestRejected(
+                f"{self} was cut short: it ends within the {len(room)} bytes from {offset} on. {KEEP_ALIVE}"
+            )
+
+    def close(self) -> None:
+        """Let go of it, without dropping the references."""
+        os.close(self._descriptor)
+
+    def drop(self) -> None:
+        """Take the references off the block's count, remove it with the last of them, and let go of it."""
+        with closing(self):
+            # Ranks that drop theirs at the same time take turns. The sender keeps its own until they have.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            count = os.pread(self._descriptor, _COUNT.size, 0)
+            if len(count) < _COUNT.size or not self._path.exists():
+                return  # It was cut short, or removed: torch would try to remove it again at a count of 0.
+            [before] = _COUNT.unpack(count)
+            os.pwrite(self._descriptor, _COUNT.pack(before - len(self.references)), 0)
+            if before == len(self.references):
+                self._path.unlink(missing_ok=True)
+
+    def __str__(self) -> str:
+        return f"shared memory /{self._path.name}"
+
+    def _check(self) -> None:
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise RequestRejected(f"{self} is not what torch makes")
+        held_bytes = max(found.st_size - HEADER_BYTES, 0)
+        if held_bytes < self.num_bytes:
+            raise RequestRejected(f"{self} holds {held_bytes} bytes, the payload says {self.num_bytes}")
+
+
+class Counters:
+    """The sender's counts of references, each file of them opened once.
+
+    They are read and written by position: a file that is mapped and then cut short would end the process.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[bytes, int | None] = {}
+
+    def add(self, ref: CudaStorageRef, change: int) -> int | None:
+        """Add to the count of a reference; returns what it is then, None where there is none to see."""
+        if ref.counter_file not in self._files:
+            self._files[ref.counter_file] = _opened(ref.counter_file)
+        descriptor = self._files[ref.counter_file]
+        if descriptor is None:
+            return None
+        at = HEADER_BYTES + ref.counter_index * COUNTER.size
+        found = os.pread(descriptor, COUNTER.size, at)
+        if len(found) < COUNTER.size:
+            return None
+        [value] = COUNTER.unpack(found)
+        if change:
+            os.pwrite(descriptor, COUNTER.pack(value + change), at)
+        return int(value + change)
+
+    def close(self) -> None:
+        """Idempotent; it may be used again."""
+        while self._files:
+            _, descriptor = self._files.popitem()
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _opened(counter_file: bytes) -> int | None:
+    try:
+        descriptor = os.open(object_path(counter_file), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size < HEADER_BYTES + NUM_COUNTERS * COUNTER.size:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def is_held(counter_file: bytes) -> bool:
+    """Whether a sender holds the lock on a file of counts: the memory stays where it is."""
+    try:
+        descriptor = os.open(object_path(counter_file), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

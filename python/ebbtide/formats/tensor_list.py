@@ -84,9 +84,7 @@ _FORM_DECODER: Final = msgspec.msgpack.Decoder(_Form)
 class Listing:
     """Tensors as a payload lists them, apart from where they lie.
 
-    Attributes:
-        form: names and shapes, as they are sent.
-        itemsize_T, num_bytes_T: of each.
+    `form`: names and shapes, as they are sent.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -113,7 +111,7 @@ class Listing:
         """A payload for each list of storages, of the same tensors in them.
 
         Args:
-            storage_T, offset_T: the number of each one's storage, and its place there, in elements.
+            storage_T, offset_T: see `TensorTable`.
             stays: the memory stays where it is, and may stay mapped, see `borrowed_memory`.
         """
         columns = [column.astype("<i8").tobytes() for column in (storage_T, offset_T)]
@@ -147,9 +145,6 @@ def decode_tensors(
     Args:
         record: called with every reference ahead of the first slice, so that all can be given back.
         form_of: reads names and shapes, or knows them; None: `decode_form`.
-
-    Raises:
-        RequestRejected: the payload is not of this form, or a tensor does not lie within its storage.
     """
     try:
         listed = _DECODER.decode(memoryview(data)[len(MAGIC) :])
@@ -175,11 +170,7 @@ def decode_tensors(
 
 
 def decode_form(data: bytes) -> Generator[int, None, TensorForm]:
-    """The names and shapes that a payload has; in slices.
-
-    Raises:
-        RequestRejected: they are not of this kind.
-    """
+    """The names and shapes that a payload has; in slices."""
     try:
         found = _FORM_DECODER.decode(data)
     except msgspec.DecodeError as error:

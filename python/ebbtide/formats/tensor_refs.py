@@ -132,7 +132,6 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 def dtype_named(name: str, where: str) -> torch.dtype:
-    """The dtype of this name, if payloads may use it."""
     if name not in DTYPES:
         raise RequestRejected(f"{where}: dtype: expected one of {', '.join(DTYPES)}, got {name[:40]!r}")
     return DTYPES[name]
@@ -199,8 +198,7 @@ def device_storage(
 ) -> CudaStorageRef | None:
     """A checked reference to device memory; None where there is no memory.
 
-    Args:
-        event: None: there is nothing to wait for.
+    `event` None: nothing is awaited.
     """
     size = natural(num_bytes, f"{name}: storage size")
     begin = natural(offset_bytes, f"{name}: storage offset")
@@ -246,11 +244,7 @@ def _is_uuid(value: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """What tensors of one kind look like.
-
-    Attributes:
-        num_spanned: elements from the first to the last, both included.
-    """
+    """What tensors of one kind look like; `num_spanned`: elements from the first to the last."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -273,7 +267,7 @@ class TensorLayout:
 
 
 def checked_layout(where: str, dtype: str, shape: object, stride: object) -> TensorLayout:
-    """Raises RequestRejected for what no tensor looks like, which it calls `where`."""
+    """The layout of these, or a refusal that calls it `where`."""
     kind = dtype_named(dtype, where)
     whole, steps = tensor_shape(shape, f"{where}: shape"), sizes(stride, f"{where}: stride")
     layout = TensorLayout(kind, whole, steps, _num_spanned(where, whole, steps))
@@ -283,7 +277,6 @@ def checked_layout(where: str, dtype: str, shape: object, stride: object) -> Ten
 
 
 def contiguous_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayout:
-    """What a tensor looks like whose elements lie one behind the other."""
     *steps, num_elements = itertools.accumulate(reversed(shape), operator.mul, initial=1)
     return TensorLayout(dtype, shape, tuple(reversed(steps)), num_elements)
 
@@ -293,9 +286,6 @@ class TensorForm:
 
     Args:
         layout_T: the number of each one's layout.
-
-    Attributes:
-        headers: as far as they were asked for by `describe`.
     """
 
     def __init__(
@@ -326,7 +316,6 @@ class TensorForm:
             self.headers.append(TensorHeader(name, layout.shape, layout.dtype))
 
     def layout(self, index: int) -> TensorLayout:
-        """What one of them looks like."""
         return self._layouts[int(self._layout_T[index])]
 
     def _each(self, by_layout: Sequence[int]) -> NDArray[np.int64]:
@@ -372,18 +361,15 @@ class TensorTable:
         return made
 
     def ref(self, index: int) -> TensorRef:
-        """One of them by itself."""
         layout, storage = self.form.layout(index), self.storages[int(self.storage_T[index])]
         where = self.form.names[index][:200]
         offset = int(self.offset_T[index])
         return tensor_within(where, storage, layout.dtype, offset, layout.shape, layout.stride)
 
     def refs(self) -> Iterator[tuple[str, TensorRef]]:
-        """All of them, by name."""
         return ((name, self.ref(index)) for index, name in enumerate(self.form.names))
 
     @property
     def used_storages(self) -> list[AnyStorageRef]:
-        """Those that tensors lie in, each once."""
         listed = (self.storages[number] for number in sorted(set(self.storage_T.tolist())))
         return [storage for storage in listed if storage is not None]

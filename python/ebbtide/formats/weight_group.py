@@ -57,7 +57,6 @@ class InThread(Generic[T]):
         return self._future.done()
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Wait for the end, but no longer than this; whether it has come."""
         return bool(wait([self._future], timeout_s).done)
 
     def result(self) -> T:
@@ -117,14 +116,9 @@ class Transfer:
 class BroadcastQueue:
     """The broadcasts of one update.
 
-    Args:
-        backend: torch's.
-        timeout_s: how long all of them may take.
-        keeps: whether their tensors are to be kept.
-
     Attributes:
         under_way: those that were begun and not yet seen to their end, the oldest first.
-        kept: the tensors.
+        kept: the tensors, if they are to be kept.
         until_s: when they must have ended, of the monotonic clock.
     """
 
@@ -166,11 +160,7 @@ class BroadcastQueue:
 
 
 class WeightGroup:
-    """One group that has been joined.
-
-    Args:
-        member: what `connect` returned.
-        device: where what is received goes.
+    """One group that has been joined. `device`: where what is received goes.
 
     Attributes:
         writes_outside: whether a device was ever made to write to memory that is not the group's.
@@ -222,8 +212,7 @@ class WeightGroup:
     def send(self, tensors: Callable[[torch.device], list[torch.Tensor]], timeout_s: float) -> Broadcasts:
         """Begin to broadcast tensors, one broadcast each, in this order. For the source's end of a group.
 
-        Args:
-            tensors: makes them in another thread, contiguous and on the given device.
+        `tensors` makes them in another thread, contiguous and on the given device.
         """
 
         def transfers() -> list[Transfer]:
@@ -265,7 +254,7 @@ class WeightGroup:
     def _run(
         self, transfers: Callable[[], Iterable[Transfer]], timeout_s: float, *, keeps: bool = False
     ) -> list[torch.Tensor]:
-        """Make all transfers, in a thread of its own; returns their tensors, if they are to be kept."""
+        """Make all transfers; returns their tensors, if they are to be kept."""
         member = self._member
         if member is None:
             raise GroupLeft(self.why_closed)
@@ -311,10 +300,9 @@ class WeightGroup:
         self._require_open()
 
     def _end_oldest(self, queue: BroadcastQueue, *, waits: bool = False) -> None:
-        """Copy what the oldest broadcast brings. On a device that is launched, and not waited for.
+        """Copy what the oldest broadcast brings.
 
-        Args:
-            waits: whether to wait for the broadcast there too.
+        On a device that is launched, and waited for only if `waits`.
         """
         transfer, work = queue.under_way[0]
         if waits or self._stream is None:
@@ -361,17 +349,16 @@ class Broadcasts:
         return self._thread.is_done
 
     def ends(self) -> bool:
-        """Whether a group that was left writes no more to memory that is not its own.
+        """Wait for what the device is doing.
 
-        Waits for what the device is doing, which ends with the group.
+        Whether a group that was left writes no more to others' memory.
         """
         return not self._group.writes_outside or self._thread.ends_within(LEAVE_S)
 
     def result(self) -> list[torch.Tensor]:
         """Once it is done: what has arrived, if it is kept.
 
-        Raises:
-            RequestRejected: 400, the broadcast failed; the group has been left.
+        RequestRejected (400): it failed; the group was left.
         """
         try:
             return self._thread.result()

@@ -113,9 +113,9 @@ class Broadcaster:
         return {}
 
     def send(self, tensors: NamedTensors, timeout_s: float) -> Outcomes:
-        """Broadcast these into the targets' sessions. The tensors may change once this has returned.
+        """Broadcast these into the targets' sessions; they may change once this has returned.
 
-        `connect` first. After a failure the group is gone.
+        After a failure the group is gone.
         """
         group = self._group
         if group is None:
@@ -166,7 +166,6 @@ class Broadcaster:
         wait([pool.submit(leave, target) for target in self._targets])
 
     def _host_for(self, target: Target, size: EngineSize) -> str:
-        """The address at which a target's ranks reach this process."""
         if self._master_address is not None:
             return self._master_address
         host = "127.0.0.1" if target.location is None else _own_address(*target.location)
@@ -178,7 +177,6 @@ class Broadcaster:
         return host
 
     def _blamed(self, thread: InThread[Any], what: str) -> Outcomes:
-        """This end failed, for all targets."""
         try:
             thread.result()
         except Exception as error:

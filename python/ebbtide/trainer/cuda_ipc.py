@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ebbtide.formats.shared_memory import COUNTER, HEADER_BYTES, object_path
+from ebbtide.formats.stored_tensor import COUNTER, HEADER_BYTES, object_path
 from ebbtide.formats.tensor_list import DeviceStorage, Listing
 from ebbtide.formats.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS
 from ebbtide.srt.errors import RequestRejected
@@ -94,14 +94,7 @@ class Payload:
 
 
 class CounterFile:
-    """A file in shared memory that counts the references which each reader has yet to give back.
-
-    Args:
-        num_references: handed to each reader.
-
-    Attributes:
-        name: of the file, as payloads say it.
-    """
+    """A file in shared memory that counts the references which each reader has yet to give back."""
 
     def __init__(self, num_readers: int, num_references: int) -> None:
         assert num_readers <= NUM_COUNTERS
@@ -128,7 +121,6 @@ class CounterFile:
         return not any(counts)
 
     def close(self) -> None:
-        """Remove the file. Idempotent."""
         self._remove()
 
 
@@ -198,11 +190,7 @@ driver: Final = functools.cache(Driver)
 
 
 class Addresses:
-    """Names and shapes of tensors, and their addresses.
-
-    Attributes:
-        address_T: of each one's first element; 0 for what is empty.
-    """
+    """Names and shapes of tensors, and the address of each one's first element; 0 for what is empty."""
 
     def __init__(self, tensors: NamedTensors) -> None:
         self.listing = Listing(tensors)
@@ -222,10 +210,9 @@ class Allocations:
     """The memory that tensors lie in, as other processes map it. The tensors themselves may be freed.
 
     Attributes:
-        addresses: of the tensors.
-        begins, ids: of the allocations.
-        storages: of each the device's UUID, the handle, and the bytes. The first has no memory: what is
-            empty lies there.
+        storages: of each allocation the device's UUID, the handle, and the bytes. The first has no memory:
+            what
+            is empty lies there.
         storage_T, offset_T: the number of each tensor's storage, and its place there, in elements.
     """
 
@@ -238,11 +225,7 @@ class Allocations:
 
     @classmethod
     def of(cls, tensors: NamedTensors, addresses: Addresses) -> Self:
-        """Ask the driver. Raises RuntimeError for memory that it does not share.
-
-        Args:
-            addresses: of the tensors.
-        """
+        """Ask the driver. RuntimeError: it does not share this memory."""
         order_T = np.argsort(addresses.address_T, kind="stable")
         sorted_T = addresses.address_T[order_T]
         storages, begins = [("", b"", 0)], [0]
@@ -273,12 +256,7 @@ def _ids(begins: Sequence[int]) -> list[int | None]:
 
 @dataclass(frozen=True, eq=False)
 class _Export:
-    """Allocations that readers have references to.
-
-    Attributes:
-        entries: one for each reader.
-        names: of the tensors, where the allocations stay mapped.
-    """
+    """Allocations that readers have references to; `names`: of tensors whose allocations stay mapped."""
 
     allocations: Allocations
     entries: list[bytes]
@@ -302,11 +280,9 @@ class IpcExporter:
     def export(self, tensors: NamedTensors, *, keep_mapped: bool = False) -> Payload:
         """Entries, one for each reader, that refer to these tensors, whose contents are there.
 
-        Args:
-            keep_mapped: the memory may stay mapped afterwards. What stayed mapped under one of these names,
-                and lies elsewhere, does so no longer.
-
-        Raises RuntimeError for memory that the driver does not share in this way.
+        With `keep_mapped` the memory may stay mapped; what stayed mapped under one of these names elsewhere
+        no longer does.
+        RuntimeError: the driver does not share this memory.
         """
         addresses = Addresses(tensors)
         if keep_mapped:
@@ -384,5 +360,4 @@ class IpcExporter:
 
 @functools.cache
 def uuid_of(device: torch.device) -> str:
-    """What other processes know a GPU by."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -25,8 +25,7 @@ class ChangeHeader:
 class Bucket:
     """Whole tensors under their checkpoint names, the `index`-th of an update's buckets.
 
-    Attributes:
-        changes: of a bucket of changes, whose tensors are codes and values.
+    Or codes and values of changes.
     """
 
     index: int
@@ -41,7 +40,6 @@ class Bucket:
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors that it is about."""
         if self.changes is not None:
             return [each.name for each in self.changes.changed]
         return [name for name, _ in self.tensors]
@@ -60,8 +58,7 @@ def gathered_buckets(
 ) -> Iterator[Bucket]:
     """Whole tensors by the bucket, gathered as the bucket is asked for.
 
-    Raises:
-        ValueError, TypeError: not pairs of a name and a dense tensor, or a name twice.
+    ValueError, TypeError: not pairs of a name and a dense tensor, or a name twice.
     """
     for index, tensors in enumerate(grouped(_gathered(named_tensors), bucket_bytes)):
         yield Bucket(index, tensors, sum(tensor.nbytes for _, tensor in tensors))

@@ -38,7 +38,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from ebbtide.formats.bucket import FlattenedTensorBucket
-from ebbtide.formats.shared_memory import HEADER_BYTES, SHARED_MEMORY, object_path
+from ebbtide.formats.stored_tensor import HEADER_BYTES, SHARED_MEMORY, object_path
 from ebbtide.formats.tensor_list import Listing
 from ebbtide.formats.tensor_refs import StorageRef
 from ebbtide.srt.errors import RequestRejected
@@ -96,7 +96,6 @@ class PayloadEncoder:
         self._exporter = IpcExporter(len(self._devices))
 
     def serves(self, devices: Sequence[str], tp_size: int) -> bool:
-        """Whether it is the one for these."""
         return self._devices == [torch.device(one) for one in devices] and self._tp_size == tp_size
 
     def close(self) -> None:
@@ -109,11 +108,12 @@ class PayloadEncoder:
         """Makes a payload; close it once the update is answered. Until then the tensors must not change.
 
         Args:
-            keep_mapped: engines may keep the tensors' memory mapped afterwards, see `cuda_ipc`: for tensors
-                that lie where they lay the next time, until `close`.
+            keep_mapped: engines may keep the tensors' memory mapped afterwards, see `cuda_ipc`, until
+                `close`.
 
         Waits for all that was launched on their devices, on whatever stream. Raises `RequestRejected` for
-        what is not a plain tensor, and when shared memory is short.
+        what is not a
+        plain tensor, and when shared memory is short.
         """
         self._exporter.let_go()
         tensors = _checked(named_tensors)
@@ -139,11 +139,7 @@ class PayloadEncoder:
 
 
 def prepare(device: str) -> None:
-    """Do ahead of the first update what it would otherwise wait for; on a GPU that is next to nothing.
-
-    Args:
-        device: of the engine's ranks.
-    """
+    """Do ahead of the first update what it would otherwise wait for; on a GPU that is next to nothing."""
     if not device.startswith("cuda"):
         with suppress(RequestRejected):  # Where shared memory is short, the update says so.
             # torch starts a process for shared memory, which takes as long as ten updates of a small model.
@@ -163,7 +159,6 @@ class WholeEncoder(PayloadEncoder):
     def encode(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
     ) -> Payload:
-        """As `PayloadEncoder.encode`; the tensors may change at once."""
         tensors = _checked(named_tensors)
         _finish_work(tensors)
         # Copies: the format refuses tensors that share memory, as tied ones do.
@@ -172,7 +167,6 @@ class WholeEncoder(PayloadEncoder):
 
 
 def _reaches(reader: torch.device, device: torch.device) -> bool:
-    """Whether kernels on one device can read the memory of the other."""
     if reader.type != "cuda" or device.type != "cuda":
         return False
     return reader == device or torch.cuda.can_device_access_peer(reader, device)
@@ -228,7 +222,6 @@ def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], num_ent
 
 
 def _shared_storage(storage: torch.UntypedStorage) -> StorageRef:
-    """Shares a storage in shared memory once more."""
     _, (_, manager, handle, num_bytes) = _reduce_storage(storage)
     return StorageRef(manager, handle, num_bytes)
 
@@ -316,11 +309,7 @@ def _reduce_storage(storage: torch.UntypedStorage) -> _Reduced:
 
 
 def _insist(share: Callable[[], Any]) -> Any:
-    """What torch returns that puts a storage into shared memory.
-
-    A process of its own must hear of it, and has one second to say so: on a busy machine that may be too
-    little, and nothing has happened to the storage.
-    """
+    """Call what puts a storage into shared memory, until torch's process for it answers within its second."""
     for _ in range(_ATTEMPTS - 1):
         try:
             return share()

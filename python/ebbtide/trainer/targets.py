@@ -117,7 +117,6 @@ class Target(ABC):
         self._call("abort_weight_update")
 
     def has_session(self) -> bool:
-        """Whether a session is open."""
         return bool(self._server_info()["weight_update"]["session_open"])
 
     def has_all_weights(self) -> bool:
@@ -133,7 +132,6 @@ class Target(ABC):
         """Give up what is held from one update to the next. Idempotent."""
 
     def size(self) -> EngineSize:
-        """How many ranks take part in a broadcast."""
         info = self._server_info()
         return EngineSize(info["tp_size"] * info["dp_size"], info["nnodes"])
 
@@ -152,7 +150,6 @@ class Target(ABC):
         )
 
     def leave_group(self, name: str) -> None:
-        """Make all ranks leave a group; what waits for a broadcast in it is refused."""
         self._call("destroy_weights_update_group", group_name=name)
 
     def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
@@ -171,12 +168,7 @@ class Target(ABC):
 
     @abstractmethod
     def _call(self, operation: str, wait_s: float = STATE_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
-        """Have a control request carried out; the body of the reply.
-
-        Args:
-            operation: its path, and the name of the engine's method.
-            wait_s: how long a server's answer is awaited.
-        """
+        """Have a control request carried out, by its path, and wait for the body of the reply."""
 
     @abstractmethod
     def _server_info(self) -> Mapping[str, Any]: ...
@@ -339,7 +331,6 @@ def failures_in(outcomes: Outcomes) -> dict[str, EbbtideError]:
 
 
 def check_transport(transport: str) -> None:
-    """Raises `ValueError` for one that does not exist."""
     if transport not in get_args(Transport):
         raise ValueError(f"transport: expected one of {get_args(Transport)}, got {transport!r}")
 

@@ -45,8 +45,6 @@ class Terms:
 
 
 class UpdateFailed(Exception):
-    """What was being done, and by target what went wrong."""
-
     def __init__(self, what: str, failures: dict[str, EbbtideError], committed: Sequence[str]) -> None:
         super().__init__(what)
         self.what = what

@@ -280,6 +280,5 @@ def _send_error(failed: UpdateFailed, still_open: Mapping[str, Exception]) -> We
 
 
 def _merged(replies: Sequence[Mapping[str, Any]], field: str, merge: Callable[[list[Any]], T]) -> T | None:
-    """One value of those of all replies; None if one of them is not known."""
     values = [reply.get(field) for reply in replies]
     return None if None in values else merge(values)

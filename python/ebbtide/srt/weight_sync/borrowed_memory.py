@@ -17,8 +17,7 @@ from typing import Final
 
 import torch
 
-from ebbtide.formats.shared_memory import Counters, SharedBlock, is_held
-from ebbtide.formats.stored_tensor import StoredTensor
+from ebbtide.formats.stored_tensor import Counters, SharedBlock, StoredTensor, is_held
 from ebbtide.formats.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef, TensorRef
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.model_executor.weight_copies import PlannedSpans

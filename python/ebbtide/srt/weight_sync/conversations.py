@@ -1,9 +1,11 @@
 """Updates that a sender brings piece by piece, and says something about each piece first.
 
 checkpoint-engine (`update_weights_from_ipc`), on the same GPU as each rank, offers one buffer of its memory
-and says what it has filled it with, again and again. Source: wire_api section 4.5. prime-rl's trainer
-broadcasts state dicts: first how many there are; of each the length of a pickle, the pickle, which lists names,
-shapes and sizes by dtype, and for each dtype one broadcast of all its elements. Source: wire_vllm section 3.2.
+and says what it has filled it with, again and again. Source: wire_api section 4.5.
+
+prime-rl's trainer broadcasts state dicts: first how many there are; of each the length of a pickle, the
+pickle, which lists names, shapes and sizes by dtype, and for each dtype one broadcast of all its elements.
+Source: wire_vllm section 3.2.
 """
 
 from __future__ import annotations

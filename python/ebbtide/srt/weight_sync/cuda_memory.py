@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from ebbtide.formats.shared_memory import KEEP_ALIVE, Counters
+from ebbtide.formats.stored_tensor import KEEP_ALIVE, Counters
 from ebbtide.formats.tensor_refs import DRIVER_HANDLE_BYTES, CudaStorageRef
 from ebbtide.srt.errors import EngineError, RequestRejected
 

@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.srt.entrypoints.launch import child_process
 from ebbtide.srt.entrypoints.launch.child_process import PulseWatch
-from ebbtide.srt.entrypoints.launch.heartbeat import Pulse
+from ebbtide.srt.entrypoints.launch.process import Pulse
 
 
 class Beating:

@@ -14,7 +14,7 @@ from fixtures.fuzz import fuzzed
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from ebbtide.srt.managers.control import resize
+from ebbtide.srt.managers.control import kv_cache
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,
@@ -63,7 +63,7 @@ SIMPLE: list[AnyControlRequest] = [
 @pytest.fixture(autouse=True)
 def chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others come between the parts of a resize."""
-    monkeypatch.setattr(resize, "PART_BYTES", 1)
+    monkeypatch.setattr(kv_cache, "PART_BYTES", 1)
 
 
 def described(plan: BatchPlan) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import pytest
 from fixtures.control import PROMPT, Harness, updating
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
-from ebbtide.srt.managers.control import resize
+from ebbtide.srt.managers.control import kv_cache
 from ebbtide.srt.managers.control.memory_occupation import WeightContent
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
@@ -302,7 +302,7 @@ def test_a_resize_lets_passes_in_between_its_parts(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     """Down in three parts, and up again in three."""
-    monkeypatch.setattr(resize, "PART_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(kv_cache, "PART_BYTES", CHUNK_BYTES)
     policy, whole = harness.scheduler.policy, 64 * harness.scheduler.policy.page_size
     chunk_tokens = policy.allocator.pages_per_chunk * policy.page_size
     for num_tokens in (whole - 3 * chunk_tokens, whole):

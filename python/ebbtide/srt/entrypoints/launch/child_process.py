@@ -14,8 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ebbtide.srt.entrypoints.launch.heartbeat import LOOKS_PER_LIMIT, Pulse
-from ebbtide.srt.entrypoints.launch.process import DUMP_SIGNAL, STOP_SIGNALS, ProcessStart
+from ebbtide.srt.entrypoints.launch.process import (
+    DUMP_SIGNAL,
+    LOOKS_PER_LIMIT,
+    STOP_SIGNALS,
+    ProcessStart,
+    Pulse,
+)
 from ebbtide.srt.entrypoints.launch.stage_line import StageLine
 from ebbtide.srt.errors import HUNG_EXIT_STATUS, ConfigurationError, EngineError
 from ebbtide.version import SOURCE_ROOT
@@ -55,9 +60,6 @@ class ChildProcess:
         defaults: what its environment holds unless the user's own says otherwise.
         environment: what its environment holds in any case.
         preload: modules that it imports while it waits for `begin`.
-
-    Attributes:
-        pulse: its signs of life, from `begin` on.
     """
 
     def __init__(
@@ -78,7 +80,6 @@ class ChildProcess:
         self.sentinel = os.pidfd_open(self._popen.pid)
 
     def begin(self, start: ProcessStart) -> None:
-        """Tell it what it is."""
         self._send(start)
 
     def _send(self, message: object) -> None:
@@ -93,11 +94,9 @@ class ChildProcess:
         return self._popen.pid
 
     def receive_report(self, stages: StageLine) -> dict[str, Any] | None:
-        """What it reports of the engine when it is ready; None: it has shown a stage. Blocks.
+        """What it reports of the engine when it is ready, or None: it has shown a stage. Blocks.
 
-        Raises:
-            ConfigurationError: it cannot start so.
-            EngineError: it ended without saying why, or by an error of ours.
+        ConfigurationError: it cannot start so. EngineError: it ended.
         """
         try:
             report: dict[str, Any] = self.pipe.recv()
@@ -192,8 +191,8 @@ class PulseWatch:
     at fault.
 
     Args:
-        limit_s: how long others wait for one of these; a process is given up a little earlier.
-        flag: where that is set.
+        limit_s: how long others wait for one of these; a process is given up a little earlier. `flag`: its
+            name.
     """
 
     def __init__(self, children: Sequence[ChildProcess], limit_s: float, flag: str) -> None:
@@ -205,11 +204,9 @@ class PulseWatch:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the next look."""
         return max(0.0, self._next_s - time.monotonic())
 
     def look(self) -> None:
-        """Look at all of them, if it is time to."""
         if self.left_s > 0:
             return
         self._next_s = time.monotonic() + self._interval_s
@@ -240,12 +237,10 @@ class PulseWatch:
         )
 
     def _silent(self, num_looks: int) -> list[ChildProcess]:
-        """Those of whom so many looks in a row have found nothing. Whoever has ended is no riddle."""
         return [
             child for child in self._children if child.pulse.num_missed >= num_looks and not child.has_ended
         ]
 
 
 def _state_of(pid: int) -> str:
-    """The system's letter for the state of a process that was started here and has not been waited for."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]

@@ -59,7 +59,6 @@ class EarlyProcesses:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by name, of those that nobody took."""
         return {name: child.pid for name, child in self._children.items()}
 
     def take(self, name: str) -> ChildProcess | None:

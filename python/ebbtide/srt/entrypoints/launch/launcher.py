@@ -42,8 +42,9 @@ class NodeProcesses:
     Building it waits for the other nodes, if there are any. `shutdown` ends all of it.
 
     Args:
-        targets: name → `module:function`; see `ProcessStart`. None: those that the config asks for.
-            "scheduler" becomes one process per rank.
+        targets: name → `module:function`, see `ProcessStart`; "scheduler" becomes one process per rank. None:
+            as
+            the config asks.
         early: processes that are there already.
 
     Attributes:
@@ -93,17 +94,13 @@ class NodeProcesses:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by name, of this node."""
         return {child.name: child.pid for child in self._children}
 
     def wait_ready(self) -> dict[str, Any]:
         """Return when all are ready, with what they report of the engine, e.g. `max_total_num_tokens`.
 
-        Of numbers that differ by replica, the smallest: a request may come to any of them.
-
-        Raises:
-            ConfigurationError: the engine cannot start so; the message of the process that says it.
-            EngineError: a process died. In either case none is left.
+        Of numbers that differ by replica, the smallest: a request may come to any of them. Where one fails,
+        none is left.
         """
         try:
             with StageLine() as stages:
@@ -121,10 +118,9 @@ class NodeProcesses:
         """Call `on_death` with what happened, from a thread, once one has ended by itself, or is stopped.
 
         Stopped is one that gives no sign of life for most of the watchdog's limit. The others are killed
-        before `on_death`: they may be waiting for the one that is gone.
-
-        Args:
-            on_stop: called instead when node 0 was asked to end.
+        before `on_death`:
+        they may be waiting for the one that is gone. `on_stop` is called instead when node 0 was asked to
+        end.
         """
         self._watcher = threading.Thread(
             target=self._watch, args=(on_death, on_stop), name="engine-watch", daemon=True
@@ -158,7 +154,6 @@ class NodeProcesses:
         return self._links
 
     def _starts(self, config: EngineConfig, targets: Mapping[str, str]) -> Iterator[ProcessStart]:
-        """What each process of this node is told."""
         for name, target in targets.items():
             if name not in SCHEDULER:
                 if self._is_main_node:
@@ -293,12 +288,6 @@ class NodeProcesses:
 
 
 class EngineProcesses(NodeProcesses):
-    """The processes of the engine whose API process this is, on node 0.
-
-    Attributes:
-        addresses: of replica 0.
-    """
-
     def __init__(
         self,
         config: EngineConfig,
@@ -315,7 +304,6 @@ class EngineProcesses(NodeProcesses):
 
 
 def _config_of_rank(config: EngineConfig, index: int, dp_rank: int, tp_rank: int) -> EngineConfig:
-    """The config of the rank that is number `index` on its node."""
     parallel, runtime = config.parallel, config.runtime
     if parallel.num_ranks == 1:
         return config
@@ -335,11 +323,7 @@ def _spawn(start: ProcessStart) -> ChildProcess:
 
 
 def _library_environment(config: EngineConfig) -> dict[str, str]:
-    """What a rank needs in its environment and the others do not.
-
-    Raises:
-        ConfigurationError: the hook mode is none, or the library is not there.
-    """
+    """What a rank needs in its environment and the others do not."""
     mode = os.environ.get(TMS_HOOK_MODE, "torch")
     if mode not in ("torch", "preload"):
         raise ConfigurationError(f"{TMS_HOOK_MODE}: expected torch or preload, got {mode!r}")

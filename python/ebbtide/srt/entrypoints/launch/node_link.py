@@ -71,12 +71,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """A node ends, and so must the others.
-
-    Attributes:
-        reason: what happened; empty where it was asked to end.
-        is_configuration: whether it could not start so, rather than failed.
-    """
+    """A node ends, and so must the others; `reason`: empty where it was asked to end."""
 
     reason: str = ""
     is_configuration: bool = False
@@ -91,7 +86,6 @@ class NodeLinks:
     """The connections of this node: node 0 has one to each other node, these have one to node 0.
 
     Args:
-        nodes: the node at the other end of each.
         reserved: ports that belong to this engine as long as the links are open.
     """
 
@@ -124,7 +118,6 @@ class NodeLinks:
         self._send(Ended(reason and f"node {self._node_rank}: {reason}", is_configuration))
 
     def pass_on(self, end: Ended) -> None:
-        """Tell all of them how another node has ended."""
         self._send(end)
 
     def close(self) -> None:
@@ -156,7 +149,7 @@ def meet(config: EngineConfig, folder: str) -> Meeting:
 
     Raises:
         ConfigurationError: node 0's address does not do, nodes are missing when the time is up, or this one
-            was started with other arguments than node 0.
+            was started otherwise.
         EngineError: node 0 has gone.
     """
     parallel = config.parallel
@@ -360,7 +353,6 @@ def _receive_answer(connection: Connection, deadline_s: float) -> Welcome:
 
 
 def _as_connection(connected: socket.socket) -> Connection:
-    """Framing for a TCP connection, which is watched by the kernel from now on."""
     connected.settimeout(None)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_TIMEOUT_S, 0))
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

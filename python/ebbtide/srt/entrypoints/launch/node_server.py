@@ -20,9 +20,6 @@ logger = logging.getLogger(__name__)
 def launch_node(server_args: ServerArgs, early: EarlyProcesses | None = None) -> None:
     """Lend this node's ranks until node 0 stops or a signal comes; returns then, with no process left.
 
-    Args:
-        early: processes of this node that are there already.
-
     Raises:
         ConfigurationError: the engine cannot start so, or node 0 is not found.
         EngineError: a process, or another node, has ended by itself.

@@ -23,13 +23,7 @@ MAX_SOCKET_PATH_BYTES = 107
 
 @dataclass(frozen=True, slots=True)
 class NodeAddress:
-    """What a node brings.
-
-    Attributes:
-        host: its address, as the other nodes reach it.
-        folder: for its sockets.
-        ports: free ones at that address, as many as `num_ports` says.
-    """
+    """What a node brings: its address, as others reach it, a folder for sockets, and free ports there."""
 
     host: str
     folder: str
@@ -61,7 +55,6 @@ class _ReplicaPlaces:
 
 
 def node_of(parallel: ParallelConfig, dp_rank: int, tp_rank: int) -> int:
-    """The node that a rank is on."""
     return (dp_rank * parallel.tp_size + tp_rank) // parallel.ranks_per_node
 
 
@@ -72,17 +65,12 @@ def local_ranks(parallel: ParallelConfig) -> list[tuple[int, int]]:
 
 
 def num_ports(parallel: ParallelConfig, node: int) -> int:
-    """How many ports a node needs."""
     places = chain(_common_places(parallel), *_replica_places(parallel))
     return sum(place.node == node and place.is_shared for place in places)
 
 
 def place_replicas(parallel: ParallelConfig, nodes: Sequence[NodeAddress]) -> list[ChannelAddresses]:
-    """Where each replica listens, by dp_rank; `nodes` is in the order of their ranks.
-
-    Raises:
-        ConfigurationError: the path of a node's folder leaves no room for the names of sockets.
-    """
+    """Where each replica listens, by dp_rank; `nodes` is in the order of their ranks."""
     ports = [iter(node.ports) for node in nodes]
 
     def address(place: _Place, private_scheme: str = "ipc", port: int | None = None) -> str:

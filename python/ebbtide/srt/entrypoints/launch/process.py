@@ -1,8 +1,11 @@
-"""The inside of an engine process: how it begins, and how it ends with its parent.
+"""The inside of an engine process: how it begins, gives signs of life, and ends with its parent.
 
 `launcher` starts it as `python -m` with its arguments over a pipe. The start method of multiprocessing would
 import the caller's `__main__` once more: a script without a guard would start engines without end.
 Imports of ours wait until the caller's `sys.path` is in place.
+
+A process that is stopped, or whose threads all wait for one that never lets go, cannot say so itself. Those
+that wait for it notice first, and would be blamed: so its parent looks for signs of life.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import EngineConfig
@@ -34,6 +38,8 @@ DUMP_SIGNAL = signal.SIGUSR1
 # They go to all processes of a terminal, a service or a job, and are the parent's affair alone: it may have
 # requests to serve to their end.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOOKS_PER_LIMIT: Final = 10
+_BEATS_PER_LIMIT: Final = 2 * LOOKS_PER_LIMIT
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,10 @@ class ProcessStart:
 
 
 def child_main(start: ProcessStart, ready: Connection, pulse: int) -> int:
-    """Run the target; returns the exit status. What it fails with goes to the parent over `ready`.
-
-    Args:
-        pulse: where the parent looks for signs of life.
-    """
+    """Run the target; returns the exit status. What it fails with goes to the parent over `ready`."""
     multiprocessing.current_process().name = start.name
     # The kernel keeps 15 letters of a name: a rank is "ebb-dp0-tp1".
     Path("/proc/self/comm").write_text(f"ebb-{start.name.removeprefix('scheduler-')}"[:15])
-    from ebbtide.srt.entrypoints.launch.heartbeat import start_beating
     from ebbtide.srt.entrypoints.log_format import configure_logging
     from ebbtide.srt.errors import EbbtideError
 
@@ -91,12 +92,43 @@ def _last_words(ready: Connection, status: str, message: str) -> None:
         logger.error("the parent process has ended and will not read: %s", message)
 
 
-class ParentWatch:
-    """Ends this process as soon as its parent has: no engine outlives its owner, not even a killed one.
+def start_beating(descriptor: int, limit_s: float) -> None:
+    """Give signs of life to the parent's `Pulse`, from a thread, until the process ends.
 
-    Attributes:
-        socket_folder: removed then, since the parent could not; None as long as there is none.
+    `limit_s`: the shortest limit that a `PulseWatch` of the parent has.
     """
+
+    def beat() -> None:
+        while True:
+            os.eventfd_write(descriptor, 1)
+            time.sleep(limit_s / _BEATS_PER_LIMIT)
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+
+
+class Pulse:
+    """The signs of life of one process, as its parent sees them; `num_missed`: looks in a row without one.
+
+    They are counted by the kernel: a parent that does not look keeps nobody waiting.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.num_missed = 0
+
+    def look(self) -> None:
+        try:
+            os.eventfd_read(self.descriptor)
+            self.num_missed = 0
+        except BlockingIOError:
+            self.num_missed += 1
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class ParentWatch:
+    """Ends this process as soon as its parent has, and removes the sockets, which the parent could not."""
 
     def __init__(self, parent_pid: int) -> None:
         self.socket_folder: str | None = None

@@ -17,9 +17,6 @@ class StageLine:
     """One line that says what a start is at, if the stream is a terminal; nothing is left of it at the end.
 
     Of several ranks it is the stage of the one that is furthest behind.
-
-    Args:
-        stream: None: standard error.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -45,8 +42,7 @@ class StageLine:
     def show(self, process: str, what: str, number: int = 0, total: int = 0) -> None:
         """Show what a process is at: step `number` of `total`, if it has such.
 
-        Args:
-            process: its name; empty for this one, until a rank reports.
+        Without a name it is this process.
         """
         if self._console is None:
             return
@@ -62,7 +58,6 @@ class StageLine:
 
     @property
     def stage(self) -> str:
-        """What the rank furthest behind is at; empty: none has reported."""
         behind = min(
             self._stages.values(), key=lambda stages: (len(stages), [*stages.values()][-1][0]), default={}
         )

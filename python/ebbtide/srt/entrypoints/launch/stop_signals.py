@@ -15,7 +15,6 @@ class Stopped(BaseException):
 
 
 def is_main_thread() -> bool:
-    """Whether signals may be handled here."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -24,10 +23,8 @@ def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Make the first SIGINT or SIGTERM raise `Stopped`; those behind it do not interrupt the way out.
 
     It is raised at the end if it was lost: in a callback of the interpreter, as imports have them, it is.
-    Does nothing in other threads than the main one.
-
-    Args:
-        note: called first.
+    Does nothing
+    in other threads than the main one. `note` is called first.
     """
     if not is_main_thread():
         yield
