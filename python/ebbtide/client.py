@@ -33,16 +33,12 @@ class Client(EngineMethods):
     """The methods of `Engine` for a server that runs, from any host.
 
     Tensors of an update travel in memory if the server is on this host, else in the body of the request.
+    Methods raise RequestRejected for a refusal (nothing has changed), EngineError where the engine failed,
+    ServerUnreachable.
 
     Args:
-        url: of the server.
         api_key: the key for generation, if the server has one.
         admin_api_key: the key for control requests, if it has one; None: `api_key`.
-
-    Raises:
-        ValueError: `url` is none of a server.
-        RequestRejected: from methods: the request was refused, and nothing has changed.
-        EngineError: from methods: the engine failed. `ServerUnreachable` if nothing answers.
     """
 
     def __init__(
@@ -113,12 +109,10 @@ class Client(EngineMethods):
 
     @property
     def weight_version(self) -> str:
-        """The version of the serving weights."""
         version: str = self.model_info()["weight_version"]
         return version
 
     def close(self) -> None:
-        """Close the connections. Idempotent; the server goes on."""
         self._finalizer()
         self.forget_mapped()
 

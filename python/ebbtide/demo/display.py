@@ -27,15 +27,12 @@ class Display:
         self._progress.update(self._task, description=what, completed=share_done)
 
     def doing_stage(self, num_steps: int, step: int, stage: Stage) -> None:
-        """Say which stage begins."""
         self.doing(f"step {step + 1} of {num_steps}: {stage}", step / num_steps)
 
     def line(self, text: str, style: str = "") -> None:
-        """Print a line that stays."""
         self._console.print(Text(text, style), soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
-        """Print a row of the table, and its headings before the first."""
         if record.step == 0:
             self.line(heading(), "bold")
         self.line(row(record))

@@ -41,7 +41,6 @@ class MemoryProbe:
         self._start = time.perf_counter()
 
     def sample(self) -> MemorySample:
-        """Measure now."""
         tags = self._engine.memory_occupation()["tags"]
         return MemorySample(
             time_s=time.perf_counter() - self._start,

@@ -18,8 +18,6 @@ _NUM_HELD_OUT = 500
 
 @dataclass(frozen=True)
 class Problem:
-    """One sum."""
-
     left: int
     right: int
 

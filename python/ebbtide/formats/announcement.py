@@ -49,8 +49,7 @@ class ChangedTensor(Struct, frozen=True, kw_only=True):
     Attributes:
         shape: of the whole tensor.
         num_codes: how many of the payload's codes say where, see `encode_positions`. Those of all tensors lie
-            one
-            behind the other, in the order of the header; so do the values.
+            one behind the other, in the order of the header; so do the values.
         num_changed: how many of the payload's values are the new ones.
         checksum: the `state_sum` of the whole tensor as it is to be, 16 hexadecimal digits; None: not
             compared.

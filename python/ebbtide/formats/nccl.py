@@ -81,8 +81,7 @@ class RawNccl:
     """One rank of a communicator, with the methods of torch's backends that a weight group uses.
 
     All ranks make theirs at the same time; rank 0 of them has made the id. NcclFailed: the others did not
-    come in
-    time, or NCCL does not work.
+    come in time, or NCCL does not work.
     """
 
     def __init__(

@@ -77,8 +77,7 @@ def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
 
     It is made of None, bool, int, float, str, bytes, list, tuple, dict, `Record` and whatever
     `resolve(module, name)` and the calls of its `Global`s return. A pickle that is broken, or that uses an
-    opcode
-    or a name outside the accepted part, is refused. Source: wire_api section 4.4.
+    opcode or a name outside the accepted part, is refused. Source: wire_api section 4.4.
     """
     return finish(read_by_slices(data, resolve))
 

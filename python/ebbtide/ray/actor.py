@@ -68,7 +68,6 @@ class EngineActor:
         self._lender: NodeLender | None = None
 
     async def facts(self) -> SeatFacts:
-        """The place of this actor: its node, address, process and GPUs."""
         context = ray.get_runtime_context()
         gpu_ids = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))
         return SeatFacts(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), gpu_ids)
@@ -87,9 +86,6 @@ class EngineActor:
         Args:
             gpu_ids: of all seats of this node, in the order of their ranks.
             others: the actors that hold the processes of the other nodes, in order; for node 0.
-
-        Raises:
-            ConfigurationError, EngineError: as `Engine`.
         """
         if gpu_ids:
             # The ranks see the GPUs of their whole node, as their copies between GPUs need it.
@@ -123,7 +119,7 @@ class EngineActor:
         await asyncio.Event().wait()
 
     async def carry_out(self, kind: type[ControlRequest], fields: Mapping[str, Any]) -> Any:
-        """Carry a control request out; see `JointEngine.carry_out`."""
+        """Call `JointEngine.carry_out`."""
         return await self._running.carry_out(kind, await _read(fields))
 
     async def propose(
@@ -134,28 +130,21 @@ class EngineActor:
         is_joint: bool,
         number: int | None,
     ) -> AsyncGenerator[Prepared | Answered, None]:
-        """Carry a control request out together with other engines; see `JointEngine.propose`."""
+        """Call `JointEngine.propose`."""
         given = await _read(fields)
         async for word in self._running.propose(call_id, kind, given, is_joint=is_joint, number=number):
             yield word
 
     async def decide(self, call_id: str, refusal: str | None) -> None:
-        """Commit what was prepared, or give it up; see `JointEngine.decide`."""
+        """Call `JointEngine.decide`."""
         self._running.decide(call_id, refusal)
 
     async def read_weights(self, index: int) -> WeightBucket:
-        """Some of the weights that serve; see `JointEngine.read_weights`."""
+        """Call `JointEngine.read_weights`."""
         return await self._running.read_weights(index)
 
     async def take_weights(self, peer: Any, weight_version: str) -> int:
-        """Serve the weights of another engine like this one, which goes on serving; their bytes.
-
-        Args:
-            peer: the actor of its node 0.
-
-        Raises:
-            RequestRejected: its weights changed meanwhile; those of before serve here.
-        """
+        """Serve the weights of another engine like this one, by the actor of its node 0; their bytes."""
         try:
             return await self._running.take_weights(peer.read_weights.remote, weight_version)
         except RayError as error:
@@ -164,7 +153,7 @@ class EngineActor:
     async def lend(
         self, loan: str, tensors: Mapping[int, NamedTensors], takers: Sequence[int]
     ) -> list[bytes]:
-        """Put tensors where the ranks of this node find them; see `NodeLender.lend`."""
+        """Call `NodeLender.lend`."""
         if self._lender is None:
             from ebbtide.ray.node_loans import NodeLender
 
@@ -172,7 +161,7 @@ class EngineActor:
         return await asyncio.to_thread(self._lender.lend, loan, tensors, takers)
 
     async def take_back(self, loan: str) -> None:
-        """End a loan; see `NodeLender.take_back`."""
+        """Call `NodeLender.take_back`."""
         if self._lender is not None:
             self._lender.take_back(loan)
 
@@ -192,7 +181,6 @@ class EngineActor:
             yield chunk
 
     async def shutdown(self) -> None:
-        """End the processes; returns when they are gone."""
         if self._engine is not None:
             await self._engine.async_shutdown()
         if self._node is not None:

@@ -64,7 +64,6 @@ class Continuation:
         is_incremental: answers hold what is new alone.
 
     Attributes:
-        rid: what the replicas know it by.
         num_moves: how many replicas have died of those that worked on it.
     """
 
@@ -95,7 +94,6 @@ class Continuation:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens so far."""
         return len(self._output_ids)
 
     @property
@@ -174,11 +172,7 @@ class Continuation:
         self._num_retractions = self._retractions_before + meta["num_retractions"]
 
     def answer(self, chunk: Mapping[str, Any], replica: str) -> dict[str, Any]:
-        """The answer as it stands, with this chunk, which came last.
-
-        Args:
-            replica: the name of the one that sent it.
-        """
+        """The answer as it stands, with this chunk, which came last from this replica."""
         fresh = self._is_incremental
         body: dict[str, Any] = {}
         if self._text is not None:
@@ -227,11 +221,7 @@ def joined_spans(
 
 
 def split_batch(given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
-    """The request of each prompt, and whether they are a batch.
-
-    Raises:
-        RequestRejected: a list has not as many entries as there are prompts.
-    """
+    """The request of each prompt, and whether they are a batch; refused where lists differ in length."""
     prompts = given.get("text", given.get("input_ids"))
     is_texts = isinstance(prompts, list) and "text" in given
     if not is_texts and not (isinstance(prompts, list) and prompts and isinstance(prompts[0], list)):

@@ -104,7 +104,6 @@ class Replica:
             self.num_live -= 1
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of its actor."""
         return await self.engine.ask(method, *args, **kwargs)
 
 
@@ -142,7 +141,6 @@ class FleetController:
         return [one for one in self.replicas if not one.has_died.is_set()]
 
     def bury(self, replica: Replica) -> None:
-        """Count a dead one no more."""
         self._committee.leave(replica.slot)
 
     def admit(self, replica: Replica) -> None:
@@ -162,7 +160,6 @@ class FleetController:
             self._committee.release(name)
 
     async def end(self) -> None:
-        """Wait for no answer any more."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -173,11 +170,7 @@ class FleetController:
     # --------------------------------------------------------------------------------------------- requests
 
     async def control(self, kind: type[Any], fields: Mapping[str, Any]) -> Any:
-        """Carry a request out on all live replicas; returns the first one's body, with all in `replicas`.
-
-        Raises:
-            RequestRejected, EngineError: some refused or failed, and are named.
-        """
+        """Carry a request out on all live replicas; returns the first one's body, with all in `replicas`."""
         is_stored = not all(isinstance(one, bytes | str) for one in fields.get(TENSORS) or ())
         request, _ = build_request(kind, {**fields, TENSORS: []} if is_stored else fields)
         call = _Call(kind, fields, asyncio.get_running_loop().create_future())

@@ -45,9 +45,7 @@ class RemoteMethods(EngineMethods):
     """The methods of `Engine`, for one or several that run in actors."""
 
     @abstractmethod
-    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the actors."""
-
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
     async def _transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = await self.ask("transition", **fields)
         return body
@@ -81,7 +79,6 @@ class RemoteMethods(EngineMethods):
 
     @property
     def weight_version(self) -> str:
-        """The version of the serving weights."""
         version: str = self.model_info()["weight_version"]
         return version
 
@@ -174,7 +171,6 @@ class RayEngine(RemoteMethods):
         return self._nodes[0].seats[0].actor
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the actor of node 0."""
         try:
             return await getattr(self.actor, method).remote(*args, **kwargs)
         except RayError as error:
@@ -194,11 +190,7 @@ class RayEngine(RemoteMethods):
     async def stream(
         self, so_far: OutputSoFar | None, fields: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """A stream of what comes behind the output of another engine; None: from the beginning.
-
-        Args:
-            fields: of the request, with a rid, and without a prompt where there is an output.
-        """
+        """A stream of what comes behind the output of another engine; None: from the beginning."""
         has_ended = False
         try:
             async for chunk in self._words("stream", so_far, fields):
@@ -263,7 +255,6 @@ class RayEngine(RemoteMethods):
         self._finalizer()
 
     async def async_shutdown(self) -> None:
-        """Like `shutdown`."""
         await asyncio.to_thread(self.shutdown)
 
     def __enter__(self) -> Self:

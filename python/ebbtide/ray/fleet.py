@@ -230,7 +230,6 @@ class RayFleet(RemoteMethods):
     # ---------------------------------------------------------------------------------------------- control
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of all live replicas' actors."""
         return await self._runner.run(self._controller.ask_all(method, *args, **kwargs))
 
     async def _carry_out(self, kind: type[ControlRequest], fields: Mapping[str, Any]) -> Any:
@@ -288,7 +287,6 @@ class RayFleet(RemoteMethods):
         self._finalizer()
 
     async def async_shutdown(self) -> None:
-        """Like `shutdown`."""
         await asyncio.to_thread(self.shutdown)
 
     def __enter__(self) -> Self:

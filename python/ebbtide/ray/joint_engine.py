@@ -127,14 +127,8 @@ class JointEngine(Engine):
     ) -> AsyncGenerator[Prepared | Answered, None]:
         """Carry a control request out; what several engines commit together, as far as its commit.
 
-        Args:
-            number: calls that have one are carried out in that order.
-
-        Yields:
-            `Prepared`, if it waits for `decide`; then the answer.
-
-        Raises:
-            EngineError: the engine failed.
+        Calls that have a `number` are carried out in that order. Yields `Prepared`, if it waits for `decide`;
+        then the answer.
         """
         verdict: concurrent.futures.Future[str | None] = concurrent.futures.Future()
         prepared = asyncio.Event()
@@ -221,8 +215,7 @@ class JointEngine(Engine):
     async def read_weights(self, first_index: int) -> WeightBucket:
         """The parameters from this one on, as many as travel at once.
 
-        Raises:
-            RequestRejected: 409, they are released or stale, or changed meanwhile.
+        Refused (409) if they are stale or changed.
         """
         by_rank: list[list[StoredParameter]] = [[] for _ in range(self.server_args.tp_size)]
         index, num_bytes, num_parameters = first_index, 0, first_index + 1
@@ -274,16 +267,10 @@ class JointEngine(Engine):
         return reply.pieces
 
     async def take_weights(self, read: Callable[[int], Awaitable[WeightBucket]], weight_version: str) -> int:
-        """Serve what another engine of the same arguments serves.
+        """Serve what another engine of the same arguments serves, by its `read_weights`; the bytes of all
+        ranks.
 
-        Args:
-            read: its `read_weights`.
-
-        Returns:
-            How many bytes it took, of all ranks.
-
-        Raises:
-            RequestRejected: 409, its weights changed meanwhile; those of before serve here.
+        RequestRejected (409): its weights changed meanwhile; those of before serve here.
         """
         await self.async_begin_weight_update()
         num_bytes, generation = 0, None

@@ -132,8 +132,7 @@ class _FollowerLink:
         else:
             self._to_leader.append(msgspec.msgpack.decode(data, type=RankMessage))
 
-    def close(self) -> None:
-        """There is nothing to close."""
+    def close(self) -> None: ...
 
 
 class SchedulerHarness:
@@ -255,11 +254,9 @@ class SchedulerHarness:
         self._incoming.append(AbortGeneration(rid=rid, message="Aborted: the client went away"))
 
     def deliver(self, message: SchedulerInput) -> None:
-        """Queue any message."""
         self._incoming.append(message)
 
     def call(self, request: AnyControlRequest) -> str:
-        """Queue a control request; returns its call id."""
         call_id = f"call-{next(self._ids)}"
         self._incoming.append(ControlCall(id=call_id, request=request))
         return call_id
@@ -278,7 +275,6 @@ class SchedulerHarness:
 
     @property
     def num_waiting(self) -> int:
-        """Messages that the next turn will take."""
         return len(self._incoming)
 
     def turn(self, count: int = 1) -> None:
@@ -347,9 +343,7 @@ class SchedulerHarness:
                         assert self.outputs[rid].finish is None, f"{rid} goes on after its end"
                         self.outputs[rid].token_ids.append(token_id)
 
-    def close(self) -> None:
-        """There is nothing to close."""
-
+    def close(self) -> None: ...
     def _collect(self, output: RequestOutput) -> None:
         known = self.outputs[output.rid]
         assert known.finish is None, f"{output.rid} goes on after its end"

@@ -211,8 +211,7 @@ class Allocations:
 
     Attributes:
         storages: of each allocation the device's UUID, the handle, and the bytes. The first has no memory:
-            what
-            is empty lies there.
+            what is empty lies there.
         storage_T, offset_T: the number of each tensor's storage, and its place there, in elements.
     """
 

@@ -112,8 +112,7 @@ class PayloadEncoder:
                 `close`.
 
         Waits for all that was launched on their devices, on whatever stream. Raises `RequestRejected` for
-        what is not a
-        plain tensor, and when shared memory is short.
+        what is not a plain tensor, and when shared memory is short.
         """
         self._exporter.let_go()
         tensors = _checked(named_tensors)

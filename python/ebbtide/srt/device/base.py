@@ -35,11 +35,7 @@ class Device(Protocol):
         """Wait until everything launched so far has run."""
 
     def copying(self, *, beside: bool = False) -> AbstractContextManager[None]:
-        """Work launched inside runs beside forward passes, and after all that was launched before.
-
-        Args:
-            beside: not after what was launched outside: it has nothing to do with that.
-        """
+        """Run work launched inside beside forward passes, and, but for `beside`, after all before."""
 
     def copies_done(self) -> bool:
         """Whether everything launched inside `copying` has run. Does not wait."""
@@ -50,15 +46,9 @@ class Device(Protocol):
     def trim(self) -> None:
         """Give memory that is only kept for reuse back to the device."""
 
-    def free_bytes(self) -> int:
-        """Memory that is free now; quicker to ask for than `memory_info`."""
-
+    def free_bytes(self) -> int: ...
     def memory_info(self, pid: int | None = None) -> MemoryInfo:
-        """Memory now, with what process `pid` holds; None: this process.
-
-        Raises:
-            ProcessLookupError: there is no such process.
-        """
+        """Memory now, with what process `pid` holds (None: this process), or ProcessLookupError."""
 
     def virtual_memory(self) -> VirtualMemory:
         """Where arenas on this device take addresses and memory from."""

@@ -13,8 +13,7 @@ from ebbtide.srt.memory_saver.saver import MemorySaver, PlainMemory, VirtualMemo
 def open_device(name: str) -> Device:
     """The device of a name as torch spells it: "cpu", "cuda", "cuda:1".
 
-    Raises:
-        ConfigurationError: there is none of that name, or a package that it needs is missing.
+    ConfigurationError if there is none.
     """
     if name == "cpu":
         return CpuDevice()
@@ -29,8 +28,7 @@ def open_device(name: str) -> Device:
 def open_memory_saver(backend: str, device: Device) -> MemorySaver:
     """The backend of a name: "auto", "torch_memory_saver" or "none".
 
-    Raises:
-        ConfigurationError: there is none of that name, or it does not work on this device.
+    ConfigurationError if it does not work here.
     """
     match backend:
         case "auto":

@@ -19,32 +19,23 @@ class CpuDevice:
     def __init__(self) -> None:
         self._virtual_memory = HostVirtualMemory()
 
-    def synchronize(self) -> None:
-        """Return: on a CPU a call has run when it returns."""
-
+    def synchronize(self) -> None: ...
     def copying(self, *, beside: bool = False) -> AbstractContextManager[None]:
-        """Copies run where they are launched."""
         return nullcontext()
 
     def copies_done(self) -> bool:
         return True
 
-    def follow_copies(self) -> None:
-        """They have run."""
-
-    def trim(self) -> None:
-        """Nothing is kept for reuse."""
-
+    def follow_copies(self) -> None: ...
+    def trim(self) -> None: ...
     def free_bytes(self) -> int:
         """What could be had without swapping."""
         return read_host_memory().available_bytes
 
     def memory_info(self, pid: int | None = None) -> MemoryInfo:
-        """See `host_memory_info`."""
         return host_memory_info(pid)
 
     def virtual_memory(self) -> HostVirtualMemory:
         return self._virtual_memory
 
-    def host_pinning(self) -> None:
-        """All memory is the host's own."""
+    def host_pinning(self) -> None: ...

@@ -19,13 +19,10 @@ _cuda: Any = torch.cuda  # not all of it has types
 
 
 class CudaDevice:
-    """One CUDA device; making it makes the device torch's current one in this thread.
+    """One CUDA device; making it makes the device torch's current one in this thread. `index`: as torch
+    counts.
 
-    Args:
-        index: as torch counts visible devices.
-
-    Raises:
-        ConfigurationError: torch sees no such device, or the package cuda-bindings is missing.
+    ConfigurationError: torch sees no such device, or the package cuda-bindings is missing.
     """
 
     def __init__(self, index: int) -> None:
@@ -45,22 +42,17 @@ class CudaDevice:
 
     @property
     def uuid(self) -> str:
-        """The UUID as torch spells it, without "GPU-" before it."""
         return str(_cuda.get_device_properties(self._index).uuid)
 
     def synchronize(self) -> None:
-        """Wait until everything launched so far, on any stream, has run."""
         _cuda.synchronize(self._index)
 
     @contextmanager
     def copying(self, *, beside: bool = False) -> Iterator[None]:
-        """Work launched inside goes to a stream of its own, after all that this thread's stream has so far.
+        """Send work launched inside to a stream of its own.
 
         What it reads must live until `copies_done`: a tensor that was made outside, on another stream, would
         be given to the next who asks as soon as it is dropped.
-
-        Args:
-            beside: not after what this thread's stream has, but at once.
         """
         if not beside:
             self._copy_stream.wait_stream(_cuda.current_stream(self._index))
@@ -71,16 +63,13 @@ class CudaDevice:
             self._copied.record(self._copy_stream)
 
     def copies_done(self) -> bool:
-        """Whether everything launched inside `copying` has run. Does not wait."""
         is_done: bool = self._copied.query()
         return is_done
 
     def follow_copies(self) -> None:
-        """Have this thread's stream wait for what was launched inside `copying`; the host does not."""
         _cuda.current_stream(self._index).wait_event(self._copied)
 
     def trim(self) -> None:
-        """Give what torch's allocator keeps for reuse back to the device."""
         _cuda.empty_cache()
 
     def free_bytes(self) -> int:
@@ -90,12 +79,8 @@ class CudaDevice:
     def memory_info(self, pid: int | None = None) -> MemoryInfo:
         """Memory now; what a process holds is NVML's figure, which has the context and the code in it.
 
-        Where NVML does not know this process by its id, as in some containers, this process holds at least
-        what its arenas and torch's allocator have: that is then the figure.
-
-        Raises:
-            ProcessLookupError: there is no such process.
-            EngineError: another process, and NVML does not count in the ids of this namespace.
+        Where NVML does not know this process by its id, as in some containers, it holds at least what its
+        arenas and torch's allocator have. EngineError: another process, and NVML counts in other ids.
         """
         free, total = _cuda.mem_get_info(self._index)
         return MemoryInfo(total, free, self._process_bytes(pid))

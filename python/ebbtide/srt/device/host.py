@@ -11,9 +11,7 @@ from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
 def host_memory_info(pid: int | None = None) -> MemoryInfo:
     """Memory now; what a process holds is its proportional set size (Pss): pages shared by n count 1/n.
 
-    Raises:
-        ProcessLookupError: there is no such process.
-        PermissionError: the process is another user's.
+    ProcessLookupError: there is no such process. PermissionError: it is another user's.
     """
     host = read_host_memory()
     return MemoryInfo(host.total_bytes, host.available_bytes, _pss_bytes(pid))

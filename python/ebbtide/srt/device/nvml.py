@@ -10,14 +10,10 @@ T = TypeVar("T")
 
 
 def process_bytes(uuid: str, nvml: Any = None) -> dict[int, int]:
-    """Device memory of every process that computes on the device, by process id.
+    """Device memory of every process that computes on the device (UUID without "GPU-"), by process id.
 
-    The ids are those of the namespace that the driver sees. In a container it may be another than ours, and
-    there may then be nobody: empty also where the package nvidia-ml-py is missing or NVML does not answer.
-
-    Args:
-        uuid: of the device, without "GPU-".
-        nvml: the module pynvml; None: that itself, if it is installed.
+    The ids are those of the namespace that the driver sees, in a container perhaps another than ours. Empty
+    also where the package nvidia-ml-py is missing or NVML does not answer.
     """
 
     def by_process(library: Any, device: Any) -> dict[int, int]:
@@ -28,11 +24,7 @@ def process_bytes(uuid: str, nvml: Any = None) -> dict[int, int]:
 
 
 def device_memory_bytes(uuid: str, nvml: Any = None) -> tuple[int, int] | None:
-    """Memory of the device, in all and free; None where pynvml is missing or NVML does not answer.
-
-    Args:
-        uuid, nvml: as those of `process_bytes`.
-    """
+    """Memory of the device, in all and free; None where pynvml is missing or NVML does not answer."""
 
     def total_and_free(library: Any, device: Any) -> tuple[int, int]:
         memory = library.nvmlDeviceGetMemoryInfo(device)

@@ -17,12 +17,10 @@ class Division(Enum):
 
 
 def part_of(rank: int, size: int, units: int, division: Division, what: str) -> tuple[int, int]:
-    """The first unit that a rank of `size` holds, and how many.
+    """The first unit that a rank of `size` holds, and how many; ConfigurationError where they cannot be
+    divided.
 
-    Args:
-        what: the units, as config.json calls their number.
-
-    Raises ConfigurationError where they cannot be divided so.
+    `what`: the units, as config.json calls their number.
     """
     if division is Division.SPREAD:
         count, more = divmod(units, size)

@@ -33,12 +33,7 @@ COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
 
 
 class ParallelGroup(Protocol):
-    """All ranks call the same methods in the same order, with tensors of the same shape.
-
-    Attributes:
-        rank: of this process, from 0.
-        size: how many ranks there are.
-    """
+    """Ranks that call the same methods in the same order, with tensors of the same shape."""
 
     rank: int
     size: int
@@ -58,8 +53,7 @@ class ParallelGroup(Protocol):
     def smallest(self, value: int) -> int:
         """The least of all ranks' values. The host waits for it."""
 
-    def close(self) -> None:
-        """Leave the group, whatever is under way in it."""
+    def close(self) -> None: ...
 
 
 class SoloGroup:
@@ -84,15 +78,11 @@ class SoloGroup:
         return value
 
     def close(self) -> None:
-        """There is nothing to leave."""
+        """Do nothing: there is nothing to leave."""
 
 
 class TorchGroup:
-    """Ranks joined by one of torch's backends.
-
-    Args:
-        backend: `ProcessGroupGloo` or `ProcessGroupNCCL`.
-        device: of the tensors.
+    """Ranks joined by one of torch's backends, `ProcessGroupGloo` or `ProcessGroupNCCL`.
 
     Attributes:
         peers: what sums short messages; None: the backend sums all of them.
@@ -167,8 +157,6 @@ def join_parallel_group(
     Args:
         rendezvous: where they meet, and nobody else does or did: `file:///path` on one host, or
             `tcp://host:port`, an address of rank 0, which listens there.
-        device: of this rank.
-        timeout_s: how long to wait for the others.
         uses_peer_memory: whether GPUs sum short messages without NCCL, where the machine lets them.
 
     Raises:

@@ -63,16 +63,12 @@ class PeerMemory:
 
     Args:
         store: through which the ranks of the group meet.
-        rank, size: of the group.
-        device: of this rank; every call is made with it as torch's current device, and all on one stream, or
-            on streams that wait for each other.
+        device: of this rank, torch's current one at every call; all calls are on one stream, or on streams
+            that wait for each other.
 
     Attributes:
         num_bytes: of the memory of this rank: 5 MiB for each rank of the group.
         offer: by which the other ranks open it.
-
-    Raises:
-        EbbtideError: the driver refused, or is not there.
     """
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
@@ -100,8 +96,7 @@ class PeerMemory:
     def open(self, offers: Sequence[Offer]) -> None:
         """Map the memory of all ranks, given in their order.
 
-        Raises:
-            EngineError: it cannot be mapped, or there is no NVLink between the two devices.
+        EngineError: there is no NVLink between two devices.
         """
         addresses = []
         for rank, offer in enumerate(offers):
@@ -111,7 +106,7 @@ class PeerMemory:
         torch.accelerator.synchronize(self._device)
 
     def takes(self, x: Tensor, onto: Tensor | None = None) -> bool:
-        """Whether `all_reduce_` sums such tensors. The answer is the same on every rank."""
+        """Whether `all_reduce_` sums such tensors, alike on every rank."""
         if x.dtype not in _DTYPES or not 0 < x.nbytes <= self._max_bytes or not _is_aligned(x):
             return False
         return onto is None or (onto.dtype == x.dtype and onto.shape == x.shape and _is_aligned(onto))
@@ -144,11 +139,7 @@ class PeerMemory:
         self._driver.call("cuStreamDestroy", stream)
 
     def meet(self, timeout_s: float) -> str | None:
-        """Add up numbers with all ranks, who do the same. What is wrong; None: nothing.
-
-        Args:
-            timeout_s: how long to wait for the others.
-        """
+        """Add up numbers with all ranks, who do the same. What is wrong; None: nothing."""
         numbers = torch.arange(self._size * 4096, device=self._device) % 13
         expected = (numbers * self._size + sum(range(self._size))).to(torch.bfloat16)
         done = torch.Event(device=self._device)
@@ -170,8 +161,8 @@ class PeerMemory:
     def close(self) -> None:
         """Give back the other ranks' memory, and free this one's once they have done the same.
 
-        Kernels end first: those that wait for a rank that does not come need `let_go` before.
-        Where they do not within a second, for they are gone or busy, it is freed when the process ends.
+        Kernels that wait for a rank that does not come need `let_go` before. If they do not end within a
+        second, it is freed when the process ends.
         """
         with suppress(EbbtideError, RuntimeError):
             torch.accelerator.synchronize(self._device)
@@ -223,12 +214,7 @@ class PeerMemory:
 def open_peer_memory(store: Any, rank: int, size: int, device: torch.device) -> PeerMemory | None:
     """The memory of all ranks, opened and tried; None, on every rank, where one of them cannot.
 
-    Args:
-        store: through which the ranks meet, and none but they do.
-        device: torch's current one.
-
-    Raises:
-        RuntimeError: a rank did not come in the store's time.
+    RuntimeError: a rank did not come in the store's time.
     """
     mine: PeerMemory | None = None
     problem: str | None = None

@@ -33,8 +33,7 @@ class Arena(ABC):
     """The memory of one tag. It starts released: call `resume` before touching a view.
 
     Attributes:
-        tag: what the memory is for.
-        num_bytes: bytes asked for: what views may cover. 0 is legal: both states, no memory.
+        num_bytes: what views may cover. 0 is legal: both states, no memory.
         virtual_bytes: bytes of address space, which is also what a whole arena holds.
     """
 
@@ -72,20 +71,17 @@ class Arena(ABC):
 
     @abstractmethod
     def close_by_chunks(self) -> Generator[int, None, None]:
-        """As `close`, yielding the bytes of each piece. Nothing may be running that reads or writes them.
+        """Close, yielding the bytes of each piece; ended early, the rest is given back at once.
 
-        Ended early, the rest is given back at once.
+        Nothing may be running that reads or writes them.
         """
 
     @abstractmethod
     def shrink(self, num_bytes: int) -> int:
-        """Give up for good the chunks that lie wholly behind `num_bytes`; later resumes do not take them.
+        """Give up for good the chunks that lie wholly behind `num_bytes`; returns the bytes.
 
         For an arena that was laid out before it was known how much is needed. Views into what is given up,
         and shadows, may not be used again. Memory that torch allocates stays as it is.
-
-        Returns:
-            Bytes given up.
         """
 
     @abstractmethod
@@ -94,10 +90,9 @@ class Arena(ABC):
 
     @abstractmethod
     def _resume_by_chunks(self, *, at_once: bool) -> Generator[int, None, None]:
-        """Take the memory that is missing, yielding the bytes of each piece; ended early, it keeps nothing.
+        """Take the missing memory, yielding the bytes of each piece, or `at_once`.
 
-        Args:
-            at_once: nothing happens between the pieces.
+        Ended early, it keeps nothing.
         """
 
     @abstractmethod
@@ -118,10 +113,7 @@ class Arena(ABC):
         return self.state is ArenaState.RESIDENT
 
     def resume(self) -> int:
-        """Put physical memory under the addresses, contents undefined.
-
-        Returns:
-            Bytes mapped; 0 if the arena is resident already.
+        """Put physical memory under the addresses, contents undefined; returns the bytes mapped.
 
         Raises:
             OutOfDeviceMemory: `needed_bytes` is all that was missing. Nothing is kept; a retry is legal.
@@ -133,23 +125,18 @@ class Arena(ABC):
         return sum(self._resume_by_chunks(at_once=True))
 
     def release(self) -> int:
-        """Give the physical memory back; the contents are lost, the addresses stay.
+        """Give the physical memory back; the contents are lost, the addresses stay. Returns the bytes freed.
 
         What was launched on a device is waited for first: it may still read the memory. Where the driver
         fails half-way, a second call gives back the rest.
-
-        Returns:
-            Bytes freed; 0 if there were none.
         """
         return self._release() if self.resident_bytes or self.is_resident else 0
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor at `offset` bytes; it stays good across release, resume and swap.
 
-        Creating it is legal in any state; touching it is legal only while the arena is resident.
-
-        Raises:
-            ValueError: it does not fit into the arena, or `offset` is not a multiple of the element size.
+        Touching it is legal only while the arena is resident. ValueError: it does not fit, or lies between
+        two elements.
         """
         end = offset + prod(shape) * dtype.itemsize
         if not 0 <= offset <= end <= self.num_bytes:
@@ -161,16 +148,12 @@ class Arena(ABC):
     def stage(self) -> Shadow:
         """Take a second set of physical memory of the same layout, to be written aside and swapped in.
 
-        Raises:
-            OutOfDeviceMemory: there is no room for it; nothing is kept.
+        OutOfDeviceMemory: there is no room for it; nothing is kept.
         """
         return finish(self.stage_by_chunks())
 
     def stage_by_chunks(self) -> Generator[int, None, Shadow]:
-        """As `stage`, yielding the bytes of each chunk just taken, so that other things may go on in between.
-
-        Ended early, it keeps nothing.
-        """
+        """Stage, yielding the bytes of each chunk just taken; ended early, it keeps nothing."""
         twin = self._twin()
         try:
             yield from twin._resume_by_chunks(at_once=False)
@@ -182,13 +165,12 @@ class Arena(ABC):
     def swap(self, shadow: Shadow, *, maps_former: bool = True) -> None:
         """Exchange physical memory with a shadow under the live addresses; no byte is copied.
 
-        (Memory that torch allocates cannot change places: there the bytes are exchanged.) Afterwards the
-        arena's tensors read what the shadow's tensors held, and the other way round. If it fails, both are
-        as they were. What was launched on a device is waited for first.
+        (Memory that torch allocates cannot change places: there the bytes are exchanged.) If it fails, both
+        are as they were. What was launched on a device is waited for first.
 
         Args:
             maps_former: False: the shadow's tensors may not be touched afterwards, which saves the driver
-                half its work. It may still be swapped in again.
+                half its work.
 
         Raises:
             EngineError: the arena is released, or the shadow is closed.
@@ -207,7 +189,6 @@ class Arena(ABC):
         return
 
     def require_resident(self) -> None:
-        """Raises EngineError if memory is missing, or the arena is closed."""
         if not self.is_resident:
             raise EngineError(f"this memory is {self.state.name.lower()}, and must be resident")
 
@@ -217,12 +198,7 @@ class Arena(ABC):
 
 
 class Shadow:
-    """A second set of an arena's memory at addresses of its own. A context manager: leaving it closes it.
-
-    Attributes:
-        live: the arena that it is a copy of.
-        twin: where the copy is.
-    """
+    """A second set of an arena's memory at addresses of its own. A context manager: leaving it closes it."""
 
     def __init__(self, live: Arena, twin: Arena) -> None:
         self.live = live
@@ -230,15 +206,13 @@ class Shadow:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that views may cover, as of the arena."""
         return self.twin.num_bytes
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """As `Arena.view`: what will be at that offset of the arena after a swap."""
+        """What will be at that offset of the arena after a swap, as `Arena.view`."""
         return self.twin.view(offset, shape, dtype)
 
     def close(self) -> None:
-        """Give memory and addresses back; no view may be touched again. Idempotent."""
         self.twin.close()
 
     def repay(self) -> None:
@@ -246,7 +220,7 @@ class Shadow:
         self.twin.repay()
 
     def close_by_chunks(self) -> Generator[int, None, None]:
-        """As `close`, yielding the bytes of each chunk just given back. Copies must have run to their end."""
+        """Close, yielding the bytes of each chunk just given back. Copies must have run to their end."""
         return self.twin.close_by_chunks()
 
     def __enter__(self) -> Self:

@@ -27,14 +27,9 @@ PIECE_BYTES = 256 << 20
 class HostPinning(Protocol):
     """Makes host memory quick for a device to copy from and to, without the host's waiting."""
 
-    def pin(self, address: int, num_bytes: int) -> None:
-        """Raises EngineError when the system refuses."""
-
-    def unpin(self, address: int) -> None:
-        """Undo a `pin` at the same address."""
-
-    def synchronize(self) -> None:
-        """Wait for the copies that were launched."""
+    def pin(self, address: int, num_bytes: int) -> None: ...
+    def unpin(self, address: int) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 class _PinState(Enum):
@@ -46,10 +41,7 @@ class _PinState(Enum):
 class HostBuffer:
     """Host memory that a device copies from and to, pinned where that makes copies quicker.
 
-    Args:
-        tag: of the memory whose contents it holds.
-        num_bytes: taken by `allocate`, and kept until `close`.
-        pinning: of the device; None where pinning gains nothing.
+    `allocate` takes `num_bytes`, which are kept until `close`. `pinning` is None where it gains nothing.
     """
 
     def __init__(self, tag: MemoryTag, num_bytes: int, pinning: HostPinning | None = None) -> None:
@@ -60,7 +52,6 @@ class HostBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory held."""
         return self._arena.resident_bytes
 
     @property
@@ -73,10 +64,9 @@ class HostBuffer:
         return self._arena.view(offset, shape, dtype)
 
     def allocate(self) -> None:
-        """Take the memory and pin it, as far as that is not done.
+        """Take and pin the memory, as far as that is not done.
 
-        Raises:
-            OutOfDeviceMemory: the host has no room; nothing is held.
+        OutOfDeviceMemory: no room; nothing is held.
         """
         self._arena.resume()
         if self._pinning is None or self._pin_state is not _PinState.WANTED:
@@ -94,12 +84,10 @@ class HostBuffer:
             self._pin_state = _PinState.NONE
 
     def synchronize(self) -> None:
-        """Wait for the copies that were launched."""
         if self._pinning is not None:
             self._pinning.synchronize()
 
     def close(self) -> None:
-        """Give the host memory back. Idempotent."""
         self._pins.close()
         self._pin_state = _PinState.NONE
         self._arena.close()
@@ -109,10 +97,6 @@ class HostBackup:
     """One host buffer per arena, taken once and kept, with the generation of what it holds.
 
     Whoever writes to the arena counts generations; contents that have not changed are not copied again.
-
-    Args:
-        arena: what is copied.
-        pinning: of the arena's device; None where pinning gains nothing.
     """
 
     def __init__(self, arena: Arena, pinning: HostPinning | None = None) -> None:
@@ -144,9 +128,7 @@ class HostBackup:
     def save(self, generation: int) -> None:
         """Copy the resident arena to the host, unless this generation is there already.
 
-        Raises:
-            EngineError: the arena is released: its contents are gone.
-            OutOfDeviceMemory: the host has no room for the buffer; nothing was changed.
+        OutOfDeviceMemory: the host has no room for the buffer; nothing was changed.
         """
         self._require_resident()
         if generation == self._generation:
@@ -158,18 +140,12 @@ class HostBackup:
         self._generation = generation
 
     def restore(self) -> None:
-        """Copy what was saved back into the resident arena.
-
-        Raises:
-            EngineError: nothing was saved, or the arena is released.
-        """
         self._require_resident()
         if self._generation is None:
             raise EngineError(f"there is no backup of {self._arena.tag} to restore")
         self._copy(to_host=False)
 
     def close(self) -> None:
-        """Give the host memory back. Idempotent."""
         self._join()
         self._buffer.close()
         self._generation = None
@@ -200,9 +176,7 @@ class ArenaMemory:
     """An arena whose contents are lost when it is released.
 
     Args:
-        arena: the memory.
         trim: called after a release, to give memory back that was only kept for reuse; `Device.trim`.
-        is_needed: no forward pass may run without it.
     """
 
     keeps_contents: bool = False
@@ -227,7 +201,7 @@ class ArenaMemory:
         return 0
 
     def prepare_release(self, keep: bool) -> None:
-        """Nothing survives, so nothing is saved."""
+        """Do nothing: nothing survives."""
         assert not keep, "only weights are kept"
 
     def release(self) -> int:

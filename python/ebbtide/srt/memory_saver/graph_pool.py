@@ -38,7 +38,6 @@ class BlockCutter:
         return sum(end - start for start, end in self._taken.items())
 
     def take(self, num_bytes: int) -> int | None:
-        """The offset of a new block; None where there is no room."""
         size = round_up(max(1, num_bytes), ALIGNMENT_BYTES)
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
@@ -49,7 +48,6 @@ class BlockCutter:
         return None
 
     def give(self, start: int) -> None:
-        """Give back the block that `take` placed there."""
         insort(self._free, (start, self._taken.pop(start)))
         merged: list[tuple[int, int]] = []
         for block in self._free:
@@ -60,7 +58,7 @@ class BlockCutter:
 
 
 class GraphPool:
-    """A torch memory pool for `torch.cuda.graph(pool=...)` whose memory is an arena's.
+    """A torch memory pool for `torch.cuda.graph(pool=...)` whose memory is an arena's, used by nothing else.
 
     The arena must be resident during capture and replay. Where it is full, torch raises OutOfMemoryError.
     While a graph is captured no other thread may allocate or free CUDA memory: torch calls back into Python
@@ -73,7 +71,6 @@ class GraphPool:
     the arena.
 
     Args:
-        arena: the memory, used by nothing else.
         make_pool: from the addresses of the two C functions a pool, and what must outlive it; None: a
             torch.cuda.MemPool and its allocator.
     """
@@ -108,10 +105,9 @@ class GraphPool:
         return self._arena.shrink(self.peak_bytes)
 
     def close(self) -> None:
-        """Give torch's pool up; see the class for what must be gone before. Idempotent.
+        """Give torch's pool up.
 
-        Raises:
-            EngineError: a graph, or a tensor made during capture, still has memory here.
+        EngineError: a graph, or a tensor made during capture, still has memory here.
         """
         if self._pool is not None:
             let_go(self._pool)

@@ -21,8 +21,7 @@ class ArenaSource(Protocol):
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
         """A released arena, its memory taken in pieces of `chunk_bytes` where that can be chosen.
 
-        Raises:
-            OutOfDeviceMemory: addresses, or memory that is taken from the start, could not be had.
+        OutOfDeviceMemory: addresses, or memory that is taken from the start, could not be had.
         """
 
 

@@ -21,27 +21,16 @@ class TorchMemory(Protocol):
     """What these arenas need of the device that their memory is on."""
 
     @property
-    def name(self) -> str:
-        """As torch spells it."""
-
+    def name(self) -> str: ...
     def synchronize(self) -> None: ...
 
     def free_bytes(self) -> int: ...
 
-    def trim(self) -> None:
-        """Give back what torch keeps for reuse."""
+    def trim(self) -> None: ...
 
 
 class TorchArena(Arena):
-    """Memory that is there from the first to the last moment: released only until it is first resumed.
-
-    Args:
-        num_bytes: what views may cover.
-        device: where the memory is.
-
-    Raises:
-        OutOfDeviceMemory: there is no room.
-    """
+    """Memory that is there from the first to the last moment: released only until it is first resumed."""
 
     def __init__(self, tag: MemoryTag, num_bytes: int, device: TorchMemory) -> None:
         super().__init__(tag, num_bytes)

@@ -35,8 +35,7 @@ MARGIN_BYTES = 256 << 20
 def preload_environment() -> dict[str, str]:
     """What to set for a child process so that the library is there before anything else (mode preload).
 
-    Raises:
-        ConfigurationError: the library is not installed, or not for this CUDA.
+    ConfigurationError: it is not installed, or not for this CUDA.
     """
     try:
         path = _module("torch_memory_saver.utils").get_binary_path_from_package(_PRELOAD_STEM)
@@ -55,14 +54,10 @@ class TorchMemorySaverBackend:
     """Arenas of one allocation each, made in a region of the library that is theirs alone.
 
     A release is a pause of the region, a resume a resume. A shadow is memory of torch's own; to swap is to
-    exchange the bytes, in about the time of four copies.
+    exchange the bytes, in about the time of four copies. `library`: what
+    `torch_memory_saver.torch_memory_saver` is; None: that.
 
-    Args:
-        device: a CUDA device, torch's current one.
-        library: what `torch_memory_saver.torch_memory_saver` is; None: that.
-
-    Raises:
-        ConfigurationError: the library is not installed, or cannot work in this process.
+    ConfigurationError: the library is not installed, or cannot work in this process.
     """
 
     granularity = TORCH_GRANULARITY
@@ -99,10 +94,7 @@ class _SavedArena(TorchArena):
         self._library.pause(self._region)
 
     def close(self) -> None:
-        """Give the memory back. The addresses stay taken: the library cannot free what it has paused.
-
-        Idempotent.
-        """
+        """Give the memory back. The addresses stay taken: the library cannot free what it has paused."""
         if self.is_resident:
             self._release()
         self._state = ArenaState.CLOSED

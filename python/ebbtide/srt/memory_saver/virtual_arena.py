@@ -54,14 +54,7 @@ class ChunkSlot:
 class VirtualArena(Arena):
     """An arena whose memory comes and goes in chunks, by calls of a `VirtualMemory`.
 
-    Args:
-        tag: what the memory is for.
-        num_bytes: bytes wanted; rounded up to the granularity of `vm`.
-        vm: where addresses and memory come from.
-        chunk_bytes: size of the pieces that the memory is taken in; rounded up likewise. None: one piece.
-
-    Raises:
-        OutOfDeviceMemory: the addresses could not be reserved.
+    Sizes are rounded up to its granularity. `chunk_bytes` None: one piece. OutOfDeviceMemory: no addresses.
     """
 
     def __init__(
@@ -270,12 +263,7 @@ class VirtualArena(Arena):
 
 
 class ChunkPool:
-    """The chunks of a rank; an `ArenaSource` whose arenas consist of them.
-
-    Args:
-        vm: where addresses and memory come from.
-        chunk_bytes: size of a chunk, rounded up to the granularity of `vm`.
-    """
+    """The chunks of a rank; an `ArenaSource` whose arenas consist of them."""
 
     def __init__(self, vm: VirtualMemory, chunk_bytes: int) -> None:
         self.chunk_bytes = round_up(chunk_bytes, vm.granularity)
@@ -291,11 +279,7 @@ class ChunkPool:
         return len(self._spare)
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> ChunkArena:
-        """A released arena of whole chunks of this pool, whatever `chunk_bytes` is.
-
-        Raises:
-            OutOfDeviceMemory: the addresses could not be reserved.
-        """
+        """A released arena of whole chunks of this pool, whatever `chunk_bytes` is."""
         return ChunkArena(tag, num_bytes, self._vm, self)
 
     def note_lent(self, handle: Handle) -> None:
@@ -360,8 +344,7 @@ class ChunkArena(VirtualArena):
     def lend(self, chunks: Sequence[int]) -> None:
         """Give the memory of these chunks (by their place) to the pool. Their contents are lost.
 
-        What was launched on a device is waited for first: it may still write to them. A release and a resume
-        in between leave them lent.
+        What was launched on a device is waited for first. A release and a resume in between leave them lent.
 
         Raises:
             EngineError: the arena is not resident, or the driver failed: those before are lent then.
@@ -382,9 +365,8 @@ class ChunkArena(VirtualArena):
         """Have memory under lent chunks again, contents undefined; those that are not lent stay as they are.
 
         Of a released arena it goes back to the driver: the next resume brings these chunks along.
-
-        Raises:
-            EngineError: they are still in use, or the driver failed: a second call does the rest.
+        EngineError: they are
+        still in use, or the driver failed: a second call does the rest.
         """
         slots = [slot for slot in (self._slots[chunk] for chunk in sorted(chunks)) if slot.is_lent]
         for slot in slots:
@@ -401,9 +383,9 @@ class ChunkArena(VirtualArena):
             slot.is_lent = False
 
     def remove(self, chunks: Sequence[int]) -> int:
-        """Give the memory of these chunks, if they have any, to the system; no resume brings it back.
+        """Give the memory of these chunks to the system, for good; returns the bytes.
 
-        What was launched on a device is waited for first. Returns the bytes.
+        Launched work is awaited first.
         """
         slots = [self._slots[chunk] for chunk in sorted(chunks)]
         given_bytes = _num_bytes(slot for slot in slots if slot.is_held)
@@ -423,8 +405,7 @@ class ChunkArena(VirtualArena):
     def add(self, chunks: Sequence[int]) -> int:
         """Have memory again under chunks that were removed; returns the bytes.
 
-        Raises:
-            OutOfDeviceMemory: nothing was kept.
+        OutOfDeviceMemory: nothing was kept.
         """
         self.require_resident()
         slots = [self._slots[chunk] for chunk in sorted(chunks)]
@@ -462,7 +443,6 @@ class ChunkArena(VirtualArena):
 
     @property
     def _is_owed_more(self) -> bool:
-        """Whether lenders wait for chunks of this twin."""
         return self._num_borrowed > 0 and self._pool.is_owed_more
 
     def _discard(self, slot: ChunkSlot) -> None:

@@ -43,8 +43,7 @@ class NodeProcesses:
 
     Args:
         targets: name → `module:function`, see `ProcessStart`; "scheduler" becomes one process per rank. None:
-            as
-            the config asks.
+            as the config asks.
         early: processes that are there already.
 
     Attributes:

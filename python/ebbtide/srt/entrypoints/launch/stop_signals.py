@@ -23,8 +23,7 @@ def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Make the first SIGINT or SIGTERM raise `Stopped`; those behind it do not interrupt the way out.
 
     It is raised at the end if it was lost: in a callback of the interpreter, as imports have them, it is.
-    Does nothing
-    in other threads than the main one. `note` is called first.
+    Does nothing in other threads than the main one. `note` is called first.
     """
     if not is_main_thread():
         yield

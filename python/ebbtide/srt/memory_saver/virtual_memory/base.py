@@ -38,9 +38,7 @@ class VirtualMemory(Protocol):
     keeps_for_free: bool
 
     @property
-    def granularity(self) -> int:
-        """Bytes: the least size, and the alignment, of whatever is mapped."""
-
+    def granularity(self) -> int: ...
     def reserve(self, num_bytes: int) -> Reservation:
         """Take addresses, without memory. Raises OutOfDeviceMemory when the address space is exhausted."""
 

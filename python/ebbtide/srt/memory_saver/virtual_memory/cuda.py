@@ -16,12 +16,9 @@ from ebbtide.srt.memory_saver.virtual_memory.cuda_driver import CudaDriver, Driv
 
 
 class CudaVirtualMemory:
-    """VirtualMemory over the memory of one device.
+    """VirtualMemory over the memory of one device, as torch and the driver count it.
 
     Args:
-        index: the device, as torch and the driver count it.
-        free_bytes: device memory that is free now.
-        synchronize: waits until the device has run everything.
         trim: gives back what torch keeps for reuse; called once before memory is said to be out.
         driver: the driver's functions; None: those of this machine.
 
@@ -62,7 +59,6 @@ class CudaVirtualMemory:
 
     @property
     def granularity(self) -> int:
-        """Bytes: the driver's page, 2 MiB on the devices of today."""
         return self._granularity
 
     @property
@@ -143,12 +139,7 @@ class CudaVirtualMemory:
 class CudaHostPinning:
     """Makes host memory known to the driver, so that copies from and to it run at the speed of the bus.
 
-    Its methods may be called from any thread.
-
-    Args:
-        index: the device whose context is used; the memory is pinned for all devices.
-        synchronize: waits until the device has run everything.
-        driver: the driver's functions; None: those of this machine.
+    Its methods may be called from any thread. The memory is pinned for all devices.
     """
 
     def __init__(self, index: int, synchronize: Callable[[], None], driver: CudaDriver | None = None) -> None:
@@ -158,19 +149,16 @@ class CudaHostPinning:
         self._context = self._driver.call("cuDevicePrimaryCtxRetain", index)
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Pin whole pages. Raises EngineError when the system refuses."""
         self._driver.call("cuCtxSetCurrent", self._context)
         self._driver.call(
             "cuMemHostRegister", address, num_bytes, self._driver.bindings.CU_MEMHOSTREGISTER_PORTABLE
         )
 
     def unpin(self, address: int) -> None:
-        """Undo a `pin` at the same address."""
         self._driver.call("cuCtxSetCurrent", self._context)
         self._driver.call("cuMemHostUnregister", address)
 
     def synchronize(self) -> None:
-        """Wait for the copies that were launched."""
         self._synchronize()
 
 

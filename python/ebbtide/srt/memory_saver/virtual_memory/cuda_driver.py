@@ -11,8 +11,7 @@ from ebbtide.srt.errors import ConfigurationError, EngineError
 class DriverError(EngineError):
     """A call of the CUDA driver failed.
 
-    Attributes:
-        is_out_of_memory: the device, or the driver's own tables, had no room.
+    `is_out_of_memory`: the device, or the driver's tables, had no room.
     """
 
     def __init__(self, call: str, text: str, is_out_of_memory: bool) -> None:
@@ -21,14 +20,10 @@ class DriverError(EngineError):
 
 
 class CudaDriver:
-    """The driver's functions by name.
+    """The driver's functions by name, as `cuda.bindings.driver` offers them: each returns its status, then
+    values.
 
-    Args:
-        bindings: what offers them as `cuda.bindings.driver` does: each returns its status, then its values.
-            None: that module itself.
-
-    Raises:
-        ConfigurationError: the package cuda-bindings is not installed.
+    ConfigurationError: the package cuda-bindings is not installed.
     """
 
     def __init__(self, bindings: Any = None) -> None:
@@ -37,11 +32,7 @@ class CudaDriver:
         self._out_of_memory = self.bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function; its value, if it has one.
-
-        Raises:
-            DriverError: with the function's name and the driver's own words.
-        """
+        """Call a function; its value, if it has one, or DriverError with the driver's own words."""
         status, *values = getattr(self.bindings, name)(*arguments)
         if status != self._success:
             raise DriverError(name, self._text(status), status == self._out_of_memory)

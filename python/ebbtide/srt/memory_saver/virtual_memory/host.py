@@ -52,12 +52,8 @@ def available_bytes() -> int:
 class HostVirtualMemory:
     """VirtualMemory over anonymous host memory; a fresh handle holds zeros.
 
-    Args:
-        free_bytes: how much may be taken now. It is asked ahead of `create`, because the kernel promises
-            memory that it does not have and ends the process when that is touched.
-
-    Raises:
-        ConfigurationError: not Linux, or a kernel older than 5.14.
+    `free_bytes` is asked ahead of `create`, because the kernel promises memory that it does not have and ends
+    the process when that is touched. ConfigurationError: not Linux, or a kernel older than 5.14.
     """
 
     granularity = GRANULARITY
@@ -123,10 +119,10 @@ class HostVirtualMemory:
         insort(self._places, address)
 
     def make_accessible(self, at: Reservation, offset: int, num_bytes: int) -> None:
-        """What is mapped can be read and written."""
+        """Do nothing: what is mapped can be read and written."""
 
     def drain(self) -> None:
-        """Nothing is left to run: a CPU runs work as it is launched."""
+        """Do nothing: a CPU runs work as it is launched."""
 
     def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:
         address, end = at.address + offset, at.address + offset + num_bytes
