@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from ebbtide.demo.elastic import ElasticRecord, LentTime
-from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.loop import Exam, Stage, StageRecord, StepRecord
 from ebbtide.demo.memory import MemorySample
-from ebbtide.demo.ratios import Ratios
 from ebbtide.demo.report import write_report
-from ebbtide.demo.results import Results
-from ebbtide.demo.table import heading, row
+from ebbtide.demo.results import Results, heading, row
 from ebbtide.demo.task import Problem
+from ebbtide.demo.trainer import DemoFailed, Ratios
 
 ASLEEP = (Stage.RELEASE, Stage.TRAIN, Stage.RESUME_WEIGHTS, Stage.UPDATE)
 EXAM = Exam(0.5, [(Problem(10, 11), "12"), (Problem(12, 13), "99")])

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from ebbtide.demo import trainer as trainer_module
-from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.task import EOS_ID, Problem, ProblemSet, encode
-from ebbtide.demo.trainer import Sample, Trainer
+from ebbtide.demo.trainer import DemoFailed, Sample, Trainer
 
 PROBLEM = Problem(37, 58)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ebbtide.srt.argument_checks import check_arguments, settled
+from ebbtide.srt.arguments import Kind, sglang_arguments
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import ServerArgs, argument_specs, is_loopback
-from ebbtide.srt.sglang_arguments import Kind, sglang_arguments
 
 # The fields of SGLang 0.5.23's ServerArgs, but for three that only note what was given.
 SGLANG_NAMES = (Path(__file__).parent / "fixtures" / "sglang_0_5_23_arguments.txt").read_text().split()

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 
 from ebbtide.demo.loop import Stage, StepRecord
-from ebbtide.demo.table import heading, row
+from ebbtide.demo.results import heading, row
 
 
 class Display:

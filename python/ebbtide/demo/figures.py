@@ -15,9 +15,8 @@ from matplotlib.ticker import NullFormatter
 
 from ebbtide.demo.loop import MAX_LOGPROB_DIFFERENCE, Stage, StepRecord
 from ebbtide.demo.memory import MemorySample
-from ebbtide.demo.ratios import LARGEST_WEIGHT
-from ebbtide.demo.results import FIRST_REWARD_BELOW, LAST_REWARD_ABOVE, Results
-from ebbtide.demo.table import MB
+from ebbtide.demo.results import FIRST_REWARD_BELOW, LAST_REWARD_ABOVE, MB, Results
+from ebbtide.demo.trainer import LARGEST_WEIGHT
 
 _INK, _FAINT, _GRID = "#1b2733", "#66788a", "#e3e8ee"
 _BLUE, _TEAL, _AMBER = "#2563a8", "#3aa6a0", "#d9822b"

@@ -10,11 +10,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ebbtide.demo.elastic import Elastic, ElasticRecord
-from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.memory import MemoryProbe, MemorySample
-from ebbtide.demo.ratios import Ratios
 from ebbtide.demo.task import EOS_ID, MAX_ANSWER_TOKENS, Problem, ProblemSet, encode
-from ebbtide.demo.trainer import Sample, Trainer
+from ebbtide.demo.trainer import DemoFailed, Ratios, Sample, Trainer
 from ebbtide.formats.bucket import pack_buckets
 from ebbtide.trainer.payload_encoding import serialize_bucket
 

@@ -15,10 +15,9 @@ import psutil
 
 from ebbtide.demo import figures
 from ebbtide.demo.loop import MAX_LOGPROB_DIFFERENCE, Stage
-from ebbtide.demo.ratios import LARGEST_WEIGHT
-from ebbtide.demo.results import Results
-from ebbtide.demo.table import COLUMNS, MB
+from ebbtide.demo.results import COLUMNS, MB, Results
 from ebbtide.demo.task import Problem
+from ebbtide.demo.trainer import LARGEST_WEIGHT
 
 _PACKAGES = ("ebbtide", "torch", "transformers", "msgspec", "pyzmq", "numpy")
 _NUM_EXAMPLES = 10

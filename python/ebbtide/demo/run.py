@@ -17,12 +17,11 @@ from transformers.utils import logging as transformers_logging
 
 from ebbtide import Engine
 from ebbtide.demo.display import Display
-from ebbtide.demo.failure import DemoFailed
 from ebbtide.demo.loop import Loop
 from ebbtide.demo.report import write_report
 from ebbtide.demo.results import FIRST_REWARD_BELOW, LAST_REWARD_ABOVE, Results
 from ebbtide.demo.task import ProblemSet, make_tokenizer
-from ebbtide.demo.trainer import KV_BYTES_PER_TOKEN, Trainer
+from ebbtide.demo.trainer import KV_BYTES_PER_TOKEN, DemoFailed, Trainer
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The trainer: transformers' Qwen3, a supervised warm-up, and GRPO, in plain PyTorch.
+"""The trainer: transformers' Qwen3, a supervised warm-up, GRPO and its importance ratios, in plain PyTorch.
 
 Shapes: R sequences, S tokens of the longest, T = S - 1 tokens that are predicted.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ebbtide.demo.failure import DemoFailed
-from ebbtide.demo.ratios import LARGEST_WEIGHT
 from ebbtide.demo.task import EOS_ID, PAD_ID, VOCABULARY, Problem, ProblemSet, encode
 
 MODEL_SHAPE: dict[str, Any] = {
@@ -44,6 +44,9 @@ _MINIBATCHES = 2
 # The ratio of new to old probability is clipped more loosely upwards, which keeps the policy exploring.
 # Source: DAPO, arXiv 2503.14476, section 3.1.
 _CLIP_BELOW, _CLIP_ABOVE = 0.2, 0.28
+# A token's weight in the trainer's loss is its importance ratio, but no more than this: truncated importance
+# sampling. Source: fengyao.notion.site/off-policy-rl; the same in verl, slime and miles.
+LARGEST_WEIGHT = 2.0
 
 
 @dataclass(frozen=True)
@@ -209,3 +212,40 @@ class _Optimizers:
                 group["lr"] = lr * scale
             optimizer.step()
             optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Importance ratios of the tokens of a step: the trainer's probability by the engine's, same weights.
+
+    Attributes:
+        low, high: the 1st and the 99th percentile.
+        truncated: the share above `LARGEST_WEIGHT`.
+        divergence: KL(engine | trainer) per token in nats, estimated by ratio - 1 - log(ratio).
+    """
+
+    low: float
+    mean: float
+    high: float
+    largest: float
+    truncated: float
+    divergence: float
+
+    @classmethod
+    def of(cls, trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]]) -> Ratios:
+        """The ratios by both sides' logprobs of the same tokens, at least one."""
+        logs = np.array([*chain.from_iterable(trainer)]) - np.array([*chain.from_iterable(engine)])
+        ratios = np.exp(logs)
+        low, high = np.percentile(ratios, (1, 99)).tolist()
+        return cls(
+            low=low,
+            mean=float(ratios.mean()),
+            high=high,
+            largest=float(ratios.max()),
+            truncated=float((ratios > LARGEST_WEIGHT).mean()),
+            divergence=float((ratios - 1.0 - logs).mean()),
+        )
+
+
+class DemoFailed(RuntimeError):
+    """Something that the demo is to show does not hold."""

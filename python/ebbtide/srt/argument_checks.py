@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ebbtide.srt.arguments import ArgumentSpec
+from ebbtide.srt.arguments import ArgumentSpec, Kind, sglang_arguments
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import (
     OWN_SCHEDULE_POLICIES,
@@ -20,7 +20,6 @@ from ebbtide.srt.server_args import (
     bare_host,
     is_loopback,
 )
-from ebbtide.srt.sglang_arguments import Kind, sglang_arguments
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,22 @@
-"""How a field of `ServerArgs` is described, and how it becomes a flag of the command line."""
+"""How a field of `ServerArgs` is described, and becomes a flag; and the fields that SGLang has.
+
+A row of `sglang_arguments.tsv` is a name, what becomes of it, the type of its values on a command line,
+SGLang's default as JSON, and further flags. Source: wire_api section 7; SGLang 0.5.23, and older names that RL
+frameworks still pass.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from dataclasses import dataclass
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, make_dataclass
+from enum import StrEnum
+from importlib import resources
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +102,95 @@ def argument_spec(entry: dataclasses.Field[Any], hint: Any) -> ArgumentSpec:
         is_list=bool(lists),
         optional=type(None) in members,
         default=entry.default,
+    )
+
+
+class Kind(StrEnum):
+    """What becomes of a value other than the default."""
+
+    # It stands for an argument of Ebbtide's own.
+    ALIAS = "alias"
+    # It is refused: ignoring it would change results or memory, or hang a client.
+    DEFAULT_ONLY = "default_only"
+    # It is ignored, with one warning.
+    NO_EFFECT = "no_effect"
+    # It asks for what is always so.
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class SglangArgument:
+    """A row of the table.
+
+    Attributes:
+        stands_for: the argument that an alias is another name of; empty for the other kinds.
+        value_type: `bool` and `switch` are flags without a value, a switch also as `--no-...`; else `int`,
+            `float`, `str`, or a list of those as `list[int]`.
+        aliases: further flags.
+    """
+
+    name: str
+    kind: Kind
+    stands_for: str
+    value_type: str
+    default: Any
+    aliases: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (self.flag, *self.aliases)
+
+    def argparse_options(self) -> dict[str, Any]:
+        # `--help` is about what Ebbtide does.
+        options: dict[str, Any] = {"default": self.default, "help": argparse.SUPPRESS}
+        if self.value_type == "bool":
+            return {**options, "action": "store_true"}
+        if self.value_type == "switch":
+            return {**options, "action": argparse.BooleanOptionalAction}
+        item_type = self.value_type.removeprefix("list[").removesuffix("]")
+        if item_type != self.value_type:
+            options["nargs"] = "*"
+        return {**options, "type": {"int": int, "float": float, "str": str}[item_type]}
+
+
+@functools.cache
+def sglang_arguments() -> Mapping[str, SglangArgument]:
+    """The table, by name."""
+    _, *rows = resources.files(__package__).joinpath("sglang_arguments.tsv").read_text("utf-8").splitlines()
+    return {argument.name: argument for argument in map(_parsed, rows)}
+
+
+def _parsed(row: str) -> SglangArgument:
+    name, becomes, value_type, default, *aliases = row.split("\t")
+    kind, _, stands_for = becomes.partition(":")
+    return SglangArgument(
+        name=name,
+        kind=Kind(kind),
+        stands_for=stands_for,
+        value_type=value_type,
+        default=json.loads(default),
+        aliases=tuple(" ".join(aliases).split()),
+    )
+
+
+def _field_of(argument: SglangArgument) -> Any:
+    if isinstance(argument.default, list):
+        return field(default_factory=argument.default.copy, kw_only=True)
+    return field(default=argument.default, kw_only=True)
+
+
+if TYPE_CHECKING:
+
+    class SglangArguments:
+        """A keyword field for each row, of any type: what frameworks pass is not checked for its type."""
+
+else:
+    SglangArguments = make_dataclass(
+        "SglangArguments",
+        [(argument.name, Any, _field_of(argument)) for argument in sglang_arguments().values()],
+        namespace={"__module__": __name__, "__doc__": "A keyword field for each row, of any type."},
     )

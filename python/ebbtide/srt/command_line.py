@@ -7,8 +7,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
+from ebbtide.srt.arguments import sglang_arguments
 from ebbtide.srt.server_args import ServerArgs, argument_specs
-from ebbtide.srt.sglang_arguments import sglang_arguments
 
 # The argument that each section begins with.
 SECTIONS = {

@@ -9,8 +9,14 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Annotated, Self, get_type_hints
 
-from ebbtide.srt.arguments import Arg, ArgumentSpec, argument_spec
-from ebbtide.srt.sglang_arguments import SglangArgument, SglangArguments, sglang_arguments
+from ebbtide.srt.arguments import (
+    Arg,
+    ArgumentSpec,
+    SglangArgument,
+    SglangArguments,
+    argument_spec,
+    sglang_arguments,
+)
 
 _DTYPES = ("auto", "float32", "float", "float16", "half", "bfloat16", "bf16")
 OWN_SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "priority", "random")

@@ -7,7 +7,7 @@
 
 from ebbtide.srt.managers.wire.channel import channel_pair
 from ebbtide.testing.harness import Output, SchedulerHarness, default_schedule
-from ebbtide.testing.null_memory import NullDevice, NullMemory
+from ebbtide.testing.null_kv import NullDevice, NullMemory
 from ebbtide.testing.null_runner import FinishedStep, NullRunner
 from ebbtide.testing.null_weights import NullWeights
 

@@ -45,8 +45,7 @@ from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
-from ebbtide.testing.null_kv import NUM_WEIGHT_CHUNKS, PAGE_IDS, NullChunks, NullKV, NullPageStore
-from ebbtide.testing.null_memory import NullDevice
+from ebbtide.testing.null_kv import NUM_WEIGHT_CHUNKS, PAGE_IDS, NullChunks, NullDevice, NullKV, NullPageStore
 from ebbtide.testing.null_runner import NullRunner
 from ebbtide.testing.null_weights import NullWeights, null_memories
 

@@ -26,8 +26,7 @@ from ebbtide.srt.managers.scheduling.ranks.channels import open_rank_channels
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.testing.null_kv import NullPageStore
-from ebbtide.testing.null_memory import NullDevice
+from ebbtide.testing.null_kv import NullDevice, NullPageStore
 from ebbtide.testing.null_runner import NullRunner
 from ebbtide.testing.null_weights import NullWeights, null_memories
 

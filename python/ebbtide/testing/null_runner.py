@@ -17,8 +17,7 @@ from ebbtide.srt.model_executor.batch_plan import (
     SampleSpec,
     StepResult,
 )
-from ebbtide.testing.null_kv import NullKV
-from ebbtide.testing.null_memory import NullMemory
+from ebbtide.testing.null_kv import NullKV, NullMemory
 
 
 class NullRunner:

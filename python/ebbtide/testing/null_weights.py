@@ -22,8 +22,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightUpdateRequest,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.testing.null_kv import NullKV
-from ebbtide.testing.null_memory import NullDevice, NullMemory
+from ebbtide.testing.null_kv import NullDevice, NullKV, NullMemory
 from ebbtide.testing.null_runner import NullRunner
 
 
@@ -142,7 +141,6 @@ class NullWeights:
         is_staged = num_staged > 0
         return _NullStaging(self, is_staged=is_staged, num_chunks=self.take_chunks() if is_staged else 0)
 
-    @property
     def group_names(self) -> list[str]:
         return sorted(self.groups)
 

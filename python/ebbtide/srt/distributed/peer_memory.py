@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.errors import EbbtideError, EngineError
-from ebbtide.srt.memory_saver.virtual_memory.cuda_driver import CudaDriver
+from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaDriver
 
 logger = logging.getLogger(__name__)
 

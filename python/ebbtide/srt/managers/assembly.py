@@ -242,7 +242,7 @@ def _control_plane(
             uuid=parts.uuid,
             tags={},
         ),
-        lambda: parts.weights.group_names,
+        parts.weights.group_names,
         inbox.reply,
         inbox.set_deadline,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.srt.entrypoints.launch.socket_folder import SocketFolder
+from ebbtide.srt.entrypoints.launch.placement import SocketFolder
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,7 @@ import pytest
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import ChunkPool, VirtualArena
-from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning, CudaVirtualMemory
-from ebbtide.srt.memory_saver.virtual_memory.cuda_driver import CudaDriver
+from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaDriver, CudaHostPinning, CudaVirtualMemory
 
 GRANULE = 2 << 20
 

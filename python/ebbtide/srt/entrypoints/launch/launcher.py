@@ -15,9 +15,8 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.launch.child_process import ChildProcess, PulseWatch
 from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses, rank_name, thread_defaults
 from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
-from ebbtide.srt.entrypoints.launch.placement import local_ranks
+from ebbtide.srt.entrypoints.launch.placement import SocketFolder, local_ranks
 from ebbtide.srt.entrypoints.launch.process import ProcessStart
-from ebbtide.srt.entrypoints.launch.socket_folder import SocketFolder
 from ebbtide.srt.entrypoints.launch.stage_line import StageLine
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses

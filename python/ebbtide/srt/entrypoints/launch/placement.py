@@ -1,17 +1,23 @@
 """Which node each rank is on, and where the processes of all nodes listen.
 
 What only one node uses is a Unix socket in that node's private folder. What several nodes use is a TCP port
-of the address by which they reach each other.
+of the address by which they reach each other. The folders of killed engines are removed at the next start.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
+from typing import Final
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import ConfigurationError
@@ -19,6 +25,10 @@ from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
 # The kernel takes no longer path of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 107
+logger = logging.getLogger(__name__)
+PREFIX: Final = "ebbtide-"
+# The owner holds a lock of this file, which the kernel drops when the process ends, however it does.
+OWNED: Final = "owned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +155,35 @@ def _socket_path(folder: str, name: str) -> str:
             f"TMPDIR is too long for sockets: {folder} leaves no room within {MAX_SOCKET_PATH_BYTES} bytes"
         )
     return path
+
+
+class SocketFolder:
+    """A new folder in the temporary one, of this process. Removes those whose owners were killed.
+
+    A fork of the owner that lives on keeps the lock, and so the folder, until the next start after its end.
+    """
+
+    def __init__(self) -> None:
+        _sweep(Path(tempfile.gettempdir()))
+        self.path = tempfile.mkdtemp(prefix=PREFIX)
+        unnamed = f"{self.path}/new"
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Only now may another start look whether it is locked.
+        os.rename(unnamed, f"{self.path}/{OWNED}")
+
+    def remove(self) -> None:
+        """Remove it with all that is in it. Idempotent."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _sweep(parent: Path) -> None:
+    for owned in parent.glob(f"{PREFIX}*/{OWNED}"):
+        # Another user's, or one that its owner, or another start, has just removed.
+        with suppress(OSError), owned.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owned.parent, ignore_errors=True)
+            logger.info("removed %s, which a killed engine had left", owned.parent)

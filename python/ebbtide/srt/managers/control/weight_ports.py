@@ -273,7 +273,6 @@ class Weights(Protocol):
             RequestRejected: 409, there is no memory for a copy, and it must be one.
         """
 
-    @property
     def group_names(self) -> list[str]: ...
     def join_group(self, request: InitWeightsUpdateGroupReqInput) -> GroupJoining:
         """Begin to join; refused where a field is wrong (400), or one of its name is being joined (409)."""

@@ -6,13 +6,13 @@ It is apart from torch's caching allocator: what is released here is the device'
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from ebbtide.srt.errors import OutOfDeviceMemory
+from ebbtide.srt.errors import ConfigurationError, EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.virtual_memory.base import Handle, Reservation
-from ebbtide.srt.memory_saver.virtual_memory.cuda_driver import CudaDriver, DriverError
 
 
 class CudaVirtualMemory:
@@ -170,3 +170,47 @@ def _pinned_memory_of(bindings: Any, index: int) -> Any:
     location.id = index
     properties.location = location
     return properties
+
+
+class DriverError(EngineError):
+    """A call of the CUDA driver failed.
+
+    `is_out_of_memory`: the device, or the driver's tables, had no room.
+    """
+
+    def __init__(self, call: str, text: str, is_out_of_memory: bool) -> None:
+        super().__init__(f"{call}: {text}")
+        self.is_out_of_memory = is_out_of_memory
+
+
+class CudaDriver:
+    """The driver's functions by name, as `cuda.bindings.driver` offers them: each returns its status, then
+    values.
+
+    ConfigurationError: the package cuda-bindings is not installed.
+    """
+
+    def __init__(self, bindings: Any = None) -> None:
+        self.bindings = bindings if bindings is not None else _load_bindings()
+        self._success = self.bindings.CUresult.CUDA_SUCCESS
+        self._out_of_memory = self.bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function; its value, if it has one, or DriverError with the driver's own words."""
+        status, *values = getattr(self.bindings, name)(*arguments)
+        if status != self._success:
+            raise DriverError(name, self._text(status), status == self._out_of_memory)
+        return values[0] if values else None
+
+    def _text(self, status: Any) -> str:
+        answer, text = self.bindings.cuGetErrorString(status)
+        return text.decode() if answer == self._success and text else f"error {int(status)}"
+
+
+def _load_bindings() -> Any:
+    try:
+        return import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise ConfigurationError(
+            "device=cuda needs the package cuda-bindings: pip install 'ebbtide[cuda]'"
+        ) from error

@@ -326,7 +326,7 @@ class TestGroups:
     INIT = InitWeightsUpdateGroupReqInput(master_address="a", master_port=1, rank_offset=1, world_size=4)
 
     def groups(self, harness: Harness) -> list[list[str]]:
-        return [rank.weights.group_names for rank in harness.ranks]
+        return [rank.weights.group_names() for rank in harness.ranks]
 
     def test_all_ranks_join_and_leave(self, harness: Harness) -> None:
         harness.ranks[1].weights.slowness = 5

@@ -105,7 +105,6 @@ class EngineWeights:
             return InPlaceStaging(self._store, self._device)
         return CopyStaging(self._store, self._device, shadow)
 
-    @property
     def group_names(self) -> list[str]:
         return self._groups.names if self._groups.groups else []
 
