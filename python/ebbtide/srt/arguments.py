@@ -1,8 +1,8 @@
 """How a field of `ServerArgs` is described, and becomes a flag; and the fields that SGLang has.
 
 A row of `sglang_arguments.tsv` is a name, what becomes of it, the type of its values on a command line,
-SGLang's default as JSON, and further flags. Source: wire_api section 7; SGLang 0.5.23, and older names that RL
-frameworks still pass.
+SGLang's default as JSON, and further flags. Source: wire_api section 7; SGLang 0.5.23, and older names that
+RL frameworks still pass.
 """
 
 from __future__ import annotations
