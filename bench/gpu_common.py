@@ -45,14 +45,43 @@ class Shape:
 
     @property
     def _attention_params(self) -> int:
-        hidden, head_dim = self["hidden_size"], self["head_dim"]
-        num_heads, num_kv_heads = self["num_attention_heads"], self["num_key_value_heads"]
+        """Of a layer."""
+        hidden, num_heads = self["hidden_size"], self["num_attention_heads"]
+        if self._is_latent:
+            rank, query_dim = self["kv_lora_rank"], self["qk_nope_head_dim"] + self["qk_rope_head_dim"]
+            queries = num_heads * query_dim
+            query_rank = self["q_lora_rank"]
+            of_queries = hidden * queries if query_rank is None else query_rank * (hidden + queries)
+            of_latents = hidden * self._row_size
+            of_heads = num_heads * rank * (self["qk_nope_head_dim"] + self["v_head_dim"])
+            return int(of_queries + of_latents + of_heads + hidden * num_heads * self["v_head_dim"])
+        head_dim, num_kv_heads = self["head_dim"], self["num_key_value_heads"]
         return int(2 * hidden * head_dim * (num_heads + num_kv_heads))
 
+    @property
+    def _is_latent(self) -> bool:
+        return "kv_lora_rank" in self.config
+
+    @property
+    def _row_size(self) -> int:
+        """Numbers that are kept of a token with latent attention."""
+        return int(self["kv_lora_rank"] + self["qk_rope_head_dim"])
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer that has some."""
+        return int(self.config.get("num_experts", self.config.get("n_routed_experts", 0)))
+
     def _mlp_params(self, num_experts: float) -> float:
-        if "num_experts" not in self.config:
-            return float(3 * self["hidden_size"] * self["intermediate_size"])
-        return num_experts * 3 * self["hidden_size"] * self["moe_intermediate_size"]
+        """Of all layers, of which those with experts read this many."""
+        hidden, num_layers = self["hidden_size"], self["num_hidden_layers"]
+        if not self.num_experts:
+            return float(num_layers * 3 * hidden * self["intermediate_size"])
+        num_dense = self.config.get("first_k_dense_replace", 0)
+        experts = (num_experts + self.config.get("n_shared_experts", 0)) * 3 * self["moe_intermediate_size"]
+        return float(
+            hidden * (num_dense * 3 * self["intermediate_size"] + (num_layers - num_dense) * experts)
+        )
 
     @property
     def _head_params(self) -> int:
@@ -61,23 +90,27 @@ class Shape:
     def decode_weight_bytes(self, batch_size: int) -> float:
         """What one decode step must read: every matrix once, of the embedding only rows, of the experts those
         that a batch with uniformly drawn experts is expected to use."""
-        num_experts = 0.0
-        if "num_experts" in self.config:
-            total, used = self["num_experts"], self["num_experts_per_tok"]
-            num_experts = total * (1 - (1 - used / total) ** batch_size)
-        per_layer = self._attention_params + self._mlp_params(num_experts)
-        return 2 * (self["num_hidden_layers"] * per_layer + self._head_params)
+        num_used = 0.0
+        if total := self.num_experts:
+            num_used = total * (1 - (1 - self["num_experts_per_tok"] / total) ** batch_size)
+        attention = self["num_hidden_layers"] * self._attention_params
+        return 2 * (attention + self._mlp_params(num_used) + self._head_params)
 
     @property
     def kv_bytes_per_token(self) -> int:
+        if self._is_latent:
+            return int(self["num_hidden_layers"] * self._row_size * 2)
         per_layer = 2 * self["num_key_value_heads"] * self["head_dim"] * 2
         return int(self["num_hidden_layers"] * per_layer)
 
     def flops(self, num_tokens: float, context_len: float, num_sampled: float) -> float:
         """Of a forward pass over `num_tokens`, each of which attends to `context_len` tokens on average."""
         layers, num_experts = self["num_hidden_layers"], self.config.get("num_experts_per_tok", 0)
-        linear = 2 * layers * (self._attention_params + self._mlp_params(num_experts))
-        attention = 4 * layers * self["num_attention_heads"] * self["head_dim"] * context_len
+        linear = 2 * (layers * self._attention_params + self._mlp_params(num_experts))
+        # What keys and values have, expanded: no engine need do more.
+        sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        both_dims = sum(self[name] for name in sizes) if self._is_latent else 2 * self["head_dim"]
+        attention = 2 * layers * self["num_attention_heads"] * both_dims * context_len
         return num_tokens * (linear + attention) + num_sampled * 2 * self._head_params
 
 
@@ -170,6 +203,68 @@ SHAPES = {
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
     ),
 }
+# GLM-4.7-Flash (zai-org) and Moonlight-16B-A3B (moonshotai), as their config.json says.
+SHAPES["glm4.7-flash"] = Shape(
+    {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "vocab_size": 154_880,
+        "hidden_size": 2048,
+        "intermediate_size": 10_240,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 202_752,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    }
+)
+SHAPES["moonlight"] = Shape(
+    {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": 163_840,
+        "hidden_size": 2048,
+        "intermediate_size": 11_264,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "routed_scaling_factor": 2.446,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
+    }
+)
 TINY = _dense(
     "Qwen3ForCausalLM",
     "qwen3",

@@ -57,6 +57,8 @@ SHAPE_TITLES = {
     "qwen7b": "Qwen2.5-7B",
     "qwen32b": "Qwen2.5-32B",
     "qwen30b-a3b": "Qwen3-30B-A3B",
+    "glm4.7-flash": "GLM-4.7-Flash",
+    "moonlight": "Moonlight-16B-A3B",
 }
 
 

@@ -4,6 +4,7 @@ Triton's runs in its interpreter. On a GPU: test_cuda_attention.py.
 """
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ebbtide.srt import kernel_cache
 from ebbtide.srt.errors import ConfigurationError, EngineError
-from ebbtide.srt.layers.attention import base, flashinfer
+from ebbtide.srt.layers.attention import base, flashinfer, flashinfer_latent
 from ebbtide.srt.layers.attention.base import (
     AttentionBackend,
     AttentionKind,
@@ -27,9 +28,10 @@ from ebbtide.srt.layers.attention.base import (
     DecodeBuffers,
     LayerAttention,
 )
-from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, choose_backend
+from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, LATENT_BACKENDS, choose_backend
 from ebbtide.srt.layers.heads import HeadNorms
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rotate
+from ebbtide.srt.mem_cache.cache_spec import Latent
 from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
 
 NUM_LAYERS, PAGE_SIZE, HEAD_DIM, NUM_Q_HEADS = 2, 4, 8, 4
@@ -288,7 +290,8 @@ SHAPE = AttentionShape(8, 2, 128, 16, torch.bfloat16, torch.bfloat16, (Attention
 @pytest.fixture
 def gpu_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that the backends for GPUs need is installed."""
-    monkeypatch.setattr(flashinfer, "flashinfer_problem", lambda: None)
+    for module in (flashinfer, flashinfer_latent):
+        monkeypatch.setattr(module, "flashinfer_problem", lambda: None)
     monkeypatch.setattr(base, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())
 
@@ -328,6 +331,35 @@ def test_a_card_that_knows_no_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
     with pytest.raises(ConfigurationError, match=r"FP8 needs a GPU of compute capability 8\.9 .* has 8\.0"):
         choose_backend(None, replace(SHAPE, kv_dtype=FP8), GPU)
+
+
+@pytest.mark.usefixtures("gpu_packages")
+@pytest.mark.parametrize(
+    ("rank", "dtype", "chosen", "problem"),
+    [
+        (512, torch.bfloat16, LATENT_BACKENDS["flashinfer"], None),
+        (256, torch.bfloat16, ATTENTION_BACKENDS["torch_native"], r"take latents of .*512.*, not .*256"),
+        (512, torch.float32, ATTENTION_BACKENDS["torch_native"], "in the model's type, bfloat16 or float16"),
+    ],
+    ids=str,
+)
+def test_latents_have_a_backend_of_their_own(
+    rank: int, dtype: torch.dtype, chosen: type[AttentionBackend], problem: str | None
+) -> None:
+    latent = Latent(rank, 64)
+    shape = replace(SHAPE, num_kv_heads=1, head_dim=rank + 64, dtype=dtype, kv_dtype=dtype, latent=latent)
+
+    backend, problems = choose_backend(None, shape, GPU)
+
+    assert backend is chosen
+    assert problem is None or re.search(problem, "; ".join(problems))
+    with pytest.raises(ConfigurationError, match=r"attention_backend=triton: .* not latents"):
+        choose_backend("triton", shape, GPU)
+    with pytest.raises(ConfigurationError, match="latents are not kept in FP8: expected kv_cache_dtype"):
+        choose_backend("torch_native", replace(shape, kv_dtype=FP8), GPU)
+    for named in (None, "flashinfer"):
+        with pytest.raises(ConfigurationError, match="latents are not kept in FP8: expected kv_cache_dtype"):
+            choose_backend(named, replace(shape, kv_dtype=FP8), CPU)
 
 
 def test_without_flashinfer_triton_serves(monkeypatch: pytest.MonkeyPatch) -> None:

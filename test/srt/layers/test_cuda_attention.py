@@ -22,10 +22,11 @@ from ebbtide.srt.layers.attention.base import (
     LayerAttention,
     PagedBatch,
 )
-from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS
+from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, backends_for
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding
+from ebbtide.srt.mem_cache.cache_spec import Latent
 from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
 
 pytestmark = [
@@ -85,8 +86,11 @@ class Both:
         num_pages: int,
         kind: AttentionKind = PLAIN,
         fp8_scale: float | None = None,
+        latent: Latent | None = None,
     ) -> None:
-        self.heads = heads
+        self.heads, self.latent = heads, latent
+        num_q, num_kv, _ = heads
+        self.num_projected = num_q + (2 * num_kv if latent is None else 1)
         self.tolerance = TOLERANCE if fp8_scale is None else FP8_TOLERANCE
         _, num_kv, head_dim = heads
         # The other layer is of another kind: a step is planned for both.
@@ -96,27 +100,28 @@ class Both:
         self.kinds = tuple(dict.fromkeys((PLAIN, kind)))
         size = (NUM_LAYERS, num_pages, PAGE_SIZE, num_kv, head_dim)
         self.pool, self.wide_pool = (
-            Pool(*size, dtype if fp8_scale is None else FP8, "cuda", scales_of(fp8_scale, num_kv))
+            Pool(*size, dtype if fp8_scale is None else FP8, "cuda", scales_of(fp8_scale, num_kv), latent)
             for dtype in (torch.bfloat16, torch.float32)
         )
         self.backend = self._build(name, self.pool, torch.bfloat16)
         self.torch_native = self._build("torch_native", self.wide_pool, torch.float32)
-        self.rotary = RotaryEmbedding(RopeConfig("default", 10_000.0), head_dim, torch.device("cuda"))
+        num_rotated = head_dim if latent is None else latent.rope
+        self.rotary = RotaryEmbedding(RopeConfig("default", 10_000.0), num_rotated, torch.device("cuda"))
 
     def _build(self, name: str, pool: Pool, dtype: torch.dtype) -> AttentionBackend:
         num_q, num_kv, head_dim = self.heads
-        shape = AttentionShape(num_q, num_kv, head_dim, PAGE_SIZE, dtype, pool.keys.dtype, self.kinds)
-        if (problem := ATTENTION_BACKENDS[name].problem(shape, torch.device("cuda"))) is not None:
+        sizes = num_q, num_kv, head_dim, PAGE_SIZE, dtype, pool.keys.dtype, self.kinds
+        shape = AttentionShape(*sizes, latent=self.latent)
+        if (problem := backends_for(shape)[name].problem(shape, torch.device("cuda"))) is not None:
             pytest.skip(problem)
-        return ATTENTION_BACKENDS[name](pool, self.layers, shape)
+        return backends_for(shape)[name](pool, self.layers, shape)
 
     def families(self, sizes: list[int]) -> dict[str, GraphFamily]:
         return {family.name: family for family in self.backend.graph_families(sizes)}
 
     def random_qkv(self, num_tokens: int, seed: int) -> Tensor:
-        num_q, num_kv, head_dim = self.heads
         generator = torch.Generator().manual_seed(seed)
-        qkv = torch.randn(num_tokens, num_q + 2 * num_kv, head_dim, generator=generator)
+        qkv = torch.randn(num_tokens, self.num_projected, self.heads[2], generator=generator)
         return qkv.cuda().to(torch.bfloat16)
 
     def expected(self, batch: PagedBatch, qkv: Tensor, positions: Tensor, norms: HeadNorms | None) -> Tensor:
@@ -196,9 +201,9 @@ class CapturedStep:
     """A decode step in a CUDA graph, with the inputs at fixed addresses."""
 
     def __init__(self, both: Both, size: int, max_pages: int, family: str = "any") -> None:
-        num_q, num_kv, head_dim = both.heads
         self.size, self.layer = size, both.layers[LAYER]
-        self.qkv = torch.zeros(size, num_q + 2 * num_kv, head_dim, dtype=torch.bfloat16, device="cuda")
+        shape = (size, both.num_projected, both.heads[2])
+        self.qkv = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
         self.rope = both.rotary(torch.zeros(size, dtype=torch.int64, device="cuda"), torch.bfloat16)
         self.buffers = DecodeBuffers(
             torch.full((size,), -1, dtype=torch.int64, device="cuda"),
@@ -263,6 +268,25 @@ def test_replayed_graphs_agree_with_torch_and_padding_is_not_stored(
         # An eager step between replays uses the same workspace.
         both.near(both.eager(batch, qkv, positions, None), expected)
     assert both.pool.keys[LAYER].float()[requests.spare_pages].isnan().all()
+
+
+# Few heads; those of GLM-4.7-Flash; so many that two blocks work together.
+@pytest.mark.parametrize("num_heads", [4, 20, 128])
+def test_latents_are_attended_to_as_by_torch_eager_and_in_graphs(num_heads: int) -> None:
+    requests = Requests(6, 700, PAGE_SIZE, device="cuda")
+    heads = (num_heads, 1, 576)
+    both = Both("flashinfer", heads, requests.num_pages, latent=Latent(rank=512, rope=64))
+    captured = CapturedStep(both, 8, requests.num_pages + 8)
+    for num_new in ([300, 1, 16, 17, 0, 64], [1, 1, 200, 1, 129, 33], [0, 300, 0, 0, 1, 0]):
+        both.step(requests, num_new, None)
+    for _ in range(3):
+        batch, positions = requests.grow([1] * 6)
+        qkv = both.random_qkv(6, seed=int(requests.lens.sum()))
+        expected = both.expected(batch, qkv, positions, None)
+        both.near(captured.replay(batch, qkv, both.rotary(positions, torch.bfloat16)), expected)
+        both.near(both.eager(batch, qkv, positions, None), expected)
+    assert both.pool.keys[1 - LAYER].isnan().all()
+    assert both.pool.keys[LAYER][requests.spare_pages].isnan().all()
 
 
 @pytest.mark.parametrize(

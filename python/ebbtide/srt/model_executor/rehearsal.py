@@ -177,6 +177,7 @@ class _WithoutAttention:
     def __init__(self, shape: AttentionShape, num_tokens: int, device: torch.device) -> None:
         size = (1, shape.page_size, shape.num_kv_heads, shape.head_dim)
         self._page = torch.empty(size, dtype=shape.kv_dtype, device=device)
+        self._latent = shape.latent
         self._nowhere_T = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
         self._few: FewRequests | None = None
         if serves_few(shape, num_tokens):
@@ -198,6 +199,11 @@ class _WithoutAttention:
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         from ebbtide.srt.layers.kernels.rope import rotate_and_store
 
+        if self._latent is not None:
+            from ebbtide.srt.layers.kernels.latent import rotate_and_store_latents
+
+            q_TNH = rotate_and_store_latents(qkv_TNH, rope, self._nowhere_T, self._page)
+            return q_TNH.new_zeros(*q_TNH.shape[:2], self._latent.rank)
         if self._few is not None:
             self._few.forward(layer, qkv_TNH, rope, norms)
         q_TNH = rotate_and_store(qkv_TNH, rope, norms, self._nowhere_T, self._page, self._page)

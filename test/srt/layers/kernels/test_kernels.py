@@ -64,6 +64,31 @@ def test_angles_equal_those_of_torch(device: str, dtype: torch.dtype, half: int,
     torch.testing.assert_close(sin.cpu(), expected.sin_T1H, rtol=0, atol=step)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("num_heads", "rank", "num_rotated"), [(4, 32, 8), (5, 40, 24)])
+def test_latents_are_rotated_and_stored_as_by_torch(
+    device: str, dtype: torch.dtype, num_heads: int, rank: int, num_rotated: int
+) -> None:
+    from ebbtide.srt.layers.kernels.latent import rotate_and_store_latents
+
+    torch.manual_seed(0)
+    heads = torch.randn(7, num_heads + 1, num_rotated + rank).to(dtype)
+    rope = RotaryEmbedding(ROPE, num_rotated, CPU)(torch.tensor([0, 1, 5, 90, 91, 92, 4000]), dtype)
+    expected = rotate(heads, *rope)
+    slots = torch.tensor([3, -1, 5, 130, 0, 17, 16])
+    pool = torch.full((NUM_PAGES, PAGE_SIZE, 1, num_rotated + rank), torch.nan, dtype=dtype, device=device)
+
+    on_device = Rope(*(x.to(device) for x in rope))
+    queries = rotate_and_store_latents(heads.to(device), on_device, slots.to(device), pool)
+
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(queries.cpu(), expected[:, :-1], **tolerance)
+    rows = pool.flatten(0, 2).cpu()
+    kept = slots >= 0
+    torch.testing.assert_close(rows[slots[kept]], expected[kept, -1], **tolerance)
+    assert rows.isnan().all(1).sum() == NUM_PAGES * PAGE_SIZE - kept.sum()
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize(
     ("dtype", "num_tokens", "norm_offset", "share"),

@@ -43,6 +43,7 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
     StreamKernel,
     Workspace,
     compile_kernels,
+    module_specs,
     partial_bytes,
     prefill_kernel,
 )
@@ -142,7 +143,7 @@ class FlashInferAttention(AttentionBackend):
 
     @classmethod
     def compile(cls, shape: AttentionShape, device: torch.device, progress: Progress, *, whole: bool) -> None:
-        compile_kernels(shape, device, progress, whole=whole)
+        compile_kernels(module_specs(shape, device, whole=whole), progress)
 
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
         # FlashInfer compiles what is not in its cache.

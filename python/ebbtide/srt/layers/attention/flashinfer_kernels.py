@@ -10,6 +10,7 @@ Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
@@ -366,25 +367,19 @@ def _soft_cap(kind: AttentionKind) -> float:
 _MAX_LINES, _MAX_LINE_CHARS = 20, 300
 
 
-def compile_kernels(shape: AttentionShape, device: torch.device, progress: Progress, *, whole: bool) -> None:
-    """Compile the attention kernels of a model that are not in the cache yet, all modules at once.
+def compile_kernels(specs: Mapping[str, Any], progress: Progress) -> None:
+    """Compile the attention kernels that are not in the cache yet, all modules at once.
 
     Args:
-        shape: heads and pages of the model, and the dtype of its activations and its KV cache.
-        device: the GPU to compile for.
+        specs: use → FlashInfer's `JitSpec`.
         progress: called when it begins and after each module, e.g. with ("compiling attention", 1, 2).
             Where everything is in the cache it is not called.
-        whole: false: what a start waits for; see `module_specs`.
 
     Raises:
         ConfigurationError: FlashInfer's compiler fails; the message ends with the last of its output.
     """
     add_scripts_to_path()
-    missing = {
-        use: spec
-        for use, spec in module_specs(shape, device, whole=whole).items()
-        if not (spec.is_aot or spec.is_compiled)
-    }
+    missing = {use: spec for use, spec in specs.items() if not (spec.is_aot or spec.is_compiled)}
     if not missing:
         return
     progress("compiling attention", 0, len(missing))

@@ -7,6 +7,7 @@ import torch
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionShape
 from ebbtide.srt.layers.attention.flashinfer import FlashInferAttention
+from ebbtide.srt.layers.attention.flashinfer_latent import FlashInferLatentAttention
 from ebbtide.srt.layers.attention.torch_native import TorchNativeAttention
 from ebbtide.srt.layers.attention.triton import TritonAttention
 
@@ -15,6 +16,8 @@ ATTENTION_BACKENDS: dict[str, type[AttentionBackend]] = {
     "triton": TritonAttention,
     "torch_native": TorchNativeAttention,
 }
+# In the place of those where layers keep latents.
+LATENT_BACKENDS: dict[str, type[AttentionBackend]] = {"flashinfer": FlashInferLatentAttention}
 
 
 def choose_backend(
@@ -31,36 +34,36 @@ def choose_backend(
     """
     if chosen is None:
         return _first_that_serves(shape, device)
-    backend = backend_named(chosen)
+    backend = backends_for(shape).get(chosen)
+    if backend is None:
+        raise ConfigurationError(
+            f"attention_backend: expected one of {', '.join(ATTENTION_BACKENDS)}, got {chosen!r}"
+        )
     problem = backend.problem(shape, device)
     if problem is None:
         return backend, []
     if device.type != "cpu":
         raise ConfigurationError(f"attention_backend={chosen}: {problem}")
-    return TorchNativeAttention, [f"attention_backend={chosen}: {problem}"]
+    instead, _ = _first_that_serves(shape, device)
+    return instead, [f"attention_backend={chosen}: {problem}"]
 
 
-def backend_named(name: str) -> type[AttentionBackend]:
-    """The backend's class. Raises ConfigurationError for an unknown name."""
-    if name not in ATTENTION_BACKENDS:
-        raise ConfigurationError(
-            f"attention_backend: expected one of {', '.join(ATTENTION_BACKENDS)}, got {name!r}"
-        )
-    return ATTENTION_BACKENDS[name]
+def backends_for(shape: AttentionShape) -> dict[str, type[AttentionBackend]]:
+    """What the names stand for where layers keep what the shape says."""
+    return ATTENTION_BACKENDS if shape.latent is None else ATTENTION_BACKENDS | LATENT_BACKENDS
 
 
 def name_of(backend: AttentionBackend) -> str:
     """The name that its class has here."""
-    return next(name for name, kind in ATTENTION_BACKENDS.items() if type(backend) is kind)
+    named = (*ATTENTION_BACKENDS.items(), *LATENT_BACKENDS.items())
+    return next(name for name, kind in named if type(backend) is kind)
 
 
 def _first_that_serves(
     shape: AttentionShape, device: torch.device
 ) -> tuple[type[AttentionBackend], list[str]]:
-    if device.type == "cpu":
-        return TorchNativeAttention, []
     problems: list[str] = []
-    for backend in ATTENTION_BACKENDS.values():
+    for backend in backends_for(shape).values() if device.type != "cpu" else [TorchNativeAttention]:
         problem = backend.problem(shape, device)
         if problem is None:
             return backend, problems

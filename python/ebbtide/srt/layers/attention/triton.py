@@ -40,6 +40,8 @@ class TritonAttention(AttentionBackend):
     def problem(cls, shape: AttentionShape, device: torch.device) -> str | None:
         if device.type != "cuda":
             return "Triton's kernels run on CUDA devices"
+        if shape.latent is not None:
+            return "the Triton kernels take keys and values, not latents"
         if shape.head_dim > MAX_HEAD_DIM:
             return f"the Triton kernels take a head_dim up to {MAX_HEAD_DIM}, not {shape.head_dim}"
         if importlib.util.find_spec("triton") is None:
