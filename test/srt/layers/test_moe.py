@@ -13,7 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ebbtide.srt.layers.moe import MoeConfig, MoeMLP, reroute, route, run_experts
+from ebbtide.srt.layers.moe import (
+    BiasedWeights,
+    Clamp,
+    MoeConfig,
+    MoeMLP,
+    reroute,
+    route,
+    run_biased_experts,
+    run_experts,
+)
 from ebbtide.srt.layers.step import Kernels, Step
 
 HAS_GPU = torch.cuda.is_available()  # noqa: TID251
@@ -34,9 +43,10 @@ def kernels() -> ModuleType:
     if not HAS_GPU and type(language.sum).__name__ != "InterpretedFunction":
         pytest.skip("Triton was imported before TRITON_INTERPRET was set")
     from ebbtide.srt.layers import kernels
-    from ebbtide.srt.layers.kernels import fused_moe, moe_routing, tiles
+    from ebbtide.srt.layers.kernels import biased_moe, fused_moe, moe_routing, tiles
 
-    assert (kernels.fused_moe, kernels.moe_routing, kernels.tiles) == (fused_moe, moe_routing, tiles)
+    assert (kernels.biased_moe, kernels.fused_moe) == (biased_moe, fused_moe)
+    assert (kernels.moe_routing, kernels.tiles) == (moe_routing, tiles)
     return kernels
 
 
@@ -210,6 +220,63 @@ def test_the_kernels_agree_with_the_loop(
     assert out.dtype == dtype
     check_close(out, expected, dtype)
     check_close(residual, x + expected, dtype)
+
+
+CLAMP = Clamp(1.5, 0.8)  # a limit that some numbers reach
+
+
+def random_biased_experts(num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> BiasedWeights:
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, device=DEVICE) / shape[1] ** 0.5).to(dtype)
+
+    biases = random(num_experts, 2 * inner), random(num_experts, hidden)
+    first, second = random(num_experts, hidden, 2 * inner), random(num_experts, inner, hidden)
+    return BiasedWeights(first, biases[0], second, biases[1])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "hidden", "inner", "dtype"),
+    [
+        (1, 2, 64, 48, HALF),
+        (2, 4, 40, 24, torch.float32),
+        (5, 3, 80, 40, torch.float32),
+        (5, 3, 160, 72, HALF),
+        (70, 2, 128, 64, HALF),
+    ],
+    ids=str,
+)
+def test_the_kernels_of_biased_experts_agree_with_the_loop(
+    kernels: ModuleType, num_tokens: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(8)
+    x = torch.randn(num_tokens, hidden).to(DEVICE, dtype)
+    expert_weights = random_biased_experts(8, hidden, inner, dtype)
+    weights, experts = route(torch.randn(num_tokens, 8, device=DEVICE), config_of(8, top_k, True))
+    fused = kernels.biased_moe.fused_biased_experts
+
+    for given in (expert_weights, expert_weights._replace(down_bias_ED=None)):
+        expected = run_biased_experts(x, given, CLAMP, weights, experts)
+        residual = x.clone()
+        check_close(fused(x, *given, weights, experts.int(), *CLAMP), expected, dtype)
+        fused(x, *given, weights, experts.int(), *CLAMP, residual_TD=residual)
+        check_close(residual, x + expected, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("num_tokens", [1, 4, 32, 256, 2048])
+def test_biased_experts_on_a_gpu_at_real_sizes_in_bfloat16(kernels: ModuleType, num_tokens: int) -> None:
+    torch.manual_seed(9)
+    x = torch.randn(num_tokens, 2880).to(DEVICE, torch.bfloat16)
+    expert_weights = random_biased_experts(32, 2880, 2880, torch.bfloat16)
+    weights, experts = route(torch.randn(num_tokens, 32, device=DEVICE), config_of(32, 4, True))
+    clamp = Clamp(1.702, 7.0)
+
+    out = kernels.biased_moe.fused_biased_experts(x, *expert_weights, weights, experts.int(), *clamp)
+
+    wide = BiasedWeights(*(weight.float() for weight in expert_weights if weight is not None))
+    expected = run_biased_experts(x.float(), wide, clamp, weights, experts)
+    assert (out.float() - expected).norm() / expected.norm() < 6e-3
 
 
 @pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])

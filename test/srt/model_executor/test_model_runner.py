@@ -54,6 +54,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2MoeForCausalLM",
         {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False},
     ),
+    "gpt-oss": ("GptOssForCausalLM", {"num_hidden_layers": 3}),
     "glm4-moe": ("Glm4MoeForCausalLM", {}),
     "glm4-moe-lite": ("Glm4MoeLiteForCausalLM", {"num_hidden_layers": 3, "rope_interleave": False}),
     "deepseek-v2": ("DeepseekV2ForCausalLM", {"q_lora_rank": None}),
@@ -152,7 +153,7 @@ def test_with_keys_and_values_in_fp8_it_is_transformers_with_rounded_ones(qwen3:
     assert tokens(run.prompt_logprobs + run.logprobs) != pytest.approx(exact, abs=reference.tie)
 
 
-@pytest.mark.parametrize("name", ["qwen3-windows", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3-windows", "gemma2", "gemma3", "gpt-oss"])
 def test_windows_hold_across_chunks_shared_prefixes_and_retracts(name: str, tmp_path: Path) -> None:
     reference, driver = Reference(make(tmp_path, name)), RunnerDriver(tmp_path, page_size=4)
     owner = driver.start(PROMPT, logprobs=LogprobSpec())

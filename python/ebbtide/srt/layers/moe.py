@@ -5,8 +5,9 @@ Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,13 @@ from ebbtide.srt.layers.linear import Inputs, Linear, linear
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.norm import Addend, NormedResidual, RMSNorm, Started, gated, tensor_of
 from ebbtide.srt.layers.step import Kernels, Step
+
+
+class Clamp(NamedTuple):
+    """The gate of gpt-oss's experts: gate · sigmoid(slope · gate) · (up + 1), of what is kept within a limit."""
+
+    slope: float
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class MoeConfig:
         scale: what weights are multiplied by.
         shared_size: inner size of the MLP that all tokens take besides their experts; 0: there is none.
         gates_shared: whether that MLP's output is multiplied by a gate of its own.
+        clamp: the gate of experts with biases, whose router has one too; None: silu, and no biases.
     """
 
     num_experts: int
@@ -49,6 +58,7 @@ class MoeConfig:
     scale: float = 1.0
     shared_size: int = 0
     gates_shared: bool = False
+    clamp: Clamp | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -70,7 +80,7 @@ class Router(Linear):
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
         # Sigmoids of many experts lie close together: those routers are trained, and kept, in float32.
         dtype = torch.float32 if config.scoring == "sigmoid" or config.has_wide_router else dtype
-        super().__init__(hidden_size, config.num_experts, bias=False, dtype=dtype)
+        super().__init__(hidden_size, config.num_experts, bias=config.clamp is not None, dtype=dtype)
         self.bias_E = (
             nn.Parameter(
                 torch.empty(config.num_experts, dtype=torch.float32, device="meta"), requires_grad=False
@@ -161,6 +171,57 @@ class AdaptedExperts:
             self.adapters[parameter].add_rows_(out_NO, x_ND, slots_N, expert)
 
 
+class BiasedExperts(Experts):
+    """Experts with biases and a clamped gate, laid out as gpt-oss's checkpoints have them.
+
+    `gate_up_proj` [E, D, 2I] has gate and up of each inner number side by side, `down_proj` is [E, I, D].
+    """
+
+    def __init__(
+        self, config: MoeConfig, clamp: Clamp, hidden_size: int, dtype: torch.dtype, layer: int
+    ) -> None:
+        super().__init__(config, hidden_size, dtype, layer)
+        num_experts, inner = config.num_experts, config.inner_size
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+        self.clamp = clamp
+        self.gate_up_proj = parameter(num_experts, hidden_size, 2 * inner)
+        self.gate_up_proj_bias = parameter(num_experts, 2 * inner)
+        self.down_proj = parameter(num_experts, inner, hidden_size)
+        self.down_proj_bias = parameter(num_experts, hidden_size)
+
+    @property
+    def weights(self) -> BiasedWeights:
+        """Every rank holds all biases of the second product, and one of them adds them."""
+        down_bias = self.down_proj_bias if self.group.rank == 0 else None
+        return BiasedWeights(self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, down_bias)
+
+    def run(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapted: AdaptedExperts | None
+    ) -> Tensor:
+        return run_biased_experts(x_TD, self.weights, self.clamp, weights_TK, experts_TK)
+
+    def run_fused(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TD: Tensor | None
+    ) -> Tensor:
+        from ebbtide.srt.layers.kernels.biased_moe import fused_biased_experts
+
+        return fused_biased_experts(
+            x_TD, *self.weights, weights_TK, experts_TK, *self.clamp, residual_TD=residual_TD
+        )
+
+
+class BiasedWeights(NamedTuple):
+    """What `BiasedExperts` holds; `down_bias_ED` None: not to be added here."""
+
+    gate_up_EDR: Tensor
+    gate_up_bias_ER: Tensor
+    down_EID: Tensor
+    down_bias_ED: Tensor | None
+
+
 @dataclass(slots=True)
 class ExpertSum:
     """The weighted sum of each token's experts, computed when it is added to the residual. An `Addend`."""
@@ -226,7 +287,10 @@ class MoeMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gate = Router(config, hidden_size, dtype)
-        self.experts = Experts(config, hidden_size, dtype, layer)
+        sizes = (hidden_size, dtype, layer)
+        self.experts = (
+            Experts(config, *sizes) if config.clamp is None else BiasedExperts(config, config.clamp, *sizes)
+        )
         self.shared_experts = shared_experts
         self.shared_gate = None
         if config.gates_shared:
@@ -290,14 +354,48 @@ def run_experts(
     experts_TK: Tensor,
     adapted: AdaptedExperts | None = None,
 ) -> Tensor:
-    """The weighted sum [T, D] of each token's experts, one expert after the other.
+    """The weighted sum [T, D] of each token's experts.
 
     Args:
         gate_up_RD, down_RI: as `Experts` holds them.
         weights_TK, experts_TK: from `route`.
     """
-    hidden, inner, top_k = x_TD.shape[1], down_RI.shape[1], experts_TK.shape[1]
-    counts_E = experts_TK.flatten().bincount(minlength=len(down_RI) // hidden).tolist()
+    hidden, inner = x_TD.shape[1], down_RI.shape[1]
+
+    def mlp(expert: int, x_ND: Tensor, tokens_N: Tensor) -> Tensor:
+        gate_up_N2I = linear(x_ND, gate_up_RD[2 * inner * expert : 2 * inner * (expert + 1)])
+        if adapted is not None:
+            adapted.add_rows_("gate_up_proj", gate_up_N2I, x_ND, tokens_N, expert)
+        inner_NI = gated(gate_up_N2I)
+        y_ND = linear(inner_NI, down_RI[hidden * expert : hidden * (expert + 1)])
+        if adapted is not None:
+            adapted.add_rows_("down_proj", y_ND, inner_NI, tokens_N, expert)
+        return y_ND
+
+    return _sum_of_experts(x_TD, mlp, weights_TK, experts_TK)
+
+
+def run_biased_experts(
+    x_TD: Tensor, weights: BiasedWeights, clamp: Clamp, weights_TK: Tensor, experts_TK: Tensor
+) -> Tensor:
+    """`run_experts` for `BiasedExperts`."""
+
+    def mlp(expert: int, x_ND: Tensor, tokens_N: Tensor) -> Tensor:
+        gate_up_N2I = x_ND @ weights.gate_up_EDR[expert] + weights.gate_up_bias_ER[expert]
+        gate, up = gate_up_N2I[:, ::2].clamp(max=clamp.limit), gate_up_N2I[:, 1::2]
+        up = up.clamp(-clamp.limit, clamp.limit)
+        y_ND = ((up + 1) * gate * torch.sigmoid(clamp.slope * gate)) @ weights.down_EID[expert]
+        return y_ND if weights.down_bias_ED is None else y_ND + weights.down_bias_ED[expert]
+
+    return _sum_of_experts(x_TD, mlp, weights_TK, experts_TK)
+
+
+def _sum_of_experts(
+    x_TD: Tensor, mlp: Callable[[int, Tensor, Tensor], Tensor], weights_TK: Tensor, experts_TK: Tensor
+) -> Tensor:
+    """The weighted sum [T, D], one expert after the other."""
+    top_k = experts_TK.shape[1]
+    counts_E = experts_TK.flatten().bincount().tolist()
     slots = experts_TK.flatten().argsort(stable=True)
     out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     first = 0
@@ -306,13 +404,7 @@ def run_experts(
             continue
         slots_N = slots[first : first + count]
         tokens_N = slots_N // top_k
-        gate_up_N2I = linear(x_TD[tokens_N], gate_up_RD[2 * inner * expert : 2 * inner * (expert + 1)])
-        if adapted is not None:
-            adapted.add_rows_("gate_up_proj", gate_up_N2I, x_TD[tokens_N], tokens_N, expert)
-        inner_NI = gated(gate_up_N2I)
-        y_ND = linear(inner_NI, down_RI[hidden * expert : hidden * (expert + 1)])
-        if adapted is not None:
-            adapted.add_rows_("down_proj", y_ND, inner_NI, tokens_N, expert)
+        y_ND = mlp(expert, x_TD[tokens_N], tokens_N)
         # A token occurs once per expert, so the sum over experts has one order: that of the loop.
         out_TD.index_add_(0, tokens_N, y_ND.float() * weights_TK.flatten()[slots_N, None])
         first += count

@@ -17,13 +17,23 @@ from ebbtide.srt.distributed.division import Division
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention.base import AttentionKind, LayerAttention
 from ebbtide.srt.layers.embedding import VocabEmbedding
-from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.heads import HeadNorms, Rope, Sinks
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import Activation, Addend, NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rope_config
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache.cache_spec import CacheSpec, Paged
-from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM, Split, WeightMap, divided, projection, stacked
+from ebbtide.srt.models.base import (
+    INPUTS,
+    OUTPUTS,
+    CausalLM,
+    Split,
+    WeightMap,
+    WeightTarget,
+    divided,
+    projection,
+    stacked,
+)
 
 # What config.json calls them → what they are here.
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -37,6 +47,7 @@ class DenseConfig:
     Attributes:
         kinds: the attention of each layer.
         ropes: the rotary embedding of each layer.
+        sinks: whether query heads have sinks, see `LayerAttention`.
         norm_offset: see `RMSNorm`.
         embedding_scale: what embeddings are multiplied by.
     """
@@ -57,6 +68,7 @@ class DenseConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
 
@@ -151,7 +163,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: DenseConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.attention = LayerAttention(layer, config.kinds[layer])
+        self._attention = LayerAttention(layer, config.kinds[layer])
         self.head_dim = config.head_dim
         self.qkv_proj = Linear(
             config.hidden_size, config.q_size + 2 * config.kv_size, bias=config.qkv_bias, dtype=dtype
@@ -159,15 +171,21 @@ class Attention(nn.Module):
         self.o_proj = Linear(config.q_size, config.hidden_size, bias=config.output_bias, dtype=dtype)
         self.q_norm = config.norm(dtype, self.head_dim) if config.qk_norm else None
         self.k_norm = config.norm(dtype, self.head_dim) if config.qk_norm else None
+        self.sinks = Sinks(config.num_heads, dtype) if config.sinks else None
 
     def forward(self, x: NormedResidual, rope: Rope, step: Step) -> Addend:
         qkv_TO = self.qkv_proj(x, step)
         qkv_TNH = qkv_TO.view(len(qkv_TO), -1, self.head_dim)
-        heads_TNH = self.attention(qkv_TNH, rope, self.head_norms(), step.attention)
+        heads_TNH = self.layer_attention(qkv_TNH, rope, self.head_norms(), step.attention)
         return self.o_proj.addend(heads_TNH.flatten(1), step)
 
+    # Both are made anew each time: the weight store replaces parameters after construction.
+
+    @property
+    def layer_attention(self) -> LayerAttention:
+        return self._attention if self.sinks is None else replace(self._attention, sinks=self.sinks.weight)
+
     def head_norms(self) -> HeadNorms | None:
-        """The norms, made anew each time: the weight store replaces their parameters after construction."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
@@ -338,7 +356,12 @@ def dense_layer_map(config: DenseConfig, more_norms: tuple[str, ...] = ()) -> We
     rows |= projection("mlp.down_proj", {"mlp.down_proj": hidden}, inner, bias=config.mlp_bias)
     for name, size in norms.items():
         rows |= stacked(name, {name: size})
-    return divided(rows, layer_splits(config))
+    rows = divided(rows, layer_splits(config))
+    if config.sinks:
+        by_heads = Split(0, config.num_heads, "num_attention_heads")
+        name, shape = "self_attn.sinks", (config.num_heads,)
+        rows[name] = WeightTarget(f"{name}.weight", 0, 0, config.num_heads, shape, by_heads)
+    return rows
 
 
 def layer_splits(config: DenseConfig) -> dict[str, Split]:

@@ -32,7 +32,7 @@ class MoeCausalLM(DenseCausalLM):
     Args:
         config: sizes and switches; `intermediate_size` is that of the layers without experts.
         moe: sizes of the experts.
-        names: of the experts in checkpoints.
+        names: of the experts in checkpoints; None for those with another `expert_map`.
         sparse_layers: the layers that have experts.
         dtype, device: as for `DenseCausalLM`.
         make_attention: layer → its attention; None for `Attention`.
@@ -44,7 +44,7 @@ class MoeCausalLM(DenseCausalLM):
         self,
         config: DenseConfig,
         moe: MoeConfig,
-        names: ExpertNames,
+        names: ExpertNames | None,
         sparse_layers: Collection[int],
         dtype: torch.dtype,
         device: torch.device,
@@ -88,7 +88,12 @@ class MoeCausalLM(DenseCausalLM):
         if layer not in self.sparse_layers:
             return rows
         attention = {name: target for name, target in rows.items() if not name.startswith("mlp.")}
-        return attention | expert_map(self.moe, self.config.hidden_size, self.names)
+        return attention | self.expert_map()
+
+    def expert_map(self) -> WeightMap:
+        """Shard/fuse map of one layer's router and experts, names relative to the layer."""
+        assert self.names is not None
+        return expert_map(self.moe, self.config.hidden_size, self.names)
 
 
 def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames) -> WeightMap:

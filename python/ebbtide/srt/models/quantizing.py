@@ -12,7 +12,7 @@ from ebbtide.srt.errors import ConfigurationError, first_few
 from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, Fp8Experts, Fp8Linear, ScaleLayout
 from ebbtide.srt.layers.fp8_channels import ChannelExperts, ChannelLinear
 from ebbtide.srt.layers.linear import Linear
-from ebbtide.srt.layers.moe import Experts
+from ebbtide.srt.layers.moe import BiasedExperts, Experts
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.sharding import Placement
 
@@ -99,6 +99,11 @@ def _chosen(
     for module_name, names in fused.items():
         excluded = [name for name in names if quantization.excludes(name.removesuffix(".weight"))]
         if not excluded:
+            if isinstance(model.get_submodule(module_name), BiasedExperts):
+                raise ConfigurationError(
+                    f"quantization={quantization.layout.quantization}: experts with biases keep their dtype: "
+                    f"name them in quantization_exclude, as {names[0].rpartition('.')[0]}"
+                )
             chosen[module_name] = names
         elif len(excluded) < len(names):
             others = sorted(set(names) - set(excluded))

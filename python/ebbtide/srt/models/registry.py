@@ -12,6 +12,7 @@ from ebbtide.srt.models.gemma2 import Gemma2ForCausalLM
 from ebbtide.srt.models.gemma3 import Gemma3ForCausalLM
 from ebbtide.srt.models.glm4_moe import Glm4MoeForCausalLM
 from ebbtide.srt.models.glm4_moe_lite import Glm4MoeLiteForCausalLM
+from ebbtide.srt.models.gpt_oss import GptOssForCausalLM
 from ebbtide.srt.models.llama import LlamaForCausalLM
 from ebbtide.srt.models.mistral import MistralForCausalLM
 from ebbtide.srt.models.mixtral import MixtralForCausalLM
@@ -31,6 +32,7 @@ MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
+    "GptOssForCausalLM": GptOssForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,

@@ -13,6 +13,7 @@ from torch import nn
 
 from ebbtide.srt.distributed.division import part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
+from ebbtide.srt.layers.heads import Sinks
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.moe import Experts
 from ebbtide.srt.models.base import CausalLM, WeightTarget
@@ -100,5 +101,6 @@ def _part(target: WeightTarget, group: ParallelGroup) -> Part | None:
 def _shrink(model: CausalLM, name: str, shape: list[int], group: ParallelGroup) -> None:
     dtype = model.get_parameter(name).dtype
     module = replace_parameter(model, name, torch.empty(shape, dtype=dtype, device="meta"))
-    assert isinstance(module, Linear | Experts), f"{name}: {type(module)} cannot be divided"
-    module.group = group
+    assert isinstance(module, Linear | Experts | Sinks), f"{name}: {type(module)} cannot be divided"
+    if not isinstance(module, Sinks):
+        module.group = group

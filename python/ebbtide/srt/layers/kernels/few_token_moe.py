@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.layers.kernels.moe_routing import follow
-from ebbtide.srt.layers.kernels.tiles import Plan
+from ebbtide.srt.layers.kernels.tiles import Plan, Tile
 
 
 def few_tokens_(
@@ -30,10 +30,9 @@ def few_tokens_(
     add: bool,
 ) -> None:
     """The weighted sum of each token's experts into `out_TD`, or added to it; arguments as in `fused_moe`."""
-    (num_tokens, hidden), inner, top_k = x_TD.shape, down_RI.shape[1], experts_TK.shape[1]
+    hidden, inner, top_k = x_TD.shape[1], down_RI.shape[1], experts_TK.shape[1]
     inner_SI = x_TD.new_empty((experts_TK.numel(), inner))
-    gate_up, down = plan.gate_up, plan.down
-    options = overlap_options(x_TD)
+    gate_up = plan.gate_up
     _gate_up_kernel[(triton.cdiv(inner, gate_up.rows), experts_TK.numel())](
         x_TD,
         gate_up_RD,
@@ -45,22 +44,42 @@ def few_tokens_(
         ROWS=gate_up.rows,
         STEP=gate_up.step,
         num_warps=gate_up.num_warps,
-        **options,
+        **overlap_options(x_TD),
     )
-    _down_kernel[(triton.cdiv(hidden, down.rows), num_tokens)](
+    down_few_(out_TD, inner_SI, down_RI, None, weights_TK, experts_TK, plan.down, add=add)
+
+
+def down_few_(
+    out_TD: Tensor,
+    inner_SI: Tensor,
+    down: Tensor,
+    bias_R: Tensor | None,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    tile: Tile,
+    *,
+    add: bool,
+    is_transposed: bool = False,
+) -> None:
+    """The second product of `few_tokens_`; `down` and `bias_R` as in `fused_moe.down_by_blocks`."""
+    (num_tokens, hidden), inner = out_TD.shape, inner_SI.shape[1]
+    _down_kernel[(triton.cdiv(hidden, tile.rows), num_tokens)](
         inner_SI,
-        down_RI,
+        down,
+        bias_R,
         out_TD,
         weights_TK,
         experts_TK,
         HIDDEN=hidden,
         INNER=inner,
-        TOP_K=top_k,
-        ROWS=down.rows,
-        STEP=down.step,
+        ROW_STEP=1 if is_transposed else inner,
+        COLUMN_STEP=hidden if is_transposed else 1,
+        TOP_K=experts_TK.shape[1],
+        ROWS=tile.rows,
+        STEP=tile.step,
         ADD=add,
-        num_warps=down.num_warps,
-        **options,
+        num_warps=tile.num_warps,
+        **overlap_options(inner_SI),
     )
 
 
@@ -108,11 +127,14 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
 def _down_kernel(  # type: ignore[no-untyped-def]
     inner_SI,
     down_RI,
+    bias_R,
     out_TD,
     weights_S,
     experts_S,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
+    ROW_STEP: tl.constexpr,
+    COLUMN_STEP: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -125,7 +147,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, STEP)
     inside = (rows < HIDDEN)[:, None]
-    tile = down_RI + rows[:, None] * INNER + columns[None, :]
+    tile = down_RI + rows[:, None] * ROW_STEP + columns[None, :] * COLUMN_STEP
     first_slot = token * TOP_K
     # The predecessor computes only what is multiplied here: who the experts are was known before it.
     expert = tl.load(experts_S + first_slot).to(tl.int64)
@@ -142,13 +164,18 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         # A comparison of tensors: Triton's interpreter takes no Python number for one side of an "and".
         is_ahead = tl.zeros_like(columns) < TOP_K * STEPS - after
         wanted = inside & ((next_start + columns < INNER) & is_ahead)[None, :]
-        ahead = tl.load(tile + next_expert * (HIDDEN * INNER) + next_start, mask=wanted, other=0.0)
-        expert = next_expert
+        next_tile = tile + next_expert * (HIDDEN * INNER) + next_start * COLUMN_STEP
+        ahead = tl.load(next_tile, mask=wanted, other=0.0)
         value = tl.load(
             inner_SI + slot.to(tl.int64) * INNER + start + columns, mask=start + columns < INNER, other=0.0
         ).to(tl.float32)
         total += weight.to(tl.float32) * (value * tl.load(weights_S + slot))[None, :]
     product = tl.sum(total, axis=1)
+    if bias_R is not None:
+        for pick in tl.static_range(TOP_K):
+            bias_at = bias_R + tl.load(experts_S + first_slot + pick).to(tl.int64) * HIDDEN + rows
+            bias = tl.load(bias_at, mask=rows < HIDDEN, other=0.0).to(tl.float32)
+            product += bias * tl.load(weights_S + first_slot + pick)
     at = out_TD + token.to(tl.int64) * HIDDEN + rows
     if ADD:
         product += tl.load(at, mask=rows < HIDDEN, other=0.0).to(tl.float32)

@@ -16,15 +16,13 @@ a weight. Kernels call D and I `HIDDEN` and `INNER`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.few_token_moe import few_tokens_
 from ebbtide.srt.layers.kernels.launch import overlap_options
-from ebbtide.srt.layers.kernels.moe_routing import follow, list_slots
+from ebbtide.srt.layers.kernels.moe_routing import Blocks, follow, list_slots
 from ebbtide.srt.layers.kernels.tiles import DEFAULTS, Layer, Plan, Tile, choose_plan
 
 _SUMMED_COLUMNS = 1024
@@ -78,9 +76,7 @@ def _by_blocks(
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
     blocks = list_slots(experts_TK, len(down_RI) // hidden, plan.block_tokens)
-    inner_SI, out_SD = x_TD.new_empty((num_slots, inner)), x_TD.new_empty((num_slots, hidden))
-    constants: dict[str, Any] = {"HIDDEN": hidden, "INNER": inner, "BLOCK_T": plan.block_tokens}
-    constants |= overlap_options(x_TD)
+    inner_SI = x_TD.new_empty((num_slots, inner))
     _gate_up_kernel[(blocks.number * triton.cdiv(inner, plan.gate_up.rows),)](
         x_TD,
         gate_up_RD,
@@ -89,21 +85,53 @@ def _by_blocks(
         blocks.experts,
         blocks.slots,
         num_slots,
+        HIDDEN=hidden,
+        INNER=inner,
         TOP_K=top_k,
-        **constants,
-        **_cut(plan.gate_up),
+        BLOCK_T=plan.block_tokens,
+        **tile_options(plan.gate_up),
+        **overlap_options(x_TD),
     )
+    return down_by_blocks(inner_SI, down_RI, scales[1], None, weights_TK, blocks, plan, hidden)
+
+
+def down_by_blocks(
+    inner_SI: Tensor,
+    down: Tensor,
+    scales_R: Tensor | None,
+    bias_R: Tensor | None,
+    weights_TK: Tensor,
+    blocks: Blocks,
+    plan: Plan,
+    hidden: int,
+    *,
+    is_transposed: bool = False,
+) -> Tensor:
+    """The second product of `_by_blocks`, weighted, [S, D].
+
+    Args:
+        down: [E·D, I], or where it is transposed [E, I, D].
+        scales_R, bias_R: of each row, expert after expert.
+    """
+    num_slots, inner = inner_SI.shape
+    out_SD = inner_SI.new_empty((num_slots, hidden))
     _down_kernel[(blocks.number * triton.cdiv(hidden, plan.down.rows),)](
         inner_SI,
-        down_RI,
-        scales[1],
+        down,
+        scales_R,
+        bias_R,
         out_SD,
         weights_TK,
         blocks.experts,
         blocks.slots,
         num_slots,
-        **constants,
-        **_cut(plan.down),
+        HIDDEN=hidden,
+        INNER=inner,
+        ROW_STEP=1 if is_transposed else inner,
+        COLUMN_STEP=hidden if is_transposed else 1,
+        BLOCK_T=plan.block_tokens,
+        **tile_options(plan.down),
+        **overlap_options(inner_SI),
     )
     return out_SD
 
@@ -123,7 +151,8 @@ def add_up_(out_TD: Tensor, out_SD: Tensor, *, add: bool) -> None:
     )
 
 
-def _cut(tile: Tile) -> dict[str, int]:
+def tile_options(tile: Tile) -> dict[str, int]:
+    """What a kernel's launch says of its tile."""
     return {
         "ROWS": tile.rows,
         "STEP": tile.step,
@@ -200,6 +229,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     inner_SI,
     down_RI,
     scales_R,
+    bias_R,
     out_SD,
     weights_S,
     block_experts,
@@ -207,6 +237,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     num_slots,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
+    ROW_STEP: tl.constexpr,
+    COLUMN_STEP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -228,21 +260,23 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     rows = part * ROWS + tl.arange(0, ROWS)
     row_places = tl.where(rows < HIDDEN, rows, 0)
     columns = tl.arange(0, STEP)
-    down_places = expert.to(tl.int64) * (HIDDEN * INNER) + row_places[:, None] * INNER + columns[None, :]
-    down_pointers = down_RI + down_places
+    down_pointers = down_RI + expert.to(tl.int64) * (HIDDEN * INNER)
+    down_pointers += row_places[:, None] * ROW_STEP + columns[None, :] * COLUMN_STEP
     value_pointers = inner_SI + sources[None, :] * INNER + columns[:, None]
     out = tl.zeros([ROWS, BLOCK_T], dtype=tl.float32)
     for first in range(0, INNER, STEP):
         if INNER % STEP == 0:
             value = tl.load(value_pointers + first)
-            weight = tl.load(down_pointers + first)
+            weight = tl.load(down_pointers + first * COLUMN_STEP)
         else:
             real = columns < INNER - first
             value = tl.load(value_pointers + first, mask=real[:, None], other=0.0)
-            weight = tl.load(down_pointers + first, mask=real[None, :], other=0.0)
+            weight = tl.load(down_pointers + first * COLUMN_STEP, mask=real[None, :], other=0.0)
         out = tl.dot(weight.to(value.dtype), value, out, input_precision="ieee")
     if scales_R is not None:
         out *= tl.load(scales_R + expert.to(tl.int64) * HIDDEN + row_places)[:, None]
+    if bias_R is not None:
+        out += tl.load(bias_R + expert.to(tl.int64) * HIDDEN + row_places)[:, None].to(tl.float32)
     out *= weights[None, :]
     places = slots.to(tl.int64)[None, :] * HIDDEN + rows[:, None]
     mask = filled[None, :] & (rows < HIDDEN)[:, None]
