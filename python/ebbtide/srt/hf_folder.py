@@ -104,8 +104,13 @@ def positive_int(folder: Path, hf_config: SimpleNamespace, name: str) -> int:
 
 
 def declared_dtype(folder: Path, hf_config: SimpleNamespace) -> str:
-    """The dtype of the checkpoint by its config.json; transformers' default, float32, where it has none."""
+    """The dtype of the checkpoint by its config.json.
+
+    Where it has none that is transformers' default, float32, and what MXFP4 is widened to.
+    """
     declared = getattr(hf_config, "dtype", None)
+    if declared is None and _is_mxfp4(hf_config):
+        return "bfloat16"
     name = str(declared if declared is not None else "float32")
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigurationError(
@@ -119,6 +124,8 @@ def quantization(
     folder: Path, hf_config: SimpleNamespace, wanted: str | None
 ) -> tuple[str | None, tuple[str, ...]]:
     """How weights are kept, as `--quantization` calls it, and the modules that a checkpoint keeps otherwise.
+
+    MXFP4 is widened as it is read.
 
     Args:
         wanted: what was asked for: it is done with weights that are not quantised yet.
@@ -139,7 +146,7 @@ def quantization(
 
 def _stored_quantization(folder: Path, hf_config: SimpleNamespace) -> tuple[str, tuple[str, ...]] | None:
     given = getattr(hf_config, "quantization_config", None)
-    if given is None:
+    if given is None or _is_mxfp4(hf_config):
         return None
     if given.get("quant_method") == "compressed-tensors":
         return _compressed_tensors(folder, given)
@@ -162,6 +169,11 @@ def _stored_quantization(folder: Path, hf_config: SimpleNamespace) -> tuple[str,
         )
     names = given.get("modules_to_not_convert") or given.get("ignored_layers") or ()
     return "fp8", tuple(str(name) for name in names)
+
+
+def _is_mxfp4(hf_config: SimpleNamespace) -> bool:
+    given = getattr(hf_config, "quantization_config", None)
+    return given is not None and given.get("quant_method") == "mxfp4"
 
 
 def _compressed_tensors(folder: Path, fields: dict[str, Any]) -> tuple[str, tuple[str, ...]]:

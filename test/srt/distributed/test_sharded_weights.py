@@ -21,6 +21,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {}),
     "qwen2-moe": ("Qwen2MoeForCausalLM", {}),
     "glm4-moe": ("Glm4MoeForCausalLM", {}),
+    "gpt-oss": ("GptOssForCausalLM", {}),
     "deepseek-v2": ("DeepseekV2ForCausalLM", {"q_lora_rank": None}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "gemma3": ("Gemma3ForCausalLM", GEMMA3),

@@ -22,6 +22,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {}),
     "qwen2-moe": ("Qwen2MoeForCausalLM", {}),
     "glm4-moe": ("Glm4MoeForCausalLM", {"attention_bias": True}),
+    "gpt-oss": ("GptOssForCausalLM", {}),
     "deepseek-v2": ("DeepseekV2ForCausalLM", {"q_lora_rank": None}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"sliding_window": 9}),

@@ -12,6 +12,7 @@ from fixtures.eight_bits import (
     COMPRESSED_TENSORS,
     MOE_SHAPE,
     PROJECTIONS,
+    SHAPE,
     SUFFIXES,
     in_eight_bits,
     is_quantized,
@@ -410,6 +411,18 @@ def test_other_quantisations_and_sizes_are_refused_and_modules_excluded(path: Pa
         RealRank(path, quantization="fp8", quantization_exclude=["model.layers.0.self_attn.q_proj"])
     with pytest.raises(ConfigurationError, match=r"experts.1.* are one weight with"):
         RealRank(path, quantization="w8a8_fp8", quantization_exclude=["experts.1"])
+    biased = make_checkpoint(tmp_path / "gpt-oss", "GptOssForCausalLM", **SHAPE)
+    with pytest.raises(
+        ConfigurationError, match=r"biases keep .*: name them .* as model.layers.0.mlp.experts"
+    ):
+        RealRank(biased, quantization="fp8")
+    rank = RealRank(biased, quantization="fp8", quantization_exclude=["experts", "sinks", "router"])
+    assert {name.split(".")[-2] for name in rank.store.names if rank.store.is_quantized(name)} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
     edit_config(folder, quantization_config={"quant_method": "awq"})
     with pytest.raises(ConfigurationError, match=r"quantization_config: expected .*'fp8'.* got .*'awq'"):
         RealRank(folder)

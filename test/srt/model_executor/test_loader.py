@@ -6,16 +6,19 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
-from fixtures.checkpoints import make_checkpoint
+from fixtures.checkpoints import edit_config, make_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from ebbtide.srt.config import resolve
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor.loader import Checkpoint, load_weights
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
+from ebbtide.srt.server_args import ServerArgs
 
 NORM = "model.norm.weight"
 
@@ -97,6 +100,37 @@ def test_dummy_weights_are_small_and_the_same_each_time(single: Path) -> None:
     assert torch.equal(stores[0].read(NORM, 64), torch.ones(64))
     embedding = stores[0].read("model.embed_tokens.weight", 258)
     assert 0.01 < embedding.std().item() < 0.03
+
+
+def test_mxfp4_is_widened_as_transformers_does_it(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "GptOssForCausalLM", dtype="bfloat16")
+    tensors, scales = load_file(folder / "model.safetensors"), {}
+    experts = [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]
+    expected = dict(tensors)
+    for name in experts:
+        num_experts, num_inputs, num_outputs = tensors.pop(name).shape
+        packed = (num_experts, num_outputs, num_inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*packed, 16), dtype=torch.uint8)
+        scales[f"{name}_scales"] = torch.randint(100, 140, packed, dtype=torch.uint8)
+        expected[name] = convert_moe_packed_tensors(tensors[f"{name}_blocks"], scales[f"{name}_scales"])
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model-1.safetensors")
+    save_file(scales, folder / "model-2.safetensors")
+    edit_config(folder, dtype=None, quantization_config={"quant_method": "mxfp4"})
+    store = open_store(folder)
+
+    load_weights(store, folder, "auto")
+
+    assert resolve(ServerArgs(model_path=str(folder))).model.dtype == "bfloat16"
+    assert store.names == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(store.read(name, 10**9), tensor.float()), name
+    # What ranks take of it.
+    for name, stored in Checkpoint(folder).tensors():
+        assert stored.shape == tuple(expected[name].shape)
+        for dim, size in enumerate(stored.shape):
+            part = stored.narrow(dim, size // 4, size // 2)
+            assert torch.equal(part.read(), expected[name].narrow(dim, size // 4, size // 2))
 
 
 def test_a_missing_tensor_is_named(single: Path) -> None:

@@ -20,7 +20,7 @@ from ebbtide.srt.layers.step import Kernels, Step
 
 
 class Clamp(NamedTuple):
-    """The gate of gpt-oss's experts: gate · sigmoid(slope · gate) · (up + 1), of what is kept within a limit."""
+    """The gate of gpt-oss's experts: gate · sigmoid(slope · gate) · (up + 1), kept within a limit."""
 
     slope: float
     limit: float

@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +15,7 @@ from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
 from ebbtide.srt.layers.attention.base import Progress, no_progress
 from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
+from ebbtide.srt.model_executor.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
 from ebbtide.srt.model_executor.weight_store import WeightStore
 
 CHECKPOINT_FORMATS = ("auto", "safetensors", "pt")
@@ -21,6 +25,8 @@ DUMMY_SCALE = 0.02
 
 class Checkpoint:
     """The tensors of a Hugging Face folder: headers at once, data when it is asked for.
+
+    Two tensors that are one in MXFP4 are that one here, see `Mxfp4Tensor`.
 
     Args:
         load_format: `auto` prefers safetensors; `safetensors`, `pt` (torch's `pytorch_model*.bin`).
@@ -34,18 +40,22 @@ class Checkpoint:
 
     def __init__(self, path: str | Path, load_format: str = "auto") -> None:
         paths, listed = checkpoint_files(Path(path), load_format)
-        self._files = [CheckpointFile(file) for file in paths]
-        self.entries: dict[str, CheckpointEntry] = {}
-        for file in self._files:
+        places: dict[str, _Place] = {}
+        for file in map(CheckpointFile, paths):
             for name, tensor in file.tensors.items():
-                if name in self.entries:
-                    raise ConfigurationError(f"{name} is in both {self.entries[name].file} and {file.path}")
-                self.entries[name] = CheckpointEntry(tensor.shape, tensor.dtype, file.path)
-        absent = [f"{name} (in {file})" for name, file in listed.items() if name not in self.entries]
+                if name in places:
+                    raise ConfigurationError(f"{name} is in both {places[name].file.path} and {file.path}")
+                places[name] = _Place(tensor, file)
+        absent = [f"{name} (in {file})" for name, file in listed.items() if name not in places]
         if absent:
             raise ConfigurationError(
                 f"{path}: the index lists tensors that the files lack: {first_few(absent)}"
             )
+        self._places = _with_pairs_joined(places)
+        self.entries = {
+            name: CheckpointEntry(place.tensor.shape, place.tensor.dtype, place.file.path)
+            for name, place in self._places.items()
+        }
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
         """Yield (name, tensor) of all tensors, to be read before the next is asked for.
@@ -53,9 +63,12 @@ class Checkpoint:
         Raises RequestRejected, as reading the tensors does, naming a file that has changed since its header
         was read.
         """
-        for file in self._files:
+        for file, places in groupby(self._places.items(), lambda item: item[1].file):
             with file.open():
-                yield from file.tensors.items()
+                for name, place in places:
+                    scales = place.scales_file
+                    with nullcontext() if scales is None or scales is file else scales.open():
+                        yield name, place.tensor
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,35 @@ class CheckpointEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path
+
+
+class _Place(NamedTuple):
+    """A tensor, and the files that are read for it."""
+
+    tensor: StoredTensor
+    file: CheckpointFile
+    scales_file: CheckpointFile | None = None
+
+
+def _with_pairs_joined(places: dict[str, _Place]) -> dict[str, _Place]:
+    """The same in the same order, with one tensor in the place of each pair of MXFP4."""
+    joined: dict[str, _Place] = {}
+    for name, place in places.items():
+        whole = name.removesuffix(BLOCKS).removesuffix(SCALES)
+        pair = None if name == whole else _pair(places, whole)
+        if pair is None:
+            joined[name] = place
+        elif name.endswith(BLOCKS):
+            joined[whole] = pair
+    return joined
+
+
+def _pair(places: dict[str, _Place], name: str) -> _Place | None:
+    blocks, scales = places.get(name + BLOCKS), places.get(name + SCALES)
+    if blocks is None or scales is None:
+        return None
+    tensor = Mxfp4Tensor.of(blocks.tensor, scales.tensor)
+    return None if tensor is None else _Place(tensor, blocks.file, scales.file)
 
 
 def load_weights(
