@@ -70,7 +70,8 @@ class Shape:
     @property
     def num_experts(self) -> int:
         """Of a layer that has some."""
-        return int(self.config.get("num_experts", self.config.get("n_routed_experts", 0)))
+        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        return int(next((self[name] for name in names if name in self.config), 0))
 
     def _mlp_params(self, num_experts: float) -> float:
         """Of all layers, of which those with experts read this many."""
@@ -78,7 +79,8 @@ class Shape:
         if not self.num_experts:
             return float(num_layers * 3 * hidden * self["intermediate_size"])
         num_dense = self.config.get("first_k_dense_replace", 0)
-        experts = (num_experts + self.config.get("n_shared_experts", 0)) * 3 * self["moe_intermediate_size"]
+        inner = self.config.get("moe_intermediate_size", self["intermediate_size"])
+        experts = (num_experts + self.config.get("n_shared_experts", 0)) * 3 * inner
         return float(
             hidden * (num_dense * 3 * self["intermediate_size"] + (num_layers - num_dense) * experts)
         )
@@ -102,6 +104,13 @@ class Shape:
             return int(self["num_hidden_layers"] * self._row_size * 2)
         per_layer = 2 * self["num_key_value_heads"] * self["head_dim"] * 2
         return int(self["num_hidden_layers"] * per_layer)
+
+    def kv_bytes(self, context_len: int) -> int:
+        """What a decode step reads of a request of so many tokens: of layers with windows those alone."""
+        types = self.config.get("layer_types", ())
+        share = types.count("sliding_attention") / len(types) if types else 0.0
+        seen = min(context_len, self["sliding_window"]) if share else context_len
+        return int(self.kv_bytes_per_token * (share * seen + (1 - share) * context_len))
 
     def flops(self, num_tokens: float, context_len: float, num_sampled: float) -> float:
         """Of a forward pass over `num_tokens`, each of which attends to `context_len` tokens on average."""
@@ -232,6 +241,37 @@ SHAPES["glm4.7-flash"] = Shape(
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    }
+)
+# gpt-oss-20b (openai), as its config.json says; experts in bfloat16.
+SHAPES["gpt-oss-20b"] = Shape(
+    {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
     }
 )
 SHAPES["moonlight"] = Shape(

@@ -59,6 +59,7 @@ SHAPE_TITLES = {
     "qwen30b-a3b": "Qwen3-30B-A3B",
     "glm4.7-flash": "GLM-4.7-Flash",
     "moonlight": "Moonlight-16B-A3B",
+    "gpt-oss-20b": "gpt-oss-20b",
 }
 
 

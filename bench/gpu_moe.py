@@ -25,21 +25,25 @@ from typing import Any
 import torch
 from common import write_result
 from gpu_machine import Machine
-from torch import Tensor, nn
+from torch import Tensor
 
 from ebbtide.srt.layers.kernels import tiles
+from ebbtide.srt.layers.kernels.biased_moe import fused_biased_experts
 from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 from ebbtide.srt.layers.kernels.moe_routing import route
 from ebbtide.srt.layers.kernels.tiles import (
     DEFAULTS,
     ONE_BY_ONE,
+    TRANSPOSED,
+    TRANSPOSED_ONE_BY_ONE,
     Layer,
     Plan,
     Tile,
     choose_plan,
 )
-from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
+from ebbtide.srt.layers.moe import BiasedExperts, Clamp, MoeConfig, MoeMLP
 from ebbtide.srt.layers.step import ON_GPU
+from ebbtide.srt.models.sharding import replace_parameter
 
 SHAPES = {
     "qwen30b": (2048, MoeConfig(128, 8, 768, renormalize=True)),
@@ -47,11 +51,12 @@ SHAPES = {
     "qwen30b_tp4": (2048, MoeConfig(128, 8, 192, renormalize=True)),
     "mixtral": (4096, MoeConfig(8, 2, 14_336, renormalize=True)),
     "mixtral_tp2": (4096, MoeConfig(8, 2, 7168, renormalize=True)),
+    "gpt-oss": (2880, MoeConfig(32, 4, 2880, renormalize=True, clamp=Clamp(1.702, 7.0))),
 }
 NUM_TOKENS = (1, 32, 256, 1024, 4096, 8192)
 NUM_RUNS = 5
 DEVICE = torch.device("cuda")
-STEP: Any = SimpleNamespace(kernels=ON_GPU, given_TLK=None, routes_TLK=None)
+STEP: Any = SimpleNamespace(kernels=ON_GPU, given_TLK=None, routes_TLK=None, adapters=None)
 
 ALONE = [
     Tile(rows, step, warps, 1)
@@ -81,6 +86,39 @@ FEW_ROWS = [
         (128, 64, 4, 4),
         (128, 64, 8, 5),
         (128, 128, 8, 3),
+    )
+]
+# For weights whose rows lie side by side.
+ALONE_TRANSPOSED = [
+    Tile(rows, step, warps, 1)
+    for rows, step, warps in (
+        (8, 256, 4),
+        (16, 64, 4),
+        (16, 128, 4),
+        (16, 128, 8),
+        (16, 256, 8),
+        (16, 512, 8),
+        (32, 64, 4),
+        (32, 128, 8),
+        (32, 256, 8),
+        (64, 64, 8),
+    )
+]
+ROWS_TRANSPOSED = [
+    Tile(rows, step, warps, stages)
+    for rows, step, warps, stages in (
+        (16, 64, 4, 5),
+        (32, 32, 4, 5),
+        (32, 64, 4, 3),
+        (32, 64, 4, 5),
+        (32, 64, 4, 8),
+        (64, 32, 4, 5),
+        (64, 64, 4, 3),
+        (64, 64, 4, 5),
+        (64, 64, 8, 4),
+        (128, 32, 8, 4),
+        (128, 64, 8, 3),
+        (128, 64, 8, 4),
     )
 ]
 MANY_ROWS = [
@@ -117,6 +155,9 @@ class Batch:
 
     def experts(self, call: int, plan: Plan | None = None) -> Tensor:
         experts = self.layers[call % 2].experts
+        if isinstance(experts, BiasedExperts):
+            chosen = self.routes[call]
+            return fused_biased_experts(self.inputs[call], *experts.weights, *chosen, *experts.clamp, plan)
         weights = (experts.gate_up_proj, experts.down_proj)
         return fused_experts(self.inputs[call], *weights, *self.routes[call], plan)
 
@@ -143,7 +184,8 @@ class Batch:
     @property
     def key(self) -> Layer:
         config = self.config
-        return Layer(config.num_experts, config.num_experts_per_token, self.hidden, config.inner_size)
+        sizes = config.num_experts, config.num_experts_per_token, self.hidden, config.inner_size
+        return Layer(*sizes, is_transposed=config.clamp is not None)
 
     def time_us(self, call: Callable[[int], Tensor], num_runs: int = NUM_RUNS) -> list[float]:
         """Microseconds per call, of so many replays of a graph of all calls."""
@@ -169,22 +211,25 @@ def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
 
 def make_layer(hidden: int, config: MoeConfig) -> MoeMLP:
     layer = MoeMLP(config, hidden, torch.bfloat16, layer=0)
-    for module, name in (
-        (layer.gate, "weight"),
-        (layer.experts, "gate_up_proj"),
-        (layer.experts, "down_proj"),
-    ):
-        shape = getattr(module, name).shape
-        value = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) / shape[1] ** 0.5
-        setattr(module, name, nn.Parameter(value, requires_grad=False))
+    for name, parameter in list(layer.named_parameters()):
+        value = torch.randn(parameter.shape, device=DEVICE, dtype=parameter.dtype) / hidden**0.5
+        replace_parameter(layer, name, value)
     return layer
 
 
 def starts(num_tokens: int, config: MoeConfig) -> list[Plan]:
     """Sizes of blocks that may suit so many tokens."""
     share = num_tokens * config.num_experts_per_token / config.num_experts
-    found = [plan for size, plan in DEFAULTS.items() if size <= max(16, 4 * share) and size >= min(64, share)]
-    return [ONE_BY_ONE] * (num_tokens <= 8) + found
+    plans, alone = (TRANSPOSED, TRANSPOSED_ONE_BY_ONE) if config.clamp is not None else (DEFAULTS, ONE_BY_ONE)
+    found = [plan for size, plan in plans.items() if size <= max(16, 4 * share) and size >= min(64, share)]
+    return [alone] * (num_tokens <= 8) + found
+
+
+def candidates(size: int, config: MoeConfig) -> list[Tile]:
+    """Tiles that may suit blocks of so many tokens."""
+    if config.clamp is not None:
+        return ALONE_TRANSPOSED if size == 1 else ROWS_TRANSPOSED
+    return ALONE if size == 1 else FEW_ROWS if size <= 32 else MANY_ROWS + FEW_ROWS[4:9:2]
 
 
 def sweep(batch: Batch) -> tuple[Plan, list[dict[str, Any]]]:
@@ -202,9 +247,8 @@ def sweep(batch: Batch) -> tuple[Plan, list[dict[str, Any]]]:
 
     quickest: list[tuple[float, Plan]] = []
     for start in starts(batch.num_tokens, batch.config):
-        size = start.block_tokens
-        candidates = ALONE if size == 1 else FEW_ROWS if size <= 32 else MANY_ROWS + FEW_ROWS[4:9:2]
-        plans = [replace(start, gate_up=tile, down=tile) for tile in candidates]
+        tiles_tried = candidates(start.block_tokens, batch.config)
+        plans = [replace(start, gate_up=tile, down=tile) for tile in tiles_tried]
         with ThreadPoolExecutor(16) as pool:
             compiled = list(pool.map(lambda plan: _compiles(batch, plan), plans))
         plans = [start, *itertools.compress(plans, compiled)]
@@ -281,7 +325,7 @@ def measure(name: str, batch: Batch, machine: Machine) -> dict[str, Any]:
             f"({basis}), {limit_us / median:.0%}",
             flush=True,
         )
-    row["plan"] = choose_plan(batch.num_tokens, batch.key, torch.bfloat16, DEVICE).fields()
+    row["plan"] = asdict(choose_plan(batch.num_tokens, batch.key, torch.bfloat16, DEVICE))
     return row
 
 

@@ -36,9 +36,7 @@ def least_seconds(shape: Shape, machine: Machine, batch_size: int, prompt_len: i
         shape.decode_weight_bytes(prompt_tokens) / machine.copy_bytes_per_s,
     )
     for context_len in range(prompt_len + 1, prompt_len + output_len):
-        num_bytes = (
-            shape.decode_weight_bytes(batch_size) + batch_size * context_len * shape.kv_bytes_per_token
-        )
+        num_bytes = shape.decode_weight_bytes(batch_size) + batch_size * shape.kv_bytes(context_len)
         flops = shape.flops(batch_size, context_len, batch_size)
         seconds += max(num_bytes / machine.copy_bytes_per_s, flops / machine.flops)
     return seconds
