@@ -10,6 +10,7 @@ import torch
 from fixtures.checkpoints import edit_config, make_checkpoint
 from fixtures.eight_bits import (
     COMPRESSED_TENSORS,
+    LATENT_SHAPE,
     MOE_SHAPE,
     PROJECTIONS,
     SHAPE,
@@ -50,9 +51,14 @@ from ebbtide.trainer.payload_encoding import serialize
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 DOWN, EMBED = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
+OUTPUT = "model.layers.1.self_attn.o_proj.weight"
 EXPERT_DOWN = "model.layers.0.mlp.experts.2.down_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
 SCALES = DOWN + "_scale_inv"
+# Experts behind attention to keys and values, and to latents.
+MODELS = pytest.mark.parametrize(
+    ("architecture", "shape"), [(ARCHITECTURE, MOE_SHAPE), ("DeepseekV3ForCausalLM", LATENT_SHAPE)]
+)
 BY_BLOCK_AND_ROW = pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
 
 
@@ -107,12 +113,13 @@ def test_weights_are_quantised_as_the_reference_does_it(dtype: torch.dtype, quan
     assert scales.isnan().nonzero().tolist() == [[0 if quantization == "fp8" else 5, 0]]
 
 
+@MODELS
 @BY_BLOCK_AND_ROW
 def test_outputs_are_to_the_bit_those_of_weights_that_plain_torch_has_rounded(
-    quantization: str, tmp_path: Path
+    quantization: str, architecture: str, shape: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = make_checkpoint(tmp_path / "plain", ARCHITECTURE, **MOE_SHAPE)
-    rounded = make_checkpoint(tmp_path / "rounded", ARCHITECTURE, **MOE_SHAPE)
+    folder = make_checkpoint(tmp_path / "plain", architecture, **shape)
+    rounded = make_checkpoint(tmp_path / "rounded", architecture, **shape)
     file = rounded / "model.safetensors"
     save_file(expected(load_file(file), quantization), file, metadata={"format": "pt"})
     found = []
@@ -125,24 +132,26 @@ def test_outputs_are_to_the_bit_those_of_weights_that_plain_torch_has_rounded(
     assert found[0] == found[1]
 
 
+@MODELS
 @BY_BLOCK_AND_ROW
 def test_a_checkpoint_in_8_bits_is_what_the_engine_makes_of_its_weights(
-    quantization: str, path: Path, tmp_path: Path
+    quantization: str, architecture: str, shape: dict[str, Any], tmp_path: Path
 ) -> None:
+    path = make_checkpoint(tmp_path / "plain", architecture, seed=1, dtype="bfloat16", **shape)
     plain = RealRank(path, quantization=quantization)
     tensors = load_file(path / "model.safetensors")
     assert_same(plain.values, expected(tensors, quantization))
     assert plain.store.num_bytes < 0.6 * sum(tensor.nbytes for tensor in tensors.values())
-    assert not plain.store.is_quantized("model.layers.0.mlp.gate.weight")
+    assert not any(plain.store.is_quantized(name) for name in tensors if name.endswith(".mlp.gate.weight"))
 
-    folder = make_checkpoint(tmp_path, ARCHITECTURE, seed=1, dtype="bfloat16", **MOE_SHAPE)
+    folder = make_checkpoint(tmp_path / "in-8-bits", architecture, seed=1, dtype="bfloat16", **shape)
     as_it_is = RealRank(rewrite_in_eight_bits(folder, quantization))
     assert as_it_is.store.checksum() == plain.store.checksum()
     # A name of the scales says what is stored; get_weights_by_name multiplies it out.
-    scales = quantized(tensors[DOWN], quantization)[1]
-    assert torch.equal(as_it_is.store.read(DOWN + SUFFIXES[quantization], 1000), scales)
-    reply = plain.apply(GetWeightsByNameReqInput(name=DOWN, truncate_size=2))
-    assert reply.values == expected({DOWN: tensors[DOWN]}, quantization)[DOWN][:2].tolist()
+    scales = quantized(tensors[OUTPUT], quantization)[1]
+    assert torch.equal(as_it_is.store.read(OUTPUT + SUFFIXES[quantization], 1000), scales)
+    reply = plain.apply(GetWeightsByNameReqInput(name=OUTPUT, truncate_size=2))
+    assert reply.values == expected({OUTPUT: tensors[OUTPUT]}, quantization)[OUTPUT][:2].tolist()
     assert f"float8_e4m3fn, with a scale for each {SCALE_LAYOUTS[quantization]}" in reply.message
     other = next(iter(SUFFIXES.keys() - {quantization}))
     with pytest.raises(ConfigurationError, match=f"are kept as {quantization} already"):

@@ -77,7 +77,7 @@ def quantize_into(
     if layout is CHANNELS:
         _quantize_rows_into(values_RK, scales_BC, weight_RK, first_column)
         return
-    if weight_RK.is_cuda:
+    if weight_RK.is_cuda and len(weight_RK) % BLOCK == 0:
         from ebbtide.srt.layers.kernels.fp8.quantize import quantize_blocks
 
         quantize_blocks(weight_RK, values_RK, scales_BC)
@@ -146,6 +146,9 @@ class EightBitLinear(Linear, ABC):
         bias_O = None if bias_O is None else bias_O.to(torch.float32)
         return linear(x_TK.to(torch.float32), self._dequantized(), bias_O).to(x_TK.dtype)
 
+    def wide_weight(self, dtype: torch.dtype) -> Tensor:
+        return self._dequantized().to(dtype)
+
     @abstractmethod
     def _dequantized(self) -> Tensor:
         """The weight in float32, [O, K]."""
@@ -172,6 +175,11 @@ class Fp8Linear(EightBitLinear):
     @property
     def scales(self) -> Tensor | None:
         return self.weight_scale_inv
+
+    @property
+    def _blocks(self) -> tuple[Tensor, Tensor]:
+        """The blocks that kernels multiply, and their scales."""
+        return self.weight, self.weight_scale_inv
 
     def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
         return len(x_TD) <= kernels.few_fp8
@@ -258,9 +266,9 @@ class Fp8Linear(EightBitLinear):
             return product_TO if residual_TO is None else residual_TO.add_(product_TO)
         is_added = residual_TO is not None
         if residual_TO is None:
-            shape = num_tokens, len(self.weight)
+            shape = num_tokens, len(self._blocks[0])
             residual_TO = torch.empty(shape, dtype=torch.bfloat16, device=self.weight.device)
-        operands = (*tokens, self.weight, self.weight_scale_inv)
+        operands = (*tokens, *self._blocks)
         if num_tokens > kernels.few_quantized:
             from ebbtide.srt.layers.kernels.fp8.product import scaled_product
 
@@ -276,11 +284,30 @@ class Fp8Linear(EightBitLinear):
         from ebbtide.srt.layers.kernels.fp8.blockscale import blockscale_product
         from ebbtide.srt.layers.kernels.fp8.product import cublas_product
 
-        operands = (*tokens, self.weight, self.weight_scale_inv)
+        operands = (*tokens, *self._blocks)
         product_TO = blockscale_product(*operands, num_tokens)
         if product_TO is None and num_tokens > kernels.few_quantized:
             product_TO = cublas_product(*operands)
         return product_TO
+
+
+class RaggedFp8Linear(Fp8Linear):
+    """`Fp8Linear` whose last rows do not fill a block: those are multiplied in the tokens' type."""
+
+    def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
+        return False
+
+    @property
+    def _blocks(self) -> tuple[Tensor, Tensor]:
+        num_blocks = len(self.weight) // BLOCK
+        return self.weight[: num_blocks * BLOCK], self.weight_scale_inv[:num_blocks]
+
+    def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
+        num_blocks = len(self.weight) // BLOCK
+        rest_RK = dequantize(self.weight[num_blocks * BLOCK :], self.weight_scale_inv[num_blocks:])
+        x_TK = x.tensor()
+        rest_TR = linear(x_TK, rest_RK.to(x_TK.dtype))
+        return torch.cat((super()._quantized_product(x, kernels), rest_TR), 1) if num_blocks else rest_TR
 
 
 def _tokens_of(x: Inputs) -> QuantizedTokens:

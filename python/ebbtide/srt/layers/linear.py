@@ -73,10 +73,13 @@ class Linear(nn.Module):
     Attributes:
         group: the ranks that divide the weight among them.
         is_quantizable: whether its weight may be kept in fewer bits.
+        may_be_ragged: whether its rows need not fill blocks that have a scale each; then it is called for
+            products, not for gated ones or addends.
         adapters: what the slots of adapters hold for it; None: it takes none.
     """
 
     is_quantizable = True
+    may_be_ragged = False
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -96,8 +99,8 @@ class Linear(nn.Module):
         """The factors of the weight's blocks; None: the weight needs none."""
         return None
 
-    def wide_weight(self) -> Tensor:
-        """The weight as numbers that any product takes, [O, D]."""
+    def wide_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight as numbers of the model's type, [O, D]."""
         return self.weight
 
     def forward(self, x: Tensor | NormedResidual, step: Step) -> Tensor:

@@ -106,6 +106,8 @@ class LatentAttention(nn.Module):
         num_queries = num_heads * sizes.query_dim
         width = num_queries if sizes.query_rank is None else sizes.query_rank
         self.qkv_a_proj = linear(config.hidden_size, width + rank + sizes.latent.rope)
+        # A latent and what is rotated, 576 rows as a rule, do not fill blocks of 128.
+        self.qkv_a_proj.may_be_ragged = True
         self.q_a_layernorm = self.q_b_proj = None
         if sizes.query_rank is not None:
             self.q_a_layernorm = RMSNorm(sizes.query_rank, eps=_EPS, dtype=dtype)
@@ -116,14 +118,13 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: NormedResidual, rope: Rope, step: Step) -> Addend:
         rank, num_rotated, key_dim = self.sizes.latent.rank, self.sizes.latent.rope, self.sizes.key_dim
-        up_NOC = self.kv_b_proj.wide_weight().view(-1, key_dim + self.sizes.value_dim, rank)
-        num_heads = len(up_NOC)
-        query_width = self.sizes.query_rank or num_heads * self.sizes.query_dim
-        q_TO, latents_TC, rotated_TR = self.qkv_a_proj(x, step)[:, : query_width + rank + num_rotated].split(
-            (query_width, rank, num_rotated), 1
-        )
+        a_TO = self.qkv_a_proj(x, step)
+        widths = (a_TO.shape[1] - rank - num_rotated, rank, num_rotated)
+        q_TO, latents_TC, rotated_TR = a_TO.split(widths, 1)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             q_TO = self.q_b_proj(self.q_a_layernorm(q_TO), step)
+        up_NOC = self.kv_b_proj.wide_weight(a_TO.dtype).view(-1, key_dim + self.sizes.value_dim, rank)
+        num_heads = len(up_NOC)
         q_TNO = q_TO.view(len(q_TO), num_heads, -1)
         heads_TNH = q_TO.new_empty(len(q_TO), num_heads + 1, num_rotated + rank)
         heads_TNH[:, :-1, :num_rotated] = self._halves(q_TNO[..., key_dim:])

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ebbtide.srt.errors import ConfigurationError, first_few
-from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, Fp8Experts, Fp8Linear, ScaleLayout
+from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, Fp8Experts, Fp8Linear, RaggedFp8Linear, ScaleLayout
 from ebbtide.srt.layers.fp8_channels import ChannelExperts, ChannelLinear
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.moe import BiasedExperts, Experts
@@ -71,8 +71,9 @@ def quantize(
     scales: dict[str, Placement] = {}
     layout = quantization.layout
     for module_name, names in _chosen(model, placements, quantization).items():
-        scales |= {name + layout.suffix: _scales_of(name, placements[name], layout) for name in names}
-        model.set_submodule(module_name, _in_eight_bits(model.get_submodule(module_name), layout))
+        module = model.get_submodule(module_name)
+        scales |= {name + layout.suffix: _scales_of(name, placements[name], layout, module) for name in names}
+        model.set_submodule(module_name, _in_eight_bits(module, layout))
     logger.info("weights quantized to 8 bits: %d of %d tensors", len(scales), len(placements))
     return scales
 
@@ -81,7 +82,9 @@ def _in_eight_bits(module: nn.Module, layout: ScaleLayout) -> nn.Module:
     if isinstance(module, Experts):
         return ChannelExperts(module) if layout is CHANNELS else Fp8Experts(module)
     assert isinstance(module, Linear), f"{type(module)} has no weight that is quantised"
-    return ChannelLinear(module) if layout is CHANNELS else Fp8Linear(module)
+    if layout is CHANNELS:
+        return ChannelLinear(module)
+    return RaggedFp8Linear(module) if len(module.weight) % layout.multiple_of else Fp8Linear(module)
 
 
 def _chosen(
@@ -114,14 +117,22 @@ def _chosen(
     return chosen
 
 
-def _scales_of(name: str, placement: Placement, layout: ScaleLayout) -> Placement:
+def _scales_of(name: str, placement: Placement, layout: ScaleLayout, module: nn.Module) -> Placement:
     target, part = placement.target, placement.part
+    is_ragged = (
+        part is None
+        and isinstance(module, Linear)
+        and module.may_be_ragged
+        and target.start + target.length == len(module.weight)
+    )
     held = list(target.shape)
     sizes = {"it begins at": target.start, "its length is": target.length}
     if part is not None:
         held[part.dim] = part.length
         sizes["a rank's part begins at"] = part.start
     sizes |= {"rows": held[0], "columns": held[1]}
+    if is_ragged:
+        del sizes["its length is"], sizes["rows"]
     wrong = {what: size for what, size in sizes.items() if size % layout.multiple_of}
     if wrong:
         sizes_listed = ", ".join(f"{what} {size}" for what, size in wrong.items())
@@ -138,7 +149,7 @@ def _scales_of(name: str, placement: Placement, layout: ScaleLayout) -> Placemen
         target,
         parameter=target.parameter + layout.suffix,
         start=target.start // step,
-        length=target.length // step,
+        length=-(-target.length // step),
         shape=layout.shape(*target.shape),
         split=None,
     )
