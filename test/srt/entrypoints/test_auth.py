@@ -148,6 +148,14 @@ def test_the_header_must_be_right_to_the_letter(header: str, status: int) -> Non
     assert ask(service, "GET", "/get_weight_version", {"Authorization": header}).status_code == status
 
 
+def test_anthropics_clients_bring_the_key_in_a_header_of_their_own() -> None:
+    for key, status in (("key", 200), ("kei", 401), ("", 401)):
+        answer = ask(Service(api_key="key"), "GET", "/get_weight_version", {"X-Api-Key": key})
+        assert answer.status_code == status
+    refused = ask(Service(api_key="key"), "POST", "/v1/messages", {"X-Api-Key": "kei"})
+    assert refused.json()["error"]["type"] == "authentication_error"
+
+
 def test_a_key_may_have_any_characters() -> None:
     service = Service(api_key="clé-鍵")
     transport_text = "clé-鍵".encode().decode("latin-1")

@@ -119,6 +119,9 @@ class KeyCheck:
 
 def _brings(headers: Headers, key: str) -> bool:
     scheme, _, given = headers.get("authorization", "").partition(" ")
+    if not scheme:
+        # Anthropic's clients.
+        scheme, given = "bearer", headers.get("x-api-key", "")
     # The comparison takes no text but ASCII, so it gets bytes. Headers are decoded as latin-1.
     is_same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
     return is_same and scheme.lower() == "bearer"

@@ -46,7 +46,6 @@ NOT_IMPLEMENTED = (
     "/send_weights_to_remote_instance",
     "/v1/embeddings",
     "/v1/rerank",
-    "/v1/responses",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
     "/skyrl/v1/load_lora_adapter",

@@ -50,7 +50,7 @@ def error_answer(message: str, status: int, **fields: Any) -> Json:
 def client_of(request: Request) -> Client:
     """Who asks."""
     host = "" if request.client is None else request.client.host
-    return Client(host, request.headers.get("authorization", ""))
+    return Client(host, request.headers.get("authorization") or request.headers.get("x-api-key", ""))
 
 
 async def answer_whole(receive: Receive, starting: Coroutine[Any, Any, LiveGeneration]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import math
 import signal
@@ -22,6 +23,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
+from ebbtide.srt.entrypoints.anthropic.routes import AnthropicApi, with_own_errors
 from ebbtide.srt.entrypoints.auth import KeyCheck, Keys
 from ebbtide.srt.entrypoints.bodies import DrainRequest, Reply
 from ebbtide.srt.entrypoints.browser_check import FRAMED_BY_NONE, BrowserCheck
@@ -94,9 +96,9 @@ def create_app(service: EngineService) -> FastAPI:
     app.add_route("/generate", endpoints.generate, methods=["POST", "PUT"])
     for path, endpoint in (pages() | endpoints.information() | Dashboard(service).routes()).items():
         app.add_route(path, endpoint, methods=["GET"])
-    for method, path, endpoint in OpenAIApi(service, bodies, Calls(service, bodies)).routes():
-        app.add_route(path, endpoint, methods=[method])
-    for method, path, endpoint in VllmApi(service, bodies).routes():
+    calls = Calls(service, bodies)
+    apis = OpenAIApi(service, bodies, calls), AnthropicApi(service, calls), VllmApi(service, bodies)
+    for method, path, endpoint in itertools.chain.from_iterable(api.routes() for api in apis):
         app.add_route(path, endpoint, methods=[method])
     for path, kind in CONTROL_ROUTES.items():
         reader = weight_bodies if binary_fields(kind) else bodies
@@ -121,7 +123,7 @@ def create_app(service: EngineService) -> FastAPI:
 class _Application(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
-        await super().__call__(scope, receive, send)
+        await super().__call__(scope, receive, with_own_errors(scope, send))
 
 
 class OneSpelling:

@@ -9,6 +9,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from ebbtide.srt.entrypoints import bodies
+from ebbtide.srt.entrypoints.anthropic.answers import ErrorResponse, Message, TokenCount
+from ebbtide.srt.entrypoints.anthropic.requests import CountTokensRequest, MessagesRequest
 from ebbtide.srt.entrypoints.auth import Access, access_of
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES
 from ebbtide.srt.entrypoints.information import Loads, LoadSummary, ModelInfo, ServerInfo, WeightVersion
@@ -23,6 +25,8 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     ModelCard,
     ModelList,
 )
+from ebbtide.srt.entrypoints.openai.response_answers import ResponseBody
+from ebbtide.srt.entrypoints.openai.responses import ResponsesRequest
 from ebbtide.srt.entrypoints.openai.tokenization import DetokenizeRequest, Texts, TokenizeRequest, Tokens
 from ebbtide.srt.entrypoints.request_schemas import refine
 from ebbtide.srt.entrypoints.transition import TransitionReply, TransitionRequest
@@ -49,8 +53,9 @@ class Route:
     Attributes:
         request: type of the body, or of the query of a GET; None if there is neither.
         reply: type of the answer with status 200; None if its body is empty.
-        event: type of an event, where a stream may be asked for.
+        event: type of an event, where a stream may be asked for; or what the events are, in words.
         media_type: of an answer that is no JSON.
+        error: type of the body of a refusal or failure.
     """
 
     paths: str | tuple[str, ...]
@@ -61,6 +66,7 @@ class Route:
     reply: Any = None
     event: Any = None
     media_type: str = "application/json"
+    error: Any = bodies.Error
 
 
 class LoadsQuery(msgspec.Struct, kw_only=True):
@@ -88,6 +94,20 @@ _ROUTES = (
     Route(
         *("/v1/chat/completions/batch", POST, "OpenAI", "Answer several conversations."),
         *(ChatBatchRequest, ChatCompletion),
+    ),
+    Route(
+        *("/v1/responses", POST, "OpenAI", "Answer a conversation, in the words of OpenAI's Responses."),
+        *(ResponsesRequest, ResponseBody, "Events of OpenAI's Responses."),
+    ),
+    Route(
+        *("/v1/messages", POST, "Anthropic", "Answer a conversation.", MessagesRequest, Message),
+        event="Events of Anthropic's Messages.",
+        error=ErrorResponse,
+    ),
+    Route(
+        *("/v1/messages/count_tokens", POST, "Anthropic", "How many tokens a conversation has."),
+        *(CountTokensRequest, TokenCount),
+        error=ErrorResponse,
     ),
     Route(
         ("/tokenize", "/v1/tokenize"),
@@ -177,10 +197,15 @@ class _Schemas:
 
     def __init__(self, routes: Iterable[Route]) -> None:
         requests = [route.request for route in routes if route.request is not None]
-        replies = [kind for one in routes for kind in (one.reply, one.event) if kind is not None]
+        replies = [
+            kind
+            for one in routes
+            for kind in (one.reply, one.event, one.error)
+            if kind is not None and not isinstance(kind, str)
+        ]
         requests += PARTS
         known, incoming = _components(requests)
-        answered, outgoing = _components([*replies, bodies.Error])
+        answered, outgoing = _components(replies)
         self._known = known | answered
         # Deeper in a body null is what the type says.
         for kind in dict.fromkeys(requests):
@@ -238,7 +263,7 @@ def _describe(route: Route, path: str, method: str, schemas: _Schemas) -> Schema
             "200": {"description": "Done.", **_content(route, schemas)},
             "default": {
                 "description": "Refused, or failed.",
-                "content": {"application/json": {"schema": schemas.of(bodies.Error)}},
+                "content": {"application/json": {"schema": schemas.of(route.error)}},
             },
         },
     }
@@ -272,7 +297,11 @@ def _content(route: Route, schemas: _Schemas) -> Schema:
     content: Schema = {route.media_type: {"schema": schemas.of(route.reply)}}
     if route.event is not None:
         # OpenAPI 3.1 has no word for the schema of one event; tools take this one for it.
-        event = f"Each event is `data: ` and a {route.event.__name__}; the last is `data: [DONE]`."
+        event = (
+            route.event
+            if isinstance(route.event, str)
+            else f"Each event is `data: ` and a {route.event.__name__}; the last is `data: [DONE]`."
+        )
         content["text/event-stream"] = {"schema": {"description": event}}
     return {"content": content}
 

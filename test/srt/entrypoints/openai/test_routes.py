@@ -4,6 +4,7 @@ import enum
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pydantic
@@ -192,6 +193,32 @@ def test_a_streamed_chat_adds_up_to_the_whole(server: Server, client: openai.Ope
     ids = [token for choice in choices for token in extra(choice)["response_token_ids"]]
     assert ids == whole["output_ids"]
     assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+
+
+def test_other_dialects_of_a_chat_have_its_answer(server: Server, client: openai.OpenAI) -> None:
+    whole = generate(server, RENDERED)["text"]
+    options: Any = {"temperature": 0, "ignore_eos": True}
+    answer = client.responses.create(input="ebb?", max_output_tokens=NUM_TOKENS, extra_body=options)
+    assert (answer.output_text, answer.status) == (whole, "incomplete")
+    deltas = [
+        event.delta
+        for event in client.responses.create(
+            input="ebb?", max_output_tokens=NUM_TOKENS, extra_body=options, stream=True
+        )
+        if event.type == "response.output_text.delta"
+    ]
+    assert "".join(deltas) == whole
+    url = str(server.client.base_url)
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as other:
+        body: Any = {"model": NAME, "max_tokens": NUM_TOKENS, "messages": MESSAGES}
+        message = other.messages.create(**body, extra_body=options)
+        assert [block.text for block in message.content if block.type == "text"] == [whole]
+        with other.messages.stream(**body, extra_body=options) as stream:
+            assert "".join(stream.text_stream) == whole
+        count = other.messages.count_tokens(model=NAME, messages=MESSAGES)
+        assert count.input_tokens == len(RENDERED)
+        with pytest.raises(anthropic.NotFoundError, match="'type': 'not_found_error'"):
+            other.messages.create(**{**body, "model": "other"})
 
 
 # ------------------------------------------------------------------------------- refusals, aborts, versions

@@ -74,6 +74,16 @@ class Calls:
             )
         )
 
+    def prompt_ids(self, call: OpenAICall) -> list[int]:
+        """The tokens of a chat's prompt. Takes as long as it is. Raises RequestRejected: 400."""
+        assert callable(call.render), "a chat is rendered"
+        assert self.template is not None, "and that needs a tokenizer"
+        made = call.render()
+        adds_special_tokens = call.generate["add_special_tokens"]
+        if isinstance(made, list):
+            return made
+        return self.template.tokenizer.encode(made, add_special_tokens=adds_special_tokens)
+
     async def answer(
         self, request: Request, call: OpenAICall, writer: AnswerWriter, *, wants_meta: bool = False
     ) -> Response:

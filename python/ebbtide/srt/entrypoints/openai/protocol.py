@@ -17,6 +17,7 @@ from ebbtide.srt.managers.api.generate_fields import PromptFields, said
 from ebbtide.srt.sampling_params import OPENAI_FIELDS
 
 R = TypeVar("R", bound=Struct)
+Fields: TypeAlias = dict[str, Any]
 
 # ------------------------------------------------------------------------------------------------- requests
 

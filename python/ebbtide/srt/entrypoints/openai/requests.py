@@ -18,6 +18,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
+    Fields,
     OpenAIRequest,
     StreamOptions,
     parse,
@@ -31,7 +32,6 @@ from ebbtide.srt.managers.api.generate_fields import UNSUPPORTED_FIELDS, PromptF
 from ebbtide.srt.managers.api.generate_request import Render
 from ebbtide.srt.sampling_params import GRAMMAR_KINDS, OPENAI_FIELDS, params_of
 
-Fields = dict[str, Any]
 # The text of a prompt, from its number and its ids.
 Echo: TypeAlias = Callable[[int, list[int]], str]
 

@@ -12,6 +12,8 @@ from ebbtide.srt.entrypoints.openai.answers import ChatWriter, ChunkWriter, Comp
 from ebbtide.srt.entrypoints.openai.calls import Calls
 from ebbtide.srt.entrypoints.openai.protocol import ModelCard, ModelList
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
+from ebbtide.srt.entrypoints.openai.response_answers import ResponseWriter
+from ebbtide.srt.entrypoints.openai.responses import as_chat, ignored_fields
 from ebbtide.srt.entrypoints.openai.tokenization import Tokenization
 from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
@@ -19,7 +21,7 @@ from ebbtide.srt.errors import RequestRejected
 
 
 class OpenAIApi:
-    """What is behind `/v1/models`, the completions of both kinds, `/tokenize` and `/detokenize`."""
+    """What is behind `/v1/models`, completions, chats, responses, `/tokenize` and `/detokenize`."""
 
     def __init__(self, service: EngineService, bodies: BodyReader, calls: Calls) -> None:
         self._service = service
@@ -36,6 +38,7 @@ class OpenAIApi:
             ("POST", "/v1/completions", self._completions),
             ("POST", "/v1/chat/completions", self._chat_completions),
             ("POST", "/v1/chat/completions/batch", self._chat_batch),
+            ("POST", "/v1/responses", self._responses),
             *(("POST", path, self._tokenize) for path in ("/tokenize", "/v1/tokenize")),
             *(("POST", path, self._detokenize) for path in ("/detokenize", "/v1/detokenize")),
         ]
@@ -64,6 +67,12 @@ class OpenAIApi:
         wants_meta = bool(return_meta_info)
         writer = ChunkWriter(ChatWriter(call, return_meta_info=wants_meta), call)
         return await self._calls.answer(request, call, writer, wants_meta=wants_meta)
+
+    async def _responses(self, request: Request) -> Response:
+        fields = await self._calls.fields_of(request)
+        asked, chat = await self._service.manager.worked_on(fields, lambda: as_chat(fields))
+        call = await self._calls.chat(chat)
+        return await self._calls.answer(request, call, ResponseWriter(call, asked, ignored_fields(fields)))
 
     async def _tokenize(self, request: Request) -> Response:
         fields, tokenization = await self._bodies.read(request.stream()), self._tokenization

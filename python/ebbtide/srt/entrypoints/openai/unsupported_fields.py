@@ -55,14 +55,25 @@ _OF_COMPLETIONS: Final[Mapping[str, str]] = {
 
 def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
     """Refuse what cannot be kept. Raises RequestRejected: 400; names the field and what there is instead."""
-    unsupported = {**_UNSUPPORTED, **(_OF_CHATS if is_chat else _OF_COMPLETIONS)}
-    for name in sorted(unsupported.keys() & fields.keys()):
-        if not asks_for_nothing(fields[name]):
-            raise RequestRejected(f"{name}: not supported in this version: {unsupported[name]}")
+    refuse_fields(fields, {**_UNSUPPORTED, **(_OF_CHATS if is_chat else _OF_COMPLETIONS)})
     if not is_chat:
         _expect(fields, "tool_choice", ("none", "auto"), "chats have tools")
     _expect(fields, "function_call", ("none", "auto"), "tool_choice takes its place")
     check_salt(fields.get("cache_salt"))
+
+
+def refuse_fields(fields: Mapping[str, Any], unsupported: Mapping[str, str]) -> None:
+    """Refuse those that ask for something.
+
+    Args:
+        unsupported: their names, and what there is instead.
+
+    Raises:
+        RequestRejected: 400.
+    """
+    for name in sorted(unsupported.keys() & fields.keys()):
+        if not asks_for_nothing(fields[name]):
+            raise RequestRejected(f"{name}: not supported in this version: {unsupported[name]}")
 
 
 def unknown_fields(kind: type[Struct], fields: Mapping[str, Any], *, is_chat: bool) -> list[str]:
