@@ -164,13 +164,18 @@ def test_a_checkpoint_in_8_bits_is_what_the_engine_makes_of_its_weights(
     + [(how, "w8a8_fp8") for how in ("tensors", "pairs")],
 )
 @pytest.mark.parametrize("staging", ["always", "never"])
+@MODELS
 def test_updates_are_quantised_where_they_land(
-    how: str, quantization: str, staging: str, path: Path, new: dict[str, Tensor], tmp_path: Path
+    how: str, quantization: str, staging: str, architecture: str, shape: dict[str, Any], tmp_path: Path
 ) -> None:
+    path, folder = (
+        make_checkpoint(tmp_path / str(seed), architecture, seed=seed, dtype="bfloat16", **shape)
+        for seed in (1, 2)
+    )
+    new = load_file(folder / "model.safetensors")
     rank = RealRank(path, quantization=quantization, update_staging=staging)
     match how:
         case "disk":
-            folder = make_checkpoint(tmp_path, ARCHITECTURE, seed=2, dtype="bfloat16", **MOE_SHAPE)
             reply = rank.apply(UpdateWeightFromDiskReqInput(model_path=str(folder)))
         case "tensors":
             reply = rank.apply(update(new))

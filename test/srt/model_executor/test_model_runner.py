@@ -153,8 +153,10 @@ def test_with_keys_and_values_in_fp8_it_is_transformers_with_rounded_ones(qwen3:
     assert tokens(run.prompt_logprobs + run.logprobs) != pytest.approx(exact, abs=reference.tie)
 
 
-@pytest.mark.parametrize("name", ["qwen3-windows", "gemma2", "gemma3", "gpt-oss"])
-def test_windows_hold_across_chunks_shared_prefixes_and_retracts(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3-windows", "gemma2", "gemma3", "gpt-oss", "deepseek-v3"])
+def test_windows_and_latents_hold_across_chunks_shared_prefixes_and_retracts(
+    name: str, tmp_path: Path
+) -> None:
     reference, driver = Reference(make(tmp_path, name)), RunnerDriver(tmp_path, page_size=4)
     owner = driver.start(PROMPT, logprobs=LogprobSpec())
     driver.generate([owner], 6, chunk=7)
