@@ -10,7 +10,7 @@ import pytest
 
 import ebbtide
 from ebbtide import cli, launch_server
-from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.server_args import ServerArgs
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ebbtide.srt.command_line import ServeParser
-from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, raising_signals
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
 from ebbtide.srt.without_torch import torch_hidden

@@ -38,8 +38,9 @@ from ebbtide.srt.managers.scheduling.ranks.lockstep import (
     LeaderInbox,
     NoOutputs,
     RankInbox,
+    RankMessage,
+    Tick,
 )
-from ebbtide.srt.managers.scheduling.ranks.messages import RankMessage, Tick
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_table import PageTable

@@ -7,7 +7,7 @@ import torch
 
 from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.errors import ConfigurationError, EngineError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver import torch_arena, torch_memory_saver_adapter
+from ebbtide.srt.memory_saver import saver as savers, torch_memory_saver_adapter
 from ebbtide.srt.memory_saver.saver import PlainMemory
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.torch_memory_saver_adapter import MARGIN_BYTES, TorchMemorySaverBackend
@@ -95,7 +95,7 @@ def saver(request, machine):
 
 @pytest.mark.parametrize("slice_bytes", [MIB, 1 << 30])
 def test_a_swap_exchanges_the_contents_under_live_tensors(saver, monkeypatch, slice_bytes):
-    monkeypatch.setattr(torch_arena, "EXCHANGE_BYTES", slice_bytes)
+    monkeypatch.setattr(savers, "EXCHANGE_BYTES", slice_bytes)
     arena = saver.arena(MemoryTag.WEIGHTS, SIZE)
     arena.resume()
     live = arena.view(0, (SIZE,), torch.uint8)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.engine_methods import EngineMethods
-from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.stage_line import READING_CONFIG, StageLine
 from ebbtide.srt.entrypoints.loop_thread import LoopThread
 from ebbtide.srt.entrypoints.service import EngineService

@@ -47,8 +47,8 @@ from ebbtide.srt.entrypoints.http_answers import (
     error_answer,
 )
 from ebbtide.srt.entrypoints.information import WeightVersion, load_summaries
-from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
-from ebbtide.srt.entrypoints.launch.node_server import launch_node
+from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.launcher import launch_node
 from ebbtide.srt.entrypoints.launch.stage_line import READING_CONFIG, StageLine
 from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, is_main_thread, raising_signals
 from ebbtide.srt.entrypoints.log_format import configure_logging

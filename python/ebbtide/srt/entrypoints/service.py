@@ -23,7 +23,7 @@ from ebbtide.srt.entrypoints.information import (
     server_info,
     wanted_sections,
 )
-from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
 from ebbtide.srt.entrypoints.metrics.operations import OPERATIONS, TRANSITION
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics

@@ -33,12 +33,6 @@ from ebbtide.srt.managers.wire.generation import (
     TokenOutput as TokenOutput,
     VersionContract as VersionContract,
 )
-from ebbtide.srt.managers.wire.load_report import (
-    STALL_BOUNDS_S as STALL_BOUNDS_S,
-    Load as Load,
-    RetractCause as RetractCause,
-    StallCounts as StallCounts,
-)
 from ebbtide.srt.managers.wire.message import (
     GivenUp as GivenUp,
     Message as Message,
@@ -49,11 +43,15 @@ from ebbtide.srt.managers.wire.message import (
     Verdict as Verdict,
 )
 from ebbtide.srt.managers.wire.reports import (
+    STALL_BOUNDS_S as STALL_BOUNDS_S,
     ChecksumAlgorithm as ChecksumAlgorithm,
+    Load as Load,
     PauseMode as PauseMode,
     RankChecksums as RankChecksums,
     RankReport as RankReport,
+    RetractCause as RetractCause,
     SessionReport as SessionReport,
+    StallCounts as StallCounts,
     StateReport as StateReport,
     TagReport as TagReport,
     WeightsContent as WeightsContent,

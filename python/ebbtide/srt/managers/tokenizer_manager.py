@@ -15,6 +15,7 @@ import msgspec
 
 from ebbtide.srt.errors import EngineDown, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
+from ebbtide.srt.managers.api.data_parallel_controller import OrderedInbox
 from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client
 from ebbtide.srt.managers.api.flat_logprobs import flat_form
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
@@ -27,7 +28,6 @@ from ebbtide.srt.managers.api.generate_request import (
 from ebbtide.srt.managers.api.grammar_compiling import GrammarCompiling
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState, ResponseStyle
 from ebbtide.srt.managers.api.live_outputs import LiveOutputs
-from ebbtide.srt.managers.api.ordered_inbox import OrderedInbox
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.api.request_log import RequestLog
 from ebbtide.srt.managers.api.routed_experts import RoutedForm

@@ -20,8 +20,8 @@ import torch
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.arena import Arena, ArenaState, round_up
 from ebbtide.srt.memory_saver.immortal import keep_for_ever
+from ebbtide.srt.memory_saver.saver import TORCH_GRANULARITY, TorchArena, TorchMemory
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.torch_arena import TORCH_GRANULARITY, TorchArena, TorchMemory
 
 _PRELOAD_STEM = "torch_memory_saver_hook_mode_preload"
 # torch cuts smaller requests out of segments of this size, and pages of the driver are this large: a request

@@ -5,7 +5,7 @@ import os
 import pytest
 from fixtures.servers import environment_of
 
-from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
 from ebbtide.srt.server_args import ServerArgs
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from ebbtide.srt.managers.api.ordered_inbox import OrderedInbox
+from ebbtide.srt.managers.api.data_parallel_controller import OrderedInbox
 from ebbtide.srt.managers.io_struct import (
     ControlReply,
     ManagerInput,

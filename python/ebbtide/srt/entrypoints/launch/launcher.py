@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import multiprocessing.connection
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.entrypoints.launch.child_process import ChildProcess, PulseWatch
-from ebbtide.srt.entrypoints.launch.early_processes import EarlyProcesses, rank_name, thread_defaults
+from ebbtide.srt.config import EngineConfig, resolve
+from ebbtide.srt.entrypoints.launch.child_process import (
+    ChildProcess,
+    EarlyProcesses,
+    PulseWatch,
+    rank_name,
+    thread_defaults,
+)
 from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
 from ebbtide.srt.entrypoints.launch.placement import SocketFolder, local_ranks
 from ebbtide.srt.entrypoints.launch.process import ProcessStart
 from ebbtide.srt.entrypoints.launch.stage_line import StageLine
+from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, raising_signals
+from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
+from ebbtide.srt.server_args import ServerArgs
 
 # They are named by strings: this process need not import what only the others run.
 SCHEDULER = {"scheduler": "ebbtide.srt.managers.scheduler_process:run_scheduler_process"}
@@ -33,6 +43,7 @@ TMS_HOOK_MODE = "EBBTIDE_TMS_HOOK_MODE"
 CAUSE_TIMEOUT_S = 1.0
 # A process that is asked where it stands has that long to write it, before the next one is.
 DUMP_S = 0.2
+logger = logging.getLogger(__name__)
 
 
 class NodeProcesses:
@@ -354,3 +365,43 @@ def _error_of(end: Ended) -> EbbtideError:
     if end.is_configuration:
         return ConfigurationError(end.reason)
     return EngineError(end.reason or "node 0 was stopped")
+
+
+def launch_node(server_args: ServerArgs, early: EarlyProcesses | None = None) -> None:
+    """Lend this node's ranks until node 0 stops or a signal comes; returns then, with no process left.
+
+    Raises:
+        ConfigurationError: the engine cannot start so, or node 0 is not found.
+        EngineError: a process, or another node, has ended by itself.
+        Stopped: a signal came before the ranks were ready.
+    """
+    configure_logging(server_args, f"node-{server_args.node_rank}")
+    serve_node(lambda: resolve(server_args), early=early)
+
+
+def serve_node(
+    configure: Callable[[], EngineConfig],
+    targets: Mapping[str, str] | None = None,
+    early: EarlyProcesses | None = None,
+) -> None:
+    """As `launch_node`, for any configuration; `targets` are the processes, if not the usual ones."""
+    ends: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    is_ready = False
+    try:
+        # The queue hears of it too: what is raised in a callback of the interpreter is lost.
+        with raising_signals(lambda: ends.put(None)):
+            processes = NodeProcesses(configure(), targets, early)
+            try:
+                processes.wait_ready()
+                is_ready = True
+                logger.info("the ranks of this node are ready")
+                processes.watch(ends.put, lambda: ends.put(None))
+                death = ends.get()
+            finally:
+                processes.shutdown()
+    except Stopped:
+        if not is_ready:
+            raise
+        return
+    if death is not None:
+        raise EngineError(death)

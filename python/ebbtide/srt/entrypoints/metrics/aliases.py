@@ -87,10 +87,6 @@ class SglangAliases(Collector):
 class VllmAliases(Collector):
     """Families of a registry under vLLM's names, and what only its engines tell of.
 
-    Args:
-        model_name: the label of every sample; what is counted over all replicas has engine 0.
-        page_size: tokens of a page, vLLM's block.
-
     Attributes:
         sleep_state: one of `SLEEP_STATES`.
         num_tokens: of each replica's KV pool.
@@ -150,10 +146,9 @@ def _renamed(family: Metric, name: str, samples: Iterable[Sample]) -> Metric:
 
 
 def _by_operation(family: Metric, operations: Mapping[str, str], absent: str) -> list[Sample]:
-    """The samples of these operations, added up where several are one, in the buckets that vLLM has.
+    """The samples of these operations, added up where several are one, in vLLM's buckets.
 
-    Args:
-        absent: an operation that never happens.
+    `absent` never happens.
     """
     sums: dict[tuple[str, str, str | None], float] = {}
     for sample in family.samples:

@@ -23,9 +23,7 @@ NUM_GENERATIONS: Final = 3
 class BucketCounts:
     """How many values lie in each bucket, without a lock.
 
-    Args:
-        bounds: the largest value of each bucket, ascending; one more bucket has what is larger.
-        counts: of values so far, without their sum.
+    One more bucket has what is larger than all `bounds`.
     """
 
     def __init__(self, bounds: Sequence[float], counts: Sequence[int] | None = None) -> None:

@@ -82,14 +82,7 @@ class VersionLag:
 
 @dataclass(frozen=True)
 class EndedOperation:
-    """How a control operation went.
-
-    Attributes:
-        started_s: seconds since 1970.
-        outcome: done, incomplete, refused, failed or abandoned.
-        status: that of the answer over HTTP.
-        reply: None where there is none.
-    """
+    """How a control operation went; `outcome`: done, incomplete, refused, failed or abandoned."""
 
     operation: str
     started_s: float
@@ -116,11 +109,7 @@ class Observer(Protocol):
 class ControlMetrics:
     """Counts control operations as they end, and tokens by the age of their weights as outputs end.
 
-    Args:
-        version: that of the weights at the start.
-
-    Attributes:
-        observers: called for each operation, and for each output that has ended.
+    `observers` are called for each operation, and for each output that has ended.
     """
 
     def __init__(self, registry: CollectorRegistry, version: str) -> None:
@@ -209,10 +198,7 @@ class ControlMetrics:
     # ------------------------------------------------------------------------------------------- operations
 
     async def observed(self, operation: str, work: Awaitable[T]) -> T:
-        """Await an operation, and count how it ended. `operation`: of `OPERATIONS`, or `TRANSITION`.
-
-        Raises RequestRejected, EngineError: those of `work`.
-        """
+        """Await an operation of `OPERATIONS`, or `TRANSITION`, and count how it ended."""
         began_s, started_s = time.time(), time.perf_counter()
         outcome, status, message = "failed", "500", ""
         reply: Reply | None = None

@@ -76,14 +76,10 @@ class Metrics:
     """Counts what was answered, over HTTP and in Python; the state is read when it is asked for.
 
     Args:
-        version: that of the weights at the start.
         aliases: whose names the text also has them under: sglang or vllm.
-        model_name, page_size: what vLLM's say in addition.
 
     Attributes:
         content_type: of the text.
-        control: of control operations and their effects.
-        gc_pauses: of this process, while they are installed.
     """
 
     content_type = CONTENT_TYPE_LATEST

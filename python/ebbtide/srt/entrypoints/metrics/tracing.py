@@ -157,10 +157,7 @@ class TraceContext:
 
 
 def open_tracing(args: ServerArgs) -> Tracing | None:
-    """Tracing to the collector that the arguments name; None without `--enable-trace`.
-
-    Raises ConfigurationError: the libraries are not installed.
-    """
+    """Tracing to the collector that the arguments name; None without `--enable-trace`."""
     if not args.enable_trace:
         return None
     try:

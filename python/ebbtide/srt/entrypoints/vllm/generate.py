@@ -148,8 +148,7 @@ MAX_SUPPORT_WIDTH = 4096
 class TokensCall:
     """A request as `/generate` takes it, and what its answer has to know of it.
 
-    Attributes:
-        support_width: places in a row of the packed supports; 0: they are not asked for.
+    `support_width`: places in a row of the packed supports; 0: they are not asked for.
     """
 
     request: TokensRequest
@@ -351,7 +350,7 @@ def _refuse_unsupported(fields: Mapping[str, Any], names: tuple[str, ...], where
 def _sampling_params(given: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     """The parameters for `/generate`, and the names of those that are ignored.
 
-    Raises RequestRejected: 400, one of them asks for what is not supported.
+    Refused if one is not supported.
     """
     _refuse_unsupported(given, _UNSUPPORTED_PARAMS, "body.sampling_params")
     params = params_of(given, VLLM_FIELDS) | grammar_params(None, given.get("structured_outputs"))

@@ -166,10 +166,7 @@ async def read_parameters(request: Request, kind: type[P], bodies: BodyReader) -
 
 
 def checked(fields: Mapping[str, Any], kind: type[P], where: str) -> P:
-    """A part of a body as its own kind, of which every field must be known.
-
-    Raises RequestRejected: 400; `param` is `where`.
-    """
+    """A part of a body as its own kind, of which every field must be known; a refusal calls it `where`."""
     unknown = sorted(fields.keys() - set(kind.__struct_fields__))
     if unknown:
         known = ", ".join(kind.__struct_fields__)

@@ -32,13 +32,9 @@ class PullParameters(Struct, kw_only=True):
 
 
 async def pull(asked: PullParameters, serving: str) -> Body:
-    """Have an update from the local folder bring this version.
+    """Have an update from the local folder bring this version, behind the one that serves.
 
-    Args:
-        serving: the version that serves.
-
-    Raises:
-        RequestRejected: 400, a version is missing or not ready; 409, what serves is none of the trainer's.
+    RequestRejected: 400, a version is missing or not ready; 409, what serves is none of the trainer's.
     """
     if asked.pre_read_hook:
         raise RequestRejected("pre_read_hook: code of a client's is not run", param="body.pre_read_hook")
@@ -77,9 +73,9 @@ class FetchParameters(Struct, kw_only=True):
 
 
 async def fetch(asked: FetchParameters, info: FetchInfo | None, serving: str) -> Body:
-    """As `pull`, in SkyRL's words.
+    """Pull, in SkyRL's words.
 
-    Raises RequestRejected: 409, it was not said where to; 501, the folder is a cloud's.
+    RequestRejected: 409, it was not said where to; 501, the folder is a cloud's.
     """
     if info is None:
         raise RequestRejected("call /init_weight_transfer_engine with local_checkpoint_dir first", 409)

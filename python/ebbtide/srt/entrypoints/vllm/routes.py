@@ -61,7 +61,7 @@ class ServerInfoQuery(Struct, kw_only=True):
 def vllm_sections(config: EngineConfig, config_format: str) -> dict[str, Any]:
     """What vLLM's `/server_info` has in addition to SGLang's fields.
 
-    Raises RequestRejected: there is no such `config_format`.
+    Refused for an unknown `config_format`.
     """
     if config_format not in ("json", "text"):
         raise RequestRejected(
@@ -119,10 +119,7 @@ class RemoteCalls:
         }
 
     async def call(self, asked: RpcParameters) -> Body:
-        """Carry a method out; `results` has what each rank answers.
-
-        Raises RequestRejected: 501, there is no such method; 400, it takes no such argument.
-        """
+        """Carry a method out; `results` has what each rank answers. Refused if it is unknown (501)."""
         if asked.method not in self._methods:
             raise RequestRejected(
                 "collective_rpc runs arbitrary code in the worker and is not offered; known methods: "
@@ -197,12 +194,7 @@ Handler = Callable[[Any], Awaitable[Body]]
 
 @dataclass(frozen=True)
 class VllmRoute:
-    """One route of the dialect, for the application and for its document.
-
-    Attributes:
-        parameters: what it takes; None: nothing.
-        handler: what is behind it.
-    """
+    """One route of the dialect, for the application and for its document."""
 
     method: Literal["GET", "POST"]
     path: str

@@ -266,9 +266,6 @@ class VllmWeightTransfer:
         """Whether prime-rl's trainer broadcasts: a file in the folder says so.
 
         Its client leaves the file in every folder. A trainer that has not been met wrote a checkpoint there.
-
-        Raises:
-            RequestRejected: 409, there is none, and the trainer has not been met.
         """
         is_met = BROADCASTER in self._service.state.weight_groups
         if folder is None:

@@ -67,12 +67,7 @@ class ControlClient:
 
         Args:
             timeout_s: how long to wait for the reply; None for ever.
-            vote: says whether to commit what other engines commit too. It is not asked about what commits
-                nothing, such as an update within a session.
-
-        Raises:
-            RequestRejected: the request was refused; nothing has changed.
-            EngineError: the engine failed, or did not answer in time.
+            vote: says whether to commit what other engines commit too; not asked about what commits nothing.
         """
         request, unsent, message = self._told(request)
         reply = await self._reply_to(request, timeout_s, vote)

@@ -11,7 +11,6 @@ from typing import Final
 
 import msgspec
 
-from ebbtide.srt.managers.api.ordered_inbox import OrderedInbox
 from ebbtide.srt.managers.committee import Closed, Committee
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
@@ -44,9 +43,7 @@ class DataParallelController:
     The replicas are a `Committee`; `merge_replicas` makes one reply of theirs, and says who has done what.
 
     Args:
-        replicas: by dp_rank; closed with this. What is encoded already is sent as it is.
-        inbox: where all replicas and the detokenizer answer; closed with this.
-        tp_size: ranks of each replica.
+        replicas, inbox: closed with this. What is encoded already is sent as it is.
         load_balance_method: `round_robin`, or `shortest_queue`: the replica with the fewest tokens, those of
             its requests' prompts and those that they may still generate.
     """
@@ -185,3 +182,43 @@ class DataParallelController:
 
 def _max_tokens(output: TokenizedGenerateReqInput) -> int:
     return len(output.input_ids) + output.max_new_tokens
+
+
+class OrderedInbox:
+    """Holds a reply back until everything that its replica had aborted before it has been handed out.
+
+    Outputs come by way of the detokenizer and replies directly. A client that is informed that generation is
+    paused, or
+    that new weights serve, may take every later answer for one of the new weights: a reply comes in a batch
+    of its own.
+    """
+
+    def __init__(self, inbox: AsyncReceiveEnd[ManagerInput]) -> None:
+        self._inbox = inbox
+        self._num_aborts: dict[int, int] = {}
+        self._held: list[ControlReply] = []
+
+    async def receive_async(self) -> Sequence[ManagerInput]:
+        """What there is, after waiting for it. Cancelling it loses nothing."""
+        due = [reply for reply in self._held if not self._is_early(reply)]
+        if due:
+            self._held = [reply for reply in self._held if self._is_early(reply)]
+            return due
+        arrived = await self._inbox.receive_async()
+        given = []
+        for message in arrived:
+            if isinstance(message, ControlReply) and self._is_early(message):
+                self._held.append(message)
+            else:
+                given.append(message)
+        for message in given:
+            if isinstance(message, TextOutput | TokenOutput) and message.abort_number is not None:
+                self._num_aborts[message.dp_rank] = message.abort_number
+        return given
+
+    def close(self) -> None:
+        """Close the inbox behind it. Idempotent."""
+        self._inbox.close()
+
+    def _is_early(self, reply: ControlReply) -> bool:
+        return reply.aborts_before > self._num_aborts.get(reply.dp_rank, 0)

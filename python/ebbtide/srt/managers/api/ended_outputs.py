@@ -35,8 +35,7 @@ class EndedOutput:
 
     Attributes:
         prompt_ids: of the first request, if that continued another one.
-        output_ids: all that was generated behind these.
-        num_new: how many of them by the last request.
+        output_ids: all that was generated behind these; `num_new` of them by the last request.
     """
 
     rid: str
@@ -63,20 +62,14 @@ class EndedOutput:
         )
 
     def params_for(self, given: SamplingParams | None) -> SamplingParams:
-        """Those of a request that continues it: with its seed, and where none are given, its own.
-
-        Raises RequestRejected: 400, it asks for several outputs.
-        """
+        """Those of a request that continues it: with its seed, and where none are given, its own."""
         if given is not None and given.n != 1:
             raise RequestRejected(f"continue_from: one output goes on, expected n = 1, got {given.n}")
         return replace(self.params if given is None else given, n=1, sampling_seed=self.seed)
 
     @property
     def num_left(self) -> int | None:
-        """How many more tokens its own parameters allow; None: as many as there is room for.
-
-        Raises RequestRejected: 400, none.
-        """
+        """How many more tokens its own parameters allow, at least one; None: as many as there is room for."""
         if self.params.max_new_tokens is None:
             return None
         left = self.params.max_new_tokens - self.num_new
@@ -95,10 +88,6 @@ class EndedOutputs:
     """The last outputs that have ended, by the key and the rid of their requests.
 
     Who has made a request under the same key, and knows its rid, may continue it, and read its prompt.
-
-    Args:
-        clock: seconds.
-        is_live: whether a request of that rid still runs.
     """
 
     def __init__(self, is_live: Callable[[str], bool], clock: Callable[[], float] = time.monotonic) -> None:
@@ -120,10 +109,7 @@ class EndedOutputs:
             self._forget(old)
 
     def get(self, rid: str, client: Client = NOBODY) -> EndedOutput:
-        """The output of this rid.
-
-        Raises RequestRejected: 400, it still runs, or nothing is known of it any more.
-        """
+        """The output of this rid; refused (400) if it still runs, or nothing is known of it any more."""
         if self._is_live(rid):
             raise RequestRejected(f"continue_from: {rid!r} is still running: abort it first")
         if self.find([rid], client) is not None:

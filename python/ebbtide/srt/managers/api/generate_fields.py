@@ -167,10 +167,7 @@ def asks_for_nothing(value: Any) -> bool:
 
 
 def split_ids(name: str, ids: list[int | list[int]]) -> tuple[list[list[int]], bool]:
-    """The ids of each text, and whether they are a batch. `ids` has been checked to hold nothing else.
-
-    Raises RequestRejected: 400, some are ids and others lists of them.
-    """
+    """The ids of each text, and whether they are a batch. `ids` has been checked to hold nothing else."""
     # There may be a million of them: this is done without a step of Python for each.
     kinds = set(map(type, ids))
     if len(kinds) > 1:

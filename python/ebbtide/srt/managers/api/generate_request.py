@@ -74,12 +74,8 @@ class RequestNormalizer:
     """Checks requests and spells them out, one message per output.
 
     In three steps, because the second one may take seconds: `draft`, `tokenize`, `plan`. Each refuses with
-    status 400; one bad prompt refuses the whole batch.
-
-    Args:
-        tokenizer: None where the engine deals in token ids only.
-        rng: draws the seeds of requests that do not bring one.
-        ended: what may be continued.
+    status 400; one bad prompt refuses the whole batch. `tokenizer` is None where the engine deals in token
+    ids only.
     """
 
     def __init__(
@@ -103,7 +99,7 @@ class RequestNormalizer:
         """Check everything that needs no tokens, and give the outputs their names and seeds.
 
         Args:
-            render: makes the prompt, or those of a batch, in the place of `text` and `input_ids`.
+            render: makes the prompt, in the place of `text` and `input_ids`.
             client: who asks; continues only what it has asked for itself.
         """
         arrival_s = time.monotonic()

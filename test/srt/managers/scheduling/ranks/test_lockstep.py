@@ -26,8 +26,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from ebbtide.srt.managers.scheduling.ranks import lockstep
-from ebbtide.srt.managers.scheduling.ranks.lockstep import Demand, LeaderInbox
-from ebbtide.srt.managers.scheduling.ranks.messages import Tick
+from ebbtide.srt.managers.scheduling.ranks.lockstep import Demand, LeaderInbox, Tick
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import NullDevice, default_schedule
 

@@ -10,8 +10,9 @@ from ebbtide.srt.managers.scheduling.ranks.lockstep import (
     LeaderInbox,
     NoOutputs,
     RankInbox,
+    RankMessage,
+    Tick,
 )
-from ebbtide.srt.managers.scheduling.ranks.messages import RankMessage, Tick
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, SendEnd, Sender
 
 
