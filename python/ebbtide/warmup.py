@@ -80,7 +80,7 @@ def warm_up(args: ServerArgs, progress: Callable[[str, int, int], None] | None =
     Of a model that ranks divide the first rank's part is built: kernels are compiled for its shapes.
 
     Args:
-        progress: told what is compiled, how much of it is done and how much there is; None: the log is.
+        progress: called with what is compiled, how much is done and how much there is; None: the log is.
 
     Raises:
         ConfigurationError: an argument, the model or the machine does not do.

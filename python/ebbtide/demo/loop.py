@@ -81,7 +81,7 @@ class Loop:
     Args:
         num_prompts: questions per step.
         group_size: answers to each.
-        on_stage: told which stage of which step begins.
+        on_stage: called with the stage and the step that begin.
         is_rounded: the engine rounds more than the trainer: they are not held to the same logprobs, and the
             trainer weighs tokens by their importance ratios.
     """
@@ -108,7 +108,7 @@ class Loop:
         self.start = self._probe.sample()
 
     def disturb(self, num_requests: int) -> ElasticRecord:
-        """Have so many requests answered while memory is taken from under them."""
+        """Have this many requests answered while memory is taken from under them."""
         return Elastic(self._engine, self._probe, self._problems.draw(num_requests)).run()
 
     def examine(self) -> Exam:

@@ -18,8 +18,8 @@ from typing import Any, Final
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.sampling_params import TOP_P_IDS, SamplingParams
 
-# Of a request that is not streamed, what has been generated since it was told last is generated again
-# elsewhere: about so many tokens. Each time costs the fleet's process and the replica's a third of a
+# Of a request that is not streamed, what has been generated since the last report is generated again
+# elsewhere: about this many tokens. Each time costs the fleet's process and the replica's a third of a
 # millisecond.
 CHECKPOINT_TOKENS: Final = 64
 
@@ -165,7 +165,7 @@ class Continuation:
         if not self._kept:
             self._kept = {name: meta[name] for name in OF_THE_FIRST if name in meta}
         elif self._num_before == 0:
-            # The prompt's own are in the first chunk, what is told at the end in the last.
+            # The prompt's own are in the first chunk, what comes at the end in the last.
             self._kept |= {name: meta[name] for name in OF_THE_FIRST if meta.get(name)}
         self._spans = joined_spans(self._spans_before, meta["weight_versions"], self._num_before)
         self._kv_versions += [one for one in meta["kv_weight_versions"] if one not in self._kv_versions]

@@ -34,7 +34,7 @@ from ebbtide.srt.managers.wire.reply_merging import merge_replica_refusals
 DEATH_NEWS_S: Final = 5.0
 # What is prepared is committed at a boundary between two forward passes: that much later it hangs.
 COMMIT_S: Final = 60.0
-TOO_LATE: Final = "it was told to commit, and did not within {seconds:g} s, as others did"
+TOO_LATE: Final = "it was to commit, and did not within {seconds:g} s, as others did"
 
 
 def replica_name(slot: int) -> str:

@@ -269,8 +269,8 @@ class RayEngine(RemoteMethods):
 
 
 async def _result(reference: Any) -> str:
-    told: str = await reference
-    return told
+    reason: str = await reference
+    return reason
 
 
 def _checked_ranks(tp: int, dp: int, nnodes: int | None, arguments: Mapping[str, Any]) -> int:

@@ -31,6 +31,6 @@ def translated(error: RayError, who: str) -> Exception:
 def _reason(error: RayActorError) -> str:
     """What of several lines says why, without what Ray guesses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("The actor is dead because")]
-    line = (told or lines or [type(error).__name__])[-1 if told else 0]
+    causes = [line for line in lines if line.startswith("The actor is dead because")]
+    line = (causes or lines or [type(error).__name__])[-1 if causes else 0]
     return line.partition(" Some common causes")[0]

@@ -37,7 +37,7 @@ class RankShare:
         return min(most, 1) if 0 < self.num_gpus < 1 else most
 
     def times(self, num_ranks: int) -> dict[str, float]:
-        """Options of an actor that holds so many ranks."""
+        """Options of an actor that holds this many ranks."""
         return {"num_gpus": self.num_gpus * num_ranks, "num_cpus": self.num_cpus * num_ranks}
 
     def __str__(self) -> str:

@@ -106,10 +106,10 @@ def error_body(message: str, status: int, param: str | None = None, **fields: An
     }
 
 
-def first_few(told: Sequence[str], separator: str = ", ") -> str:
+def first_few(names: Sequence[str], separator: str = ", ") -> str:
     """What a message says of many things: the first few, and how many more there are."""
-    more = len(told) - MAX_NAMED
-    return separator.join(told[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MAX_NAMED
+    return separator.join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def drop_frames(error: BaseException | None) -> None:

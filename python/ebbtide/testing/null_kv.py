@@ -57,7 +57,7 @@ class NullKV:
 
 
 class NullPageStore:
-    """Host memory for so many pages.
+    """Host memory for `max_pages`.
 
     Attributes:
         faults: what saving and moving pages fails with, once.

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # So many looks in a row without a sign, and the process is given up: before those that wait for it reach the
 # limit, which may be on another node.
 _LOOKS_UNTIL_LOST: Final = 8
-# After so many it is taken for the cause, where another process has given up already.
+# After this many it is taken for the cause, where another process has given up already.
 _LOOKS_UNTIL_SUSPECT: Final = 2
 _STATES: Final = {
     "T": "it is stopped (SIGSTOP)",

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 MESSAGE_TIMEOUT_S = 5
 MAX_MESSAGE_BYTES = 1 << 22
 RETRY_S = 0.2
-# The kernel asks a silent peer every second, and gives it up after so many questions.
+# The kernel asks a silent peer every second, and gives it up after this many questions.
 PROBES = 4
 
 

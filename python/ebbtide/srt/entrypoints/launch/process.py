@@ -44,7 +44,7 @@ _BEATS_PER_LIMIT: Final = 2 * LOOKS_PER_LIMIT
 
 @dataclass(frozen=True)
 class ProcessStart:
-    """What a process is told at its start.
+    """What a process gets at its start.
 
     Attributes:
         target: `module:function`, called as `function(config, addresses, ready)`. It sends dictionaries over

@@ -154,7 +154,7 @@ class ControlPlane:
     def reason(self) -> str:
         """Why no forward pass may run; empty when one may."""
         reasons = [f"paused({self.paused.value})"] if self.paused is not None else []
-        reasons += [f"{tag.value} is released" for tag in self.memory.lacking]
+        reasons += [f"{tag.value} is released" for tag in self.memory.needed_but_released]
         missing = self.memory.content.missing
         if missing and MemoryTag.WEIGHTS not in self.memory.released:
             reasons.append(f"weights are stale: {len(missing)} parameters not written since resume")

@@ -139,10 +139,10 @@ class KVSize:
             moved_bytes += self._ranks.certainly(lambda part=part: self._pool.remove(part))  # type: ignore[misc]
             if num_chunks == 0:
                 return moved_bytes
-            yield from self._breathe()
+            yield from self._let_pass_run()
 
     def _grow(self, num_chunks: int) -> Work[int]:
-        """Take memory for so many chunks, on all ranks or on none; returns the bytes."""
+        """Take memory for these chunks, on all ranks or on none; returns the bytes."""
         moved_bytes = 0
 
         def add(part: int) -> int:
@@ -163,7 +163,7 @@ class KVSize:
                 )
                 if num_chunks == 0:
                     break
-                yield from self._breathe()
+                yield from self._let_pass_run()
                 if self._memory.is_kv_released:
                     raise RequestRejected("kv_cache was released as it grew. Nothing was changed", 409)
         except DeadlinePassed:
@@ -180,7 +180,7 @@ class KVSize:
             return num_chunks
         return min(num_chunks, max(1, PART_BYTES // self._pool.chunk_bytes))
 
-    def _breathe(self) -> Work[None]:
+    def _let_pass_run(self) -> Work[None]:
         """Let a forward pass in. What has begun is brought to its end, whatever its deadline."""
         with suppress(DeadlinePassed):
             yield Activity.WORKING

@@ -163,10 +163,10 @@ class MemoryOccupation:
     @property
     def allows_forward(self) -> bool:
         """The memory that a forward pass needs is there, and the weights are whole."""
-        return not self.lacking and isinstance(self.content.state, Valid)
+        return not self.needed_but_released and isinstance(self.content.state, Valid)
 
     @property
-    def lacking(self) -> list[MemoryTag]:
+    def needed_but_released(self) -> list[MemoryTag]:
         """What a forward pass needs and is released, in the order of the enumeration."""
         return [tag for tag in MemoryTag if tag in self._released and self._memories[tag].is_needed]
 

@@ -33,7 +33,7 @@ IDLE_TURN_S: Final = 25e-3
 COPY_BYTES_PER_S: Final = 1.4e12
 BURST_BYTES_PER_S: Final = 2e12
 
-# A pass over so many new tokens is prefill, with or without requests that decode beside.
+# A pass over this many new tokens is prefill, with or without requests that decode in it.
 PREFILL_TOKENS: Final = 512
 
 # A wait is looked at after at least this, and after at most this.

@@ -28,7 +28,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 
 ESCALATION = list(PauseMode)
-# What an aborted request is told.
+# The message of an aborted request.
 _ABORTED = {
     RetractCause.PAUSE: "Aborted by pause_generation",
     RetractCause.UPDATE: "Aborted by a weight update",

@@ -293,7 +293,7 @@ class KVMemory(Protocol):
         """How many chunks to add (below 0: remove) for one of these sizes, or a refusal."""
 
     def plan(self, num_chunks: int, preserve: Preserve) -> ShrinkingPlan:
-        """Whose KV goes so that so many chunks become empty, or a refusal. Nothing changes yet."""
+        """Whose KV goes so that this many chunks become empty, or a refusal. Nothing changes yet."""
 
     def save(self, plan: ShrinkingPlan) -> int:
         """Copy what is parked to the host; returns the bytes. OutOfDeviceMemory: no room; nothing is kept."""
@@ -305,7 +305,7 @@ class KVMemory(Protocol):
         """Take those requests' KV away, and the chunks out of use. No forward pass may be under way."""
 
     def remove(self, num_chunks: int) -> int:
-        """Give so many of the withdrawn chunks to the system; returns the bytes."""
+        """Give this many of the withdrawn chunks to the system; returns the bytes."""
 
     def add(self, num_chunks: int) -> int:
         """Take memory, unused before `restore`; returns the bytes. OutOfDeviceMemory: nothing was kept."""
