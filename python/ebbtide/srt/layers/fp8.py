@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from ebbtide.srt.layers.linear import Gated, Inputs, Linear, linear
 from ebbtide.srt.layers.moe import AdaptedExperts, Experts, run_experts
 from ebbtide.srt.layers.norm import Activation, QuantizedTokens, RMSNorm, Started, tensor_of
 from ebbtide.srt.layers.step import Kernels
+
+if TYPE_CHECKING:
+    from ebbtide.srt.layers.kernels.lora import ExpertFactors
 
 BLOCK: Final = 128
 FP8: Final = torch.float8_e4m3fn
@@ -360,8 +363,14 @@ class Fp8Experts(EightBitExperts):
         self.down_proj_scale_inv = _meta_scales(plain.down_proj)
 
     def run_fused(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TD: Tensor | None
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        residual_TD: Tensor | None,
+        adapted: ExpertFactors | None,
     ) -> Tensor:
+        assert adapted is None, "these kernels know no adapters, which was refused at the start"
         from ebbtide.srt.layers.kernels.fp8.moe import fused_quantized_experts
 
         weights = (self.gate_up_proj, self.down_proj)

@@ -8,6 +8,8 @@ Shapes: T tokens, K columns, O outputs; of experts those of `layers.moe`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,9 @@ from ebbtide.srt.layers.fp8 import CHANNELS, EightBitExperts, EightBitLinear, de
 from ebbtide.srt.layers.linear import Inputs, Linear
 from ebbtide.srt.layers.moe import Experts
 from ebbtide.srt.layers.step import Kernels
+
+if TYPE_CHECKING:
+    from ebbtide.srt.layers.kernels.lora import ExpertFactors
 
 
 class ChannelLinear(EightBitLinear):
@@ -60,7 +65,12 @@ class ChannelExperts(EightBitExperts):
         self.down_proj_scale = on_meta(CHANNELS.shape(*self.down_proj.shape), torch.float32)
 
     def run_fused(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TD: Tensor | None
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        residual_TD: Tensor | None,
+        adapted: ExpertFactors | None,
     ) -> Tensor:
         from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 
@@ -72,6 +82,7 @@ class ChannelExperts(EightBitExperts):
             experts_TK,
             residual_TD=residual_TD,
             scales=(self.gate_up_proj_scale, self.down_proj_scale),
+            adapted=adapted,
         )
 
     def _dequantized(self) -> tuple[Tensor, Tensor]:

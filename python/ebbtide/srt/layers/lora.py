@@ -7,9 +7,13 @@ P tensors that are fused in the product, R most ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ebbtide.srt.layers.kernels.lora import Factors, Groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,15 +23,21 @@ class StepAdapters:
     Attributes:
         slots_T: int32, the slot of each token's adapter; −1: it has none.
         num_slots: S.
+        groups: on a GPU the tokens by slot.
     """
 
     slots_T: Tensor
     num_slots: int
+    groups: Groups | None
 
     @classmethod
     def of(cls, slots_T: Tensor, num_slots: int) -> StepAdapters:
-        """The adapters of tokens by their slots."""
-        return cls(slots_T, num_slots)
+        """The adapters of tokens by their slots. To be called ahead of a pass's first kernel."""
+        if not slots_T.is_cuda:
+            return cls(slots_T, num_slots, None)
+        from ebbtide.srt.layers.kernels.lora import list_groups
+
+        return cls(slots_T, num_slots, list_groups(slots_T, num_slots))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,9 +56,19 @@ class ProductAdapters:
     scalings_SP: Tensor
     ends: tuple[int, ...]
 
+    @property
+    def factors(self) -> Factors:
+        """What kernels take."""
+        return self.a_SEPD, self.b_SEOR, self.scalings_SP, self.ends
+
     def of(self, x_TD: Tensor, adapters: StepAdapters) -> Delta:
         """What each token's adapter makes of x."""
-        return Delta(self, x_TD, adapters)
+        if adapters.groups is None:
+            return Delta(self, x_TD, adapters, None)
+        from ebbtide.srt.layers.kernels.lora import shrink
+
+        x_TD = x_TD.contiguous()
+        return Delta(self, x_TD, adapters, shrink(x_TD, self.factors, adapters.groups))
 
     def add_rows_(self, out_NO: Tensor, x_ND: Tensor, slots_N: Tensor, expert: int) -> None:
         """Add it to the product of rows that all go through one expert, in place, slot by slot."""
@@ -76,7 +96,13 @@ class Delta:
     adapters: ProductAdapters
     x_TD: Tensor
     step: StepAdapters
+    inner: Tensor | None
 
     def add_(self, out_TO: Tensor) -> None:
         """Add it in place."""
-        self.adapters.add_rows_(out_TO, self.x_TD, self.step.slots_T, 0)
+        if self.inner is None or self.step.groups is None:
+            self.adapters.add_rows_(out_TO, self.x_TD, self.step.slots_T, 0)
+            return
+        from ebbtide.srt.layers.kernels.lora import expand
+
+        expand(self.inner, self.adapters.factors, self.step.groups, out_TO)

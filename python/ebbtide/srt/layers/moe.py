@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from ebbtide.srt.layers.linear import Inputs, Linear, linear
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.norm import Addend, NormedResidual, RMSNorm, Started, gated, tensor_of
 from ebbtide.srt.layers.step import Kernels, Step
+
+if TYPE_CHECKING:
+    from ebbtide.srt.layers.kernels.lora import ExpertFactors
 
 
 class Clamp(NamedTuple):
@@ -148,13 +151,19 @@ class Experts(nn.Module):
         return run_experts(x_TD, self.gate_up_proj, self.down_proj, weights_TK, experts_TK, adapted)
 
     def run_fused(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TD: Tensor | None
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        residual_TD: Tensor | None,
+        adapted: ExpertFactors | None,
     ) -> Tensor:
         """The weighted sum by kernels of ours: added to the residual, in place, where there is one."""
         from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 
         weights = (self.gate_up_proj, self.down_proj)
-        return fused_experts(x_TD, *weights, weights_TK, experts_TK, residual_TD=residual_TD)
+        chosen = (weights_TK, experts_TK)
+        return fused_experts(x_TD, *weights, *chosen, residual_TD=residual_TD, adapted=adapted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +178,15 @@ class AdaptedExperts:
         if parameter in self.adapters:
             slots_N = self.step.slots_T[tokens_N]
             self.adapters[parameter].add_rows_(out_NO, x_ND, slots_N, expert)
+
+    def factors(self, experts_TK: Tensor, config: MoeConfig) -> ExpertFactors:
+        """What kernels take."""
+        from ebbtide.srt.layers.kernels.lora import ExpertFactors, list_groups
+
+        step = self.step
+        groups = list_groups(step.slots_T, step.num_slots, experts_TK, config.num_experts)
+        factors = {name: adapters.factors for name, adapters in self.adapters.items()}
+        return ExpertFactors(groups, factors.get("gate_up_proj"), factors.get("down_proj"))
 
 
 class BiasedExperts(Experts):
@@ -204,7 +222,12 @@ class BiasedExperts(Experts):
         return run_biased_experts(x_TD, self.weights, self.clamp, weights_TK, experts_TK)
 
     def run_fused(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TD: Tensor | None
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        residual_TD: Tensor | None,
+        adapted: ExpertFactors | None,
     ) -> Tensor:
         from ebbtide.srt.layers.kernels.biased_moe import fused_biased_experts
 
@@ -245,9 +268,10 @@ class ExpertSum:
     def _part(self, residual_TD: Tensor | None) -> Tensor:
         """What this rank's columns add to the sum: in place where there is a residual."""
         chosen = (self.x_TD, self.weights_TK, self.experts_TK)
-        if self.x_TD.is_cuda:
-            return self.experts.run_fused(*chosen, residual_TD)
         adapted = None if self.adapters is None else AdaptedExperts(self.experts.adapters, self.adapters)
+        if self.x_TD.is_cuda:
+            factors = None if adapted is None else adapted.factors(self.experts_TK, self.experts.config)
+            return self.experts.run_fused(*chosen, residual_TD, factors)
         out_TD = self.experts.run(*chosen, adapted)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -25,7 +26,7 @@ from ebbtide.srt.layers.attention.base import (
     no_progress,
 )
 from ebbtide.srt.layers.attention.registry import choose_backend
-from ebbtide.srt.layers.fp8 import SCALE_LAYOUTS
+from ebbtide.srt.layers.fp8 import SCALE_LAYOUTS, Fp8Experts
 from ebbtide.srt.layers.kernels.launch import card, has_fp8
 from ebbtide.srt.layers.step import Kernels
 from ebbtide.srt.mem_cache.cache_spec import CacheSpec, Latent
@@ -193,6 +194,14 @@ def _adapters(
             f"{config.adapters.num_slots} adapters of rank {config.adapters.max_rank} do not fit: {error}; "
             "lower max_loras_per_batch or max_lora_rank, or name fewer lora_target_modules"
         ) from error
+    adapted = [
+        name for name, module in model.named_modules() if isinstance(module, Fp8Experts) and module.adapters
+    ]
+    if adapted and device.name != "cpu":
+        raise ConfigurationError(
+            f"enable_lora: experts in FP8 with scales of blocks, such as {adapted[0]}, have no adapters on a "
+            "GPU: name lora_target_modules without them, or exclude them by quantization_exclude"
+        )
     logger.info(
         "adapters: slots=%d max_rank=%d slot_bytes=%d", slots.num_slots, slots.max_rank, slots.slot_bytes
     )
@@ -375,7 +384,8 @@ def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
     longest = runner.page_table.array.shape[1] * runner.kv_pool.page_size
     runner.sampler.warm_up(dtype)
     runner.kv_pool.warm_up()
-    for count in _warm_up_lens(num_tokens, longest):
+    adapters = [None] if runner.adapters is None else [None, np.zeros(1, dtype=np.int32)]
+    for count, adapters_R in itertools.product(_warm_up_lens(num_tokens, longest), adapters):
         plan = BatchPlan(
             input_ids_T=np.zeros(count, dtype=np.int64),
             page_rows_R=np.zeros(1, dtype=np.int32),
@@ -384,6 +394,7 @@ def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
             samples_R=np.ones(1, dtype=np.bool_),
             num_outputs_R=np.zeros(1, dtype=np.int64),
             specs=[SampleSpec(SamplingParams(temperature=0.0), 0, frozenset(), [0] * count, [])],
+            adapters_R=adapters_R,
         )
         runner.launch(plan).wait()
 
@@ -410,7 +421,9 @@ def capture_graphs(
     try:
         with torch.inference_mode():
             return DecodeGraphs(
-                runner.forward,
+                lambda ids, positions, attention, slots: runner.forward(
+                    ids, positions, attention, slots_T=slots
+                ),
                 runner.attention,
                 arena,
                 batch_sizes,
@@ -418,6 +431,7 @@ def capture_graphs(
                 max_pages=batch_sizes[-1] * longest,
                 num_groups=len(runner.page_table.arrays),
                 progress=stages,
+                with_adapters=runner.adapters is not None,
             )
     except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
         raise ConfigurationError(

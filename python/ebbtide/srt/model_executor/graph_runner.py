@@ -58,7 +58,8 @@ class DecodeInputs:
     ) -> None:
         self._padding_row, self._num_groups = padding_row, num_groups
         wide, narrow = 8 * max_batch_size, 4 * (max_batch_size + 2 + max_batch_size % 2)
-        sizes = [wide, wide, wide, *[wide] * num_groups, narrow, narrow, *[4 * max_pages] * num_groups]
+        narrows = [narrow] * 3
+        sizes = [wide, wide, wide, *[wide] * num_groups, *narrows, *[4 * max_pages] * num_groups]
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self._starts = starts
         self._memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
@@ -71,7 +72,9 @@ class DecodeInputs:
         self.positions = view(2, torch.int64, max_batch_size)
         slots = [view(3 + group, torch.int64, max_batch_size) for group in range(num_groups)]
         lens = 3 + num_groups
-        indices = [view(lens + 2 + group, torch.int32, max_pages) for group in range(num_groups)]
+        self.adapters = view(lens + 2, torch.int32, max_batch_size)
+        first = lens + len(narrows)
+        indices = [view(first + group, torch.int32, max_pages) for group in range(num_groups)]
         self.buffers = DecodeBuffers(
             slots_B=slots[0],
             last_page_len_B=view(lens, torch.int32, max_batch_size),
@@ -93,16 +96,23 @@ class DecodeInputs:
             kv_indptr_R1=np.zeros(1, dtype=np.int32),
             last_page_len_R=none,
         )
-        return self._fill(batch_size, empty, empty, layout)
+        return self._fill(batch_size, empty, empty, none, layout)
 
     def fill(
         self, batch_size: int, plan: BatchPlan, layout: BatchLayout
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Send a step's inputs, padded to the graph's size; returns what attention plans with."""
-        return self._fill(batch_size, plan.input_ids_T, plan.page_rows_R.astype(np.int64), layout)
+        adapters_R = plan.adapters_R if plan.adapters_R is not None else np.zeros(0, dtype=np.int32)
+        rows_R = plan.page_rows_R.astype(np.int64)
+        return self._fill(batch_size, plan.input_ids_T, rows_R, adapters_R, layout)
 
     def _fill(
-        self, batch_size: int, input_ids_R: NDArray[np.int64], rows_R: NDArray[np.int64], layout: BatchLayout
+        self,
+        batch_size: int,
+        input_ids_R: NDArray[np.int64],
+        rows_R: NDArray[np.int64],
+        adapters_R: NDArray[np.int32],
+        layout: BatchLayout,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         num_padding = batch_size - len(input_ids_R)
         # A padding row attends to one token of page 0, whatever it holds, and writes nothing.
@@ -117,6 +127,7 @@ class DecodeInputs:
             *(_padded(slots_T, num_padding, -1) for slots_T in layout.slots_GT),
             last_page_len,
             indptr,
+            _padded(adapters_R, batch_size - len(adapters_R), -1),
         )
         num_bytes, end = indices[0].nbytes, self._starts[len(arrays)]
         host = pinned(end + num_bytes * len(indices))
@@ -130,10 +141,14 @@ class DecodeInputs:
 
 
 class _Captured:
-    """A decode step of one batch size: its attention, and once it is captured, its graph."""
+    """A decode step of one batch size: its attention, and once it is captured, its graph.
 
-    def __init__(self, size: int, attention: CapturedAttention) -> None:
-        self.size, self.attention = size, attention
+    Args:
+        has_adapters: whether requests may have adapters in it.
+    """
+
+    def __init__(self, size: int, attention: CapturedAttention, *, has_adapters: bool) -> None:
+        self.size, self.attention, self.has_adapters = size, attention, has_adapters
         self.graph: Any = None
         self.hidden_BD: Tensor | None = None
 
@@ -147,13 +162,15 @@ class DecodeGraphs:
     """Captured decode steps.
 
     Args:
-        forward: final hidden states, from token ids, positions and the attention of a pass.
+        forward: final hidden states, from token ids, positions, the attention of a pass, and the slots of
+            adapters where tokens may have any.
         attention: a backend that can be captured.
         make_arena: a resident arena of at least this size, for the tag `cuda_graph`.
         batch_sizes: to capture, ascending.
         next_tokens: int64, the token sampled last for each page row; the last row is padding.
         max_pages, num_groups: see `DecodeInputs`.
         progress: called before each capture.
+        with_adapters: whether steps in which requests have adapters are captured too.
 
     Raises:
         OutOfDeviceMemory, torch.OutOfMemoryError: there is no room for the scratch memory.
@@ -161,7 +178,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Callable[[Tensor, Tensor, AttentionStep], Tensor],
+        forward: Callable[[Tensor, Tensor, AttentionStep, Tensor | None], Tensor],
         attention: AttentionBackend,
         make_arena: Callable[[int], Arena],
         batch_sizes: Sequence[int],
@@ -169,6 +186,8 @@ class DecodeGraphs:
         max_pages: int,
         num_groups: int,
         progress: Progress = no_progress,
+        *,
+        with_adapters: bool = False,
     ) -> None:
         self._progress = progress
         self._forward_pass = forward
@@ -177,10 +196,12 @@ class DecodeGraphs:
         padding_row = len(next_tokens) - 1
         self.inputs = DecodeInputs(batch_sizes[-1], max_pages, padding_row, num_groups, device)
         buffers = self.inputs.buffers
-        self._families = [
-            (family, [_Captured(size, family.capture(size, buffers)) for size in family.sizes])
-            for family in attention.graph_families(batch_sizes)
-        ]
+        self._families = []
+        for family in attention.graph_families(batch_sizes):
+            sizes = [(size, family.capture(size, buffers)) for size in family.sizes]
+            for has_adapters in (False, True) if with_adapters else (False,):
+                captured = [_Captured(*each, has_adapters=has_adapters) for each in sizes]
+                self._families.append((family, has_adapters, captured))
         self._largest = batch_sizes[-1]
         started = time.monotonic()
         stream = _cuda.Stream(device)
@@ -196,7 +217,10 @@ class DecodeGraphs:
             "CUDA graphs: batch_sizes=%d..%d graphs=%s scratch_bytes=%d s=%.1f",
             batch_sizes[0],
             batch_sizes[-1],
-            {family.name: len(captured) for family, captured in self._families},
+            {
+                f"{family.name}{'+adapters' if has_adapters else ''}": len(captured)
+                for family, has_adapters, captured in self._families
+            },
             self.arena.num_bytes,
             time.monotonic() - started,
         )
@@ -214,7 +238,7 @@ class DecodeGraphs:
         """Whether there is a graph for a step of this size whose requests share pages."""
         return any(
             family.shares and family.sizes and family.sizes[0] <= 2 * len(plan.specs)
-            for family, _ in self._families
+            for family, *_ in self._families
         )
 
     def replay(self, plan: BatchPlan, layout: BatchLayout, runs: SharedRuns | None = None) -> Tensor:
@@ -224,17 +248,19 @@ class DecodeGraphs:
             runs: who shares which pages, if the step `can_share`.
         """
         num_requests = len(plan.specs)
-        captured = self._choose(num_requests, layout, runs)
+        captured = self._choose(num_requests, layout, runs, has_adapters=plan.adapters_R is not None)
         captured.attention.plan(*self.inputs.fill(captured.size, plan, layout), runs)
         captured.graph.replay()
         assert captured.hidden_BD is not None
         return captured.hidden_BD[:num_requests]
 
-    def _choose(self, num_requests: int, layout: BatchLayout, runs: SharedRuns | None) -> _Captured:
+    def _choose(
+        self, num_requests: int, layout: BatchLayout, runs: SharedRuns | None, *, has_adapters: bool
+    ) -> _Captured:
         """The graph of the first family that suits the step: the smallest that takes the requests."""
-        for family, captured in self._families:
+        for family, takes_adapters, captured in self._families:
             place = bisect_left(family.sizes, num_requests)
-            if place == len(captured) or (family.shares and runs is None):
+            if takes_adapters != has_adapters or place == len(captured) or (family.shares and runs is None):
                 continue
             if family.suits(layout.lens_R, family.sizes[place]):
                 return captured[place]
@@ -243,7 +269,8 @@ class DecodeGraphs:
     @property
     def _by_size(self) -> list[_Captured]:
         """The largest first: the smaller ones find room in what it leaves."""
-        return sorted((one for _, captured in self._families for one in captured), key=lambda one: -one.size)
+        graphs = (one for *_, captured in self._families for one in captured)
+        return sorted(graphs, key=lambda one: -one.size)
 
     def _warm_up(self) -> int:
         """Run every size once, so that kernels are compiled and workspaces made.
@@ -290,7 +317,8 @@ class DecodeGraphs:
     def _forward(self, captured: _Captured) -> Tensor:
         inputs, size = self.inputs, captured.size
         input_ids_B = resolve_tokens(inputs.input_ids[:size], inputs.rows[:size], self._next_tokens)
-        return self._forward_pass(input_ids_B, inputs.positions[:size], captured.attention)
+        slots_B = inputs.adapters[:size] if captured.has_adapters else None
+        return self._forward_pass(input_ids_B, inputs.positions[:size], captured.attention, slots_B)
 
 
 def capture_with_room(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.kernels.few_token_moe import few_tokens_
 from ebbtide.srt.layers.kernels.launch import overlap_options
+from ebbtide.srt.layers.kernels.lora import ExpertFactors, expand, shrink
 from ebbtide.srt.layers.kernels.moe_routing import Blocks, follow, list_slots
 from ebbtide.srt.layers.kernels.tiles import DEFAULTS, Layer, Plan, Tile, choose_plan
 
@@ -37,6 +38,7 @@ def fused_experts(
     plan: Plan | None = None,
     residual_TD: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    adapted: ExpertFactors | None = None,
 ) -> Tensor:
     """The weighted sum [T, D] of each token's experts.
 
@@ -47,19 +49,21 @@ def fused_experts(
         plan: None for `choose_plan`'s.
         residual_TD: what the sum is added to, in place, and returned; None for a tensor of its own.
         scales: of both weights, float32, one for each row, where those are in a narrower type.
+        adapted: adapters, where tokens have any.
     """
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     layer = Layer(len(down_RI) // hidden, experts_TK.shape[1], hidden, inner)
     plan = plan or choose_plan(len(x_TD), layer, x_TD.dtype, x_TD.device)
     out_TD = x_TD.new_empty(x_TD.shape) if residual_TD is None else residual_TD
-    if plan.block_tokens > 1 or scales is not None:
-        # The kernels for few tokens know no scales.
+    if plan.block_tokens > 1 or scales is not None or adapted is not None:
+        # The kernels for few tokens know no scales and no adapters.
         plan = plan if plan.block_tokens > 1 else DEFAULTS[16]
-        out_SD = _by_blocks(x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, plan, scales or (None, None))
+        arguments = (x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, plan, scales or (None, None))
+        out_SD = _by_blocks(*arguments, adapted)
         add_up_(out_TD, out_SD, add=residual_TD is not None)
     else:
-        arguments = (out_TD, x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, plan)
-        few_tokens_(*arguments, add=residual_TD is not None)
+        few = (out_TD, x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, plan)
+        few_tokens_(*few, add=residual_TD is not None)
     return out_TD
 
 
@@ -71,16 +75,23 @@ def _by_blocks(
     experts_TK: Tensor,
     plan: Plan,
     scales: tuple[Tensor | None, Tensor | None],
+    adapted: ExpertFactors | None,
 ) -> Tensor:
     """The weighted outputs of each token's experts, [S, D]."""
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
     blocks = list_slots(experts_TK, len(down_RI) // hidden, plan.block_tokens)
     inner_SI = x_TD.new_empty((num_slots, inner))
+    delta_S2I = None
+    if adapted is not None and adapted.gate_up is not None:
+        delta_S2I = x_TD.new_zeros((num_slots, 2 * inner))
+        shrunk = shrink(x_TD, adapted.gate_up, adapted.groups, top_k=top_k)
+        expand(shrunk, adapted.gate_up, adapted.groups, delta_S2I, add=False)
     _gate_up_kernel[(blocks.number * triton.cdiv(inner, plan.gate_up.rows),)](
         x_TD,
         gate_up_RD,
         scales[0],
+        delta_S2I,
         inner_SI,
         blocks.experts,
         blocks.slots,
@@ -92,7 +103,11 @@ def _by_blocks(
         **tile_options(plan.gate_up),
         **overlap_options(x_TD),
     )
-    return down_by_blocks(inner_SI, down_RI, scales[1], None, weights_TK, blocks, plan, hidden)
+    out_SD = down_by_blocks(inner_SI, down_RI, scales[1], None, weights_TK, blocks, plan, hidden)
+    if adapted is not None and adapted.down is not None:
+        shrunk = shrink(inner_SI, adapted.down, adapted.groups)
+        expand(shrunk, adapted.down, adapted.groups, out_SD, weights_N=weights_TK)
+    return out_SD
 
 
 def down_by_blocks(
@@ -166,6 +181,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_TD,
     gate_up_RD,
     scales_R,
+    delta_S2I,
     inner_SI,
     block_experts,
     block_slots,
@@ -218,6 +234,11 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         gate_scales = scales_R + expert.to(tl.int64) * (2 * INNER) + row_places
         gate *= tl.load(gate_scales)[:, None]
         up *= tl.load(gate_scales + INNER)[:, None]
+    if delta_S2I is not None:
+        mask = filled[None, :] & (rows < INNER)[:, None]
+        deltas = delta_S2I + slots.to(tl.int64)[None, :] * (2 * INNER) + rows[:, None]
+        gate += tl.load(deltas, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(deltas + INNER, mask=mask, other=0.0).to(tl.float32)
     value = gate * tl.sigmoid(gate) * up
     places = slots.to(tl.int64)[None, :] * INNER + rows[:, None]
     mask = filled[None, :] & (rows < INNER)[:, None]
