@@ -20,6 +20,7 @@ from ebbtide.srt.layers.moe import (
     MoeMLP,
     reroute,
     route,
+    route_at_once,
     run_biased_experts,
     run_experts,
 )
@@ -168,15 +169,42 @@ def test_the_routing_kernel_agrees(
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        MoeConfig(64, 6, 24, renormalize=True, scoring="sigmoid", has_bias=True, scale=2.446),
+        MoeConfig(24, 4, 24, renormalize=False, scoring="sigmoid", has_bias=True),
+        MoeConfig(32, 3, 24, renormalize=False, has_wide_router=True, scale=16.0),
+        MoeConfig(64, 5, 24, renormalize=True, scoring="sigmoid", num_groups=8, num_kept_groups=4),
+        replace(GROUPED, num_experts=32, scale=2.5),
+        MoeConfig(32, 3, 24, False, num_groups=8, num_kept_groups=3, num_group_scores=1, scale=16.0),
+    ],
+    ids=str,
+)
+def test_the_routing_kernel_knows_sigmoids_biases_and_groups(kernels: ModuleType, config: MoeConfig) -> None:
+    torch.manual_seed(1)
+    logits = (2 * torch.randn(33, config.num_experts)).to(DEVICE)
+    bias = 0.3 * torch.randn(config.num_experts, device=DEVICE) if config.has_bias else None
+    assert config.routes_at_once
+
+    weights, experts = route_at_once(logits, config, bias)
+
+    expected_weights, expected_experts = route(logits, config, bias)
+    assert torch.equal(experts.long(), expected_experts)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+
+
 def test_scores_that_are_no_numbers_lead_to_existing_experts(kernels: ModuleType) -> None:
     inf, nan = float("inf"), float("nan")
     logits = torch.tensor([[nan] * 6, [-inf] * 6, [nan, inf, 0.0, -inf, inf, 1.0]], device=DEVICE)
 
-    _, experts = kernels.moe_routing.route(logits, 4, True)
+    bias = torch.tensor([0.0, nan, -inf, inf, 0.1, 0.2], device=DEVICE)
+    for options in ({}, {"by_sigmoid": True}, {"by_sigmoid": True, "bias_E": bias}):
+        _, experts = kernels.moe_routing.route(logits, 4, True, **options)
 
-    for row in experts.tolist():
-        assert len(set(row)) == 4
-        assert set(row) <= set(range(6))
+        for row in experts.tolist():
+            assert len(set(row)) == 4
+            assert set(row) <= set(range(6))
 
 
 @pytest.mark.parametrize(
@@ -360,9 +388,7 @@ def test_on_a_gpu_at_real_sizes_in_bfloat16(
 
     out = layer(x, STEP).tensor()
 
-    weights, experts = kernels.moe_routing.route(
-        layer.gate(x, STEP), config.num_experts_per_token, config.renormalize
-    )
+    weights, experts = route_at_once(layer.gate(x, STEP), config)
     wide = (x.float(), layer.experts.gate_up_proj.float(), layer.experts.down_proj.float())
     expected = run_experts(*wide, weights, experts.long())
     error = (out.float() - expected).norm() / expected.norm()

@@ -64,10 +64,15 @@ class MoeConfig:
     clamp: Clamp | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the best by softmax are taken, and nothing else is done."""
-        is_grouped = self.num_groups > self.num_kept_groups
-        return self.scoring == "softmax" and not self.has_bias and not is_grouped and self.scale == 1.0
+    def is_grouped(self) -> bool:
+        """Whether experts of some groups cannot be chosen."""
+        return self.num_groups > self.num_kept_groups
+
+    @property
+    def routes_at_once(self) -> bool:
+        """Whether one kernel can choose: it cuts experts into groups by powers of two."""
+        sizes = (self.num_experts, self.num_groups)
+        return not self.is_grouped or all(size & (size - 1) == 0 for size in sizes)
 
 
 class Router(Linear):
@@ -128,12 +133,8 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor, logits_TE: Tensor, step: Step, bias_E: Tensor | None = None) -> ExpertSum:
         """The weighted sum [T, D] of each token's experts, chosen by the router's scores and its bias."""
         config = self.config
-        if x_TD.is_cuda and config.is_plain:
-            from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
-
-            weights_TK, experts_TK = route_at_once(
-                logits_TE, config.num_experts_per_token, config.renormalize
-            )
+        if x_TD.is_cuda and config.routes_at_once:
+            weights_TK, experts_TK = route_at_once(logits_TE, config, bias_E)
         else:
             weights_TK, experts_TK = route(logits_TE, config, bias_E)
             experts_TK = experts_TK.int() if x_TD.is_cuda else experts_TK
@@ -336,7 +337,7 @@ def route(logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None) ->
     """The weights (float32) and numbers (int64) of each token's experts, both [T, K], best first."""
     scores_TE = _scores(logits_TE, config)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    if config.num_kept_groups < config.num_groups:
+    if config.is_grouped:
         groups_TGN = choice_TE.view(len(choice_TE), config.num_groups, -1)
         group_scores_TG = groups_TGN.topk(config.num_group_scores, dim=2).values.sum(dim=2)
         kept_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
@@ -344,6 +345,25 @@ def route(logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None) ->
         choice_TE = groups_TGN.masked_fill(~kept_TG[:, :, None], -torch.inf).flatten(1)
     experts_TK = choice_TE.topk(config.num_experts_per_token, dim=1).indices
     return _weights(scores_TE, experts_TK, config), experts_TK
+
+
+def route_at_once(
+    logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `route` by one kernel, with int32 numbers."""
+    from ebbtide.srt.layers.kernels.moe_routing import Groups, route
+
+    return route(
+        logits_TE,
+        config.num_experts_per_token,
+        config.renormalize,
+        bias_E,
+        by_sigmoid=config.scoring == "sigmoid",
+        scale=config.scale,
+        groups=Groups(config.num_groups, config.num_kept_groups, config.num_group_scores)
+        if config.is_grouped
+        else None,
+    )
 
 
 def reroute(

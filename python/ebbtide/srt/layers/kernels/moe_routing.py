@@ -15,6 +15,7 @@ Shapes: T tokens, E experts, K experts per token, S = T·K slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,18 +31,49 @@ FEW_SLOTS = 4096
 LOWEST_SCORE = -3e38
 
 
-def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The weights (float32) and numbers (int32) of each token's experts, both [T, K], best first."""
+class Groups(NamedTuple):
+    """Experts in groups of equal size, of which the best by the sum of their highest scores are kept."""
+
+    number: int
+    num_kept: int
+    num_scores: int
+
+
+def route(
+    logits_TE: Tensor,
+    top_k: int,
+    renormalize: bool,
+    bias_E: Tensor | None = None,
+    *,
+    by_sigmoid: bool = False,
+    scale: float = 1.0,
+    groups: Groups | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The weights (float32) and numbers (int32) of each token's experts, both [T, K], best first.
+
+    Args:
+        bias_E: float32, added to weights for the choice alone.
+        by_sigmoid: whether weights are sigmoids of scores, not their softmax.
+        scale: what weights are multiplied by.
+        groups: only experts of the kept ones are chosen; there are 2ⁿ groups and experts.
+    """
     num_tokens, num_experts = logits_TE.shape
     weights_TK = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits_TE.device)
     experts_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits_TE.device)
     _route_kernel[(num_tokens,)](
         logits_TE,
+        logits_TE if bias_E is None else bias_E,
         weights_TK,
         experts_TK,
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
         RENORMALIZE=renormalize,
+        BY_SIGMOID=by_sigmoid,
+        HAS_BIAS=bias_E is not None,
+        SCALE=scale,
+        GROUPS=1 if groups is None else groups.number,
+        KEPT_GROUPS=1 if groups is None else groups.num_kept,
+        GROUP_SCORES=1 if groups is None else groups.num_scores,
         LOWEST=LOWEST_SCORE,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_K=triton.next_power_of_2(top_k),
@@ -109,17 +141,24 @@ def follow(OVERLAPPED: tl.constexpr) -> None:
 @triton.jit
 def _route_kernel(  # type: ignore[no-untyped-def]
     logits_TE,
+    bias_E,
     weights_TK,
     experts_TK,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    BY_SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    GROUP_SCORES: tl.constexpr,
     LOWEST: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Softmax over the experts of one token, and the largest of it."""
+    """Weights of all experts for one token, and the best of them."""
     follow(OVERLAPPED)
     token = tl.program_id(0)
     lanes_E, lanes_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -128,8 +167,21 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     # A score that is not a number must not lead to an expert that does not exist: its weights would be read.
     scores = tl.where(scores > LOWEST, scores, LOWEST)
     scores = tl.where(real, scores, float("-inf"))
-    powers = tl.exp(scores - tl.max(scores, axis=0))
-    total = tl.sum(powers, axis=0)
+    if BY_SIGMOID:
+        powers = 1.0 / (1.0 + tl.exp(-scores))
+        total = 1.0
+    else:
+        powers = tl.exp(scores - tl.max(scores, axis=0))
+        total = tl.sum(powers, axis=0)
+    if HAS_BIAS:
+        # The choice is by weights, which a bias shifts; without one scores are in the same order.
+        bias = tl.load(bias_E + lanes_E, mask=real, other=0.0)
+        choice = powers / total + bias
+        scores = tl.where(real, tl.where(choice > LOWEST, choice, LOWEST), float("-inf"))
+    if GROUPS > KEPT_GROUPS:
+        if not HAS_BIAS:
+            scores = powers / total
+        scores = _of_best_groups(scores, GROUPS, KEPT_GROUPS, GROUP_SCORES, BLOCK_E)
     weights = tl.zeros([BLOCK_K], dtype=tl.float32)
     experts = tl.zeros([BLOCK_K], dtype=tl.int32)
     for rank in tl.static_range(TOP_K):
@@ -139,10 +191,35 @@ def _route_kernel(  # type: ignore[no-untyped-def]
         experts = tl.where(lanes_K == rank, best, experts)
         scores = tl.where(lanes_E == best, float("-inf"), scores)
     if RENORMALIZE:
-        total = tl.sum(weights, axis=0)
+        # Sigmoids may all be zero.
+        total = tl.sum(weights, axis=0) + (1e-20 if BY_SIGMOID else 0.0)
     places = token * TOP_K + lanes_K
-    tl.store(weights_TK + places, weights / total, mask=lanes_K < TOP_K)
+    tl.store(weights_TK + places, weights / total * SCALE, mask=lanes_K < TOP_K)
     tl.store(experts_TK + places, experts, mask=lanes_K < TOP_K)
+
+
+@triton.jit
+def _of_best_groups(  # type: ignore[no-untyped-def]
+    scores,
+    GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    GROUP_SCORES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The scores of experts of the best groups; −∞ for the others."""
+    in_groups = tl.reshape(scores, (GROUPS, BLOCK_E // GROUPS))
+    lanes_N, lanes_G = tl.arange(0, BLOCK_E // GROUPS)[None, :], tl.arange(0, GROUPS)
+    left = in_groups
+    sums = tl.zeros([GROUPS], dtype=tl.float32)
+    for _ in tl.static_range(GROUP_SCORES):
+        sums += tl.max(left, axis=1)
+        left = tl.where(lanes_N == tl.argmax(left, axis=1)[:, None], float("-inf"), left)
+    kept = tl.zeros([GROUPS], dtype=tl.int32)
+    for _ in tl.static_range(KEPT_GROUPS):
+        best = lanes_G == tl.argmax(sums, axis=0)
+        kept = tl.where(best, 1, kept)
+        sums = tl.where(best, float("-inf"), sums)
+    return tl.reshape(tl.where(kept[:, None] == 1, in_groups, float("-inf")), (BLOCK_E,))
 
 
 @triton.jit(do_not_specialize=["num_slots"])
