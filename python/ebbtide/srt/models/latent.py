@@ -119,22 +119,34 @@ class LatentAttention(nn.Module):
     def forward(self, x: NormedResidual, rope: Rope, step: Step) -> Addend:
         rank, num_rotated, key_dim = self.sizes.latent.rank, self.sizes.latent.rope, self.sizes.key_dim
         a_TO = self.qkv_a_proj(x, step)
-        widths = (a_TO.shape[1] - rank - num_rotated, rank, num_rotated)
-        q_TO, latents_TC, rotated_TR = a_TO.split(widths, 1)
+        q_TO, latents_TH = a_TO[:, : -rank - num_rotated], a_TO[:, -rank - num_rotated :]
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             q_TO = self.q_b_proj(self.q_a_layernorm(q_TO), step)
         up_NOC = self.kv_b_proj.wide_weight(a_TO.dtype).view(-1, key_dim + self.sizes.value_dim, rank)
         num_heads = len(up_NOC)
         q_TNO = q_TO.view(len(q_TO), num_heads, -1)
         heads_TNH = q_TO.new_empty(len(q_TO), num_heads + 1, num_rotated + rank)
-        heads_TNH[:, :-1, :num_rotated] = self._halves(q_TNO[..., key_dim:])
-        heads_TNH[:, -1, :num_rotated] = self._halves(rotated_TR)
-        heads_TNH[:, -1, num_rotated:] = self.kv_a_layernorm(latents_TC)
-        by_latent_NTC = torch.bmm(q_TNO[..., :key_dim].transpose(0, 1), up_NOC[:, :key_dim])
-        heads_TNH[:, :-1, num_rotated:] = by_latent_NTC.transpose(0, 1)
+        self._fill(heads_TNH, q_TNO, latents_TH)
+        queries_NTC = heads_TNH[:, :-1, num_rotated:].transpose(0, 1)
+        torch.bmm(q_TNO[..., :key_dim].transpose(0, 1), up_NOC[:, :key_dim], out=queries_NTC)
         read_TNC = self.attention(heads_TNH, rope, None, step.attention)
-        values_NTV = torch.bmm(read_TNC.transpose(0, 1), up_NOC[:, key_dim:].transpose(1, 2))
-        return self.o_proj.addend(values_NTV.transpose(0, 1).flatten(1), step)
+        values_TNV = q_TO.new_empty(len(q_TO), num_heads, self.sizes.value_dim)
+        up_NCV = up_NOC[:, key_dim:].transpose(1, 2)
+        torch.bmm(read_TNC.transpose(0, 1), up_NCV, out=values_TNV.transpose(0, 1))
+        return self.o_proj.addend(values_TNV.flatten(1), step)
+
+    def _fill(self, heads_TNH: Tensor, q_TNO: Tensor, latents_TH: Tensor) -> None:
+        """What is rotated of queries and latents goes first, the normalised latents behind."""
+        norm, rank, num_rotated = self.kv_a_layernorm, self.sizes.latent.rank, self.sizes.latent.rope
+        if heads_TNH.is_cuda:
+            from ebbtide.srt.layers.kernels.latent import fill_heads
+
+            is_interleaved = self.sizes.is_interleaved
+            fill_heads(q_TNO, latents_TH, norm.weight, norm.eps, heads_TNH, is_interleaved=is_interleaved)
+            return
+        heads_TNH[:, :-1, :num_rotated] = self._halves(q_TNO[..., self.sizes.key_dim :])
+        heads_TNH[:, -1, :num_rotated] = self._halves(latents_TH[:, rank:])
+        heads_TNH[:, -1, num_rotated:] = norm(latents_TH[:, :rank])
 
     def _halves(self, x: Tensor) -> Tensor:
         """With the first numbers of all pairs in front of the second ones."""

@@ -65,6 +65,42 @@ def test_angles_equal_those_of_torch(device: str, dtype: torch.dtype, half: int,
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("num_heads", "key_dim", "rank", "num_rotated"), [(4, 12, 32, 8), (5, 20, 40, 24)])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_heads_of_latent_attention_are_filled_as_by_torch(
+    device: str,
+    dtype: torch.dtype,
+    num_heads: int,
+    key_dim: int,
+    rank: int,
+    num_rotated: int,
+    is_interleaved: bool,
+) -> None:
+    from ebbtide.srt.layers.kernels.latent import fill_heads
+
+    torch.manual_seed(0)
+    queries = torch.randn(3, num_heads, key_dim + num_rotated).to(dtype)
+    # Behind a part of a projection that is another one's.
+    latents = torch.randn(3, 7 + rank + num_rotated).to(dtype)[:, 7:]
+    weight = torch.linspace(0.5, 1.5, rank).to(dtype)
+    heads = torch.full((3, num_heads + 1, num_rotated + rank), torch.nan, dtype=dtype, device=device)
+
+    of_latents = latents.to(device), weight.to(device), 1e-6
+    fill_heads(queries.to(device), *of_latents, heads, is_interleaved=is_interleaved)
+
+    def halves(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if is_interleaved else x
+
+    filled = heads.cpu()
+    assert torch.equal(filled[:, :-1, :num_rotated], halves(queries[..., key_dim:]))
+    assert torch.equal(filled[:, -1, :num_rotated], halves(latents[:, rank:]))
+    assert filled[:, :-1, num_rotated:].isnan().all()
+    expected = rms_norm(latents[:, :rank].float(), weight.float(), 1e-6)
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(filled[:, -1, num_rotated:].float(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("num_heads", "rank", "num_rotated"), [(4, 32, 8), (5, 40, 24)])
 def test_latents_are_rotated_and_stored_as_by_torch(
     device: str, dtype: torch.dtype, num_heads: int, rank: int, num_rotated: int

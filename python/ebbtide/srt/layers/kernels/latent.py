@@ -1,6 +1,7 @@
 """What lies between a layer's projections and its attention to latents.
 
-Shapes: T tokens, N query heads, H numbers of a head and of a stored row, P pages, S page_size.
+Shapes: T tokens, N query heads, H numbers of a head and of a stored row, O of a projected query, C of a
+latent, P pages, S page_size.
 """
 
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -11,6 +12,97 @@ from torch import Tensor
 
 from ebbtide.srt.layers.heads import Rope
 from ebbtide.srt.layers.kernels.launch import overlap_options
+from ebbtide.srt.layers.kernels.moe_routing import follow
+
+
+def fill_heads(
+    q_TNO: Tensor,
+    latents_TH: Tensor,
+    weight_C: Tensor,
+    eps: float,
+    heads_TNH: Tensor,
+    *,
+    is_interleaved: bool,
+) -> None:
+    """Put what is rotated of queries and latents first, and the normalised latents behind, in one launch.
+
+    Args:
+        q_TNO: the last numbers of each query are those to rotate; rows may lie apart.
+        latents_TH: latents, and behind each of them what is rotated; rows may lie apart.
+        weight_C, eps: of the norm.
+        heads_TNH: [T, N + 1, H], contiguous; what queries have behind the first numbers is left as it is.
+        is_interleaved: whether pairs to rotate are neighbours; they are taken apart then.
+    """
+    num_tokens, num_queries, query_dim = q_TNO.shape
+    rank, head_dim = len(weight_C), heads_TNH.shape[2]
+    num_pairs = (head_dim - rank) // 2
+    _fill_heads[(num_tokens,)](
+        q_TNO,
+        latents_TH,
+        weight_C,
+        heads_TNH,
+        eps,
+        q_TNO.stride(0),
+        latents_TH.stride(0),
+        NUM_QUERIES=num_queries,
+        QUERY_DIM=query_dim,
+        RANK=rank,
+        PAIRS=num_pairs,
+        IS_INTERLEAVED=is_interleaved,
+        HEADS=triton.next_power_of_2(num_queries + 1),
+        BLOCK=triton.next_power_of_2(num_pairs),
+        BLOCK_C=triton.next_power_of_2(rank),
+        num_warps=4,
+        **overlap_options(heads_TNH),
+    )
+
+
+@triton.jit
+def _fill_heads(  # type: ignore[no-untyped-def]
+    q_ptr,
+    latents_ptr,
+    weight_ptr,
+    heads_ptr,
+    eps,
+    q_step,
+    latents_step,
+    NUM_QUERIES: tl.constexpr,
+    QUERY_DIM: tl.constexpr,
+    RANK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """A program has one token."""
+    follow(OVERLAPPED)
+    HEAD_DIM: tl.constexpr = RANK + 2 * PAIRS
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, BLOCK)[None, :]
+    is_query = (head < NUM_QUERIES) & (pair < PAIRS)
+    is_latent = (head == NUM_QUERIES) & (pair < PAIRS)
+    first, second = pair, pair + PAIRS
+    if IS_INTERLEAVED:
+        first, second = 2 * pair, 2 * pair + 1
+    queries = q_ptr + token * q_step + head * QUERY_DIM + QUERY_DIM - 2 * PAIRS
+    latent = latents_ptr + token * latents_step
+    to = heads_ptr + (token * (NUM_QUERIES + 1) + head) * HEAD_DIM + pair
+    tl.store(to, tl.load(queries + first, mask=is_query, other=0.0), mask=is_query)
+    tl.store(to + PAIRS, tl.load(queries + second, mask=is_query, other=0.0), mask=is_query)
+    rotated = latent + RANK + 0 * head
+    tl.store(to, tl.load(rotated + first, mask=is_latent, other=0.0), mask=is_latent)
+    tl.store(to + PAIRS, tl.load(rotated + second, mask=is_latent, other=0.0), mask=is_latent)
+
+    lanes = tl.arange(0, BLOCK_C)
+    inside = lanes < RANK
+    x = tl.load(latent + lanes, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / RANK + eps)
+    row = heads_ptr + (token * (NUM_QUERIES + 1) + NUM_QUERIES) * HEAD_DIM + 2 * PAIRS
+    tl.store(row + lanes, x * scale * weight, mask=inside)
 
 
 def rotate_and_store_latents(heads_TNH: Tensor, rope: Rope, slots_T: Tensor, latents_PS1H: Tensor) -> Tensor:
@@ -60,9 +152,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """A program has one token. The last head is the latent."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, BLOCK)[None, :]
