@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from common import write_result
 from gpu_goals import GOALS
+from transformers import AutoConfig
 
 import ebbtide
+from ebbtide.srt.models.registry import build_model
 
 START_TIMEOUT_S = 400.0
 
@@ -324,36 +327,9 @@ TINY = _dense(
 
 def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint, experts apart from each other as trainers send them."""
-    hidden, head_dim = shape["hidden_size"], shape["head_dim"]
-    q_size, kv_size = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (shape["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not shape["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (shape["vocab_size"], hidden)
-    has_qk_norm = shape["model_type"].startswith("qwen3")
-    num_experts = shape.config.get("num_experts", 0)
-    for index in range(shape["num_hidden_layers"]):
-        layer = f"model.layers.{index}."
-        shapes[layer + "input_layernorm.weight"] = (hidden,)
-        shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
-        shapes[layer + "self_attn.q_proj.weight"] = (q_size, hidden)
-        shapes[layer + "self_attn.k_proj.weight"] = (kv_size, hidden)
-        shapes[layer + "self_attn.v_proj.weight"] = (kv_size, hidden)
-        shapes[layer + "self_attn.o_proj.weight"] = (hidden, q_size)
-        if has_qk_norm:
-            shapes[layer + "self_attn.q_norm.weight"] = (head_dim,)
-            shapes[layer + "self_attn.k_norm.weight"] = (head_dim,)
-        if num_experts:
-            shapes[layer + "mlp.gate.weight"] = (num_experts, hidden)
-        experts = [f"mlp.experts.{expert}." for expert in range(num_experts)] or ["mlp."]
-        width = shape["moe_intermediate_size"] if num_experts else shape["intermediate_size"]
-        for expert in experts:
-            shapes[f"{layer}{expert}gate_proj.weight"] = (width, hidden)
-            shapes[f"{layer}{expert}up_proj.weight"] = (width, hidden)
-            shapes[f"{layer}{expert}down_proj.weight"] = (hidden, width)
-    return shapes
+    config = AutoConfig.for_model(**shape.config)
+    model = build_model(shape["architectures"][0], config, torch.bfloat16, torch.device("cpu"))
+    return {name: target.shape for name, target in model.checkpoint_map().items()}
 
 
 # ------------------------------------------------------------------------------------------------- the script

@@ -186,7 +186,13 @@ def _default_goals() -> dict[str, Goal]:
     return goals
 
 
-ROLLOUT_PREFIXES = {"llama8b": "llama", "qwen30b-a3b": "moe", "qwen0.6b": "qwen"}
+ROLLOUT_PREFIXES = {
+    "llama8b": "llama",
+    "qwen30b-a3b": "moe",
+    "qwen0.6b": "qwen",
+    "glm4.7-flash": "glm",
+    "moonlight": "moonlight",
+}
 """What the rows of a model begin with."""
 
 # By row: the goal, and what SGLang has.
