@@ -67,6 +67,7 @@ class ModelConfig:
         served_model_name: what the model is called in answers.
         names_answered: what requests may call it; with `ANY_NAME` among them, anything.
         hf_config: the fields of transformers' config, overrides merged in.
+        model_impl: "auto" or "transformers", see `models.registry`.
         dtype: float32, bfloat16 or float16.
         context_len: tokens of prompt and output together.
         eos_token_ids: of config.json and generation_config.json; the tokenizer's own may add to them.
@@ -97,6 +98,7 @@ class ModelConfig:
     names_answered: frozenset[str]
     weight_version: str
     skip_tokenizer_init: bool
+    model_impl: str = "auto"
     fp32_lm_head: bool = False
     quantization: str | None = None
     quantization_exclude: tuple[str, ...] = ()
@@ -349,6 +351,7 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
         names_answered=frozenset((args.model_path, str(folder), *names_served)),
         weight_version=args.weight_version,
         skip_tokenizer_init=args.skip_tokenizer_init,
+        model_impl=args.model_impl,
         fp32_lm_head=args.enable_fp32_lm_head,
         quantization=quantization,
         quantization_exclude=(*kept, *(args.quantization_exclude or ())),

@@ -47,6 +47,14 @@ class ServerArgs(SglangArguments):
         str,
         Arg("Folder of a Hugging Face checkpoint, or the id of a model on the hub.", aliases=("--model",)),
     ]
+    model_impl: Annotated[
+        str,
+        Arg(
+            "auto: Ebbtide's code where it has the architecture, else transformers' with Ebbtide's attention;"
+            " transformers: that for every architecture.",
+            choices=("auto", "transformers"),
+        ),
+    ] = "auto"
     tokenizer_path: Annotated[
         str | None, Arg("Folder or hub id of the tokenizer (default: the model path).")
     ] = None

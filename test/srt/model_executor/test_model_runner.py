@@ -80,6 +80,26 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Served by transformers' code.
+BORROWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        {"sliding_window": 9, "num_hidden_layers": 3, "layer_types": GEMMA3["layer_types"]},
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 0.7,
+            "residual_multiplier": 0.8,
+            "attention_multiplier": 0.4,
+        },
+    ),
+    "cohere-tied": ("CohereForCausalLM", {"tied": True, "logit_scale": 0.5, "use_qk_norm": True}),
+    "starcoder2-windows": ("Starcoder2ForCausalLM", {"sliding_window": 9}),
+    "phi-biases": ("PhiForCausalLM", {"partial_rotary_factor": 0.5}),
+    "gpt2-tied": ("GPT2LMHeadModel", {"tied": True}),
+}
 PROMPT = list(b"Ebb and flow: the tide goes out, and the tide comes in again.")
 OTHER_PROMPTS = [list(b"a"), list(b"Harbour at low water"), list(bytes(range(100, 200)))]
 
@@ -87,7 +107,7 @@ Alone = Callable[[list[int], int], Run]
 
 
 def make(folder: Path, name: str, **more: Any) -> Path:
-    architecture, options = CHECKPOINTS[name]
+    architecture, options = (CHECKPOINTS | BORROWED)[name]
     return make_checkpoint(folder, architecture, **{**options, **more})
 
 
@@ -126,9 +146,19 @@ def assert_same(run: Run, expected: Run) -> None:
     assert tokens(run.logprobs) == pytest.approx(tokens(expected.logprobs), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_greedy_output_and_logprobs_equal_transformers(name: str, tmp_path: Path) -> None:
-    reference, driver = Reference(make(tmp_path, name)), RunnerDriver(tmp_path)
+BY_TRANSFORMERS = ["llama-rope-llama3", "qwen3-windows", "gemma2", "phi3-windows-partial"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model_impl"),
+    [
+        *((name, "auto") for name in CHECKPOINTS | BORROWED),
+        *((name, "transformers") for name in BY_TRANSFORMERS),
+    ],
+)
+def test_greedy_output_and_logprobs_equal_transformers(name: str, model_impl: str, tmp_path: Path) -> None:
+    reference, driver = Reference(make(tmp_path, name)), RunnerDriver(tmp_path, model_impl=model_impl)
+    assert driver.runner.model.is_native == (name in CHECKPOINTS and model_impl == "auto")
     run = driver.start(PROMPT, logprobs=LogprobSpec(start=0))
 
     driver.generate([run], 24, chunk=17)
@@ -153,7 +183,9 @@ def test_with_keys_and_values_in_fp8_it_is_transformers_with_rounded_ones(qwen3:
     assert tokens(run.prompt_logprobs + run.logprobs) != pytest.approx(exact, abs=reference.tie)
 
 
-@pytest.mark.parametrize("name", ["qwen3-windows", "gemma2", "gemma3", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-windows", "gemma2", "gemma3", "gpt-oss", "deepseek-v3", "olmo3", "granite"]
+)
 def test_windows_and_latents_hold_across_chunks_shared_prefixes_and_retracts(
     name: str, tmp_path: Path
 ) -> None:

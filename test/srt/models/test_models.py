@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import ARCHITECTURES, make_checkpoint, make_config
+from fixtures.checkpoints import ARCHITECTURES, BORROWED, TINY_SHAPE, make_checkpoint, make_config
 from fixtures.model_runs import RunnerDriver
 from fixtures.references import Reference
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
+from ebbtide.srt.distributed.parallel_group import SoloGroup
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec
+from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.registry import build_model
 
@@ -39,7 +41,11 @@ def build(architecture: str, **options: Any) -> CausalLM:
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        *((architecture, options) for architecture in ARCHITECTURES for options in ({}, {"tied": True})),
+        *(
+            (architecture, options)
+            for architecture in ARCHITECTURES | BORROWED
+            for options in ({}, {"tied": True})
+        ),
         ("Qwen3MoeForCausalLM", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
         ("Qwen3MoeForCausalLM", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
     ],
@@ -67,7 +73,8 @@ def test_the_map_names_the_tensors_of_a_checkpoint_and_fills_every_parameter_onc
         is_wide = architecture.startswith(("Glm4Moe", "Deepseek")) and ".gate." in name
         assert parameter.dtype == (torch.float32 if is_wide else torch.bfloat16)
     num_fused = len(targets) - len(dict(model.named_parameters()))
-    assert num_fused > 0 or architecture == "Phi3ForCausalLM"  # which checkpoints hold fused
+    # Phi-3's checkpoints hold them fused, and transformers' code knows none.
+    assert num_fused > 0 or architecture in ("Phi3ForCausalLM", *BORROWED)
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 
@@ -115,6 +122,66 @@ LINEAR_ATTENTION = {"layer_types": ["full_attention", "linear_attention"]}
 def test_what_is_not_implemented_is_refused(architecture: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         build(architecture, **options)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "options", "message"),
+    [
+        ("NoSuchForCausalLM", "olmo2", {}, "'NoSuchForCausalLM' is not supported; supported are Llama"),
+        ("StableLmForCausalLM", "stablelm", {}, "StableLmAttention does not hand on what it is called with"),
+        ("MptForCausalLM", "mpt", {}, "it takes no position_ids"),
+        ("BertLMHeadModel", "bert", {}, "BertSelfAttention attends to tokens that come later"),
+        ("BambaForCausalLM", "bamba", {}, "layer 0 has no attention"),
+        ("MiniMaxForCausalLM", "minimax", {}, "layer type 'linear_attention' is not supported"),
+        ("Llama4ForCausalLM", "llama4_text", {}, "layer type 'chunked_attention' is not supported"),
+        ("OlmoeForCausalLM", "olmoe", {}, "checkpoints are converted when transformers loads them"),
+        ("Gemma3nForCausalLM", "gemma3n_text", {}, "num_kv_shared_layers 15 is not supported"),
+        ("DogeForCausalLM", "doge", {}, "DogeAttention has a mask of its own"),
+        ("Olmo2ForCausalLM", "olmo2", {"rope_parameters": DYNAMIC}, "rope type 'dynamic' is not supported"),
+    ],
+)
+def test_what_transformers_does_otherwise_is_refused(
+    architecture: str, model_type: str, options: dict[str, Any], message: str
+) -> None:
+    config = CONFIG_MAPPING[model_type](**{**TINY_SHAPE, **options})
+
+    with pytest.raises(ConfigurationError, match=message):
+        build_model(architecture, config, torch.bfloat16, torch.device("cpu"))
+
+
+def test_models_of_transformers_code_are_updated_released_and_loaded(tmp_path: Path) -> None:
+    paths = [make_checkpoint(tmp_path / str(seed), "GraniteForCausalLM", seed=seed) for seed in range(2)]
+    references, driver = [Reference(path) for path in paths], RunnerDriver(paths[0])
+    store = driver.runner.weight_store
+
+    def outputs() -> list[int]:
+        run = driver.start(PROMPT)
+        driver.generate([run], 8)
+        return run.output_ids
+
+    expected = [reference.greedy(PROMPT, 8) for reference in references]
+    assert expected[0] != expected[1]
+    assert outputs() == expected[0]
+    for name, tensor in load_file(paths[1] / "model.safetensors").items():
+        assert store.check(name, tuple(tensor.shape), tensor.dtype) is None
+        store.write(name, tensor, None)
+    assert outputs() == expected[1]
+    store.arena.release()
+    store.arena.resume()
+    load_weights(store, paths[0], "auto")
+    assert outputs() == expected[0]
+
+
+def test_what_is_applied_to_our_layers_is_refused_for_those_of_transformers(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "GraniteForCausalLM")
+    refused: dict[str, dict[str, Any]] = {
+        "tp_size": {"group": SoloGroup(2, 0)},
+        "quantization": {"quantization": "fp8"},
+        "enable_lora": {"enable_lora": True},
+    }
+    for name, options in refused.items():
+        with pytest.raises(ConfigurationError, match=f"{name}: not supported for GraniteForCausalLM"):
+            RunnerDriver(path, **options)
 
 
 def windows(model: CausalLM) -> list[int | None]:

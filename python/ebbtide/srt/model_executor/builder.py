@@ -92,7 +92,7 @@ def build_model_runner(
     # A page has the same id on all ranks, so they must have the same chunks.
     is_cuda = torch_device.type == "cuda"
     device_bytes = group.smallest(device.memory_info().total_bytes) if is_cuda else None
-    model = _model(slices.model, torch_device)
+    model = _model(slices.model, torch_device, group)
     spec = model.cache_specs[0].of_rank(group.rank, group.size)
     shape = attention_shape(model, spec, slices.model, cache_config)
     make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
@@ -153,8 +153,19 @@ class _Slices:
         return Kernels.for_(device, DTYPES[self.model.dtype])
 
 
-def _model(config: ModelConfig, device: torch.device) -> CausalLM:
-    model = build_model(config.architecture, config.hf_config, DTYPES[config.dtype], device)
+def _model(config: ModelConfig, device: torch.device, group: ParallelGroup) -> CausalLM:
+    dtype = DTYPES[config.dtype]
+    model = build_model(config.architecture, config.hf_config, dtype, device, config.model_impl)
+    asked_for = {
+        "tp_size": group.size > 1,
+        "quantization": config.quantization is not None,
+        "enable_lora": config.adapters is not None,
+    }
+    if not model.is_native and any(asked_for.values()):
+        name = next(name for name, is_asked_for in asked_for.items() if is_asked_for)
+        raise ConfigurationError(
+            f"{name}: not supported for {config.architecture}, which is served as transformers has it"
+        )
     if config.fp32_lm_head:
         model.use_float32_logits()
     return model

@@ -139,10 +139,12 @@ def _pass(
 
 @contextmanager
 def _one_layer_of_each_kind(model: CausalLM) -> Iterator[None]:
-    """Layers whose parameters have other shapes are of other kinds."""
-    decoder: Any = next(
-        part for part in model.modules() if isinstance(getattr(part, "layers", None), ModuleList)
-    )
+    """Layers whose parameters have other shapes are of other kinds. All stay where none are found."""
+    decoders = (part for part in model.modules() if isinstance(getattr(part, "layers", None), ModuleList))
+    decoder: Any = next(decoders, None)
+    if decoder is None:
+        yield
+        return
     whole = decoder.layers
     kinds = {tuple((name, each.shape) for name, each in layer.named_parameters()): layer for layer in whole}
     decoder.layers = ModuleList(kinds.values())

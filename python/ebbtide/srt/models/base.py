@@ -95,7 +95,13 @@ def divided(rows: WeightMap, splits: Mapping[str, Split]) -> WeightMap:
 
 
 class CausalLM(nn.Module, ABC):
-    """A decoder whose parameters are made on the meta device and get their memory from the weight store."""
+    """A decoder whose parameters are made on the meta device and get their memory from the weight store.
+
+    Attributes:
+        is_native: whether its layers are ours: what is applied to models from outside knows no others.
+    """
+
+    is_native = True
 
     @abstractmethod
     def forward(self, step: Step) -> Tensor:

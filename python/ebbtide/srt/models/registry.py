@@ -41,13 +41,26 @@ MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
 }
 
 
-def build_model(architecture: str, hf_config: Any, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def build_model(
+    architecture: str, hf_config: Any, dtype: torch.dtype, device: torch.device, impl: str = "auto"
+) -> CausalLM:
     """The model with its parameters on the meta device and its buffers on `device`.
+
+    Args:
+        impl: "auto": ours, or transformers' where there is none; "transformers".
 
     Raises ConfigurationError for an unknown architecture or a setting that is not supported.
     """
-    if architecture not in MODELS:
+    if architecture in MODELS and impl == "auto":
+        return MODELS[architecture](hf_config, dtype, device)
+    from ebbtide.srt.models.from_transformers import TransformersCausalLM  # seconds of imports
+
+    try:
+        return TransformersCausalLM(architecture, hf_config, dtype, device)
+    except ConfigurationError as error:
+        if architecture in MODELS:
+            raise
         raise ConfigurationError(
-            f"architecture {architecture!r} is not supported; supported are {', '.join(MODELS)}"
-        )
-    return MODELS[architecture](hf_config, dtype, device)
+            f"architecture {architecture!r} is not supported; supported are {', '.join(MODELS)}, and others "
+            f"as transformers has them: {error}"
+        ) from error
