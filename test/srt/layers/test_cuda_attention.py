@@ -235,7 +235,8 @@ class CapturedStep:
         self.buffers.slots_B[:num] = batch.slots_T
         self.buffers.kv_indptr_B1.copy_(torch.from_numpy(page_offsets))
         self.buffers.kv_indices.zero_()
-        self.buffers.kv_indices[: len(batch.kv_indices)] = batch.kv_indices
+        kv_indices = batch.pages.kv_indices
+        self.buffers.kv_indices[: len(kv_indices)] = kv_indices
         self.buffers.last_page_len_B.copy_(torch.from_numpy(last))
         self.attention.plan(page_offsets, last, runs)
         self.graph.replay()
