@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             folder, num_tokens = Path(temporary), 16 if args.tiny else OUTPUT_LEN
             shape = TINY_SHAPE if args.tiny else SHAPE
-            make_model(folder, shape)
+            make_model(folder, shape, args.device)
             rng = np.random.default_rng(0)
             lens = rng.integers(16, 128, 4 if args.tiny else NUM_PROMPTS)
             prompts = [rng.integers(0, shape["vocab_size"], length).tolist() for length in lens]
