@@ -37,6 +37,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["o_proj"], "target_parameters": EXPERT_PARAMETERS[1:]},
     ),
     "mixtral": ("MixtralForCausalLM", {}),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    ),
 }
 
 
@@ -160,6 +164,17 @@ def test_what_does_not_fit_is_refused_by_name(
     with pytest.raises(RequestRejected, match=message):
         slots(driver).check(adapter_config(adapter.fields), changed(adapter, **tensors))
     assert slots(driver).generation == before
+
+
+def test_what_latents_are_multiplied_by_takes_no_adapter(tmp_path: Path) -> None:
+    driver = RunnerDriver(make_checkpoint(tmp_path, "DeepseekV3ForCausalLM"), **LORA)
+    name = "base_model.model.model.layers.0.self_attn.kv_b_proj.lora_"
+    described = [
+        (name + half, torch.Size(size), torch.float32)
+        for half, size in (("A.weight", (4, 32)), ("B.weight", (128, 4)))
+    ]
+    with pytest.raises(RequestRejected, match=r"kv_b_proj.lora_A.weight: expected modules of the model"):
+        slots(driver).check(adapter_config({"r": 4}), described)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ class VocabEmbedding(Linear):
     """
 
     is_quantizable = False
+    may_be_adapted = False
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__(hidden_size, vocab_size, bias=False, dtype=dtype)

@@ -76,10 +76,12 @@ class Linear(nn.Module):
         may_be_ragged: whether its rows need not fill blocks that have a scale each; then it is called for
             products, not for gated ones or addends.
         adapters: what the slots of adapters hold for it; None: it takes none.
+        may_be_adapted: whether it may take some: whoever reads its weight itself would leave them out.
     """
 
     is_quantizable = True
     may_be_ragged = False
+    may_be_adapted = True
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()

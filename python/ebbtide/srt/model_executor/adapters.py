@@ -18,7 +18,6 @@ from torch import Tensor
 from ebbtide.srt.adapter_config import MAX_TEXT, AdapterConfig
 from ebbtide.srt.config import AdapterLimits
 from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
-from ebbtide.srt.layers.embedding import VocabEmbedding
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.lora import ProductAdapters
 from ebbtide.srt.layers.moe import Experts
@@ -354,7 +353,7 @@ def _products(model: CausalLM, placements: Mapping[str, Placement]) -> dict[str,
     for name, placement in sorted(placements.items(), key=lambda item: item[1].target.start):
         parameter = placement.target.parameter
         module = model.get_submodule(parameter.rpartition(".")[0])
-        is_product = isinstance(module, Linear) and not isinstance(module, VocabEmbedding)
+        is_product = isinstance(module, Linear) and module.may_be_adapted
         if name.endswith(".weight") and (
             isinstance(module, Experts) or (is_product and parameter.endswith(".weight"))
         ):

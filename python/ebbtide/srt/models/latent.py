@@ -114,6 +114,7 @@ class LatentAttention(nn.Module):
             self.q_b_proj = linear(sizes.query_rank, num_queries)
         self.kv_a_layernorm = RMSNorm(rank, eps=_EPS, dtype=dtype)
         self.kv_b_proj = linear(rank, num_heads * (sizes.key_dim + sizes.value_dim))
+        self.kv_b_proj.may_be_adapted = False
         self.o_proj = linear(num_heads * sizes.value_dim, config.hidden_size)
 
     def forward(self, x: NormedResidual, rope: Rope, step: Step) -> Addend:
