@@ -163,6 +163,11 @@ class Batch:
 
     def grouped_mm(self, call: int) -> Tensor:
         experts, (tokens, ends) = self.layers[call % 2].experts, self.sorted[call]
+        if isinstance(experts, BiasedExperts):
+            weights = experts.weights
+            inner = torch._grouped_mm(self.inputs[call][tokens], weights.gate_up_EDR, ends)
+            half = inner[:, : weights.down_EID.shape[1]].contiguous()
+            return torch._grouped_mm(half, weights.down_EID, ends)
         gate_up = experts.gate_up_proj.view(self.config.num_experts, -1, self.hidden)
         down = experts.down_proj.view(self.config.num_experts, self.hidden, -1)
         inner = torch._grouped_mm(self.inputs[call][tokens], gate_up.transpose(1, 2), ends)

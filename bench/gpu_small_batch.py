@@ -66,17 +66,14 @@ class Model:
 
 
 def model(name: str, layers: int, hidden: int, qkv: int, q: int, intermediate: int, vocab: int) -> Model:
-    return Model(
-        name,
-        layers,
-        (
-            Product("qkv", Shape(qkv, hidden), True, False),
-            Product("o", Shape(hidden, q), False, True),
-            Product("gate_up", Shape(intermediate, hidden, True), True, False),
-            Product("down", Shape(hidden, intermediate), False, True),
-        ),
-        Product("head", Shape(vocab, hidden), True, False),
+    """`intermediate` 0: experts take the place of the MLP, see gpu_moe.py."""
+    mlp = (
+        Product("gate_up", Shape(intermediate, hidden, True), True, False),
+        Product("down", Shape(hidden, intermediate), False, True),
     )
+    attention = Product("qkv", Shape(qkv, hidden), True, False), Product("o", Shape(hidden, q), False, True)
+    head = Product("head", Shape(vocab, hidden), True, False)
+    return Model(name, layers, attention + (mlp if intermediate else ()), head)
 
 
 MODELS = {
@@ -89,6 +86,7 @@ MODELS = {
     "qwen2.5-0.5b": model("qwen2.5-0.5b", 24, 896, 1152, 896, 4864, 151936),
     "qwen2.5-1.5b": model("qwen2.5-1.5b", 28, 1536, 2048, 1536, 8960, 151936),
     "qwen2.5-3b": model("qwen2.5-3b", 36, 2048, 2560, 2048, 11008, 151936),
+    "gpt-oss": model("gpt-oss", 24, 2880, 5120, 4096, 0, 201088),
     "qwen7b": model("qwen7b", 28, 3584, 4608, 3584, 18944, 152064),
 }
 

@@ -1,8 +1,8 @@
 """Experts with biases and a clamped gate, as gpt-oss has them, in Triton: see `fused_moe`.
 
 Weights lie as in its checkpoints: inputs are rows and outputs columns, gate and up of each inner number side
-by side. A tile of the first product has both; they are told apart when the product is done. The second one is
-that of `fused_moe` or `few_token_moe`, read the other way.
+by side. A tile of the first product has both; they are told apart when the product is done. The second one
+is for few tokens that of `few_token_moe`, read the other way.
 
 Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size, S = T·K slots, R = 2·I.
 Kernels call D and I `HIDDEN` and `INNER`.
@@ -12,15 +12,21 @@ Kernels call D and I `HIDDEN` and `INNER`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.few_token_moe import down_few_
-from ebbtide.srt.layers.kernels.fused_moe import add_up_, down_by_blocks, tile_options
+from ebbtide.srt.layers.kernels.fused_moe import add_up_, tile_options
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.layers.kernels.moe_routing import follow, list_slots
 from ebbtide.srt.layers.kernels.tiles import Layer, Plan, choose_plan
+
+# Blocks of one expert that read a part of its weights one after another, while it is in the cache; blocks of
+# so few tokens have none of their kind.
+_GROUP, _GROUPED_FROM = 8, 64
 
 
 def fused_biased_experts(
@@ -70,29 +76,62 @@ def fused_biased_experts(
         chosen = (weights_TK, experts_TK)
         down_few_(out_TD, inner_SI, down_EID, down_bias_ED, *chosen, plan.down, add=add, is_transposed=True)
         return out_TD
+    out_SD = _by_blocks(
+        x_TD,
+        (gate_up_EDR, gate_up_bias_ER, down_EID, down_bias_ED),
+        inner_SI,
+        weights_TK,
+        experts_TK,
+        slope,
+        limit,
+        plan,
+    )
+    add_up_(out_TD, out_SD, add=add)
+    return out_TD
+
+
+def _by_blocks(
+    x_TD: Tensor,
+    experts: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    inner_SI: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    slope: float,
+    limit: float,
+    plan: Plan,
+) -> Tensor:
+    """The weighted outputs of each token's experts, [S, D]."""
+    gate_up_EDR, gate_up_bias_ER, down_EID, down_bias_ED = experts
+    num_experts, inner, hidden = down_EID.shape
     blocks = list_slots(experts_TK, num_experts, plan.block_tokens)
-    _gate_up_kernel[(blocks.number * triton.cdiv(inner, tile.rows),)](
+    listed = (blocks.experts, blocks.slots, experts_TK.numel(), blocks.number)
+    constants: dict[str, Any] = {"HIDDEN": hidden, "INNER": inner, "BLOCK_T": plan.block_tokens}
+    constants |= {"GROUP": _GROUP if plan.block_tokens >= _GROUPED_FROM else 1} | overlap_options(x_TD)
+    groups = triton.cdiv(blocks.number, constants["GROUP"]) * constants["GROUP"]
+    _gate_up_kernel[(groups * triton.cdiv(inner, plan.gate_up.rows),)](
         x_TD,
         gate_up_EDR,
         gate_up_bias_ER,
         inner_SI,
-        blocks.experts,
-        blocks.slots,
-        num_slots,
+        *listed,
         slope,
         limit,
-        HIDDEN=hidden,
-        INNER=inner,
-        TOP_K=top_k,
-        BLOCK_T=plan.block_tokens,
-        **tile_options(tile),
-        **overlap_options(x_TD),
+        TOP_K=experts_TK.shape[1],
+        **constants,
+        **tile_options(plan.gate_up),
     )
-    out_SD = down_by_blocks(
-        inner_SI, down_EID, None, down_bias_ED, weights_TK, blocks, plan, hidden, is_transposed=True
+    out_SD = x_TD.new_empty((len(inner_SI), hidden))
+    _down_kernel[(groups * triton.cdiv(hidden, plan.down.rows),)](
+        inner_SI,
+        down_EID,
+        down_bias_ED,
+        out_SD,
+        weights_TK,
+        *listed,
+        **constants,
+        **tile_options(plan.down),
     )
-    add_up_(out_TD, out_SD, add=add)
-    return out_TD
+    return out_SD
 
 
 @triton.jit
@@ -145,7 +184,15 @@ def _gate_up_few_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit
+def _place(num_parts, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The block of a program, and the part of its outputs; programs of neighbours read a part together."""
+    program = tl.program_id(0)
+    in_group = program % (GROUP * num_parts)
+    return program // (GROUP * num_parts) * GROUP + in_group % GROUP, in_group // GROUP
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_TD,
     gate_up_EDR,
@@ -154,21 +201,23 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     block_experts,
     block_slots,
     num_slots,
+    num_blocks,
     slope,
     limit,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """The gated product of one block, ROWS inner numbers of it."""
     follow(OVERLAPPED)
-    num_parts = tl.cdiv(INNER, ROWS)
-    # Programs of one block follow each other, so that its tokens stay in the cache.
-    block, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
+    block, part = _place(tl.cdiv(INNER, ROWS), GROUP)
+    if block >= num_blocks:
+        return
     expert = tl.load(block_experts + block).to(tl.int64)
     slots = tl.load(block_slots + block * BLOCK_T + tl.arange(0, BLOCK_T))
     if expert < 0:
@@ -179,25 +228,85 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     places = tl.where(outputs < 2 * INNER, outputs, 0)
     tokens = tl.where(filled, slots // TOP_K, 0).to(tl.int64)
     steps = tl.arange(0, STEP)
-    pointers = gate_up_EDR + expert * (2 * INNER * HIDDEN) + places[:, None] + steps[None, :] * (2 * INNER)
-    x_pointers = x_TD + tokens[None, :] * HIDDEN + steps[:, None]
-    product = tl.zeros([2 * ROWS, BLOCK_T], dtype=tl.float32)
-    for first in range(0, HIDDEN, STEP):
-        if HIDDEN % STEP == 0:
-            x = tl.load(x_pointers + first)
-            weight = tl.load(pointers + first * (2 * INNER))
-        else:
-            real = steps < HIDDEN - first
-            x = tl.load(x_pointers + first, mask=real[:, None], other=0.0)
-            weight = tl.load(pointers + first * (2 * INNER), mask=real[None, :], other=0.0)
-        product = tl.dot(weight.to(x.dtype), x, product, input_precision="ieee")
-    product += tl.load(bias_ER + expert * (2 * INNER) + places)[:, None].to(tl.float32)
-    gate, up = tl.split(tl.permute(tl.reshape(product, (ROWS, 2, BLOCK_T)), (0, 2, 1)))
+    x_at = x_TD + tokens[:, None] * HIDDEN + steps[None, :]
+    weight_at = gate_up_EDR + expert * (2 * INNER * HIDDEN) + steps[:, None] * (2 * INNER) + places[None, :]
+    product = _product(x_at, weight_at, steps, BLOCK_T, 2 * ROWS, HIDDEN, 2 * INNER, STEP)
+    product += tl.load(bias_ER + expert * (2 * INNER) + places)[None, :].to(tl.float32)
+    gate, up = tl.split(tl.reshape(product, (BLOCK_T, ROWS, 2)))
     rows = part * ROWS + tl.arange(0, ROWS)
     value = _gated(gate, up, slope, limit)
-    mask = filled[None, :] & (rows < INNER)[:, None]
-    tl.store(
-        inner_SI + slots.to(tl.int64)[None, :] * INNER + rows[:, None],
-        value.to(inner_SI.dtype.element_ty),
-        mask=mask,
-    )
+    at = inner_SI + slots.to(tl.int64)[:, None] * INNER + rows[None, :]
+    mask = filled[:, None] & (rows < INNER)[None, :]
+    tl.store(at, value.to(inner_SI.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+def _down_kernel(  # type: ignore[no-untyped-def]
+    inner_SI,
+    down_EID,
+    bias_ED,
+    out_SD,
+    weights_S,
+    block_experts,
+    block_slots,
+    num_slots,
+    num_blocks,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """The weighted outputs of one block, ROWS of them."""
+    block, part = _place(tl.cdiv(HIDDEN, ROWS), GROUP)
+    if block >= num_blocks:
+        follow(OVERLAPPED)
+        return
+    # The predecessor computes only what is multiplied here: the blocks were listed before it.
+    expert = tl.load(block_experts + block).to(tl.int64)
+    slots = tl.load(block_slots + block * BLOCK_T + tl.arange(0, BLOCK_T))
+    # A block without an expert lists no slots.
+    filled = (slots < num_slots) & (tl.zeros_like(slots) <= expert)
+    sources = tl.where(filled, slots, 0).to(tl.int64)
+    weights = tl.load(weights_S + sources)
+    follow(OVERLAPPED)
+    if expert < 0:
+        return
+    rows = part * ROWS + tl.arange(0, ROWS)
+    places = tl.where(rows < HIDDEN, rows, 0)
+    steps = tl.arange(0, STEP)
+    value_at = inner_SI + sources[:, None] * INNER + steps[None, :]
+    weight_at = down_EID + expert * (HIDDEN * INNER) + steps[:, None] * HIDDEN + places[None, :]
+    out = _product(value_at, weight_at, steps, BLOCK_T, ROWS, INNER, HIDDEN, STEP)
+    if bias_ED is not None:
+        out += tl.load(bias_ED + expert * HIDDEN + places)[None, :].to(tl.float32)
+    out *= weights[:, None]
+    at = out_SD + slots.to(tl.int64)[:, None] * HIDDEN + rows[None, :]
+    tl.store(at, out.to(out_SD.dtype.element_ty), mask=filled[:, None] & (rows < HIDDEN)[None, :])
+
+
+@triton.jit
+def _product(  # type: ignore[no-untyped-def]
+    x_at,
+    weight_at,
+    steps,
+    BLOCK_T: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROW: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """[BLOCK_T, OUTPUTS] of rows that begin at `x_at` and a weight whose rows have ROW numbers."""
+    product = tl.zeros([BLOCK_T, OUTPUTS], dtype=tl.float32)
+    for first in range(0, INPUTS, STEP):
+        if INPUTS % STEP == 0:
+            x = tl.load(x_at + first)
+            weight = tl.load(weight_at + first * ROW)
+        else:
+            real = steps < INPUTS - first
+            x = tl.load(x_at + first, mask=real[None, :], other=0.0)
+            weight = tl.load(weight_at + first * ROW, mask=real[:, None], other=0.0)
+        product = tl.dot(x, weight.to(x.dtype), product, input_precision="ieee")
+    return product

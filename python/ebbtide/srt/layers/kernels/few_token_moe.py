@@ -61,7 +61,7 @@ def down_few_(
     add: bool,
     is_transposed: bool = False,
 ) -> None:
-    """The second product of `few_tokens_`; `down` and `bias_R` as in `fused_moe.down_by_blocks`."""
+    """The second product of `few_tokens_`; `down` is [E·D, I], or where it is transposed [E, I, D]."""
     (num_tokens, hidden), inner = out_TD.shape, inner_SI.shape[1]
     _down_kernel[(triton.cdiv(hidden, tile.rows), num_tokens)](
         inner_SI,

@@ -23,7 +23,7 @@ from torch import Tensor
 from ebbtide.srt.layers.kernels.few_token_moe import few_tokens_
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.layers.kernels.lora import ExpertFactors, expand, shrink
-from ebbtide.srt.layers.kernels.moe_routing import Blocks, follow, list_slots
+from ebbtide.srt.layers.kernels.moe_routing import follow, list_slots
 from ebbtide.srt.layers.kernels.tiles import DEFAULTS, Layer, Plan, Tile, choose_plan
 
 _SUMMED_COLUMNS = 1024
@@ -103,38 +103,11 @@ def _by_blocks(
         **tile_options(plan.gate_up),
         **overlap_options(x_TD),
     )
-    out_SD = down_by_blocks(inner_SI, down_RI, scales[1], None, weights_TK, blocks, plan, hidden)
-    if adapted is not None and adapted.down is not None:
-        shrunk = shrink(inner_SI, adapted.down, adapted.groups)
-        expand(shrunk, adapted.down, adapted.groups, out_SD, weights_N=weights_TK)
-    return out_SD
-
-
-def down_by_blocks(
-    inner_SI: Tensor,
-    down: Tensor,
-    scales_R: Tensor | None,
-    bias_R: Tensor | None,
-    weights_TK: Tensor,
-    blocks: Blocks,
-    plan: Plan,
-    hidden: int,
-    *,
-    is_transposed: bool = False,
-) -> Tensor:
-    """The second product of `_by_blocks`, weighted, [S, D].
-
-    Args:
-        down: [E·D, I], or where it is transposed [E, I, D].
-        scales_R, bias_R: of each row, expert after expert.
-    """
-    num_slots, inner = inner_SI.shape
-    out_SD = inner_SI.new_empty((num_slots, hidden))
+    out_SD = x_TD.new_empty((num_slots, hidden))
     _down_kernel[(blocks.number * triton.cdiv(hidden, plan.down.rows),)](
         inner_SI,
-        down,
-        scales_R,
-        bias_R,
+        down_RI,
+        scales[1],
         out_SD,
         weights_TK,
         blocks.experts,
@@ -142,12 +115,13 @@ def down_by_blocks(
         num_slots,
         HIDDEN=hidden,
         INNER=inner,
-        ROW_STEP=1 if is_transposed else inner,
-        COLUMN_STEP=hidden if is_transposed else 1,
         BLOCK_T=plan.block_tokens,
         **tile_options(plan.down),
-        **overlap_options(inner_SI),
+        **overlap_options(x_TD),
     )
+    if adapted is not None and adapted.down is not None:
+        shrunk = shrink(inner_SI, adapted.down, adapted.groups)
+        expand(shrunk, adapted.down, adapted.groups, out_SD, weights_N=weights_TK)
     return out_SD
 
 
@@ -250,7 +224,6 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     inner_SI,
     down_RI,
     scales_R,
-    bias_R,
     out_SD,
     weights_S,
     block_experts,
@@ -258,8 +231,6 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     num_slots,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
-    ROW_STEP: tl.constexpr,
-    COLUMN_STEP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -281,23 +252,21 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     rows = part * ROWS + tl.arange(0, ROWS)
     row_places = tl.where(rows < HIDDEN, rows, 0)
     columns = tl.arange(0, STEP)
-    down_pointers = down_RI + expert.to(tl.int64) * (HIDDEN * INNER)
-    down_pointers += row_places[:, None] * ROW_STEP + columns[None, :] * COLUMN_STEP
+    down_places = expert.to(tl.int64) * (HIDDEN * INNER) + row_places[:, None] * INNER + columns[None, :]
+    down_pointers = down_RI + down_places
     value_pointers = inner_SI + sources[None, :] * INNER + columns[:, None]
     out = tl.zeros([ROWS, BLOCK_T], dtype=tl.float32)
     for first in range(0, INNER, STEP):
         if INNER % STEP == 0:
             value = tl.load(value_pointers + first)
-            weight = tl.load(down_pointers + first * COLUMN_STEP)
+            weight = tl.load(down_pointers + first)
         else:
             real = columns < INNER - first
             value = tl.load(value_pointers + first, mask=real[:, None], other=0.0)
-            weight = tl.load(down_pointers + first * COLUMN_STEP, mask=real[None, :], other=0.0)
+            weight = tl.load(down_pointers + first, mask=real[None, :], other=0.0)
         out = tl.dot(weight.to(value.dtype), value, out, input_precision="ieee")
     if scales_R is not None:
         out *= tl.load(scales_R + expert.to(tl.int64) * HIDDEN + row_places)[:, None]
-    if bias_R is not None:
-        out += tl.load(bias_R + expert.to(tl.int64) * HIDDEN + row_places)[:, None].to(tl.float32)
     out *= weights[None, :]
     places = slots.to(tl.int64)[None, :] * HIDDEN + rows[:, None]
     mask = filled[None, :] & (rows < HIDDEN)[:, None]

@@ -116,7 +116,8 @@ def default_product(bucket: int, shape: Shape) -> Config:
     """Block sizes for any shape: enough programs for every multiprocessor, all of them resident at once."""
     if bucket == 1:
         # 128 threads read 16 bytes each of a row of 1,024; two such tiles are in flight per program.
-        return MatvecConfig(4, min(1024, _block_columns(shape.num_columns, 1024)), 4)
+        block_columns = _block_columns(shape.num_columns, 1024)
+        return MatvecConfig(4, block_columns if block_columns >= 256 else 1024, 4)
     block_rows = 32 if bucket <= 8 and not shape.gated else 64
     num_programs = -(-shape.num_rows // block_rows)
     num_splits = 1
@@ -278,10 +279,10 @@ DEFAULTS = {
 # The same for weights whose rows lie side by side: of a tile as many are read as make whole cache lines.
 TRANSPOSED_ONE_BY_ONE = Plan(1, Tile(16, 128, 4, 1), Tile(16, 512, 8, 1))
 TRANSPOSED = {
-    16: Plan(16, Tile(32, 64, 4, 5), Tile(64, 64, 4, 5)),
-    32: Plan(32, Tile(32, 64, 4, 5), Tile(64, 64, 4, 5)),
-    64: Plan(64, Tile(64, 64, 8, 4), Tile(128, 64, 8, 4)),
-    128: Plan(128, Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
+    16: Plan(16, Tile(32, 64, 4, 6), Tile(64, 64, 4, 6)),
+    32: Plan(32, Tile(32, 64, 4, 6), Tile(64, 64, 4, 6)),
+    64: Plan(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    128: Plan(128, Tile(64, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
 # What was measured for a number of tokens serves from a fourth of it on.
 _REACH = 4
