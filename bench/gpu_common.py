@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,14 @@ START_TIMEOUT_S = 400.0
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of which only the configuration exists. bfloat16: 2 bytes per number."""
+    """A model of which only the configuration exists. bfloat16: 2 bytes per number.
+
+    Attributes:
+        server_args: further `ServerArgs` with which it is measured.
+    """
 
     config: dict[str, Any]
+    server_args: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.config[name]
@@ -308,6 +313,7 @@ SHAPES["moonlight"] = Shape(
         "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
     }
 )
+SHAPES["llama8b-transformers"] = replace(SHAPES["llama8b"], server_args={"model_impl": "transformers"})
 TINY = _dense(
     "Qwen3ForCausalLM",
     "qwen3",

@@ -60,6 +60,7 @@ SHAPE_TITLES = {
     "glm4.7-flash": "GLM-4.7-Flash",
     "moonlight": "Moonlight-16B-A3B",
     "gpt-oss-20b": "gpt-oss-20b",
+    "llama8b-transformers": "Llama-3.1-8B by transformers' code",
 }
 
 

@@ -64,6 +64,7 @@ def measure_shape(report: Report, args: argparse.Namespace, machine: Machine, na
     keys = [_key(args, name, size) for size in chosen]
     with report.attempt(*keys), model_folder(args, name) as (shape, folder):
         sizes: dict[str, Any] = {"max_total_tokens": needed, "max_running_requests": largest}
+        sizes |= shape.server_args
         sizes["cuda_graph_max_bs"] = largest
         started = time.perf_counter()
         with Engine(**engine_args(args, folder, **sizes)) as engine:
