@@ -34,6 +34,7 @@ TABLES = {
     "default": "At default flags, the trainer's copy of the weights on the same card",
     "delta": "Updates of what changed, of 16 GB, from a trainer on the same GPU",
     "replay": "What requests and updates ask for (Llama-3.1-8B, default flags)",
+    "lora": "LoRA adapters of rank 32 (Llama-3.1-8B, all products)",
     "start": "Start",
     "parity": "Agreement with transformers",
     "parallel": "Several GPUs",
@@ -352,6 +353,26 @@ GOALS: dict[str, Goal] = {
     ),
     "replay.routes_256": Goal(
         "replay", "256 streams with routed experts (Qwen3-30B-A3B): of without", "share", 0.98, at_least=True
+    ),
+    "lora.share_b1": Goal("lora", "1 request with an adapter: of the same without", "share", 0.93, True),
+    "lora.share_b32": Goal("lora", "32 requests, 1 adapter: of the same without", "share", 0.93, True),
+    "lora.share_b256_4": Goal(
+        "lora", "256 requests, 4 adapters: of the same without", "share", 0.90, True, sglang="0.70-0.79"
+    ),
+    "lora.share_b256_32": Goal("lora", "256 requests, 32 adapters: of the same without", "share", 0.85, True),
+    "lora.moe_share_b32": Goal(
+        "lora",
+        "Qwen3-30B-A3B, 32 requests, 1 adapter of experts too, rank 16: of without",
+        "share",
+        0.80,
+        True,
+    ),
+    "lora.load_reply_ms": Goal(
+        "lora", "a version from tensors on the card, 64 streams: to the reply", "ms", 15
+    ),
+    "lora.load_gap_ms": Goal("lora", "the same: longest gap, beyond that without", "ms", 2),
+    "lora.fetch_first_token_ms": Goal(
+        "lora", "an evicted adapter: first token, beyond a resident one", "ms", 10
     ),
     "start.cold": Goal(
         "start", "start to first token, no kernel compiled, 16 cores", "s", 60, sglang="122-143"

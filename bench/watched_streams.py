@@ -30,9 +30,14 @@ Update = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Streams:
-    """Greedy ones, of prompts of random tokens."""
+    """Greedy ones, of prompts of random tokens.
 
-    def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape) -> None:
+    Args:
+        fields: further ones of every request.
+    """
+
+    def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape, **fields: Any) -> None:
+        self._fields = fields
         self._args = args
         self._engine = engine
         self._vocab_size = shape["vocab_size"]
@@ -62,7 +67,7 @@ class Streams:
         }
         times = [] if times is None else times
         async for chunk in await self._engine.async_generate(
-            input_ids=prompt, sampling_params=params, stream=True
+            input_ids=prompt, sampling_params=params, stream=True, **self._fields
         ):
             times.append(time.perf_counter())
             started.set()

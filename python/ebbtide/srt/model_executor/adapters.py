@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -145,8 +145,10 @@ class AdapterSlots:
         self._scalings_SQ = self.arena.view(values_bytes, (self.num_slots, num_scalings), torch.float32)
         self._values_SN.zero_()
         self._scalings_SQ.zero_()
+        # By a product's first scaling, which no other has.
+        self._adapters = {layout.first_scaling: self._views(layout) for layout in layouts.values()}
         for parameter, layout in layouts.items():
-            _give(model, parameter, self._adapters(layout))
+            _give(model, parameter, self._adapters[layout.first_scaling])
 
     @property
     def slot_bytes(self) -> int:
@@ -183,9 +185,13 @@ class AdapterSlots:
         self.generation += 1
         with self._device.copying(beside=False):
             self._values_SN[slot].zero_()
+            copies: list[tuple[Tensor, Tensor]] = []
             for pair in pairs:
-                self._write(slot, pair.module, given[pair.a_name], given[pair.b_name])
+                copies += self._copies(slot, pair.module, given[pair.a_name], given[pair.b_name])
                 scalings[pair.module.layout.first_scaling + pair.module.part] = pair.scaling
+            # At once: one call for each of hundreds of small tensors would take as long as a pass.
+            rooms, pieces = [room for room, _ in copies], [piece for _, piece in copies]
+            torch._foreach_copy_(rooms, pieces, non_blocking=True)
             self._scalings_SQ[slot].copy_(torch.tensor(scalings), non_blocking=True)
 
     def clear(self, slot: int) -> None:
@@ -214,7 +220,7 @@ class AdapterSlots:
             digest.update(row.cpu().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
-    def _adapters(self, layout: _Layout) -> ProductAdapters:
+    def _views(self, layout: _Layout) -> ProductAdapters:
         def view(offset: int, shape: tuple[int, ...]) -> Tensor:
             return self._values_SN[:, offset : offset + math.prod(shape)].view(-1, *shape)
 
@@ -226,28 +232,27 @@ class AdapterSlots:
             layout.ends,
         )
 
-    def _write(self, slot: int, module: _Module, a: Tensor, b: Tensor) -> None:
+    def _copies(self, slot: int, module: _Module, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where the parts of an adapter go that this rank holds, and the parts."""
         layout = module.layout
-        adapters = self._adapters(layout)
+        adapters = self._adapters[layout.first_scaling]
         a_EPD, b_EOR = adapters.a_SEPD[slot], adapters.b_SEOR[slot]
         first = module.part * layout.rank + module.first_rank
-        a = a[:, module.columns]
         if module.expert is None:
             # E·R rows of A, expert after expert; E columns of B for each rank.
             rank = len(a) // layout.num_experts
-            a_ERD = a.reshape(layout.num_experts, rank, -1)
-            b_EOR_new = b.reshape(len(b), rank, layout.num_experts).permute(2, 0, 1)
-            a_EPD[:, first : first + rank].copy_(a_ERD, non_blocking=True)
+            yield a_EPD[:, first : first + rank], a[:, module.columns].reshape(layout.num_experts, rank, -1)
+            b = b.reshape(len(b), rank, layout.num_experts).permute(2, 0, 1)
             for rows, start in module.parts:
-                piece = b_EOR_new[:, rows]
-                b_EOR[:, start : start + piece.shape[1], :rank].copy_(piece, non_blocking=True)
+                piece = b[:, rows]
+                yield b_EOR[:, start : start + piece.shape[1], :rank], piece
             return
         rank = len(a)
-        a_EPD[module.expert, first : first + rank].copy_(a, non_blocking=True)
+        yield a_EPD[module.expert, first : first + rank], a[:, module.columns]
         columns = slice(module.first_rank, module.first_rank + rank)
         for rows, start in module.parts:
             piece = b[rows]
-            b_EOR[module.expert, start : start + len(piece), columns].copy_(piece, non_blocking=True)
+            yield b_EOR[module.expert, start : start + len(piece), columns], piece
 
     def _pairs(self, config: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[_Pair]:
         """Each module's A and B, checked."""
