@@ -194,6 +194,17 @@ def test_the_routing_kernel_knows_sigmoids_biases_and_groups(kernels: ModuleType
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 33])
+def test_few_tokens_are_scored_as_in_float32(kernels: ModuleType, num_tokens: int) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(num_tokens, 600, device=DEVICE).to(HALF)
+    weight = torch.randn(5, 600, device=DEVICE)
+
+    scores = kernels.moe_routing.score(x, weight)
+
+    torch.testing.assert_close(scores, x.float() @ weight.T, rtol=1e-5, atol=1e-4)
+
+
 def test_scores_that_are_no_numbers_lead_to_existing_experts(kernels: ModuleType) -> None:
     inf, nan = float("inf"), float("nan")
     logits = torch.tensor([[nan] * 6, [-inf] * 6, [nan, inf, 0.0, -inf, inf, 1.0]], device=DEVICE)

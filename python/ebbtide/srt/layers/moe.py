@@ -98,7 +98,13 @@ class Router(Linear):
         )
 
     def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
-        return linear(x.tensor().to(self.weight.dtype), self.weight, bias_O)
+        x_TD = x.tensor()
+        is_wide = self.weight.dtype == torch.float32 != x_TD.dtype
+        if is_wide and bias_O is None and len(x_TD) <= kernels.few:
+            from ebbtide.srt.layers.kernels.moe_routing import score
+
+            return score(x_TD, self.weight)
+        return linear(x_TD.to(self.weight.dtype), self.weight, bias_O)
 
     def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
         return len(x_TD) <= kernels.few_router and x_TD.dtype == self.weight.dtype

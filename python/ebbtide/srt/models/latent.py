@@ -22,7 +22,7 @@ from ebbtide.srt.layers.attention.base import AttentionKind, LayerAttention
 from ebbtide.srt.layers.heads import Rope
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.moe import MoeConfig
-from ebbtide.srt.layers.norm import Addend, NormedResidual, RMSNorm
+from ebbtide.srt.layers.norm import Addend, NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.rotary import rope_config, yarn_growth
 from ebbtide.srt.layers.step import Step
 from ebbtide.srt.mem_cache.cache_spec import Latent
@@ -122,7 +122,10 @@ class LatentAttention(nn.Module):
         a_TO = self.qkv_a_proj(x, step)
         q_TO, latents_TH = a_TO[:, : -rank - num_rotated], a_TO[:, -rank - num_rotated :]
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            q_TO = self.q_b_proj(self.q_a_layernorm(q_TO), step)
+            # One token's norm is part of its product.
+            is_one = q_TO.is_contiguous()
+            normed = Residual(q_TO).normed(self.q_a_layernorm) if is_one else self.q_a_layernorm(q_TO)
+            q_TO = self.q_b_proj(normed, step)
         up_NOC = self.kv_b_proj.wide_weight(a_TO.dtype).view(-1, key_dim + self.sizes.value_dim, rank)
         num_heads = len(up_NOC)
         q_TNO = q_TO.view(len(q_TO), num_heads, -1)

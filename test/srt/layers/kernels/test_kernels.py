@@ -245,6 +245,9 @@ def test_a_norm_equals_that_of_torch(
     assert (out.dtype, out.shape) == (dtype, x.shape)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out.cpu(), rms_norm(x, weight, 1e-6, offset), rtol=tolerance, atol=tolerance)
+    # A part of wider rows.
+    wide = torch.cat((x, x), -1).to(device)[..., shape[-1] :]
+    assert torch.equal(rms_norm_at_once(wide, weight.to(device), 1e-6, offset), out)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)

@@ -31,6 +31,30 @@ FEW_SLOTS = 4096
 LOWEST_SCORE = -3e38
 
 
+# Tokens that a program of the kernel for few tokens scores.
+_SCORED_TOKENS = 16
+
+
+def score(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """x Wᵀ in float32, of few tokens: [T, E]. The weight is float32, the tokens are of any type."""
+    num_tokens, hidden = x_TD.shape
+    num_experts = len(weight_ED)
+    scores_TE = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=x_TD.device)
+    block_tokens = min(_SCORED_TOKENS, triton.next_power_of_2(num_tokens))
+    _score_kernel[(num_experts, triton.cdiv(num_tokens, block_tokens))](
+        x_TD,
+        weight_ED,
+        scores_TE,
+        num_tokens,
+        NUM_EXPERTS=num_experts,
+        HIDDEN=hidden,
+        BLOCK_T=block_tokens,
+        BLOCK_D=512,
+        **overlap_options(x_TD),
+    )
+    return scores_TE
+
+
 class Groups(NamedTuple):
     """Experts in groups of equal size, of which the best by the sum of their highest scores are kept."""
 
@@ -136,6 +160,34 @@ def follow(OVERLAPPED: tl.constexpr) -> None:
     if OVERLAPPED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _score_kernel(  # type: ignore[no-untyped-def]
+    x_TD,
+    weight_ED,
+    scores_TE,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """A program scores some tokens for one expert."""
+    follow(OVERLAPPED)
+    expert = tl.program_id(0)
+    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    sums = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
+    for start in range(0, HIDDEN, BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        inside = columns < HIDDEN
+        weight = tl.load(weight_ED + expert * HIDDEN + columns, mask=inside, other=0.0)
+        at = tokens[:, None] * HIDDEN + columns[None, :]
+        x = tl.load(x_TD + at, mask=(tokens[:, None] < num_tokens) & inside[None, :], other=0.0)
+        sums += x.to(tl.float32) * weight[None, :]
+    at = scores_TE + tokens * NUM_EXPERTS + expert
+    tl.store(at, tl.sum(sums, axis=1), mask=tokens < num_tokens)
 
 
 @triton.jit

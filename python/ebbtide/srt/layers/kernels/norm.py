@@ -5,7 +5,6 @@ Shapes: M rows, D columns.
 
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,14 +14,16 @@ from ebbtide.srt.layers.kernels.launch import overlap_options
 
 def rms_norm_at_once(x: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, in float32 and rounded once."""
-    x_MD = x.contiguous().view(-1, len(weight_D))
-    out_MD = torch.empty_like(x_MD)
+    # Rows that are a part of wider ones are read where they lie.
+    x_MD = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, len(weight_D))
+    out_MD = x.new_empty(x_MD.shape)
     _rms_norm[(len(x_MD),)](
         x_MD,
         weight_D,
         out_MD,
         eps,
         offset,
+        x_MD.stride(0),
         COLUMNS=len(weight_D),
         BLOCK=triton.next_power_of_2(len(weight_D)),
         num_warps=8 if len(weight_D) > 2048 else 4,
@@ -38,6 +39,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     out_ptr,
     eps,
     offset,
+    step,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -49,7 +51,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
     if OVERLAPPED:
         tl.extra.cuda.gdc_wait()
-    start = tl.program_id(0).to(tl.int64) * COLUMNS
-    x = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + row * step + columns, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / COLUMNS + eps)
-    tl.store(out_ptr + start + columns, x * scale * weight, mask=inside)
+    tl.store(out_ptr + row * COLUMNS + columns, x * scale * weight, mask=inside)
