@@ -38,7 +38,8 @@ from common import RESULTS, write_result
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_limits import RequestLimits
-from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.assembly import SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.control.ports import Slices
 from ebbtide.srt.managers.control.weight_ports import WritePlan
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
@@ -57,10 +58,8 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.scheduling.ranks.channels import open_rank_channels
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
-from ebbtide.srt.mem_cache.page_table import PageTable
-from ebbtide.testing import NullDevice, NullRunner, NullWeights
-from ebbtide.testing.null_engine import DEVICE_BYTES, POOL_TOKENS, null_args, null_config
-from ebbtide.testing.null_weights import null_memories
+from ebbtide.testing import NullRunner, NullWeights
+from ebbtide.testing.null_engine import POOL_TOKENS, null_args, null_config, null_parts
 from ebbtide.trainer.payload_encoding import serialize_tensors
 
 NUM_LAYERS = 32
@@ -86,7 +85,7 @@ TIMEOUT_S = 300.0
 class ReferencedWeights(NullWeights):
     """Null weights that take any entry, unopened."""
 
-    def open(self, request: WeightUpdateRequest) -> WritePlan:
+    def open(self, request: WeightUpdateRequest) -> Slices[WritePlan]:
         if isinstance(request, UpdateWeightsFromTensorReqInput):
             assert any(request.serialized_named_tensors)
             request = UpdateWeightFromDiskReqInput(model_path="1")
@@ -96,19 +95,7 @@ class ReferencedWeights(NullWeights):
 def run_replica(config: EngineConfig, addresses: ChannelAddresses, started: threading.Semaphore) -> None:
     """A replica of one rank. Does not return."""
     inbox, outputs = open_rank_channels(config, addresses)
-    device, runner = NullDevice(DEVICE_BYTES), NullRunner()
-    weights = ReferencedWeights(runner)
-    parts = RankParts(
-        runner=runner,
-        num_pages=POOL_TOKENS // config.cache.page_size,
-        table=PageTable(MAX_RUNNING_REQUESTS, config.model.context_len // config.cache.page_size),
-        memories=null_memories(device, weights, keeps_weights=True),
-        weights=weights,
-        free_bytes=lambda: device.free_bytes,
-        device="null",
-        uuid=None,
-        tokenizer=None,
-    )
+    parts = null_parts(config, ReferencedWeights(NullRunner()))
     scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, inbox, outputs)
     started.release()
     scheduler.run()

@@ -237,7 +237,9 @@ def measure_backup(report: Report, args: argparse.Namespace, machine: Machine) -
         with Engine(**arguments) as engine:
             first = release(engine, "weights")
             resume(engine, "weights")
-            changed, unchanged, resumed = [], [], []
+            changed: list[dict[str, Any]] = []
+            unchanged: list[dict[str, Any]] = []
+            resumed: list[dict[str, Any]] = []
             for number in range(args.runs):
                 # One parameter will do: what counts as changed are the weights as a whole.
                 engine.update_weights_from_tensor([("model.norm.weight", norm + number / 8)])

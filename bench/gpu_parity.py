@@ -145,13 +145,15 @@ def measure(report: Report, args: argparse.Namespace, folder: Path) -> None:
             arguments = engine_args(args, folder, **sizes, **options)
             outputs[variant] = answers(arguments, prompts, num_tokens)
     dtypes = (torch.bfloat16, torch.float32)
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(args.device) for dtype in dtypes]
+    bf16, float32 = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(args.device) for dtype in dtypes
+    )
     first = next(iter(outputs.values()))
-    reference = compare_references(*models, prompts, first)
+    reference = compare_references(bf16, float32, prompts, first)
     basis = "transformers in bfloat16 against float32"
     for variant, those in outputs.items():
         with report.attempt(f"parity.{variant}.agreement", f"parity.{variant}.logprob"):
-            agreement, mean, largest = compare(models[0], prompts, those)
+            agreement, mean, largest = compare(bf16, prompts, those)
             same = [one["output_ids"] == other["output_ids"] for one, other in zip(those, first, strict=True)]
             report.add(
                 f"parity.{variant}.agreement",
@@ -167,9 +169,9 @@ def measure(report: Report, args: argparse.Namespace, folder: Path) -> None:
                 limit=reference[1],
                 limit_basis=basis,
                 largest=largest,
-                against_float32=compare(models[1], prompts, those)[1],
+                against_float32=compare(float32, prompts, those)[1],
             )
-    del models
+    del bf16, float32
     empty_cache(args.device)
 
 

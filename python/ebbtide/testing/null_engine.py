@@ -89,29 +89,32 @@ def null_config(args: ServerArgs) -> EngineConfig:
     )
 
 
-def run_null_scheduler(
-    config: EngineConfig, addresses: ChannelAddresses, ready: Connection, runner: NullRunner | None = None
-) -> None:
-    """The scheduler's process, with null parts in the place of a rank's. Does not return."""
-    inbox, outputs = open_rank_channels(config, addresses)
+def null_parts(config: EngineConfig, weights: NullWeights) -> RankParts:
+    """What a rank without a model brings along."""
     page_size = config.cache.page_size
-    max_total_tokens = config.cache.max_total_tokens or POOL_TOKENS
+    num_pages = (config.cache.max_total_tokens or POOL_TOKENS) // page_size
     device = NullDevice(DEVICE_BYTES)
-    runner = NullRunner() if runner is None else runner
-    weights = NullWeights(runner)
-    keeps_weights = config.memory.enable_weights_cpu_backup
-    parts = RankParts(
-        runner=runner,
-        num_pages=max_total_tokens // page_size,
+    return RankParts(
+        runner=weights.runner,
+        num_pages=num_pages,
         table=PageTable(config.schedule.max_running_requests, -(-config.model.context_len // page_size)),
-        memories=null_memories(device, weights, keeps_weights=keeps_weights),
-        page_store=NullPageStore(max_total_tokens // page_size),
+        memories=null_memories(device, weights, keeps_weights=config.memory.enable_weights_cpu_backup),
+        page_store=NullPageStore(num_pages),
         weights=weights,
         free_bytes=lambda: device.free_bytes,
         device="null",
         uuid=None,
         tokenizer=None,
     )
+
+
+def run_null_scheduler(
+    config: EngineConfig, addresses: ChannelAddresses, ready: Connection, runner: NullRunner | None = None
+) -> None:
+    """The scheduler's process, with null parts in the place of a rank's. Does not return."""
+    inbox, outputs = open_rank_channels(config, addresses)
+    parts = null_parts(config, NullWeights(NullRunner() if runner is None else runner))
+    max_total_tokens = parts.num_pages * config.cache.page_size
     scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, inbox, outputs)
     longest = min(config.model.context_len, max_total_tokens) - 1
     ready.send({"status": "ready", "max_total_num_tokens": max_total_tokens, "max_req_input_len": longest})
