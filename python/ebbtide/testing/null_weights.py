@@ -10,7 +10,15 @@ from typing import Any
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.ports import Slices
-from ebbtide.srt.managers.control.weight_ports import Conversation, GroupJoining, How, Staging, WritePlan
+from ebbtide.srt.managers.control.weight_ports import (
+    Conversation,
+    GroupJoining,
+    How,
+    PatchSums,
+    Snapshot,
+    Staging,
+    WritePlan,
+)
 from ebbtide.srt.managers.io_struct import (
     ChecksumAlgorithm,
     InitWeightsUpdateGroupReqInput,
@@ -290,6 +298,7 @@ class _NullStaging:
 
 
 class _NullPlan:
+    patch: PatchSums | None = None
     base_version: str | None = None
     incomplete = ""
 
@@ -354,15 +363,6 @@ class _NullPlan:
             staging.write(name, self._value, adds=self.how is How.LOAD)
             yield from self._weights.slice()
         self._weights.fail_at("write")
-
-    def sum_up(self, staging: Staging) -> Slices[None]:
-        raise NotImplementedError("these are whole weights")
-
-    def sums(self) -> Mapping[str, int]:
-        raise NotImplementedError("these are whole weights")
-
-    def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
-        raise NotImplementedError("these are whole weights")
 
     def finish(self) -> None:
         """Copies have run once they are launched."""
@@ -436,11 +436,17 @@ class NullParameters:
         checksums = {name: str(value) for name, value in values.items()}
         return RankChecksums(checksums=checksums, per_gpu_checksum=str(values), parallelism_info=[])
 
-    def snapshot(self) -> Slices[NullSnapshot]:
+    def snapshot(self) -> Slices[Snapshot]:
         self._weights.fail_at("check")
         values = yield from self.read(())
         assert None not in values.values(), "weights were copied that are not whole"
-        return NullSnapshot(self, values)
+
+        def differences(skipped: Sequence[str]) -> Slices[list[dict[str, str]]]:
+            now = (yield from self.read(skipped)).items()
+            changed = [(name, value) for name, value in now if value != values[name]]
+            return [{"name": name, "reason": f"{value} was {values[name]}"} for name, value in changed]
+
+        return differences
 
     def sources(self, skipped: Sequence[str]) -> frozenset[str]:
         return frozenset(self.live(skipped))
@@ -466,19 +472,3 @@ class NullParameters:
     def fill(self, skipped: Sequence[str]) -> None:
         self.generation += 1
         self._weights.write(dict.fromkeys(self.live(skipped), None))
-
-
-@dataclass(frozen=True)
-class NullSnapshot:
-    """What null weights once were."""
-
-    parameters: NullParameters
-    values: Mapping[str, int | None]
-
-    def differences(self, skipped: Sequence[str]) -> Slices[list[dict[str, str]]]:
-        now = yield from self.parameters.read(skipped)
-        return [
-            {"name": name, "reason": f"{value} was {self.values[name]}"}
-            for name, value in now.items()
-            if value != self.values[name]
-        ]

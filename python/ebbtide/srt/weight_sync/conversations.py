@@ -70,7 +70,7 @@ class IpcConversation:
         self._stage = _Stage.BUFFER
         self._owes_answer = False
         self._refused = ""
-        self._bucket: WeightSource | None = None
+        self.bucket: WeightSource | None = None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -83,11 +83,6 @@ class IpcConversation:
             raise RequestRejected(
                 f"zmq_handles: {address[:200]!r} cannot be connected to: {error}"
             ) from error
-
-    @property
-    def bucket(self) -> WeightSource | None:
-        """The tensors that the buffer holds now; None once everything has come."""
-        return self._bucket
 
     def poll(self) -> bool:
         # This is asked ahead of the messages, since the end comes behind the last of them.
@@ -109,7 +104,7 @@ class IpcConversation:
     def answer(self, problem: str = "") -> None:
         self._refused = self._refused or problem
         self._owes_answer = False
-        self._bucket = None
+        self.bucket = None
         self._socket.send(problem.encode() or _DONE)
 
     def close(self) -> None:
@@ -137,7 +132,7 @@ class IpcConversation:
                 self._stage = _Stage.BUCKETS
                 self.answer()
             case _Stage.BUCKETS, list():
-                self._bucket = self._read(said)
+                self.bucket = self._read(said)
             case _Stage.BUCKETS, None:
                 self._close_buffer()
                 self._stage = _Stage.END
@@ -169,7 +164,7 @@ class IpcConversation:
         return WeightSource(headers, lambda: tensors_in(buffer, places), is_on_device=True)
 
     def _close_buffer(self) -> None:
-        self._bucket = None
+        self.bucket = None
         self._buffer = None
         self._memory.close()
 
@@ -227,15 +222,10 @@ class StateDictConversation:
         self._timeout_s = timeout_s
         self._receiving = _state_dicts(group.device.type != "cpu")
         self._broadcasts: Broadcasts | None = None
-        self._bucket: WeightSource | None = None
+        self.bucket: WeightSource | None = None
         self._owes_answer = False
         self._is_over = False
         self._refused = ""
-
-    @property
-    def bucket(self) -> WeightSource | None:
-        """The state dict that has come; None once all have."""
-        return self._bucket
 
     def poll(self) -> bool:
         while not self._owes_answer:
@@ -253,11 +243,11 @@ class StateDictConversation:
     def answer(self, problem: str = "") -> None:
         self._refused = self._refused or problem
         self._owes_answer = False
-        self._bucket = None
+        self.bucket = None
 
     def close(self) -> None:
         """Leave a group whose trainer is in the middle of something."""
-        self._bucket = None
+        self.bucket = None
         if not self._is_over:
             self._is_over = True
             self._refused = self._refused or "the update was given up"
@@ -275,7 +265,7 @@ class StateDictConversation:
             self.close()
             raise
         if isinstance(asked, WeightSource):
-            self._bucket, self._owes_answer = asked, True
+            self.bucket, self._owes_answer = asked, True
         else:
             self._broadcasts = self._group.receive(asked, self._timeout_s)
 

@@ -274,7 +274,7 @@ class ShrinkingPlan:
 
 
 class KVMemory(Protocol):
-    """The chunks of the KV cache as they change hands: at a resize, and at a resume in parts.
+    """The chunks of the KV cache as they change hands: at a resize, at a resume, for a copy of the weights.
 
     All but `save`, `add` and `map` comes out alike on all ranks.
     """
@@ -330,3 +330,16 @@ class KVMemory(Protocol):
 
     def give_up(self) -> None:
         """Hold nothing back any more: the memory is released, or about to be."""
+
+    def set_aside(self, *, hard: bool = False) -> bool:
+        """Choose what is lent next, alike on all ranks; returns whether it is all that a copy takes.
+
+        Args:
+            hard: also what is only kept in case it is wanted again; all that a copy takes, or nothing.
+        """
+
+    def hand_over(self) -> None:
+        """Lend what was set aside; each rank at its own speed."""
+
+    def take_back(self) -> None:
+        """Have everything again once the copy is gone. Idempotent."""

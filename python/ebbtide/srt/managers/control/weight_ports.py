@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from ebbtide.srt.managers.control.ports import CopyStream, Slices
 from ebbtide.srt.managers.io_struct import (
@@ -28,6 +28,19 @@ class How(enum.Enum):
     LOAD = enum.auto()
 
 
+class PatchSums(Protocol):
+    """What the tensors of a patch are to come to, before it is written."""
+
+    def sum_up(self, staging: Staging) -> Slices[None]:
+        """Compute what the tensors of a patch are to come to, over a staging that holds what it changes."""
+
+    def sums(self) -> Mapping[str, int]:
+        """This rank's share of each tensor's checksum, after `sum_up`."""
+
+    def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
+        """Refuse (400) a patch for which the shares of all ranks are not what its sender says."""
+
+
 class WritePlan(Protocol):
     """What one update writes, held against the model, and how that is checked, done and undone.
 
@@ -39,6 +52,7 @@ class WritePlan(Protocol):
         sent: the names of what it holds; a name that the model does not know stands for itself.
         incomplete: why it cannot be committed alone, as a refusal; empty if it can.
         problems: what stands against writing it, as `{"name", "reason"}`; empty if nothing does.
+        patch: of a patch, its sums; None: it is none.
         base_version: of the weights that a patch changes; None: it does not say.
         is_sent: it comes through a group, rather than out of memory of the sender.
         opens: `open` has something to do.
@@ -48,6 +62,7 @@ class WritePlan(Protocol):
     """
 
     how: How
+    patch: PatchSums | None
     names: frozenset[str]
     touched: frozenset[str]
     sent: frozenset[str]
@@ -89,15 +104,6 @@ class WritePlan(Protocol):
 
     def end(self, staging: Staging) -> frozenset[str]:
         """The names, besides its own, that are whole once it was written on all ranks."""
-
-    def sum_up(self, staging: Staging) -> Slices[None]:
-        """Compute what the tensors of a patch are to come to, over a staging that holds what it changes."""
-
-    def sums(self) -> Mapping[str, int]:
-        """This rank's share of each tensor's checksum, after `sum_up`."""
-
-    def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
-        """Refuse (400) a patch for which the shares of all ranks are not what its sender says."""
 
     def finish(self) -> None:
         """Wait until the copies have run."""
@@ -176,23 +182,6 @@ class TrialPass(Protocol):
         """
 
 
-class Lender(Protocol):
-    """Lends memory for a second copy of the weights."""
-
-    def set_aside(self, *, hard: bool = False) -> bool:
-        """Choose what is lent next, alike on all ranks; returns whether it is all that a copy takes.
-
-        Args:
-            hard: also what is only kept in case it is wanted again; all that a copy takes, or nothing.
-        """
-
-    def hand_over(self) -> None:
-        """Lend what was set aside; each rank at its own speed."""
-
-    def take_back(self) -> None:
-        """Have everything again once the copy is gone. Idempotent."""
-
-
 class GroupJoining(Protocol):
     """A group of processes that is being joined. `replaced`: a live group of that name was left for it."""
 
@@ -204,11 +193,9 @@ class GroupJoining(Protocol):
     def close(self) -> None: ...
 
 
-class Snapshot(Protocol):
-    """A copy of this rank's parameters in host memory."""
-
-    def differences(self, skipped: Sequence[str]) -> Slices[list[dict[str, str]]]:
-        """The live parameters that are not bit for bit those of the copy, as `{"name", "reason"}`."""
+# The live parameters that are not bit for bit those of a copy, as `{"name", "reason"}`; without those that
+# have any of the given words in their names.
+Snapshot: TypeAlias = Callable[[Sequence[str]], Slices[list[dict[str, str]]]]
 
 
 class Parameters(Protocol):

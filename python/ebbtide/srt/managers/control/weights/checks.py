@@ -123,7 +123,7 @@ class WeightChecks:
         snapshot = self._snapshot
         if snapshot is None:
             raise RequestRejected("there is no snapshot: take one with action 'snapshot' first", 409)
-        work = self._watched(_refusing(snapshot.differences(skipped)))
+        work = self._watched(_refusing(snapshot(skipped)))
         yield from self._ranks.phase(Activity.WORKING, work)
         yield Activity.PREPARED
         self._snapshot = None

@@ -19,13 +19,14 @@ from ebbtide.srt.managers.control.ports import (
     Activity,
     CopyStream,
     DeadlinePassed,
+    KVMemory,
     OutOfStep,
     Ranks,
     Slices,
     Superseded,
     Work,
 )
-from ebbtide.srt.managers.control.weight_ports import How, Lender, Staging, Weights, WritePlan
+from ebbtide.srt.managers.control.weight_ports import How, Staging, Weights, WritePlan
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CommitTerms,
     Counts,
@@ -102,7 +103,7 @@ class WeightSession:
     def __init__(
         self,
         weights: Weights,
-        lender: Lender,
+        kv: KVMemory,
         content: WeightContent,
         ranks: Ranks,
         pace: Pace,
@@ -124,7 +125,7 @@ class WeightSession:
         self.refused = RefusedUpdates()
         self._unmap: list[Slices[None]] = []
         self._weights = weights
-        self._lender = lender
+        self._kv = kv
         self._content = content
         self._ranks = ranks
         self._pace = pace
@@ -273,11 +274,11 @@ class WeightSession:
             bursting = self._ranks.survey(Activity.COPYING, at_once(lambda: bursts), bool)
             if self._serves and not all((yield from bursting)[1]):
                 yield Activity.BOUNDARY
-                self._lender.set_aside()
+                self._kv.set_aside()
                 is_staged = yield from self._stage()
                 if not is_staged:
                     yield Activity.BOUNDARY
-                    if self._lender.set_aside(hard=True) or self._weights.requires_copy:
+                    if self._kv.set_aside(hard=True) or self._weights.requires_copy:
                         is_staged = yield from self._stage(is_last=True)
             if not is_staged:
                 yield from self._find_room(in_place=True)
@@ -292,13 +293,13 @@ class WeightSession:
         if not all(found):
             staging.close()
             self.state = Empty()
-            self._lender.take_back()
+            self._kv.take_back()
         return all(found)
 
     def _find_room(self, *, in_place: bool, is_last: bool = True) -> Work[Staging]:
         def room() -> Slices[Staging]:
             if not in_place:
-                self._lender.hand_over()
+                self._kv.hand_over()
             return (yield from self._weights.stage(in_place=in_place, is_last=is_last))
 
         _, staging = yield from self._pace.turns(room(), Activity.WORKING, self.stall)
@@ -384,9 +385,11 @@ class WeightSession:
             untouched = self._weights.names - (plan.names - self.names)
             yield from self._do(staging.complete(untouched), Activity.COPYING, copies)
             self.names |= plan.names
-        summing = self._pace.turns(plan.sum_up(staging), Activity.COPYING, self.stall, copies)
-        _, shares = yield from self._ranks.survey(Activity.COPYING, summing, lambda _: dict(plan.sums()))
-        plan.check_sums(shares)
+        patch = plan.patch
+        assert patch is not None
+        summing = self._pace.turns(patch.sum_up(staging), Activity.COPYING, self.stall, copies)
+        _, shares = yield from self._ranks.survey(Activity.COPYING, summing, lambda _: dict(patch.sums()))
+        patch.check_sums(shares)
 
     def _note_nonfinite(self, plan: WritePlan, names: frozenset[str]) -> None:
         self.nonfinite = (self.nonfinite - plan.sent) | names
@@ -455,7 +458,7 @@ class WeightSession:
         """After the commit, return the copy's memory to those who lent it, and the rest to the system."""
         if isinstance(self.state, Staged):
             self._ranks.certainly(self.state.staging.repay)
-            self._ranks.certainly(self._lender.take_back)
+            self._ranks.certainly(self._kv.take_back)
             yield from self._do(self.state.staging.release(), Activity.WORKING)
 
     def detach(self, plans: Iterable[WritePlan]) -> Work[None]:
@@ -478,7 +481,7 @@ class WeightSession:
         if self._staging is not None:
             self._staging.close()
             self.state = Empty()
-        self._lender.take_back()
+        self._kv.take_back()
         while self._unmap:
             finish(self._unmap.pop())
 

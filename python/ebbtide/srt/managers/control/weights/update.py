@@ -25,6 +25,7 @@ from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,
     HandlerTable,
+    KVMemory,
     Operation,
     OutOfStep,
     Ranks,
@@ -32,7 +33,7 @@ from ebbtide.srt.managers.control.ports import (
     Superseded,
     Work,
 )
-from ebbtide.srt.managers.control.weight_ports import How, Lender, TrialPass, Weights, WritePlan
+from ebbtide.srt.managers.control.weight_ports import How, TrialPass, Weights, WritePlan
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, GroupRequests, Pieces, Whole
 from ebbtide.srt.managers.control.weights.checks import CanaryTrials
 from ebbtide.srt.managers.control.weights.commit_terms import (
@@ -83,7 +84,7 @@ class WeightUpdates:
     def __init__(
         self,
         weights: Weights,
-        lender: Lender,
+        kv: KVMemory,
         memory: MemoryOccupation,
         generation: Generation,
         requests: Requests,
@@ -110,7 +111,7 @@ class WeightUpdates:
         self._requests = requests
         self._operations = operations
         self._ranks = ranks
-        self._new_session = partial(WeightSession, weights, lender, memory.content, ranks, pace)
+        self._new_session = partial(WeightSession, weights, kv, memory.content, ranks, pace)
         self._set_deadline = set_deadline
         self._session: WeightSession | None = None
         self._why_closed = "none was begun"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import psutil
@@ -13,6 +14,7 @@ from torch import Tensor
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.weight_ports import Snapshot
 from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, RankChecksums, WeightPiece
 from ebbtide.srt.managers.wire.reports import Parallelism
 from ebbtide.srt.model_executor.weight_store import WeightStore
@@ -55,7 +57,7 @@ class ParameterChecker:
             parallelism_info=[self._place()],
         )
 
-    def snapshot(self) -> Generator[int, None, ParameterSnapshot]:
+    def snapshot(self) -> Generator[int, None, Snapshot]:
         needed_bytes = sum(parameter.nbytes for _, parameter in self._store.parameters())
         free_bytes = psutil.virtual_memory().available
         if needed_bytes > free_bytes:
@@ -73,7 +75,30 @@ class ParameterChecker:
                 taken_bytes += len(piece)
                 copies[name].append(copy.copy_(piece))
                 yield len(piece)
-        return ParameterSnapshot(self._store, copies)
+        return partial(self._differences, copies)
+
+    def _differences(
+        self, copies: Mapping[str, list[Tensor]], skipped: Sequence[str]
+    ) -> Generator[int, None, list[dict[str, str]]]:
+        """A reason gives the largest difference of two elements, `max_abs_err`; NaN where one of them is."""
+        found: list[dict[str, str]] = []
+        for name, parameter in _without(skipped, self._store):
+            num_different, max_abs_err = 0, 0.0
+            for piece, copy in zip(_pieces(parameter), copies[name], strict=True):
+                before = copy.to(piece.device)
+                num_here = int((piece != before).sum())
+                if num_here:
+                    error = (piece.view(parameter.dtype).float() - before.view(parameter.dtype).float()).abs()
+                    max_abs_err = float(torch.maximum(error.max().cpu(), torch.tensor(max_abs_err)))
+                num_different += num_here
+                yield len(piece)
+            if num_different:
+                reason = (
+                    f"{num_different} of {parameter.nbytes} bytes are not those of the snapshot: "
+                    f"max_abs_err={max_abs_err:g}"
+                )
+                found.append({"name": name, "reason": reason})
+        return found
 
     def sources(self, skipped: Sequence[str]) -> frozenset[str]:
         covered = [self._store.covered(name, direct=True) for name, _ in _without(skipped, self._store)]
@@ -119,35 +144,6 @@ class ParameterChecker:
             rank=parallel.rank,
             size=parallel.num_ranks,
         )
-
-
-class ParameterSnapshot:
-    """Implements `weight_ports.Snapshot`."""
-
-    def __init__(self, store: WeightStore, copies: dict[str, list[Tensor]]) -> None:
-        self._store = store
-        self._copies = copies
-
-    def differences(self, skipped: Sequence[str]) -> Generator[int, None, list[dict[str, str]]]:
-        """A reason gives the largest difference of two elements, `max_abs_err`; NaN where one of them is."""
-        found: list[dict[str, str]] = []
-        for name, parameter in _without(skipped, self._store):
-            num_different, max_abs_err = 0, 0.0
-            for piece, copy in zip(_pieces(parameter), self._copies[name], strict=True):
-                before = copy.to(piece.device)
-                num_here = int((piece != before).sum())
-                if num_here:
-                    error = (piece.view(parameter.dtype).float() - before.view(parameter.dtype).float()).abs()
-                    max_abs_err = float(torch.maximum(error.max().cpu(), torch.tensor(max_abs_err)))
-                num_different += num_here
-                yield len(piece)
-            if num_different:
-                reason = (
-                    f"{num_different} of {parameter.nbytes} bytes are not those of the snapshot: "
-                    f"max_abs_err={max_abs_err:g}"
-                )
-                found.append({"name": name, "reason": reason})
-        return found
 
 
 def _no_room(needed_bytes: int, free_bytes: int) -> RequestRejected:

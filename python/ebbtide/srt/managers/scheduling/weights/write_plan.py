@@ -15,7 +15,7 @@ from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.managers.control.ports import OutOfStep, Slices
-from ebbtide.srt.managers.control.weight_ports import How, Staging
+from ebbtide.srt.managers.control.weight_ports import How, PatchSums, Staging
 from ebbtide.srt.memory_saver.arena import Shadow
 from ebbtide.srt.model_executor.weight_copies import Destination, NonFinite, WeightCopies
 from ebbtide.srt.model_executor.weight_store import WeightStore
@@ -168,18 +168,7 @@ class TensorPlan:
     """Whole tensors, copied, converted or quantised."""
 
     how: How = How.COPY
-    names: frozenset[str]
-    touched: frozenset[str]
-    sent: frozenset[str]
-    incomplete: str
-    problems: list[dict[str, str]]
-    base_version: str | None
-    is_sent: bool
-    opens: bool
-    near_bytes: int | None
-    cost: int
-    num_tensors: int
-    num_ignored: int
+    patch: PatchSums | None = None
 
     def __init__(self, source: WeightSource, fit: Fit, store: WeightStore, device: Device) -> None:
         self.names, self.touched, self.sent = fit.names, fit.touched, fit.sent
@@ -328,7 +317,7 @@ class TensorPlan:
     def write(self, staging: Staging) -> Slices[None]:
         """Launch the copies. What was received in place needs none."""
         assert isinstance(staging, InPlaceStaging | CopyStaging)
-        staging.note_write(self.names, self.sums())
+        staging.note_write(self.names, {} if self.patch is None else self.patch.sums())
         yield from self._write(staging)
         self._looked_at.finish()
 
@@ -355,16 +344,6 @@ class TensorPlan:
 
     def nonfinite(self) -> list[str]:
         return self._copies.nonfinite() + self._looked_at.names()
-
-    def sum_up(self, staging: Staging) -> Slices[None]:
-        raise AssertionError("only a delta has sums")
-        yield 0
-
-    def sums(self) -> Mapping[str, int]:
-        return {}
-
-    def check_sums(self, shares: Sequence[Mapping[str, int]]) -> None:
-        raise AssertionError("only a delta has sums")
 
     def _forget(self) -> None:
         self._others.clear()
@@ -394,6 +373,7 @@ class PatchPlan(TensorPlan):
 
     def __init__(self, source: DeltaSource, fit: Fit, store: WeightStore, device: Device) -> None:
         super().__init__(source, fit, store, device)
+        self.patch = self
         self._is_planned = False
         self._delta = source
         self._changes: PlacedChanges | None = None
