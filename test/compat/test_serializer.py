@@ -236,7 +236,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from ebbtide.srt.config import ONE_RANK
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.tensor_source import open_by_slices
+from ebbtide.srt.weight_sync.tensor_source import PayloadReader
 from sglang.srt.weight_sync.utils import update_weights
 
 class Engine:
@@ -246,7 +246,7 @@ class Engine:
         for rank in range(2):
             entries = request.serialized_named_tensors
             place = replace(ONE_RANK, tp_rank=rank, tp_size=2)
-            source = finish(open_by_slices(entries, request.load_format, place=place))
+            source = finish(PayloadReader(place).open(entries, request.load_format))
             seen.append({name: tensor.read().tolist() for name, tensor in source})
             source.close()
         return seen

@@ -16,7 +16,7 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.source import WeightSource
-from ebbtide.srt.weight_sync.tensor_source import open_handles
+from ebbtide.srt.weight_sync.tensor_source import PayloadReader
 
 OTHER = "00000000-1111-4222-8333-444444444444"
 # At an odd offset in a buffer.
@@ -41,7 +41,7 @@ def opened(
 ) -> WeightSource:
     place = ParallelConfig(tp_size=num_ranks, tp_rank=num_ranks - 1)
     entries = [pickle.dumps(handles)] * num_ranks
-    return finish(open_handles(entries, lent() if told is None else told, place=place, cuda=gpu))
+    return finish(PayloadReader(place, gpu).open_handles(entries, lent() if told is None else told))
 
 
 def assert_brings_all(source: WeightSource) -> None:
@@ -99,7 +99,7 @@ def test_what_is_wrong_is_refused_and_given_back(
 
 def test_what_is_not_told_of_is_refused(gpu: Gpu) -> None:
     with pytest.raises(RequestRejected, match="lent"):
-        finish(open_handles([b""], None, place=ParallelConfig(), cuda=gpu))
+        finish(PayloadReader(cuda=gpu).open_handles([b""], None))
     with pytest.raises(RequestRejected, match="expected 24 bytes, got 20"):
         opened(gpu, {UUID: arguments(gpu, BUFFER)}, lent(odd=3, b=20))
     with pytest.raises(RequestRejected, match="runs on the CPU"):

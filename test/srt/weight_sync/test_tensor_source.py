@@ -15,7 +15,7 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.source import WeightSource
-from ebbtide.srt.weight_sync.tensor_source import open_by_slices
+from ebbtide.srt.weight_sync.tensor_source import PayloadReader
 
 LeftBehind = Callable[[], set[Path]]
 
@@ -207,11 +207,11 @@ def test_decoding_that_is_left_between_two_slices_leaves_nothing_behind(
     trainer: TrainerProcess, left_behind: LeftBehind
 ) -> None:
     entry = trainer.send("named")
-    opening = open_by_slices([entry], None)
+    opening = PayloadReader().open([entry], None)
     next(opening)
     opening.close()
     assert left_behind() != set()
-    opening = open_by_slices([entry], None)
+    opening = PayloadReader().open([entry], None)
     next(opening)
     assert_holds(finish(opening), sample_tensors())
     trainer.drop()

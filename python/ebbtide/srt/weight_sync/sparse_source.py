@@ -15,15 +15,13 @@ from ebbtide.formats.announcement import ChangedTensor
 from ebbtide.formats.delta import BITS, ESCAPES, MAX_ELEMENTS, decode_positions
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import TensorHeader
-from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import NonFinite
 from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, Place
-from ebbtide.srt.weight_sync.source import PlanCache, WeightSource
-from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, is_safetensors, open_by_slices
+from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, PayloadReader, is_safetensors
 
 CODES: Final = "codes"
 VALUES: Final = "values"
@@ -225,19 +223,15 @@ def open_sparse(
     entries: Sequence[bytes | str],
     changed: Sequence[ChangedTensor] | None,
     device: torch.device,
-    *,
+    reader: PayloadReader,
     base_version: str | None = None,
-    place: ParallelConfig = ONE_RANK,
-    cuda: CudaIpc | None = None,
-    cache: PlanCache | None = None,
 ) -> Generator[int, None, DeltaSource]:
     """Opens `serialized_named_tensors` of the format `sparse`, by slices; every rank gets all changes."""
     if changed is None:
         raise RequestRejected("changed: load_format sparse needs it, one entry per tensor")
     # Entries of other ranks are left empty where each rank has one of its own.
     is_image = any(entry and is_safetensors(entry) for entry in entries)
-    load_format = SAFETENSORS if is_image else None
-    payload = yield from open_by_slices(entries, load_format, place=place, cuda=cuda, cache=cache)
+    payload = yield from reader.open(entries, SAFETENSORS if is_image else None)
     return coded_source(changed, payload, device, base_version)
 
 

@@ -133,120 +133,158 @@ def local_values(value: Record) -> Sequence[bytes]:
     return values
 
 
-def open_by_slices(
-    entries: Sequence[bytes | str],
-    load_format: str | None,
-    *,
-    place: ParallelConfig = ONE_RANK,
-    cuda: CudaIpc | None = None,
-    keeper: KeptMemory | None = None,
-    cache: PlanCache | None = None,
-) -> Generator[int, None, WeightSource]:
-    """Opens this rank's part of `serialized_named_tensors`; yields the bytes of each slice just decoded.
+class PayloadReader:
+    """Opens what `update_weights_from_tensor` brings to this rank; yields the bytes of each slice just decoded.
+
+    What it refuses (400) it gives back: every reference that was decoded, opened or not. So it does where it is
+    ended early.
 
     Args:
-        entries: base64 text, or raw bytes (a pickle, or a safetensors image). Empty: nothing to write.
+        place: which of the engine's ranks this is.
         cuda: opens tensors on this rank's device; None on the CPU.
+        cache: what was worked out for earlier payloads.
         keeper: of the payloads whose memory stays mapped; None: of all it is unmapped again.
-
-    Raises:
-        RequestRejected: 400. Every reference that was decoded has been given back then, also when this is
-            ended early.
     """
-    if load_format is not None and load_format not in _FORMATS:
-        raise _refuse_format(load_format)
-    if not entries:
-        return WeightSource((), tuple)
-    entry, memory = _entry_of(place, entries, load_format, cuda)
-    if load_format == SAFETENSORS:
-        return _open_safetensors(entry)
-    try:
-        data = raw_payload(entry)
-        if keeper is not None and data.startswith(MAGIC_STAYS):
-            decoded = yield from _decode_kept(data, place.tp_rank, memory, keeper, cache)
-        else:
-            decoded = yield from _decode(data, place.tp_rank, memory, cache)
-        if load_format == "flattened_bucket":
-            return _open_bucket(decoded, memory, cache)
-        return _open_named(decoded, memory, direct=load_format == "direct")
-    except BaseException:
-        memory.close()
-        raise
 
+    def __init__(
+        self,
+        place: ParallelConfig = ONE_RANK,
+        cuda: CudaIpc | None = None,
+        cache: PlanCache | None = None,
+        keeper: KeptMemory | None = None,
+    ) -> None:
+        self._place = place
+        self._cuda = cuda
+        self._cache = PlanCache() if cache is None else cache
+        self._keeper = keeper
 
-def _decode_kept(
-    data: bytes, tp_rank: int, memory: BorrowedMemory, keeper: KeptMemory, cache: PlanCache | None
-) -> Generator[int, None, object]:
-    """What a payload describes whose memory stays; one of the same bytes has been decoded before."""
-    kept = keeper.take(data)
-    if kept is None:
-        decoded = yield from _decode(data, tp_rank, memory, cache)
-        kept = keeper.add(data, memory.device_refs, decoded)
+    def open(
+        self, entries: Sequence[bytes | str], load_format: str | None
+    ) -> Generator[int, None, WeightSource]:
+        """This rank's entry, base64 text or raw bytes. Without entries there is nothing to write."""
+        if load_format is not None and load_format not in _FORMATS:
+            raise _refuse_format(load_format)
+        if not entries:
+            return WeightSource((), tuple)
+        entry, memory = self._entry_of(entries, load_format)
+        if load_format == SAFETENSORS:
+            return _open_safetensors(entry)
+        try:
+            data = raw_payload(entry)
+            if self._keeper is not None and data.startswith(MAGIC_STAYS):
+                decoded = yield from self._decode_kept(data, memory, self._keeper)
+            else:
+                decoded = yield from self._decode(data, memory)
+            if load_format == "flattened_bucket":
+                return _open_bucket(decoded, memory, self._cache)
+            return _open_named(decoded, memory, direct=load_format == "direct")
+        except BaseException:
+            memory.close()
+            raise
+
+    def _decode_kept(
+        self, data: bytes, memory: BorrowedMemory, keeper: KeptMemory
+    ) -> Generator[int, None, object]:
+        """What a payload describes whose memory stays; one of the same bytes has been decoded before."""
+        kept = keeper.take(data)
         if kept is None:
+            decoded = yield from self._decode(data, memory)
+            kept = keeper.add(data, memory.device_refs, decoded)
+            if kept is None:
+                return decoded
+        else:
+            for ref in kept.refs:
+                memory.record(ref)
+        memory.stay_in(keeper, kept)
+        return kept.decoded
+
+    def _decode(self, pickled: bytes, memory: BorrowedMemory) -> Generator[int, None, object]:
+        decoding = self._decode_all(pickled, memory)
+        try:
+            while True:
+                try:
+                    yield next(decoding)
+                except StopIteration as end:
+                    return end.value
+        except GeneratorExit:
+            # A reference that was not read cannot be given back.
+            with suppress(RequestRejected):
+                finish(decoding)
+            raise
+
+    def _decode_all(self, pickled: bytes, memory: BorrowedMemory) -> Generator[int, None, object]:
+        """What a payload describes, with this rank's tensor in the place of each `LocalSerializedTensor`."""
+        budget, tp_rank = Budget(), self._place.tp_rank
+        decoded = yield from decode_by_slices(pickled, memory.record, budget, self._cache)
+        if not isinstance(decoded, list):
             return decoded
-    else:
-        for ref in kept.refs:
-            memory.record(ref)
-    memory.stay_in(keeper, kept)
-    return kept.decoded
-
-
-def _decode(
-    pickled: bytes, tp_rank: int, memory: BorrowedMemory, cache: PlanCache | None
-) -> Generator[int, None, object]:
-    decoding = _decode_all(pickled, tp_rank, memory, cache)
-    try:
-        while True:
-            try:
-                yield next(decoding)
-            except StopIteration as end:
-                return end.value
-    except GeneratorExit:
-        # A reference that was not read cannot be given back.
-        with suppress(RequestRejected):
-            finish(decoding)
-        raise
-
-
-def _decode_all(
-    pickled: bytes, tp_rank: int, memory: BorrowedMemory, cache: PlanCache | None
-) -> Generator[int, None, object]:
-    """What a payload describes, with this rank's tensor in the place of each `LocalSerializedTensor`."""
-    budget = Budget()
-    decoded = yield from decode_by_slices(pickled, memory.record, budget, cache)
-    if not isinstance(decoded, list):
+        for index, item in enumerate(decoded):
+            if _is_pair(item) and isinstance(item[1], Record):
+                values = local_values(item[1])
+                if tp_rank >= len(values):
+                    raise RequestRejected(
+                        f"{item[0][:200]}: {len(values)} ranks' tensors were sent, this is rank {tp_rank}"
+                    )
+                # All of them share a budget: a short payload can name a long pickle any number of times.
+                value = yield from decode_by_slices(raw_payload(values[tp_rank]), memory.record, budget)
+                decoded[index] = (item[0], value)
         return decoded
-    for index, item in enumerate(decoded):
-        if _is_pair(item) and isinstance(item[1], Record):
-            values = local_values(item[1])
-            if tp_rank >= len(values):
-                raise RequestRejected(
-                    f"{item[0][:200]}: {len(values)} ranks' tensors were sent, this is rank {tp_rank}"
-                )
-            # All of them share a budget: a short payload can name a long pickle any number of times.
-            value = yield from decode_by_slices(raw_payload(values[tp_rank]), memory.record, budget)
-            decoded[index] = (item[0], value)
-    return decoded
+
+    def _entry_of(
+        self, entries: Sequence[bytes | str], load_format: str | None
+    ) -> tuple[bytes | str, BorrowedMemory]:
+        """This rank's entry, and what lets go of the memory that it refers to."""
+        place, cuda = self._place, self._cuda
+        if len(entries) == place.num_ranks:
+            return entries[place.rank], BorrowedMemory(cuda)
+        if len(entries) == place.tp_size:
+            return entries[place.tp_rank], BorrowedMemory(cuda, place.dp_rank, place.dp_size)
+        if len(entries) == 1 and load_format == SAFETENSORS:
+            return entries[0], BorrowedMemory(cuda)
+        expected = f"{place.num_ranks} (one per rank)"
+        if place.dp_size > 1:
+            expected += f" or {place.tp_size} (for every replica)"
+        raise RequestRejected(f"serialized_named_tensors: expected {expected} entries, got {len(entries)}")
+
+    def open_handles(
+        self, entries: Sequence[bytes], lent: Sequence[IpcTensor] | None
+    ) -> Generator[int, None, WeightSource]:
+        """The tensors of this rank's device, behind CUDA IPC handles as vLLM's trainers send them.
+
+        They are the arguments of torch's `rebuild_cuda_tensor`, by the UUID of the device: of one tensor
+        each, or of one buffer that holds all tensors of a request. Source: wire_vllm section 2.4.
+
+        Args:
+            entries: for each rank a pickle: a list with the handles of each tensor, or those of a buffer.
+            lent: what is behind them.
+        """
+        place, cuda = self._place, self._cuda
+        if lent is None:
+            raise RequestRejected(f"lent: load_format {IPC_HANDLES} needs it, one entry per tensor")
+        if cuda is None:
+            raise RequestRejected(
+                "IPC handles are of memory of CUDA devices, and this engine runs on the CPU: broadcast the "
+                "weights, or send them by update_weights_from_tensor"
+            )
+        if len(entries) != place.num_ranks:
+            raise RequestRejected(
+                f"serialized_named_tensors: expected {place.num_ranks} (one per rank) entries, got "
+                f"{len(entries)}"
+            )
+        headers = [TensorHeader(one.name, one.shape, dtype_named(one.dtype, one.name[:200])) for one in lent]
+        handles = yield from read_by_slices(entries[place.rank], resolve_global)
+        memory = BorrowedMemory(cuda, is_kept=isinstance(handles, dict))
+        try:
+            if isinstance(handles, dict):
+                return _open_buffer(handles, headers, lent, memory, cuda, self._cache)
+            return _open_each(handles, headers, memory, cuda)
+        except BaseException:
+            memory.close()
+            raise
 
 
 def _is_pair(item: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(item, tuple | list) and len(item) == 2 and type(item[0]) is str
-
-
-def _entry_of(
-    place: ParallelConfig, entries: Sequence[bytes | str], load_format: str | None, cuda: CudaIpc | None
-) -> tuple[bytes | str, BorrowedMemory]:
-    """This rank's entry, and what lets go of the memory that it refers to."""
-    if len(entries) == place.num_ranks:
-        return entries[place.rank], BorrowedMemory(cuda)
-    if len(entries) == place.tp_size:
-        return entries[place.tp_rank], BorrowedMemory(cuda, place.dp_rank, place.dp_size)
-    if len(entries) == 1 and load_format == SAFETENSORS:
-        return entries[0], BorrowedMemory(cuda)
-    expected = f"{place.num_ranks} (one per rank)"
-    if place.dp_size > 1:
-        expected += f" or {place.tp_size} (for every replica)"
-    raise RequestRejected(f"serialized_named_tensors: expected {expected} entries, got {len(entries)}")
 
 
 def _open_named(decoded: object, memory: BorrowedMemory, *, direct: bool) -> WeightSource:
@@ -266,7 +304,7 @@ def _named_ref(item: object) -> tuple[str, TensorRef]:
     return name, value
 
 
-def _open_bucket(decoded: object, memory: BorrowedMemory, cache: PlanCache | None) -> WeightSource:
+def _open_bucket(decoded: object, memory: BorrowedMemory, cache: PlanCache) -> WeightSource:
     if not isinstance(decoded, dict) or decoded.keys() != {"flattened_tensor", "metadata"}:
         raise RequestRejected('the payload: expected a dictionary of "flattened_tensor" and "metadata"')
     flat_ref, listed = decoded["flattened_tensor"], decoded["metadata"]
@@ -274,7 +312,7 @@ def _open_bucket(decoded: object, memory: BorrowedMemory, cache: PlanCache | Non
         raise RequestRejected(f"flattened_tensor: expected a tensor, got {kind_of(flat_ref)}")
     if not isinstance(listed, KnownList | list | tuple):
         raise RequestRejected(f"metadata: expected a list, got {kind_of(listed)}")
-    return packed_source(flat_ref, _packed(flat_ref, listed, cache or PlanCache()), memory)
+    return packed_source(flat_ref, _packed(flat_ref, listed, cache), memory)
 
 
 def _packed(flat: TensorRef, listed: KnownList | Sequence[object], cache: PlanCache) -> PackedTensors:
@@ -329,46 +367,6 @@ def _refuse_format(load_format: str | None) -> RequestRejected:
     return RequestRejected(f"load_format: unknown value {str(load_format)[:200]!r}; valid: {valid}")
 
 
-def open_handles(
-    entries: Sequence[bytes],
-    lent: Sequence[IpcTensor] | None,
-    *,
-    place: ParallelConfig,
-    cuda: CudaIpc | None,
-    cache: PlanCache | None = None,
-) -> Generator[int, None, WeightSource]:
-    """Opens the tensors of this rank's device, by slices.
-
-    Args:
-        entries: for each rank a pickle: a list with the handles of each tensor, or the handles of a buffer.
-        lent: what is behind them.
-
-    Raises:
-        RequestRejected: 400; every reference of this device that was read has been given back.
-    """
-    if lent is None:
-        raise RequestRejected(f"lent: load_format {IPC_HANDLES} needs it, one entry per tensor")
-    if cuda is None:
-        raise RequestRejected(
-            "IPC handles are of memory of CUDA devices, and this engine runs on the CPU: broadcast the "
-            "weights, or send them by update_weights_from_tensor"
-        )
-    if len(entries) != place.num_ranks:
-        raise RequestRejected(
-            f"serialized_named_tensors: expected {place.num_ranks} (one per rank) entries, got {len(entries)}"
-        )
-    headers = [TensorHeader(one.name, one.shape, dtype_named(one.dtype, one.name[:200])) for one in lent]
-    handles = yield from read_by_slices(entries[place.rank], resolve_global)
-    memory = BorrowedMemory(cuda, is_kept=isinstance(handles, dict))
-    try:
-        if isinstance(handles, dict):
-            return _open_buffer(handles, headers, lent, memory, cuda, cache)
-        return _open_each(handles, headers, memory, cuda)
-    except BaseException:
-        memory.close()
-        raise
-
-
 def _open_each(
     handles: object, headers: Sequence[TensorHeader], memory: BorrowedMemory, cuda: CudaIpc
 ) -> WeightSource:
@@ -382,7 +380,7 @@ def _open_each(
     for header, ref in zip(headers, refs, strict=True):
         if (ref.shape, ref.dtype) != (header.shape, header.dtype):
             raise RequestRejected(
-                f"{header.name[:200]}: told of as {header.dtype} of {list(header.shape)}, its handle is of "
+                f"{header.name[:200]}: announced as {header.dtype} of {list(header.shape)}, its handle is of "
                 f"{ref.dtype} of {list(ref.shape)}"
             )
     return borrowed_source([(header.name, ref) for header, ref in zip(headers, refs, strict=True)], memory)
@@ -394,7 +392,7 @@ def _open_buffer(
     lent: Sequence[IpcTensor],
     memory: BorrowedMemory,
     cuda: CudaIpc,
-    cache: PlanCache | None,
+    cache: PlanCache,
 ) -> WeightSource:
     ref = _own(handles, "the buffer", memory, cuda)
     if len(ref.shape) != 1 or ref.stride != (1,):
@@ -411,7 +409,7 @@ def _open_buffer(
     num_bytes = ref.shape[0] * ref.dtype.itemsize
     if start > num_bytes:
         raise RequestRejected(f"tensor_sizes: {start} bytes are not within the buffer of {num_bytes}")
-    return packed_source(ref, (cache or PlanCache()).packed(places), memory)
+    return packed_source(ref, cache.packed(places), memory)
 
 
 def _own(by_device: object, where: str, memory: BorrowedMemory, cuda: CudaIpc) -> TensorRef:

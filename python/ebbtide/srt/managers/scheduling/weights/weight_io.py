@@ -41,7 +41,7 @@ from ebbtide.srt.weight_sync.distributed_source import open_broadcast
 from ebbtide.srt.weight_sync.memberships import Joining, Memberships
 from ebbtide.srt.weight_sync.source import PlanCache, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse
-from ebbtide.srt.weight_sync.tensor_source import open_by_slices, open_handles
+from ebbtide.srt.weight_sync.tensor_source import PayloadReader
 
 T = TypeVar("T")
 
@@ -67,8 +67,9 @@ class EngineWeights:
                 compile_deltas(store.device, dtype)
             _, _, index = device.name.partition(":")
             self._cuda = CudaIpc(int(index), device.uuid)
-        self._keeper = None if self._cuda is None else KeptMemory(self._cuda)
         self._cache = PlanCache()
+        keeper = None if self._cuda is None else KeptMemory(self._cuda)
+        self._reader = PayloadReader(config.parallel, self._cuda, self._cache, keeper)
 
     @property
     def copies(self) -> CopyStream:
@@ -155,32 +156,15 @@ class EngineWeights:
                     device=self._store.device,
                 )
             case UpdateWeightsFromTensorReqInput(load_format="sparse"):
-                return (
-                    yield from open_sparse(
-                        request.serialized_named_tensors,
-                        request.changed,
-                        self._store.device,
-                        base_version=None if request.base_version is None else str(request.base_version),
-                        place=self._config.parallel,
-                        cuda=self._cuda,
-                        cache=self._cache,
-                    )
-                )
+                base_version = None if request.base_version is None else str(request.base_version)
+                entries, device = request.serialized_named_tensors, self._store.device
+                return (yield from open_sparse(entries, request.changed, device, self._reader, base_version))
             case UpdateWeightsFromTensorReqInput(load_format="ipc_handles"):
-                entries, place = request.serialized_named_tensors, self._config.parallel
-                lent, cache = request.lent, self._cache
-                return (yield from open_handles(entries, lent, place=place, cuda=self._cuda, cache=cache))
+                entries = request.serialized_named_tensors
+                return (yield from self._reader.open_handles(entries, request.lent))
             case UpdateWeightsFromTensorReqInput():
-                return (
-                    yield from open_by_slices(
-                        request.serialized_named_tensors,
-                        request.load_format if loader is None else None,
-                        place=self._config.parallel,
-                        cuda=self._cuda,
-                        keeper=self._keeper,
-                        cache=self._cache,
-                    )
-                )
+                load_format = request.load_format if loader is None else None
+                return (yield from self._reader.open(request.serialized_named_tensors, load_format))
             case UpdateWeightsFromDistributedReqInput():
                 group = self._groups.get(request.group_name)
                 return open_broadcast(_announced(request), group, self._limit_s(request))
