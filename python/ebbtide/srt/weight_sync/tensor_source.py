@@ -134,10 +134,9 @@ def local_values(value: Record) -> Sequence[bytes]:
 
 
 class PayloadReader:
-    """Opens what `update_weights_from_tensor` brings to this rank; yields the bytes of each slice just decoded.
+    """Opens what `update_weights_from_tensor` brings to this rank; yields the bytes of each decoded slice.
 
-    What it refuses (400) it gives back: every reference that was decoded, opened or not. So it does where it is
-    ended early.
+    Of what it refuses (400), or is ended early, every reference that was decoded is given back.
 
     Args:
         place: which of the engine's ranks this is.
