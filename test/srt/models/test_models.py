@@ -3,6 +3,7 @@
 What they compute: model_executor/test_model_runner.py.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.models.base import CausalLM
-from ebbtide.srt.models.registry import build_model
+from ebbtide.srt.models.registry import MODELS, build_model
 
 PROMPT = list(b"Each wave finds its own way up the beach.")
 # Checkpoint names of one expert's up projection.
@@ -228,6 +229,11 @@ def test_one_experts_tensor_is_updated_by_its_name(architecture: str, tmp_path: 
 def chosen_logprobs(reference: Reference) -> Tensor:
     """Of the prompt's tokens after the first."""
     return reference.logprobs(PROMPT)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None]).squeeze(1)
+
+
+def test_the_page_of_models_has_a_row_for_each_architecture() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(MODELS)
 
 
 def test_the_names_of_older_configurations_are_read(tmp_path: Path) -> None:
