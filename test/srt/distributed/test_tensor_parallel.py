@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.adapters import merged_adapter
 from fixtures.checkpoints import GEMMA2, GEMMA3, make_checkpoint
-from fixtures.rank_processes import Output, Ranks, generate
+from fixtures.model_runs import RunnerDriver
+from fixtures.rank_processes import Output, Ranks, generate, outputs_of
 
+from ebbtide.srt.adapter_config import adapter_config
 from ebbtide.srt.errors import ConfigurationError
 
 NUM_TOKENS = 32
@@ -99,3 +102,23 @@ class FirstOfFour:
     """A group that is never used."""
 
     rank, size = 0, 4
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-one-kv-head", "qwen3-moe", "deepseek-v3"])
+def test_two_ranks_compute_with_adapters_what_one_does(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    architecture, options = CHECKPOINTS[name]
+    path = make_checkpoint(tmp_path, architecture, **options, seed=5)
+    alone = generate_with_adapters(None, path)
+    outputs = two_ranks.run(generate_with_adapters, path)
+    assert alone.ids[0] != alone.ids[1], "the adapter changes nothing"
+    assert_equal([Output(o.ids, o.logprobs, alone.num_weight_bytes, o.num_pages) for o in outputs], alone)
+
+
+def generate_with_adapters(group: Any, path: Path) -> Output:
+    """One prompt with an adapter, and the same without."""
+    driver = RunnerDriver(path, group=group, enable_lora=True, max_lora_rank=8, max_loras_per_batch=2)
+    slots, adapter = driver.runner.adapters, merged_adapter(path)
+    assert slots is not None
+    tensors = {name: each for name, each in adapter.tensors.items() if ".kv_b_proj." not in name}
+    slots.write(1, adapter_config(adapter.fields), tensors.items())
+    return outputs_of(driver, [PROMPTS[0]] * 2, NUM_TOKENS, adapters=[1, -1])

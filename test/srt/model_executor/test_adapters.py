@@ -1,5 +1,6 @@
 """Adapters in slots: what a model computes with them, against PEFT, and what is refused."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,17 @@ import pytest
 import torch
 from fixtures.adapters import EXPERT_PARAMETERS, Adapter, make_adapter, merged_adapter
 from fixtures.checkpoints import make_checkpoint
+from fixtures.eight_bits import is_quantized, make_exact_checkpoint, quantized, restored
 from fixtures.gpu_device import ON_CPU_AND_GPU
 from fixtures.model_runs import Run, RunnerDriver
+from fixtures.real_rank import RealRank
 from fixtures.references import Reference
+from safetensors.torch import load_file, save_file
 
 from ebbtide.srt.adapter_config import adapter_config
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.adapters import AdapterSlots
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec
 
@@ -109,7 +115,49 @@ def test_an_adapter_computes_what_merged_weights_do(
             check(run, references[run.adapter], 1e-5 if server_args == {} else 1e-3)
 
 
-def test_a_released_slot_is_what_it_was(tmp_path: Path) -> None:
+def rounded_by_rows(model: Path, folder: Path) -> Path:
+    """The same checkpoint with the weights that 8 bits and a scale for each row leave."""
+    shutil.copytree(model, folder)
+    file = folder / "model.safetensors"
+    tensors = {
+        name: restored(*quantized(tensor, "w8a8_fp8")) if is_quantized(name) else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
+def test_adapters_keep_their_precision_over_weights_of_8_bits(tmp_path: Path, quantization: str) -> None:
+    model = make_exact_checkpoint(tmp_path / "model", "LlamaForCausalLM")
+    rounded = rounded_by_rows(model, tmp_path / "rounded") if quantization == "w8a8_fp8" else model
+    adapter = merged_adapter(rounded)
+    driver = RunnerDriver(model, device="cpu", quantization=quantization, **LORA)
+    load(driver, 0, adapter)
+    run = driver.start(PROMPT, logprobs=LogprobSpec(), adapter=0)
+    driver.generate([run], NUM_TOKENS)
+    check(run, adapter.reference)
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_adapters_outlive_a_release_of_the_weights(tmp_path: Path, keeps_weights: bool) -> None:
+    rank = RealRank(make_checkpoint(tmp_path / "model", "LlamaForCausalLM"), **LORA)
+    adapters = rank.runner.adapters
+    assert adapters is not None
+    adapter = merged_adapter(tmp_path / "model")
+    adapters.write(1, adapter_config(adapter.fields), adapter.tensors.items())
+    before = [adapters.checksum(slot) for slot in range(adapters.num_slots)]
+    tags = (MemoryTag.WEIGHTS,)
+    released = rank.apply(ReleaseMemoryOccupationReqInput(tags=tags, backup=keeps_weights))
+    assert adapters.arena.resident_bytes == 0
+    both_bytes = rank.store.arena.virtual_bytes + adapters.arena.virtual_bytes
+    assert released.freed_bytes[MemoryTag.WEIGHTS] == both_bytes
+    resumed = rank.apply(ResumeMemoryOccupationReqInput(tags=tags))
+    assert resumed.weights.content == ("valid" if keeps_weights else "stale")
+    assert [adapters.checksum(slot) for slot in range(adapters.num_slots)] == before
+
+
+def test_a_slot_that_was_saved_is_what_it_was(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "LlamaForCausalLM")
     driver = RunnerDriver(model, **LORA)
     load(driver, 1, merged_adapter(model))

@@ -164,7 +164,7 @@ class _Trial:
 class _Projection(Linear):
     """A `Linear` that is called as torch's is."""
 
-    is_quantizable = False
+    is_quantizable = may_be_adapted = False
 
     def __init__(self, theirs: nn.Linear, dtype: torch.dtype, kernels: Kernels) -> None:
         super().__init__(theirs.in_features, theirs.out_features, bias=theirs.bias is not None, dtype=dtype)
