@@ -64,6 +64,16 @@ SHAPE_TITLES = {
     "llama8b-transformers": "Llama-3.1-8B by transformers' code",
 }
 
+ROLLOUT_PREFIXES = {
+    "llama8b": "llama",
+    "qwen30b-a3b": "moe",
+    "qwen0.6b": "qwen",
+    "glm4.7-flash": "glm",
+    "moonlight": "moonlight",
+}
+"""What the rows of a model begin with."""
+LATENT_MODELS = ("glm4.7-flash", "moonlight")
+
 
 def _throughput_goals() -> dict[str, Goal]:
     goals = {}
@@ -180,6 +190,9 @@ def _default_goals() -> dict[str, Goal]:
         ("kept_reply_idle", "memory kept mapped, nothing running: reply", None),
     ):
         goals[f"default.moe_{name}"] = Goal("default", f"Qwen3-30B-A3B, {what}", "ms", goal)
+        for model in LATENT_MODELS:
+            title = f"{SHAPE_TITLES[model]}, {what}"
+            goals[f"default.{ROLLOUT_PREFIXES[model]}_{name}"] = Goal("default", title, "ms", None)
         divided = {"stall_in_place_64": 15.0, "reply_idle": 25.0}.get(name.removeprefix("kept_"))
         for num_ranks in (2, 4):
             goals[f"default.tp{num_ranks}_{name}"] = Goal("default", f"tp={num_ranks}, {what}", "ms", divided)
@@ -187,15 +200,6 @@ def _default_goals() -> dict[str, Goal]:
             goals[f"default.tp{num_ranks}_one_gpu_{name}"] = Goal("default", title, "ms", None)
     return goals
 
-
-ROLLOUT_PREFIXES = {
-    "llama8b": "llama",
-    "qwen30b-a3b": "moe",
-    "qwen0.6b": "qwen",
-    "glm4.7-flash": "glm",
-    "moonlight": "moonlight",
-}
-"""What the rows of a model begin with."""
 
 # By row: the goal, and what SGLang has.
 _ROLLOUT_GOALS = {
@@ -377,6 +381,12 @@ GOALS: dict[str, Goal] = {
     "start.cold": Goal(
         "start", "start to first token, no kernel compiled, 16 cores", "s", 60, sglang="122-143"
     ),
+    **{
+        f"start.{model}_first_token": Goal(
+            "start", f"{SHAPE_TITLES[model]}: start to first token, kernels cached", "s", 20
+        )
+        for model in LATENT_MODELS
+    },
     "start.tp2_first_token": Goal("start", "tp=2: start to first token, kernels cached", "s", 20),
     "start.first_token": Goal(
         "start", "start to first token, kernels cached", "s", 20, sglang="17-73", vllm="38"

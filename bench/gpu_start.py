@@ -147,7 +147,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure_cached(report: Report, args: argparse.Namespace, arguments: dict[str, Any]) -> None:
-    key = "start.first_token" if args.tp == 1 else f"start.tp{args.tp}_first_token"
+    ranks = f"tp{args.tp}_" if args.tp > 1 else ""
+    model = f"{args.shape}_" if args.shape != MODEL else ""
+    key = f"start.{model}{ranks}first_token"
     with report.attempt(key):
         report.facts["filling_the_caches"] = start_once(arguments)
         runs = [start_once(arguments) for _ in range(args.runs)]

@@ -66,7 +66,7 @@ from watched_streams import LOOK_S, PROMPT_LEN, Streams, repeated, timed
 from ebbtide import Engine
 
 BUCKET_BYTES, BUCKETS_AT_ONCE = 512 << 20, 3
-MODELS = {"llama8b": "", "qwen30b-a3b": "moe_"}
+MODELS = {"llama8b": "", "qwen30b-a3b": "moe_", "glm4.7-flash": "glm_", "moonlight": "moonlight_"}
 """Shapes, and what their rows begin with."""
 PARTS = {
     "first": "first_reply",
