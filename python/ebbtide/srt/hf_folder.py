@@ -17,7 +17,7 @@ _OWN_MODELS = SOURCE_ROOT / "ebbtide" / "models"
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors", "*.bin"]
 # Types of configs that mean the same as one that transformers has.
-_CONFIGS_ALIKE = {"kimi_k2": "deepseek_v3"}
+_CONFIGS_ALIKE = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 
 
 def folder_of(given: str) -> Path:
@@ -60,7 +60,9 @@ def has_weights(folder: Path) -> bool:
 def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str) -> SimpleNamespace:
     """The fields of transformers' config of the folder, with the overrides merged into config.json's.
 
-    They are values of JSON: a rank that is sent them imports no transformers, which takes a second.
+    `changed_fields` are the names of those with another value than transformers' default, and `other_names`
+    leads from further names of fields to these. All are values of JSON: a rank that is sent them imports no
+    transformers, which takes a second.
     """
     overrides = _parse_overrides(overrides_json)
     if not (folder / "config.json").is_file():
@@ -79,10 +81,13 @@ def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str
         if overrides:
             # Built anew, since building derives fields from one another (rope, layer types).
             config = type(config).from_dict({**raw, **overrides})
+        fields, defaults = config.to_dict(), type(config)().to_dict()
     except Exception as error:  # transformers answers a bad config with exceptions of many kinds
         raise ConfigurationError(f"{folder}/config.json: {_first_line(error)}") from error
+    changed = [name for name, value in fields.items() if name in defaults and defaults[name] != value]
     other_names = {name: getattr(config, name, None) for name in config.attribute_map}
-    return SimpleNamespace(**{**other_names, **config.to_dict()})
+    more = {"changed_fields": changed, "other_names": dict(config.attribute_map)}
+    return SimpleNamespace(**{**other_names, **fields, **more})
 
 
 def architectures(folder: Path, hf_config: SimpleNamespace) -> list[str]:

@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import ARCHITECTURES, BORROWED, TINY_SHAPE, make_checkpoint, make_config
+from fixtures.checkpoints import (
+    ARCHITECTURES,
+    BORROWED,
+    TINY_SHAPE,
+    edit_config,
+    make_checkpoint,
+    make_config,
+)
 from fixtures.model_runs import RunnerDriver
 from fixtures.references import Reference
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -123,6 +130,29 @@ LINEAR_ATTENTION = {"layer_types": ["full_attention", "linear_attention"]}
 def test_what_is_not_implemented_is_refused(architecture: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         build(architecture, **options)
+
+
+def test_a_field_that_no_code_of_ours_reads_is_refused_unless_it_has_its_default(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "DeepseekV2ForCausalLM", mlp_bias=False, attention_dropout=0.1)
+    RunnerDriver(path)
+    edit_config(path, mlp_bias=True)
+
+    with pytest.raises(ConfigurationError, match="DeepseekV2ForCausalLM: mlp_bias True is not supported"):
+        RunnerDriver(path)
+
+
+def test_mimo_is_qwen2_with_layers_that_are_set_aside(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "Qwen2ForCausalLM")
+    expected = Reference(path).greedy(PROMPT, 8)
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | {"model.mtp_layers.0.input_proj.weight": torch.ones(4)}, path / "model.safetensors")
+    edit_config(path, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
+
+    driver = RunnerDriver(path)
+    run = driver.start(PROMPT)
+    driver.generate([run], 8)
+
+    assert run.output_ids == expected
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,16 @@ class DeepseekV2ForCausalLM(LatentMoeCausalLM):
         method = require(hf_config, "topk_method", "greedy", "group_limited_greedy")
         require(hf_config, "scoring_func", "softmax")
         require(hf_config, "norm_topk_prob", False)
+        num_groups, num_kept_groups = hf_config.n_group, hf_config.topk_group
+        if method == "greedy":
+            num_groups = num_kept_groups = 1
         moe = MoeConfig(
             num_experts=hf_config.n_routed_experts,
             num_experts_per_token=hf_config.num_experts_per_tok,
             inner_size=hf_config.moe_intermediate_size,
             renormalize=False,
-            num_groups=hf_config.n_group if method == "group_limited_greedy" else 1,
-            num_kept_groups=hf_config.topk_group if method == "group_limited_greedy" else 1,
+            num_groups=num_groups,
+            num_kept_groups=num_kept_groups,
             num_group_scores=1,
             has_wide_router=True,
             scale=hf_config.routed_scaling_factor,

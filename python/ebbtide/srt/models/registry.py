@@ -14,6 +14,7 @@ from ebbtide.srt.models.glm4_moe import Glm4MoeForCausalLM
 from ebbtide.srt.models.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from ebbtide.srt.models.gpt_oss import GptOssForCausalLM
 from ebbtide.srt.models.llama import LlamaForCausalLM
+from ebbtide.srt.models.mimo import MiMoForCausalLM
 from ebbtide.srt.models.mistral import MistralForCausalLM
 from ebbtide.srt.models.mixtral import MixtralForCausalLM
 from ebbtide.srt.models.phi3 import Phi3ForCausalLM
@@ -33,12 +34,50 @@ MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,
+    "MiMoForCausalLM": MiMoForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
 }
+
+
+# Fields that no computation depends on: of training and of outputs that nobody asks for, of other parts of
+# the engine, and those that transformers makes `layer_types` and `sliding_window` of.
+_WITHOUT_EFFECT = """
+_name_or_path architectures chunk_size_feed_forward dtype id2label label2id model_type output_attentions
+output_hidden_states problem_type return_dict transformers_version
+bos_token_id eos_token_id pad_token_id max_position_embeddings original_max_position_embeddings
+attention_dropout aux_loss_alpha embd_pdrop initializer_range num_mtp_layers num_nextn_predict_layers
+output_router_logits pretraining_tp qk_head_dim resid_pdrop router_aux_loss_coef router_jitter_noise
+use_cache
+_sliding_window_pattern max_window_layers use_sliding_window
+"""
+
+
+class _Read:
+    """A config that notes which of its fields a model has read.
+
+    What a model reads it honours or refuses. What it does not read it cannot honour: a field of transformers'
+    config class that is set to something else than its default must be read, or have no effect.
+    """
+
+    def __init__(self, hf_config: Any) -> None:
+        self._config, self._names = hf_config, set(_WITHOUT_EFFECT.split())
+
+    def __getattr__(self, name: str) -> Any:
+        other_names: dict[str, str] = getattr(self._config, "other_names", {})
+        self._names.add(other_names.get(name, name))
+        return getattr(self._config, name)
+
+    def require_all(self, architecture: str) -> None:
+        """Raises ConfigurationError for a field that was set and not read."""
+        if unread := sorted(set(getattr(self._config, "changed_fields", ())) - self._names):
+            value = getattr(self._config, unread[0])
+            raise ConfigurationError(
+                f"{architecture}: {unread[0]} {value!r} is not supported; expected its default"
+            )
 
 
 def build_model(
@@ -52,7 +91,10 @@ def build_model(
     Raises ConfigurationError for an unknown architecture or a setting that is not supported.
     """
     if architecture in MODELS and impl == "auto":
-        return MODELS[architecture](hf_config, dtype, device)
+        fields = _Read(hf_config)
+        model = MODELS[architecture](fields, dtype, device)
+        fields.require_all(architecture)
+        return model
     from ebbtide.srt.models.from_transformers import TransformersCausalLM  # seconds of imports
 
     try:
