@@ -25,6 +25,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-groups-of-3": ("Qwen3ForCausalLM", {"num_attention_heads": 6, "hidden_size": 96}),
     "gemma2": ("Gemma2ForCausalLM", GEMMA2),
     "gemma3": ("Gemma3ForCausalLM", GEMMA3),
+    "gpt-oss": ("GptOssForCausalLM", {}),
+    # Transformers' code.
+    "granite": ("GraniteForCausalLM", {}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 
 
