@@ -141,8 +141,6 @@ def _quicken_interpreter() -> None:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two of one shape with different weights: what is served first, and what updates bring."""
-    from fixtures.checkpoints import make_checkpoint
+    from fixtures.checkpoints import make_pair
 
-    folder = tmp_path_factory.mktemp("checkpoints")
-    first, second = (make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=ord(name)) for name in "ab")
-    return first, second
+    return make_pair(tmp_path_factory.mktemp("checkpoints"))

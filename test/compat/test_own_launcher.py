@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 import sglang
-from fixtures.checkpoints import make_checkpoint
+from fixtures.checkpoints import make_checkpoint, make_pair
 from fixtures.compat import COMPAT_ENVIRONMENT
 from fixtures.deadlines import HANG_S
 from fixtures.servers import free_port, is_alive, wait_until
@@ -20,7 +20,7 @@ PROMPT = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0.0, "max_n
 
 
 def test_it_starts_serves_sleeps_updates_and_leaves_nothing(tmp_path: Path) -> None:
-    first, second = (make_checkpoint(tmp_path / name, "Qwen3ForCausalLM", seed=ord(name)) for name in "ab")
+    first, second = make_pair(tmp_path)
     port = free_port()
     command = [sys.executable, str(LAUNCHER), "--model-path", str(first), "--port", str(port)]
     command += ["--skip-tokenizer-init", "--max-total-tokens", "1024", "--log-level", "error"]

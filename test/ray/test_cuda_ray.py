@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from fixtures.checkpoints import make_checkpoint
+from fixtures.checkpoints import make_pair
 from fixtures.gpu_device import DEVICE, used_bytes_of
 from fixtures.references import Reference
 from fixtures.servers import wait_until
@@ -34,12 +34,7 @@ RETURN_S = 200.0
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    first, second = (
-        make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=ord(name), **DEVICE.checkpoint)
-        for name in "ab"
-    )
-    return first, second
+    return make_pair(tmp_path_factory.mktemp("checkpoints"), **DEVICE.checkpoint)
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,14 @@ BUDGETS = {
     "idle turn": 8,  # 9
     "first pass of a prompt": 40,  # 40
     "decode step": 27,  # 28
-    "release kv_cache": 23,  # 24
-    "resume kv_cache": 21,  # 24
-    "pause retract": 18,  # 20
-    "tensors": 42,  # 35
-    "bucket": 42,  # 38
-    "folder": 40,  # 36
-    "delta": 42,  # 38
-    "quantised to fp8": 43,  # 40
+    "release kv_cache": 22,  # 24
+    "resume kv_cache": 20,  # 24
+    "pause retract": 17,  # 20
+    "tensors": 40,  # 35
+    "bucket": 40,  # 38
+    "folder": 38,  # 36
+    "delta": 40,  # 38
+    "quantised to fp8": 41,  # 40
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import make_checkpoint
+from fixtures.checkpoints import make_pair
 from fixtures.gpu_checkpoint_engine import NUM_BUCKETS, CheckpointEngine
 from fixtures.gpu_device import used_bytes_of
 from fixtures.trainer_process import TrainerProcess
@@ -41,12 +41,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("two-gpus")
-    first, second = (
-        make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=seed, dtype="bfloat16", **WIDE)
-        for seed, name in enumerate("ab", start=1)
-    )
-    return first, second
+    return make_pair(tmp_path_factory.mktemp("two-gpus"), dtype="bfloat16", **WIDE)
 
 
 @pytest.fixture(scope="module")

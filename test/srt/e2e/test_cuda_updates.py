@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import make_checkpoint
+from fixtures.checkpoints import make_pair
 from fixtures.gpu_checkpoint_engine import NUM_BUCKETS, CheckpointEngine
 from fixtures.references import Reference, span_logprobs
 from fixtures.trainer_process import TrainerProcess
@@ -42,12 +42,7 @@ FORMS = [
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("cuda-updates")
-    first, second = (
-        make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=seed, **WIDE)
-        for seed, name in enumerate("ab", start=1)
-    )
-    return first, second
+    return make_pair(tmp_path_factory.mktemp("cuda-updates"), **WIDE)
 
 
 @pytest.fixture(scope="module")

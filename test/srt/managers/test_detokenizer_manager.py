@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures import scripted_engine
 from fixtures.checkpoints import make_checkpoint
 from fixtures.tokenizers import byte_level
 
@@ -36,18 +37,7 @@ def ids(text: str) -> list[int]:
 
 
 def start(**changes: Any) -> RequestStart:
-    fields: dict[str, Any] = {
-        "prompt_tokens": 3,
-        "cached_tokens": 0,
-        "prompt_tail": ids("the"),
-        "skip_special_tokens": True,
-        "spaces_between_special_tokens": True,
-        "no_stop_trim": False,
-        "stop_strings": (),
-        "input_logprobs": None,
-        "queue_time_s": 0.0,
-    }
-    return RequestStart(**{**fields, **changes})
+    return scripted_engine.start(**{"prompt_tail": ids("the"), **changes})
 
 
 def texts(manager: DetokenizerManager, *outputs: RequestOutput) -> list[str]:

@@ -7,13 +7,31 @@ from fixtures.control import Harness
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    Canary,
     CheckWeightsReqInput,
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    EndWeightUpdateReqInput,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
     PauseMode,
+    Refusal,
     ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsReqOutput,
+    WeightSessionReqOutput,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.testing import SchedulerHarness
 
 WEIGHTS = MemoryTag.WEIGHTS
+IDS = [5, 6, 7, 8, 9]
+# The runner's logprob of weights that are all 1: of the four parameters, 1 + 2 + 3 + 4.
+OF_ONES = -10 / 1024
 
 
 @pytest.fixture(params=[1, 3], ids=["one rank", "three ranks"])
@@ -121,3 +139,113 @@ def test_a_rank_that_has_no_room_for_a_snapshot_or_whose_weights_differ_is_named
     refusal = harness.refuse(ask("compare"))
     assert refusal.status == 400
     assert refusal.message.startswith("rank 2: 1 parameters")
+
+
+def update(harness: SchedulerHarness, value: int, canary: Canary | None, **fields: Any) -> Any:
+    request = UpdateWeightFromDiskReqInput(
+        model_path=str(value), weight_version=str(value), canary=canary, flush_cache=False, **fields
+    )
+    return harness.apply(request, UpdateWeightsReqOutput | Refusal)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("in_session", [False, True])
+@pytest.mark.parametrize(
+    ("value", "canary", "problem"),
+    [
+        (1, Canary(input_ids=IDS), ""),
+        (1, Canary(input_ids=IDS, logprobs=[None, *[OF_ONES] * 4], atol=0.0), ""),
+        (
+            1,
+            Canary(input_ids=IDS, logprobs=[OF_ONES] * 3 + [-0.5], atol=0.1),
+            "token 4 -0.0098 instead of -0.5",
+        ),
+        (10, Canary(input_ids=IDS), "4 of 4 logprobs are not finite, the first that of token 1"),
+    ],
+)
+def test_a_miss_leaves_the_old_weights_serving_and_a_hit_is_committed(
+    num_ranks: int, in_session: bool, value: int, canary: Canary, problem: str
+) -> None:
+    harness = SchedulerHarness(num_ranks=num_ranks)
+    rids = [harness.generate(range(1, 10), seed=seed, max_new_tokens=100) for seed in range(2)]
+    harness.turn_until(lambda: all(harness.outputs[rid].token_ids for rid in rids))
+    if in_session:
+        harness.apply(BeginWeightUpdateReqInput(), WeightSessionReqOutput)
+        update(harness, value, None)
+        end = EndWeightUpdateReqInput(canary=canary, pause_mode=PauseMode.IN_PLACE)
+        reply: Any = harness.apply(end, UpdateWeightsReqOutput | Refusal)  # type: ignore[arg-type]
+    else:
+        reply = update(harness, value, canary, pause_mode=PauseMode.IN_PLACE)
+    harness.run_until_idle()
+    expected = "default"
+    if problem:
+        assert (reply.status, problem in reply.message) == (400, True), reply
+        assert list(harness.weights.live.values()) == [0] * 4
+    else:
+        assert (reply.committed, reply.staged) == (True, True)
+        assert "The canary's" in reply.message
+        expected = str(value)
+    assert harness.scheduler.control.updates.version == expected
+    for seed, rid in enumerate(rids):
+        tokens, starts = harness.outputs[rid].token_ids, harness.outputs[rid].version_starts
+        changed = starts[1][1] if len(starts) > 1 else 100
+        values = [0] * changed + [10] * (100 - changed)
+        assert tokens == [harness.runner.token(seed, i, weights) for i, weights in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("canary", "problem"),
+    [
+        (Canary(input_ids=[1]), "canary.input_ids: expected 2 to 16 tokens, got 1"),
+        (Canary(input_ids=[1] * 17), "canary.input_ids: expected 2 to 16 tokens, got 17"),
+        (Canary(input_ids=[1, 1000]), "canary.input_ids: 1000 is not in the vocabulary of 1000 ids"),
+        (Canary(input_ids=IDS, logprobs=[0.0] * 5), "canary.logprobs: expected 4 finite numbers"),
+        (Canary(input_ids=IDS, logprobs=[float("nan")] * 4), "canary.logprobs: expected 4 finite numbers"),
+        (Canary(input_ids=IDS, atol=-1), "canary.atol: expected a finite number from 0, got -1"),
+    ],
+)
+def test_what_can_never_be_tried_is_refused_before_anything_is_written(canary: Canary, problem: str) -> None:
+    harness = SchedulerHarness()
+    refusal = update(harness, 1, canary)
+    assert (refusal.status, problem in refusal.message) == (400, True), refusal
+    assert harness.weights.parameters.generation == 0
+
+
+@pytest.mark.parametrize("case", ["no copy", "no kv", "in a session"])
+def test_where_it_cannot_be_tried_it_is_refused_before_anything_is_written(case: str) -> None:
+    harness = SchedulerHarness()
+    match case:
+        case "no copy":
+            harness.weights.num_staged = 0
+            problem = "no second copy"
+        case "no kv":
+            tags = (MemoryTag.KV_CACHE,)
+            harness.apply(ReleaseMemoryOccupationReqInput(tags=tags), ReleaseMemoryOccupationReqOutput)
+            problem = "needs kv_cache"
+        case _:
+            harness.apply(BeginWeightUpdateReqInput(), WeightSessionReqOutput)
+            problem = "give it to end_weight_update"
+    refusal = update(harness, 1, Canary(input_ids=IDS))
+    assert (refusal.status, problem in refusal.message) == (400, True), refusal
+    assert list(harness.weights.live.values()) == [0] * 4
+
+
+def test_stale_weights_are_not_tried_even_if_nothing_is_to_be_written() -> None:
+    harness = SchedulerHarness()
+    tags = (MemoryTag.WEIGHTS,)
+    harness.apply(ReleaseMemoryOccupationReqInput(tags=tags), ReleaseMemoryOccupationReqOutput)
+    harness.apply(ResumeMemoryOccupationReqInput(tags=tags), ResumeMemoryOccupationReqOutput)
+    refusal = update(harness, 1, Canary(input_ids=IDS), manifest={"names": []})
+    assert (refusal.status, "Stale weights must first be written" in refusal.message) == (400, True)
+
+
+def test_its_pages_are_taken_from_the_youngest_request_and_nothing_is_lost() -> None:
+    harness = SchedulerHarness(num_pages=16, context_len=64)
+    rids = [harness.generate(range(first, first + 20), seed=first, max_new_tokens=12) for first in (1, 100)]
+    harness.turn_until(lambda: all(len(harness.outputs[rid].token_ids) > 4 for rid in rids))
+    harness.apply(PauseGenerationReqInput(mode=PauseMode.IN_PLACE), PauseGenerationReqOutput)
+    assert update(harness, 1, Canary(input_ids=list(range(1, 17)))).committed
+    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.run_until_idle()
+    assert [len(harness.outputs[rid].token_ids) for rid in rids] == [12, 12]
+    assert [harness.outputs[rid].num_retractions for rid in rids] == [0, 1]
