@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
-from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
+from ebbtide.srt.layers.lora import Delta, ProductAdapters, StepAdapters
 from ebbtide.srt.layers.norm import (
     Activation,
     Addend,
@@ -109,9 +109,7 @@ class Linear(nn.Module):
         """The product, [T, O] of this rank's outputs."""
         if self.adapters is None or step.adapters is None:
             return self.project(Inputs(x), self.bias, step.kernels)
-        x_TD = tensor_of(x)
-        delta = self.adapters.of(x_TD, step.adapters)
-        out_TO = self.project(Inputs(x_TD), self.bias, step.kernels)
+        out_TO, delta = self._adapted(x, self.adapters, step.adapters, step.kernels)
         delta.add_(out_TO)
         return out_TO
 
@@ -119,13 +117,22 @@ class Linear(nn.Module):
         """activation(gate) · up, [T, I]; the gates' rows of the weight come first."""
         if self.adapters is None or step.adapters is None:
             return Gated(self, Inputs(x), activation, step.kernels)
-        return gated(self.forward(x, step), activation)
+        out_TO, delta = self._adapted(x, self.adapters, step.adapters, step.kernels)
+        return delta.gate(out_TO, activation)
 
     def addend(self, x: Tensor | Gated, step: Step) -> Addend:
         """The product, [T, O], for the residual. Each rank holds some of the inputs, and all of the bias."""
         if self.adapters is None or step.adapters is None:
             return Product(self, x, step.kernels)
         return AdaptedProduct(self, tensor_of(x), step.kernels, self.adapters, step.adapters)
+
+    def _adapted(
+        self, x: Tensor | NormedResidual, adapters: ProductAdapters, step: StepAdapters, kernels: Kernels
+    ) -> tuple[Tensor, Delta]:
+        """The product without what adapters add to it, and that."""
+        x_TD = tensor_of(x)
+        delta = adapters.of(x_TD, step)
+        return self.project(Inputs(x_TD), self.bias, kernels), delta
 
     def project(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
         """What `forward` gives."""

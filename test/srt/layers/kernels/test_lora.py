@@ -8,6 +8,7 @@ import torch
 
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.moe import AdaptedExperts, MoeConfig, run_experts
+from ebbtide.srt.layers.norm import Activation, gated
 
 HAS_GPU = torch.cuda.is_available()  # noqa: TID251
 DEVICES = [
@@ -90,6 +91,23 @@ def test_products_of_any_mix_of_adapters(
     add(lora, adapters, groups, x_TD, out_TO)
     torch.testing.assert_close(out_TO, expected_TO, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert torch.equal(out_TO[slots_T < 0], expected_TO[slots_T < 0])
+
+
+@pytest.mark.parametrize("ends", [(40, 80), (80,)])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_products_of_any_mix_of_adapters(
+    device: str, lora: ModuleType, ends: tuple[int, ...], activation: Activation
+) -> None:
+    adapters = make_adapters(device, 96, ends, 80)
+    x_TD = torch.randn(19, 96, device=device)
+    gate_up_T2I = torch.randn(19, 80, device=device)
+    slots_T = torch.arange(19, dtype=torch.int32, device=device) * 7 % (NUM_SLOTS + 1) - 1
+    expected_T2I = gate_up_T2I.clone()
+    adapters.add_rows_(expected_T2I, x_TD, slots_T, 0)
+    groups = lora.list_groups(slots_T, NUM_SLOTS)
+    inner = lora.shrink(x_TD, adapters.factors, groups)
+    found_TI = lora.expand_gated(inner, adapters.factors, groups, gate_up_T2I, activation)
+    torch.testing.assert_close(found_TI, gated(expected_T2I, activation), atol=1e-4, rtol=1e-4)
 
 
 def test_tokens_of_a_long_prompt_share_blocks(device: str, lora: ModuleType) -> None:

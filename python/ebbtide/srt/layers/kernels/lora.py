@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.activation import activate
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.moe_routing import Blocks, list_slots
 
@@ -180,6 +181,50 @@ def expand(
     )
 
 
+def expand_gated(
+    inner: Tensor, factors: Factors, groups: Groups, gate_up_N2I: Tensor, activation: str
+) -> Tensor:
+    """activation(gate) · up of a product of gates and ups with its adapters, [N, I], of all rows.
+
+    Args:
+        inner: from `shrink`.
+        gate_up_N2I: contiguous; the gates are the first half of each row.
+        activation: silu or gelu_tanh.
+    """
+    _, b_SEOR, scalings_SP, ends = factors
+    _, num_experts, num_outputs, rank = b_SEOR.shape
+    out_NI = gate_up_N2I.new_empty((len(gate_up_N2I), num_outputs // 2))
+    block_outputs = min(_OUTPUTS_AT_ONCE // 2, max(16, triton.next_power_of_2(num_outputs // 2)))
+    _expand_gated_kernel[(groups.blocks.number, triton.cdiv(num_outputs // 2, block_outputs))](
+        inner,
+        b_SEOR,
+        scalings_SP,
+        gate_up_N2I,
+        out_NI,
+        groups.blocks.experts,
+        groups.blocks.slots,
+        groups.num_rows,
+        b_SEOR.stride(0),
+        scalings_SP.stride(0),
+        NUM_GROUPS=len(b_SEOR) * num_experts,
+        NUM_SPLITS=len(inner),
+        NUM_RANKS=inner.shape[-1],
+        RANK=rank,
+        INNER=num_outputs // 2,
+        # Gates and ups may be one tensor of the checkpoint.
+        UP_PART=len(ends) - 1,
+        BLOCK_N=groups.block_rows,
+        BLOCK_O=block_outputs,
+        BLOCK_R=min(triton.next_power_of_2(rank), _MOST_RANKS_AT_ONCE),
+        GELU=activation == "gelu_tanh",
+        EARLY=groups.are_early,
+        num_warps=4,
+        num_stages=2,
+        **overlap_options(out_NI),
+    )
+    return out_NI
+
+
 @triton.jit
 def _start(EARLY: tl.constexpr, OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel start; first wait for the one before if this one's lists are of it."""
@@ -316,10 +361,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         if first_rank > 0:
             b = tl.load(b_pointers + first_rank, mask=inside[:, None] & real[None, :], other=0.0)
         places = inner + rows.to(tl.int64)[:, None] * NUM_RANKS + part * RANK + (first_rank + ranks)[None, :]
-        value = tl.zeros([BLOCK_N, BLOCK_R], dtype=tl.float32)
-        for split in tl.static_range(NUM_SPLITS):
-            theirs = places + split * num_rows * NUM_RANKS
-            value += tl.load(theirs, mask=filled[:, None] & real[None, :], other=0.0)
+        value = _added_up(places, filled[:, None] & real[None, :], num_rows * NUM_RANKS, NUM_SPLITS)
         total = tl.dot((value * scaling).to(b.dtype), tl.trans(b), total, input_precision="ieee")
     if weights_N is not None:
         total *= tl.load(weights_N + rows, mask=filled, other=0.0)[:, None]
@@ -328,3 +370,86 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     if ADD:
         total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, total.to(out_NO.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _added_up(places, mask, distance, NUM_SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of the parts that `shrink` left."""
+    value = tl.load(places, mask=mask, other=0.0)
+    for split in tl.static_range(1, NUM_SPLITS):
+        value += tl.load(places + split * distance, mask=mask, other=0.0)
+    return value
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _expand_gated_kernel(  # type: ignore[no-untyped-def]
+    inner,
+    b_SEOR,
+    scalings_SP,
+    gate_up_N2I,
+    out_NI,
+    block_groups,
+    block_slots,
+    num_rows,
+    slot_stride,
+    scaling_stride,
+    NUM_GROUPS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    INNER: tl.constexpr,
+    UP_PART: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GELU: tl.constexpr,
+    EARLY: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Some outputs of one block: gates and ups with what adapters add, and of both the gated product."""
+    _start(EARLY, OVERLAPPED)
+    block, tile = tl.program_id(0), tl.program_id(1)
+    group = tl.load(block_groups + block)
+    if group < 0:
+        _follow_late(EARLY, OVERLAPPED)
+        return
+    rows = tl.load(block_slots + block * BLOCK_N + tl.arange(0, BLOCK_N))
+    filled = rows < num_rows
+    outputs = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    inside = outputs < INNER
+    mask = filled[:, None] & inside[None, :]
+    row_places = rows.to(tl.int64)[:, None]
+    at = gate_up_N2I + row_places * (2 * INNER) + outputs[None, :]
+    if group >= NUM_GROUPS:
+        # These rows have no adapter.
+        _follow_late(EARLY, OVERLAPPED)
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(at + INNER, mask=mask, other=0.0).to(tl.float32)
+    else:
+        ranks = tl.arange(0, BLOCK_R)
+        b_pointers = b_SEOR + group.to(tl.int64) * slot_stride + outputs[:, None] * RANK + ranks[None, :]
+        b_mask = inside[:, None] & (ranks < RANK)[None, :]
+        b_gate = tl.load(b_pointers, mask=b_mask, other=0.0)
+        b_up = tl.load(b_pointers + INNER * RANK, mask=b_mask, other=0.0)
+        scalings = scalings_SP + group * scaling_stride
+        gate_scaling, up_scaling = tl.load(scalings), tl.load(scalings + UP_PART)
+        _follow_late(EARLY, OVERLAPPED)
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(at + INNER, mask=mask, other=0.0).to(tl.float32)
+        for first_rank in tl.static_range(0, RANK, BLOCK_R):
+            real = first_rank + ranks < RANK
+            if first_rank > 0:
+                b_mask = inside[:, None] & real[None, :]
+                b_gate = tl.load(b_pointers + first_rank, mask=b_mask, other=0.0)
+                b_up = tl.load(b_pointers + INNER * RANK + first_rank, mask=b_mask, other=0.0)
+            places = inner + row_places * NUM_RANKS + (first_rank + ranks)[None, :]
+            value_mask, distance = filled[:, None] & real[None, :], num_rows * NUM_RANKS
+            of_gate = _added_up(places, value_mask, distance, NUM_SPLITS)
+            of_up = of_gate
+            if UP_PART > 0:
+                of_up = _added_up(places + UP_PART * RANK, value_mask, distance, NUM_SPLITS)
+            of_gate, of_up = (of_gate * gate_scaling).to(b_gate.dtype), (of_up * up_scaling).to(b_up.dtype)
+            gate = tl.dot(of_gate, tl.trans(b_gate), gate, input_precision="ieee")
+            up = tl.dot(of_up, tl.trans(b_up), up, input_precision="ieee")
+    value = activate(gate, GELU) * up
+    tl.store(out_NI + row_places * INNER + outputs[None, :], value.to(out_NI.dtype.element_ty), mask=mask)
