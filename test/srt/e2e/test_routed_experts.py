@@ -23,9 +23,22 @@ from ebbtide.srt.managers.io_struct import RoutedExperts
 PROMPT = [(7 * place) % 250 for place in range(45)]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("moe"), "Qwen3MoeForCausalLM", max_position_embeddings=512)
+# Experts by softmax, and by sigmoids and a bias.
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": {},
+    "DeepseekV3ForCausalLM": {
+        "n_routed_experts": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = {"max_position_embeddings": 512, **MODELS[request.param]}
+    return make_checkpoint(tmp_path_factory.mktemp("moe"), request.param, **config)
 
 
 @pytest.fixture(scope="module", params=ON_CPU_AND_GPUS)
@@ -42,13 +55,18 @@ class Routers:
 
     def __init__(self, path: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.top_k: int = self._model.config.num_experts_per_tok
 
     @torch.inference_mode()
     def rows(self, token_ids: list[int]) -> NDArray[Any]:
         """[T, L, K], each row sorted: equals may stand in any order."""
-        layers = self._model(torch.tensor([token_ids]), output_router_logits=True).router_logits
-        chosen = [logits.topk(self.top_k, dim=-1).indices for logits in layers]
+        chosen: list[torch.Tensor] = []
+        hooks = [
+            layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+            for layer in self._model.model.layers
+        ]
+        self._model(torch.tensor([token_ids]))
+        for hook in hooks:
+            hook.remove()
         rows: NDArray[Any] = np.sort(torch.stack(chosen, dim=1).numpy(), axis=-1)
         return rows
 
@@ -59,8 +77,11 @@ class Routers:
         def chosen(layer: int, output: Any) -> Any:
             logits, weights, experts = output
             given = torch.from_numpy(given_TLK[:, layer]).long()
-            own = logits.softmax(-1)[: len(given)].gather(1, given)
-            weights[: len(given)], experts[: len(given)] = own / own.sum(-1, keepdim=True), given
+            config = self._model.config
+            scores = logits.sigmoid() if config.model_type == "deepseek_v3" else logits.softmax(-1)
+            own = scores[: len(given)].gather(1, given)
+            scale = getattr(config, "routed_scaling_factor", 1.0)
+            weights[: len(given)], experts[: len(given)] = scale * own / own.sum(-1, keepdim=True), given
             return logits, weights, experts
 
         hooks = [
