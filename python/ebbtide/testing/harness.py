@@ -46,6 +46,7 @@ from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
+from ebbtide.testing.null_adapters import NullAdapters
 from ebbtide.testing.null_kv import NUM_WEIGHT_CHUNKS, PAGE_IDS, NullChunks, NullDevice, NullKV, NullPageStore
 from ebbtide.testing.null_runner import NullRunner
 from ebbtide.testing.null_weights import NullWeights, null_memories
@@ -60,6 +61,7 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     version_starts: list[tuple[str, int]] = field(default_factory=list)
+    adapter_starts: list[tuple[str, int]] = field(default_factory=list)
     kv_versions: list[str] = field(default_factory=list)
     prefill_starts: list[tuple[str, int]] = field(default_factory=list)
     num_retractions: int = 0
@@ -81,8 +83,10 @@ class NullRank:
         context_len: int,
         keeps_weights: bool,
         windows: Windows,
+        num_adapter_slots: int,
     ) -> None:
         self.runner = NullRunner()
+        self.adapters = NullAdapters(self.runner, num_adapter_slots)
         self.weights = NullWeights(self.runner)
         self.device = device
         max_pages = -(-context_len // config.page_size)
@@ -108,6 +112,7 @@ class NullRank:
             windows=windows,
             kv_memory=self.chunks,
             num_weight_chunks=NUM_WEIGHT_CHUNKS,
+            adapters=self.adapters if num_adapter_slots else None,
         )
         self.scheduler = assemble_scheduler(config, parts, inbox, outputs)
 
@@ -167,6 +172,8 @@ class SchedulerHarness:
         device: NullDevice | None = None,
         num_ranks: int = 1,
         windows: Windows = WHOLE,
+        num_adapter_slots: int = 0,
+        keep_adapter_versions: int = 1,
     ) -> None:
         self.num_pages = num_pages
         self.device = device if device is not None else NullDevice(10_000)
@@ -190,6 +197,7 @@ class SchedulerHarness:
             eos_token_ids=eos_token_ids,
             vocab_size=NullRunner.VOCAB_SIZE,
             context_len=context_len,
+            keep_adapter_versions=keep_adapter_versions,
         )
         rank = partial(
             NullRank,
@@ -198,6 +206,7 @@ class SchedulerHarness:
             context_len=context_len,
             keeps_weights=keeps_weights,
             windows=windows,
+            num_adapter_slots=num_adapter_slots,
         )
         self._links = [_FollowerLink(self._from_ranks) for _ in range(num_ranks - 1)]
         self._inbox = LeaderInbox(self, self, self._links) if self._links else Inbox(self, self)
@@ -227,6 +236,7 @@ class SchedulerHarness:
         contract: VersionContract | None = None,
         priority: int = 0,
         grammar: str | None = None,
+        adapter: str | None = None,
         **params: Any,
     ) -> str:
         """Queue a request; returns its rid."""
@@ -245,6 +255,7 @@ class SchedulerHarness:
                 contract=contract if contract is not None else VersionContract(),
                 priority=priority,
                 grammar=grammar,
+                adapter=adapter,
             )
         )
         return rid
@@ -355,6 +366,8 @@ class SchedulerHarness:
             known.cached_tokens = output.start.cached_tokens
         if output.version_starts is not None:
             known.version_starts = output.version_starts
+        if output.adapter_starts is not None:
+            known.adapter_starts = output.adapter_starts
         if output.kv_versions is not None:
             known.kv_versions = output.kv_versions
         if output.prefill_starts is not None:

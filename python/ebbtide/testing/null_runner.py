@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class NullRunner:
         value: stands for the weights' contents, see `NullWeights`; None while they are not whole.
         needed: the memory that a forward pass reads.
         kv: what its pages hold is checked; None: it is not.
+        adapters: what the slots hold; None: nothing whole.
         num_steps: forward passes so far.
         under_way: those that nobody has waited for.
         follows_passes: what is launched now runs after the passes under way, as copies on a stream do.
@@ -43,6 +44,7 @@ class NullRunner:
         self.value: int | None = 0
         self.needed: list[NullMemory] = []
         self.kv: NullKV | None = None
+        self.adapters: list[int | None] = []
         self.num_steps = 0
         self.follows_passes = False
         self.under_way: list[NullStep] = []
@@ -67,14 +69,15 @@ class NullRunner:
         value = self.value
         assert value is not None, "a forward pass ran on weights that are not whole"
         assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"
-        self._check_tokens(plan, value)
+        values_R = self._values(plan, value)
+        self._check_tokens(plan, values_R)
         self.num_steps += 1
         if before_masks is not None and any(spec.mask is not None for spec in plan.specs):
             before_masks()
         tokens = [
             self._choose(spec, num_outputs, value) if samples else -1
-            for spec, num_outputs, samples in zip(
-                plan.specs, plan.num_outputs_R.tolist(), plan.samples_R.tolist(), strict=True
+            for spec, num_outputs, samples, value in zip(
+                plan.specs, plan.num_outputs_R.tolist(), plan.samples_R.tolist(), values_R, strict=True
             )
         ]
         self._sampled_by_row.update(zip(plan.page_rows_R.tolist(), tokens, strict=True))
@@ -86,9 +89,27 @@ class NullRunner:
             if spec.logprobs is not None and spec.logprobs.start is not None
         }
         output_logprobs = self._logprobs(len(tokens), wanted, value) if wanted else None
-        step = NullStep(self, value, StepResult(tokens, output_logprobs, input_logprobs))
+        slots = set() if plan.adapters_R is None else set(plan.adapters_R.tolist()) - {-1}
+        read = {slot: self.adapters[slot] for slot in slots}
+        step = NullStep(self, value, StepResult(tokens, output_logprobs, input_logprobs), read)
         self.under_way.append(step)
         return step
+
+    def _values(self, plan: BatchPlan, value: int) -> list[int]:
+        """What stands for the weights and the adapter of each request."""
+        if plan.adapters_R is None:
+            return [value] * len(plan.specs)
+        values_R = []
+        for slot in plan.adapters_R.tolist():
+            adapter = self.adapters[slot] if slot >= 0 else 0
+            assert adapter is not None, "a forward pass ran on an adapter that is not whole"
+            values_R.append(self.adapted(value, adapter))
+        return values_R
+
+    @staticmethod
+    def adapted(value: int, adapter: int) -> int:
+        """What stands for weights with an adapter."""
+        return value + 101 * adapter
 
     def _logprobs(self, num_positions: int, wanted: Sequence[LogprobSpec], value: int) -> LogprobArrays:
         """The same number for every token that is asked for; the most likely ones are the first ids."""
@@ -115,7 +136,7 @@ class NullRunner:
         """What weights of this value make of any token; of odd hundreds, nothing finite."""
         return LOWEST_LOGPROB if value // 100 % 2 else -value / 1024
 
-    def _check_tokens(self, plan: BatchPlan, value: int) -> None:
+    def _check_tokens(self, plan: BatchPlan, values_R: list[int]) -> None:
         """Every request must be fed its own next tokens, and sampled behind its last."""
         input_ids = plan.input_ids_T.tolist()
         first = 0
@@ -126,9 +147,10 @@ class NullRunner:
             plan.num_new_R.tolist(),
             plan.samples_R.tolist(),
             plan.num_outputs_R.tolist(),
+            values_R,
             strict=True,
         )
-        for spec, row, start, num_new, samples, num_outputs in rows:
+        for spec, row, start, num_new, samples, num_outputs, value in rows:
             tokens = [*spec.prompt_ids, *spec.output_ids]
             given = input_ids[first : first + num_new]
             if num_outputs > len(spec.output_ids):
@@ -163,14 +185,18 @@ class NullStep:
 
     Attributes:
         value: of the weights when it ends.
+        read: what the slots of adapters hold that it reads.
     """
 
     runner: NullRunner
     value: int | None
     result: StepResult
+    read: dict[int, int | None] = field(default_factory=dict)
 
     def wait(self) -> StepResult:
         self.runner.ended(self)
         assert self.runner.value == self.value, "the weights changed under a forward pass"
+        now = {slot: self.runner.adapters[slot] for slot in self.read}
+        assert now == self.read, "an adapter changed under a forward pass"
         assert all(memory.resident_bytes for memory in self.runner.needed), "memory went under a forward pass"
         return self.result

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ebbtide.srt.config import EngineConfig, ScheduleConfig
+from ebbtide.srt.managers.control.adapter_loads import AdapterLoads, AdapterMemory
+from ebbtide.srt.managers.control.adapters import AdapterBook
 from ebbtide.srt.managers.control.control_plane import ControlPlane
 from ebbtide.srt.managers.control.kv_cache import CacheFlush, KVSize
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, WeightContent
@@ -59,6 +61,8 @@ class SchedulerConfig:
     vocab_size: int
     context_len: int
     retracts_for_copies: bool = False
+    keep_adapter_versions: int = 1
+    max_adapters: int | None = None
     records_routes: bool = False
 
     @staticmethod
@@ -98,6 +102,7 @@ class RankParts:
         kv_memory: the KV pool's, where chunks of it can be lent and given up.
         kv_scales: of a KV pool in FP8.
         num_weight_chunks: chunks that a second copy of the weights takes, on the rank where it takes most.
+        adapters: slots that adapters are loaded to; None: there are none.
         gc_pause_s: for which Python's garbage collector has stopped this process so far.
     """
 
@@ -117,6 +122,7 @@ class RankParts:
     num_weight_chunks: int = 0
     kv_scales: KVScales | None = None
     gc_pause_s: Callable[[], float] = lambda: 0.0
+    adapters: AdapterMemory | None = None
 
 
 def assemble_scheduler(
@@ -135,7 +141,12 @@ def assemble_scheduler(
         cache_by_version=config.cache_by_version,
         records_routes=config.records_routes,
     )
-    policy = SchedulePolicy(config.schedule, pages)
+    book = AdapterBook(
+        0 if parts.adapters is None else parts.adapters.num_slots,
+        config.keep_adapter_versions,
+        config.max_adapters,
+    )
+    policy = SchedulePolicy(config.schedule, pages, book)
     # The ranks of a replica make the same passes: the first one speaks for all.
     step_log = StepLog(policy, config.schedule.decode_log_interval if inbox.tp_rank == 0 else 0)
     processor = OutputProcessor(policy, step_log, inbox.dp_rank)
@@ -231,6 +242,7 @@ def _control_plane(
         generation,
         memory,
         updates,
+        AdapterLoads(parts.adapters, policy.adapters, memory, requests, operations, inbox.ranks, pace),
         operations,
         inbox.ranks,
         [other.handlers for other in others],

@@ -12,6 +12,17 @@ from enum import StrEnum
 from typing import Annotated, Final, Literal, get_args
 
 from ebbtide.srt.managers.wire import merge_rules as merge
+from ebbtide.srt.managers.wire.adapter_requests import (
+    AnyAdapterReply as AnyAdapterReply,
+    AnyAdapterRequest as AnyAdapterRequest,
+    InFlight as InFlight,
+    LoadLoRAAdapterFromTensorsReqInput as LoadLoRAAdapterFromTensorsReqInput,
+    LoadLoRAAdapterReqInput as LoadLoRAAdapterReqInput,
+    LoadLoRAAdapterReqOutput as LoadLoRAAdapterReqOutput,
+    LoadRequest as LoadRequest,
+    UnloadLoRAAdapterReqInput as UnloadLoRAAdapterReqInput,
+    UnloadLoRAAdapterReqOutput as UnloadLoRAAdapterReqOutput,
+)
 from ebbtide.srt.managers.wire.control_request import (
     POST_OR_GET,
     ControlRequest as ControlRequest,
@@ -44,6 +55,7 @@ from ebbtide.srt.managers.wire.message import (
 )
 from ebbtide.srt.managers.wire.reports import (
     STALL_BOUNDS_S as STALL_BOUNDS_S,
+    AdapterReport as AdapterReport,
     ChecksumAlgorithm as ChecksumAlgorithm,
     Load as Load,
     PauseMode as PauseMode,
@@ -345,6 +357,7 @@ AnyControlRequest = (
     | AbortReq
     | FlushCacheReqInput
     | AnyWeightRequest
+    | AnyAdapterRequest
     | GetLoadReqInput
     | PingReqInput
 )
@@ -359,6 +372,7 @@ AnyReply = (
     | AbortReqOutput
     | FlushCacheReqOutput
     | AnyWeightReply
+    | AnyAdapterReply
     | GetLoadReqOutput
     | PingReqOutput
     | Prepared

@@ -119,6 +119,7 @@ class Scheduler:
                 self._handle(message)
             if self.control.allows_forward:
                 self._forward()
+                self.control.adapters.fetch_wanted()
             else:
                 # Whatever keeps the next pass from running may have been launched behind this one.
                 self._settle()
@@ -230,6 +231,8 @@ class Scheduler:
     def _admit(self, message: TokenizedGenerateReqInput) -> None:
         req = self._request(message)
         try:
+            if message.adapter is not None:
+                req.adapter = self.policy.adapters.resolve(message.adapter)
             req.pass_over(message.continued_ids)
             self.policy.admit(req)
             self._limits.note_queued(req)
@@ -276,6 +279,7 @@ class Scheduler:
             stop_strings=stop_strings,
             priority=message.priority,
             contract=message.contract,
+            names_version=message.adapter is not None and "@" in message.adapter,
             routes_from=message.routed_experts_start,
             given_routes=None if message.given_routes is None else message.given_routes.rows,
         )

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from ebbtide.srt.managers.control.adapter_loads import AdapterLoads
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Operations, refusal
 from ebbtide.srt.managers.control.pace import Stall
@@ -44,6 +45,7 @@ class ControlPlane:
         generation: Generation,
         memory: MemoryOccupation,
         updates: WeightUpdates,
+        adapters: AdapterLoads,
         operations: Operations,
         ranks: Ranks,
         others: Sequence[HandlerTable],
@@ -55,6 +57,7 @@ class ControlPlane:
         self.generation = generation
         self.memory = memory
         self.updates = updates
+        self.adapters = adapters
         self.operations = operations
         self.ranks = ranks
         self._rank, self._weight_groups = rank, weight_groups
@@ -64,7 +67,7 @@ class ControlPlane:
         self.handlers: dict[type, Callable[[Any], AnyReply | Operation]] = {
             PingReqInput: lambda request: PingReqOutput()
         }
-        for table in (generation.handlers, memory.handlers, updates.handlers, *others):
+        for table in (generation.handlers, memory.handlers, updates.handlers, adapters.handlers, *others):
             assert not self.handlers.keys() & table.keys()
             self.handlers.update(table)
 
@@ -174,4 +177,5 @@ class ControlPlane:
             load_format=self.updates.load_format,
             session=self.updates.report(),
             weight_groups=self._weight_groups(),
+            adapters=self.adapters.book.report(),
         )

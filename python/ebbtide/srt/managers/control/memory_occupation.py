@@ -122,8 +122,8 @@ class MemoryOccupation:
         is_enabled: bool,
     ) -> None:
         self.content = content
-        # Whoever updates weights sets this: what is on its way in has lost its destination.
-        self.on_weights_release: Callable[[], None] = lambda: None
+        # What is on its way into the memory of the weights has lost its destination.
+        self.on_weights_release: list[Callable[[], None]] = []
         self._memories = memories
         self._kv = kv
         self._page_store = page_store
@@ -182,9 +182,9 @@ class MemoryOccupation:
         plan = self._parking(request.preserve) if gives_up_kv else NOTHING_PARKED
         keep = self._keeping(to_release, request.backup)
         bytes_before = self._page_store.num_bytes
-        if plan.pages or keep:
+        if plan.pages or keep is not None:
             try:
-                yield from self._on_all_ranks(lambda: self._save(plan, with_weights=bool(keep)))
+                yield from self._on_all_ranks(lambda: self._save(plan, keep))
             except (RequestRejected, EngineError):
                 if plan.pages:
                     self._drop_parked()
@@ -192,10 +192,9 @@ class MemoryOccupation:
         parked_bytes = self._page_store.num_bytes - bytes_before
         if keep is not None:
             self._keeps_weights = keep
-            if not keep:
-                self._memories[MemoryTag.WEIGHTS].prepare_release(keep=False)
         if MemoryTag.WEIGHTS in to_release:
-            self.on_weights_release()
+            for end in self.on_weights_release:
+                end()
         num_retracted = self._give_up_kv(plan) if gives_up_kv else 0
         freed_bytes = {
             tag: self._ranks.certainly(lambda tag=tag: self._release(tag))  # type: ignore[misc]
@@ -393,14 +392,14 @@ class MemoryOccupation:
             return None
         return self._memories[MemoryTag.WEIGHTS].keeps_contents if backup is None else backup
 
-    def _save(self, plan: ParkingPlan, *, with_weights: bool) -> None:
+    def _save(self, plan: ParkingPlan, keeps_weights: bool | None) -> None:
         try:
             if plan.pages:
                 (self._parked_slots,) = self._page_store.save([plan.pages])
                 self._parked_pages = plan.pages
                 self._parked_tokens = 0 if plan.keeps_cache else plan.num_tokens
-            if with_weights:
-                self._memories[MemoryTag.WEIGHTS].prepare_release(keep=True)
+            if keeps_weights is not None:
+                self._memories[MemoryTag.WEIGHTS].prepare_release(keeps_weights)
         except OutOfDeviceMemory as error:
             raise error.refusal(
                 f"no room to keep what is to outlive the release: {error}. Nothing was released"

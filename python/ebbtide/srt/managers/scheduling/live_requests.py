@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from ebbtide.srt.managers.control.adapters import AdapterVersion
 from ebbtide.srt.managers.control.ports import ParkingPlan
-from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason, RetractCause
+from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason, InFlight, RetractCause
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.request import Phase, Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
@@ -24,7 +26,7 @@ SLOW_MASKS: Final = "slow-masks-"
 
 
 class LiveRequests:
-    """Implements `control.ports.Requests` over the policy; aborted requests get their last output.
+    """Implements `Requests` and `AdapterUsers` of the control plane; aborted requests get their last output.
 
     Args:
         calibration: of a KV cache whose scales follow what was seen; None where they stay.
@@ -77,16 +79,16 @@ class LiveRequests:
         return num_retracted
 
     def abort_all(self, message: str) -> int:
-        ended = self._policy.finish_all()
+        ended, reason = self._policy.finish_all(), FinishReason("abort", message=message)
         self.on_kv_given_up()
-        return self._send_aborted(ended, message)
+        self._send_ended([(req, reason) for req in ended])
+        return len(ended)
 
     def abort(self, rids: Iterable[str], message: str) -> int:
         found = [req for rid in dict.fromkeys(rids) if (req := self._policy.find(rid)) is not None]
-        for req in found:
-            self._policy.finish(req)
+        self._finish(found, FinishReason("abort", message=message))
         self.on_kv_given_up()
-        return self._send_aborted(found, message)
+        return len(found)
 
     def flush_cache(self) -> int:
         freed_tokens = self._policy.flush_cache()
@@ -102,14 +104,62 @@ class LiveRequests:
         self.on_kv_given_up()
         self._send_ended(ended)
 
+    def move(self, version: AdapterVersion, in_flight: InFlight) -> int:
+        num_moved = 0
+        reason = FinishReason("abort", message="Aborted by a new version of its adapter (on_update)")
+        for req in self._all():
+            before = req.adapter
+            if before is None or before is version or before.name != version.name or req.names_version:
+                continue
+            own = req.contract.on_update
+            how = in_flight if own == "continue" else own
+            if req.first_update is None:
+                self._move(req, version)
+            elif how == "abort":
+                self._finish([req], reason)
+                continue
+            elif how == "recompute":
+                self._policy.give_up_kv(req)
+                self._move(req, version)
+            elif how == "continue":
+                self._move(req, version)
+            else:
+                continue
+            num_moved += 1
+        self.on_kv_given_up()
+        return num_moved
+
+    def _move(self, req: Req, version: AdapterVersion) -> None:
+        """Have a request run on another version, with the KV that it has."""
+        adapters, before = self._policy.adapters, req.adapter
+        assert before is not None
+        req.adapter = version
+        adapters.join(version)
+        if req.kv is not None:
+            adapters.stop(before)
+            adapters.start(version)
+            req.kv.is_mixed = True
+            self._policy.rows.set_adapter(req.kv.row, req)
+        elif req.parked is not None:
+            req.parked = replace(req.parked, is_mixed=True)
+        adapters.leave(before)
+
+    def end(self, version: AdapterVersion, message: str) -> None:
+        ended = [req for req in self._all() if req.adapter is version]
+        self._finish(ended, FinishReason("abort", message=message, status_code=500))
+        self.on_kv_given_up()
+
+    def _all(self) -> list[Req]:
+        return [*self._policy.running, *self._policy.queued]
+
+    def _finish(self, requests: list[Req], reason: FinishReason) -> None:
+        for req in requests:
+            self._policy.finish(req)
+        self._send_ended([(req, reason) for req in requests])
+
     def _settle_if_empty(self) -> None:
         if self._calibration is not None and not self._policy.holds_kv:
             self._calibration.settle()
-
-    def _send_aborted(self, requests: list[Req], message: str) -> int:
-        reason = FinishReason("abort", message=message)
-        self._send_ended([(req, reason) for req in requests])
-        return len(requests)
 
     def _send_ended(self, ended: list[tuple[Req, FinishReason]]) -> None:
         output = self._processor.end(ended)

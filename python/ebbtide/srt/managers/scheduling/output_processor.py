@@ -275,6 +275,7 @@ class OutputProcessor:
             routed_experts=_routed_experts(req) if req.finish is not None else None,
             supports=req.new_supports.take() if req.spec.returns_support else None,
             num_nonfinite=req.num_nonfinite,
+            adapter_starts=list(req.adapter_starts) if req.versions_changed and req.adapter_starts else None,
         )
         req.num_emitted = len(req.spec.output_ids)
         req.has_started_output = True

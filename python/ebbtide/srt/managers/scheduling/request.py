@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.adapters import AdapterVersion
 from ebbtide.srt.managers.io_struct import FinishReason, LogprobList, RetractCause
 from ebbtide.srt.managers.scheduling.routes import RouteRows
 from ebbtide.srt.managers.scheduling.versions import NO_CONTRACT, Commit
@@ -55,6 +56,7 @@ class KVHold:
         row: the request's row in the page table.
         rows: numbers that stand in the same row.
         is_prefilled: whether all tokens that there were when it was taken are computed.
+        is_mixed: some of it was computed with another adapter: nobody else goes on from it.
         commit_starts: (commit, first token) per span of KV that this request computed itself.
     """
 
@@ -64,6 +66,7 @@ class KVHold:
     row: int
     rows: KVCounts
     is_prefilled: bool = False
+    is_mixed: bool = False
     commit_starts: list[tuple[Commit, int]] = field(default_factory=list)
 
     @property
@@ -85,7 +88,7 @@ class ParkedKV:
         slots: of the page store in each group, one for each page, in token order.
         firsts: as of `KVHold`: the pages that the first slots stand for.
         num_computed: tokens whose KV is in them.
-        is_prefilled: as of `KVHold`.
+        is_prefilled, is_mixed: as of `KVHold`.
         commit_starts: as of `KVHold`, for all of the KV.
     """
 
@@ -93,6 +96,7 @@ class ParkedKV:
     firsts: list[int]
     num_computed: int
     is_prefilled: bool
+    is_mixed: bool
     commit_starts: list[tuple[Commit, int]]
 
 
@@ -103,8 +107,10 @@ class Req:
     Attributes:
         priority: with the policy of that name, higher ones are admitted first.
         arrival: position in the order of arrival; retracted requests come back in this order.
-        namespace: the prefix cache's namespace of this request, without the weight version.
+        namespace: the prefix cache's namespace of this request, without adapter and weight version.
         contract: what it asks of the weights.
+        adapter: what it runs on beside them; None: on nothing.
+        names_version: whether it asked for that version, and runs on no other.
         new_supports: which tokens could have been sampled, per output token that was not sent on yet.
         routes_from: first token whose experts are told at its end; None: nobody asks.
         routes: the experts of its tokens, where they are recorded.
@@ -117,6 +123,7 @@ class Req:
         num_emitted: output tokens sent on so far, those included.
         num_nonfinite: rows of its logits so far that held NaN or +∞.
         version_starts: (weight version, first output index) per span of the output, of what is new of it.
+        adapter_starts: the same of versions of adapters, by their labels.
         kv_versions: versions of the weights that computed the KV used so far, oldest first.
         prefill_starts: (weight version, first token) per span of the prompt, as it was last prefilled.
         input_logprobs: of the prompt from `LogprobSpec.start` on; whole once the first prefill is done.
@@ -133,6 +140,8 @@ class Req:
     stop_strings: StopStringMatcher | None = None
     priority: int = 0
     contract: VersionContract = NO_CONTRACT
+    adapter: AdapterVersion | None = None
+    names_version: bool = False
     head_start: int = 0
     new_supports: SupportList = field(default_factory=SupportList)
     routes_from: int | None = None
@@ -155,6 +164,7 @@ class Req:
     num_nonfinite: int = 0
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     versions_changed: bool = False
+    adapter_starts: list[tuple[str, int]] = field(default_factory=list)
     kv_versions: list[str] = field(default_factory=list)
     kv_versions_changed: bool = False
     prefill_starts: list[tuple[str, int]] = field(default_factory=list)
@@ -192,6 +202,11 @@ class Req:
             raise RequestRejected("continue_from: the grammar does not allow what is to be continued")
         if mask.has_ended:
             raise RequestRejected("continue_from: the output has ended as its grammar says: nothing follows")
+
+    @property
+    def cache_namespace(self) -> Namespace:
+        """Whose prefixes it shares, whatever weights serve."""
+        return self.namespace if self.adapter is None else (*self.namespace, self.adapter.namespace)
 
     @property
     def has_begun(self) -> bool:
@@ -258,6 +273,10 @@ class Req:
         """The next output token was sampled by these weights: open a span if they are others than before."""
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, len(self.spec.output_ids) - self.num_continued))
+            self.versions_changed = True
+        label = None if self.adapter is None else self.adapter.label
+        if label is not None and (not self.adapter_starts or self.adapter_starts[-1][0] != label):
+            self.adapter_starts.append((label, len(self.spec.output_ids) - self.num_continued))
             self.versions_changed = True
 
     def note_kv(self, commit: Commit, first_token: int) -> None:

@@ -169,7 +169,7 @@ class RequestPages:
                 self.page_store.restore(slots[start - first :], pages[start : first + len(slots)])
             self._give_up(kv, parked.firsts)
             self.rows.computed[kv.row] = self.rows.launched[kv.row] = parked.num_computed
-        kv.is_prefilled = parked.is_prefilled
+        kv.is_prefilled, kv.is_mixed = parked.is_prefilled, parked.is_mixed
         kv.commit_starts = self.versions.behind(parked.commit_starts, num_cached * self.page_size)
         self.drop_parked(req)
         self.publish(req)
@@ -203,7 +203,7 @@ class RequestPages:
         """What identifies the first page that a prefilling request computes itself."""
         assert req.kv is not None
         start = len(req.kv.lease) * self.page_size
-        return (start, req.namespace, *req.tokens(start, min(start + self.page_size, req.num_tokens)))
+        return (start, req.cache_namespace, *req.tokens(start, min(start + self.page_size, req.num_tokens)))
 
     def held(self, req: Req) -> list[int]:
         """All pages of a running request."""
@@ -236,6 +236,8 @@ class RequestPages:
         """Hand the request's whole pages to the prefix cache, one run of commits at a time."""
         kv = req.kv
         assert kv is not None
+        if kv.is_mixed:
+            return
         end_page = kv.num_computed // self.page_size
         starts = kv.commit_starts
         if self._is_by_version(req) and starts:
@@ -258,7 +260,8 @@ class RequestPages:
             self._write(kv, group, first_page, max(first_page, end_page))
 
     def _namespace(self, req: Req) -> Namespace:
-        return (*req.namespace, str(self.commit.number)) if self._is_by_version(req) else req.namespace
+        namespace = req.cache_namespace
+        return (*namespace, str(self.commit.number)) if self._is_by_version(req) else namespace
 
     def _is_by_version(self, req: Req) -> bool:
         """Whether it shares KV of the same weights only. One that wants new KV must not find the old."""
@@ -298,7 +301,7 @@ class RequestPages:
         for first in kv.firsts:
             of_group.append(slots[start : start + max(0, end - first)])
             start += len(of_group[-1])
-        req.parked = ParkedKV(of_group, kv.firsts, kv.num_computed, kv.is_prefilled, starts)
+        req.parked = ParkedKV(of_group, kv.firsts, kv.num_computed, kv.is_prefilled, kv.is_mixed, starts)
 
     def note_lost(self, req: Req, cause: RetractCause) -> None:
         """A request is about to give up what was computed for it."""

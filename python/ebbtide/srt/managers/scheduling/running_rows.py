@@ -62,6 +62,7 @@ class RunningRows(KVCounts):
         next_output: tokens with which the next one is.
         num_routed: tokens whose experts were given with the request.
         needs_ids: 1 where the next token depends on the ids of all before it.
+        adapter_slot: of its adapter; -1: it has none.
         logprobs: of output tokens that were not sent on yet.
     """
 
@@ -76,6 +77,7 @@ class RunningRows(KVCounts):
         self.last_token, self.settled, self.needs_ids = column(), column(), column()
         self.is_followed, self.stream_kind, self.num_routed = column(), column(), column()
         self.logprob_kind, self.output_interval, self.next_output = column(), column(), column()
+        self.adapter_slot = column()
         self.logprobs = OutputLogprobs(num_rows)
         self._num_opened = 0
 
@@ -102,6 +104,13 @@ class RunningRows(KVCounts):
         num_sent = len(spec.prompt_ids) + req.num_emitted
         self.next_output[row] = num_sent + self.output_interval[row] if req.has_started_output else 0
         self.num_routed[row] = 0 if req.given_routes is None else len(req.given_routes)
+        self.set_adapter(row, req)
+
+    def set_adapter(self, row: int, req: Req) -> None:
+        """A request runs on its adapter from the next step on, which begins a span of its output."""
+        slot = -1 if req.adapter is None else req.adapter.slot
+        assert slot is not None, "a request runs on an adapter that no pass can read"
+        self.adapter_slot[row], self.settled[row] = slot, -1
 
     def close(self, row: int) -> None:
         self.serial[row] = 0
@@ -146,6 +155,7 @@ class RunningRows(KVCounts):
         starts_R, planned_R = self.launched[rows_R], self.planned[rows_R]
         in_flight_R, num_prompt_R = self.in_flight[rows_R], self.num_prompt[rows_R]
         ends_R = starts_R + num_new_R
+        adapters_R = self.adapter_slot[rows_R]
         can_sample_R = self.limit[rows_R] > num_prompt_R
         samples_R = (in_flight_R > 0) | ((ends_R == planned_R) & can_sample_R)
         plan = BatchPlan(
@@ -157,6 +167,7 @@ class RunningRows(KVCounts):
             num_outputs_R=planned_R - num_prompt_R,
             specs=[req.spec for req in requests],
             given_routes=_given_routes(requests, starts_R, ends_R, self.num_routed[rows_R]),
+            adapters_R=adapters_R.astype(np.int32) if (adapters_R >= 0).any() else None,
         )
         self.launched[rows_R] = ends_R
         self.planned[rows_R] += samples_R

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.adapters import AdapterBook
 from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.io_struct import FinishReason, RetractCause
 from ebbtide.srt.managers.scheduling.admission import GrowthReserve, PrefillShare, WaitingOrder
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 NEXT_TURN_OVERTAKES: Final = 256
 # How many requests that wait for another one's prefix a step passes over at most.
 MAX_DEFERRED: Final = 128
+# The same of requests whose adapters have no slot yet.
+MAX_BARRED: Final = 1024
 
 
 class SchedulePolicy:
@@ -43,8 +46,11 @@ class SchedulePolicy:
     Invariant: the pages that are free, cached, and held by running requests on their own add up to the pool.
     """
 
-    def __init__(self, config: ScheduleConfig, pages: RequestPages) -> None:
+    def __init__(
+        self, config: ScheduleConfig, pages: RequestPages, adapters: AdapterBook | None = None
+    ) -> None:
         self.config = config
+        self.adapters = AdapterBook(0, 0) if adapters is None else adapters
         self.pages = pages
         self.allocator, self.cache, self.table = pages.allocator, pages.cache, pages.table
         self.page_size, self.page_store, self.rows = pages.page_size, pages.page_store, pages.rows
@@ -109,6 +115,8 @@ class SchedulePolicy:
         if standing is Standing.PASSED:
             raise RequestRejected(self._why_passed(req), status=409)
         self._live[req.rid] = req
+        if req.adapter is not None:
+            self.adapters.join(req.adapter)
         if self.config.policy == "fcfs" and self._is_next_turn(req):
             req.head_start = NEXT_TURN_OVERTAKES
         if standing is Standing.NOT_YET:
@@ -136,10 +144,7 @@ class SchedulePolicy:
                 self.finish(req)
                 ended.append((req, reason))
             elif is_update and req.contract.on_update == "recompute":
-                if req.phase is Phase.RUNNING:
-                    self.retract(req, RetractCause.UPDATE)
-                elif req.parked is not None:
-                    self._retract_parked(req, RetractCause.UPDATE)
+                self.give_up_kv(req)
         ready = [req for req in self.held if self._versions.standing(req.contract) is Standing.HOLDS]
         for req in ready:
             self.held.remove(req)
@@ -176,11 +181,10 @@ class SchedulePolicy:
                 self.waiting.remove(req)
                 self.pages.drop_parked(req)
             case _:
-                self.pages.release(req, publish=True)
+                self._release(req, publish=True)
                 self.running.remove(req)
                 self._rows_R = None
-        req.phase = Phase.FINISHED
-        del self._live[req.rid]
+        self._forget(req)
 
     def finish_all(self) -> list[Req]:
         """Every running and waiting request ends; returns them."""
@@ -189,32 +193,43 @@ class SchedulePolicy:
         self.waiting, self.held = [], []
         for req in queued:
             self.pages.drop_parked(req)
-            req.phase = Phase.FINISHED
-            del self._live[req.rid]
+            self._forget(req)
         self.finish_running(list(self.running))
         return ended
 
     def finish_running(self, finished: list[Req]) -> None:
         """End several running requests at once: the usual end of a step."""
         for req in finished:
-            self.pages.release(req, publish=True)
-            req.phase = Phase.FINISHED
-            del self._live[req.rid]
+            self._release(req, publish=True)
+            self._forget(req)
         self.running = [req for req in self.running if req.phase is Phase.RUNNING]
         self._rows_R = None
+
+    def _forget(self, req: Req) -> None:
+        req.phase = Phase.FINISHED
+        del self._live[req.rid]
+        if req.adapter is not None:
+            self.adapters.leave(req.adapter)
+
+    def _release(self, req: Req, *, publish: bool) -> None:
+        self.pages.release(req, publish=publish)
+        if req.adapter is not None:
+            self.adapters.stop(req.adapter)
 
     def retract_all(self, cause: RetractCause) -> int:
         """Running requests give up their KV and wait again, ahead of all others. Returns how many.
 
         So do those that wait with KV in host memory.
         """
-        parked = [req for req in self.waiting if req.parked is not None]
-        for req in parked:
-            self._retract_parked(req, cause)
-        num_retracted = len(parked) + len(self.running)
-        for req in list(self.running):
+        retracted = [req for req in self.waiting if req.parked is not None] + self.running
+        for req in retracted:
             self.retract(req, cause)
-        return num_retracted
+        return len(retracted)
+
+    def give_up_kv(self, req: Req) -> None:
+        """What a request has of KV was computed by weights that serve no more."""
+        if req.phase is Phase.RUNNING or req.parked is not None:
+            self.retract(req, RetractCause.UPDATE)
 
     def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
         """What can be kept of the pool in so many pages; nothing changes yet.
@@ -370,10 +385,16 @@ class SchedulePolicy:
         in_prefill = np.flatnonzero(~self.rows.is_decoding(rows_R)).tolist()
         prefilling = {self.pages.next_key(self.running[index]) for index in in_prefill}
         num_to_come = sum(self.rows.num_to_come(rows_R, window) for window in self.pages.windows)
-        num_deferred = 0
+        num_deferred = num_barred = 0
+        self.adapters.begin_pass()
         for req in self._order.candidates(self.waiting, self.pages.matched):
             if len(self.running) >= self.config.max_running_requests:
                 return
+            if req.adapter is not None and not self.adapters.admits(req.adapter):
+                num_barred += 1
+                if num_barred == MAX_BARRED:
+                    return
+                continue
             hold = self._take_pages(req, prefilling, num_to_come)
             if hold is _DEFERRED:
                 num_deferred += 1
@@ -391,6 +412,8 @@ class SchedulePolicy:
                 req.cached_tokens = hold.num_computed
                 req.first_update = self._num_updates
             self.pages.begin(req, hold)
+            if req.adapter is not None:
+                self.adapters.start(req.adapter)
             prefilling.add(self.pages.next_key(req))
             num_to_come += sum(req.num_to_come_within(window) for window in self.pages.windows)
             yield req
@@ -416,7 +439,7 @@ class SchedulePolicy:
             and req.parked is None
             and num_cached + self.page_size <= req.reusable_tokens
         )
-        if is_shareable and (num_cached, req.namespace, *next_page) in prefilling:
+        if is_shareable and (num_cached, req.cache_namespace, *next_page) in prefilling:
             lease.release()
             return _DEFERRED
         num_pages = -(-len(tokens) // self.page_size)
@@ -437,30 +460,23 @@ class SchedulePolicy:
     # --------------------------------------------------------------------------------------------- pages
 
     def retract(self, req: Req, cause: RetractCause) -> None:
-        """Take a running request's KV away; it re-prefills prompt and output when it is admitted again."""
+        """Take a request's KV away, in host memory too; admitted again, it re-prefills prompt and output."""
         self.pages.note_lost(req, cause)
-        self._leave(req)
-        self._requeue(req)
-
-    def _retract_parked(self, req: Req, cause: RetractCause) -> None:
-        """A request that waits with KV in host memory loses it."""
-        self.waiting.remove(req)
-        self.pages.note_lost(req, cause)
-        self.pages.drop_parked(req)
-        self._requeue(req)
-
-    def _leave(self, req: Req) -> None:
-        assert req.num_in_flight == 0, "a token in flight would be lost"
-        self.pages.release(req, publish=False)
-        self.running.remove(req)
-        self._rows_R = None
-
-    def _requeue(self, req: Req) -> None:
-        """A request whose KV is gone waits again."""
+        if req.phase is Phase.RUNNING:
+            self._leave(req)
+        else:
+            self.waiting.remove(req)
+            self.pages.drop_parked(req)
         req.num_retractions += 1
         if not req.has_input_logprobs:
             req.reset_input_logprobs()
         self._enqueue(req)
+
+    def _leave(self, req: Req) -> None:
+        assert req.num_in_flight == 0, "a token in flight would be lost"
+        self._release(req, publish=False)
+        self.running.remove(req)
+        self._rows_R = None
 
     def _enqueue(self, req: Req) -> None:
         req.phase = Phase.WAITING

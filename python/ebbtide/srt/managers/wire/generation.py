@@ -55,6 +55,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
         banned: sequences of token ids that its output must not have.
         continued_ids: what was generated behind the prompt before: the output goes on there. `max_new_tokens`
             counts them, and they are not sent again.
+        adapter: `name`, or `name@version`; None: the base model alone.
         dp_rank: the replica that it is for; None as long as none has been chosen, or if there is only one.
     """
 
@@ -80,6 +81,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     routed_experts_start: int | None = None
     given_routes: RoutedExperts | None = None
     return_sampling_mask: bool = False
+    adapter: str | None = None
 
     @property
     def wants_supports(self) -> bool:
@@ -171,6 +173,7 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
         routed_experts: with the last output, where they were asked for.
         supports: per new token, which could have been sampled; None: not asked.
         num_nonfinite: rows of the request's logits so far that held NaN or +∞.
+        adapter_starts: as `version_starts`, of versions of the request's adapter, by their labels.
     """
 
     rid: str
@@ -185,6 +188,7 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
     routed_experts: RoutedExperts | None = None
     supports: SupportColumns | None = None
     num_nonfinite: int = 0
+    adapter_starts: list[tuple[str, int]] | None = None
 
 
 class StreamedTokens(Struct, frozen=True, array_like=True):

@@ -127,6 +127,7 @@ def merge_reports(reports: Sequence[StateReport]) -> StateReport:
         model_path=agreed([report.model_path for report in reports]),
         load_format=agreed([report.load_format for report in reports]),
         session=sessions[0] if sessions else None,
+        adapters=reports[0].adapters,
         weight_groups=list(dict.fromkeys(name for report in reports for name in report.weight_groups)),
     )
 

@@ -83,10 +83,20 @@ class RankChecksums(Struct, frozen=True, kw_only=True):
     parallelism_info: list[Parallelism]
 
 
+class AdapterReport(Struct, frozen=True, kw_only=True):
+    """A version of an adapter that requests may ask for. `path`: the folder that it came from, if any."""
+
+    name: str
+    version: str
+    path: str = ""
+    pinned: bool = False
+
+
 class StateReport(Message, frozen=True, kw_only=True):
     """The state machines as they stand. Sent when they change, ahead of the reply to what changed them.
 
-    Those of the ranks of one replica are the same; `ranks` has each of them.
+    Those of the ranks of one replica are the same; `ranks` has each of them. `adapters`: of a name, the
+    version that it means now comes last.
     """
 
     dp_rank: int = 0
@@ -99,6 +109,12 @@ class StateReport(Message, frozen=True, kw_only=True):
     load_format: str
     session: SessionReport | None = None
     weight_groups: list[str] = field(default_factory=list)
+    adapters: list[AdapterReport] = field(default_factory=list)
+
+    @property
+    def adapter_versions(self) -> dict[str, AdapterReport]:
+        """By name, the version that it means now."""
+        return {one.name: one for one in self.adapters}
 
 
 class RetractCause(StrEnum):

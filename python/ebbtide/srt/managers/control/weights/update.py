@@ -132,7 +132,7 @@ class WeightUpdates:
             UpdateWeightVersionReqInput: self.set_version,
             **GroupRequests(weights, ranks, wake).handlers,
         }
-        memory.on_weights_release = self._end_for_release
+        memory.on_weights_release.append(self._end_for_release)
         requests.serve(version, is_update=False)
 
     def update(self, request: WeightUpdateRequest) -> Operation:

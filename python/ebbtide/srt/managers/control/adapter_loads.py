@@ -1,0 +1,383 @@
+"""Loading, unloading and fetching adapters. What comes is checked on every rank, written to a slot that no
+request reads, and means something from one forward pass to the next. Source: control_semantics section 2.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from typing import Protocol, TypeVar
+
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.control.adapters import AdapterBook, AdapterVersion
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.managers.control.operations import Line, Operations, in_turn, require_timeout
+from ebbtide.srt.managers.control.pace import Pace, Stall
+from ebbtide.srt.managers.control.ports import (
+    Activity,
+    CopyStream,
+    DeadlinePassed,
+    HandlerTable,
+    Operation,
+    Ranks,
+    Slices,
+    Superseded,
+    Work,
+)
+from ebbtide.srt.managers.io_struct import (
+    InFlight,
+    LoadLoRAAdapterFromTensorsReqInput,
+    LoadLoRAAdapterReqInput,
+    LoadLoRAAdapterReqOutput,
+    LoadRequest,
+    UnloadLoRAAdapterReqInput,
+    UnloadLoRAAdapterReqOutput,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RELEASED = "the weights were released in between"
+
+
+class AdapterPlan(Protocol):
+    """An adapter that was read and fits the model.
+
+    Attributes:
+        digest: of its config and tensors, the same wherever they lie; empty: it was not asked for.
+    """
+
+    digest: str
+    num_tensors: int
+    num_bytes: int
+
+    def write(self, slot: int) -> Slices[None]:
+        """Launch the copies to a slot."""
+        ...
+
+    def close(self) -> None:
+        """Give the sender's memory back. Idempotent."""
+        ...
+
+
+class AdapterMemory(Protocol):
+    """The slots of adapters on this rank.
+
+    They belong to the memory of the weights. What they hold outlives a release of that, whatever it says.
+    """
+
+    num_slots: int
+
+    @property
+    def copies(self) -> CopyStream: ...
+
+    def open(self, request: LoadRequest, *, with_digest: bool) -> Slices[AdapterPlan]:
+        """Read an adapter as far as it has to be for its check.
+
+        Raises:
+            RequestRejected: 400, it cannot be read, or does not fit the model.
+        """
+        ...
+
+    def save(self, slot: int) -> object:
+        """Launch a copy of what a slot holds to host memory.
+
+        Raises:
+            RequestRejected: 409, the host has no room.
+        """
+        ...
+
+    def restore(self, slot: int, copy: object) -> None:
+        """Launch the copy of what was saved to a slot."""
+        ...
+
+
+class AdapterUsers(Protocol):
+    """The requests that run on adapters, as one."""
+
+    def move(self, version: AdapterVersion, in_flight: InFlight) -> int:
+        """What was to run on another version of its name runs on this one, where it does not say otherwise.
+
+        Requests that have not begun move in any case, unless they ask for a version. Returns how many.
+        """
+        ...
+
+    def end(self, version: AdapterVersion, message: str) -> None:
+        """Those that run on it, or are to, end with an error of the engine."""
+        ...
+
+
+class AdapterLoads:
+    """The control requests about adapters, and what keeps their bytes where forward passes find them.
+
+    Args:
+        slots: None: adapters are not enabled.
+
+    Attributes:
+        book: which there are.
+    """
+
+    def __init__(
+        self,
+        slots: AdapterMemory | None,
+        book: AdapterBook,
+        memory: MemoryOccupation,
+        users: AdapterUsers,
+        operations: Operations,
+        ranks: Ranks,
+        pace: Pace,
+    ) -> None:
+        self.book = book
+        self._given_slots = slots
+        self._memory = memory
+        self._users = users
+        self._operations = operations
+        self._ranks = ranks
+        self._pace = pace
+        self._line = Line()
+        self._is_fetching = False
+        # Counts releases of the weights: what was on its way to a slot has lost it.
+        self._num_releases = 0
+        self.handlers: HandlerTable = {
+            LoadLoRAAdapterReqInput: self.load,
+            LoadLoRAAdapterFromTensorsReqInput: self.load,
+            UnloadLoRAAdapterReqInput: self.unload,
+        }
+        if slots is not None:
+            memory.on_weights_release.append(self._end_for_release)
+
+    # ------------------------------------------------------------------------------------- control requests
+
+    def load(self, request: LoadRequest) -> Operation:
+        """Make a new version of a name."""
+        self._require_enabled()
+        self._check(request)
+        try:
+            return (yield from self._load(request))
+        except DeadlinePassed:
+            raise RequestRejected(
+                f"{request.lora_name} was not loaded in time, nothing has changed", 409
+            ) from None
+
+    def unload(self, request: UnloadLoRAAdapterReqInput) -> Operation:
+        """Have a name, or a version of it, mean nothing any more."""
+        self._require_enabled()
+        require_timeout(request.timeout_s)
+        version = None if request.lora_version is None else str(request.lora_version)
+        with self._line.turn() as has_come:
+            yield from in_turn(has_come, f"{request.lora_name} stays loaded", 409)
+            if self.book.current(request.lora_name) is None:
+                raise self.book.not_found(request.lora_name)
+            yield Activity.BOUNDARY
+            yield Activity.PREPARED
+            removed = self.book.remove(request.lora_name, version)
+        logger.info("adapter unloaded: %s", ", ".join(one.label for one in removed))
+        try:
+            while request.timeout_s != 0 and any(one.num_live for one in removed):
+                yield Activity.WAITING
+        except DeadlinePassed:
+            logger.info("requests still run on %s", request.lora_name)
+        num_in_use = sum(one.num_live for one in removed)
+        goes_on = f" {num_in_use} requests go on with it to their ends." if num_in_use else ""
+        return UnloadLoRAAdapterReqOutput(
+            changed=True,
+            num_in_use=num_in_use,
+            loaded_adapters=self._loaded(),
+            message=f"Unloaded {', '.join(one.label for one in removed)}.{goes_on}",
+        )
+
+    def _load(self, request: LoadRequest) -> Operation:
+        name, version = request.lora_name, request.version
+        with self._line.turn() as has_come, ExitStack() as opened:
+            plan = yield from self._open(request, opened)
+            yield from in_turn(has_come, f"{name} was not loaded", 409)
+            self._check(request)
+            if self.book.check_load(name, version, plan.digest, pinned=request.pinned):
+                yield Activity.BOUNDARY
+                yield Activity.PREPARED
+                known = self.book.find(name, version or "")
+                assert known is not None, "loads and unloads take turns"
+                return self._reply(request, known, plan, f"{known.label} was loaded before.")
+            slot = yield from self._take_slot(name, opened)
+            yield from self._copied(plan.write(slot))
+            yield Activity.BOUNDARY
+            yield Activity.PREPARED
+            stall = Stall()
+            with stall.measure():
+                added = self.book.add(
+                    name,
+                    version,
+                    digest=plan.digest,
+                    path=getattr(request, "lora_path", ""),
+                    slot=slot,
+                    pinned=request.pinned,
+                )
+                num_moved = self._users.move(added, request.in_flight)
+        logger.info(
+            "adapter loaded: %s tensors=%d bytes=%d stall_ms=%.1f",
+            *(added.label, plan.num_tensors, plan.num_bytes, stall.longest_s * 1e3),
+        )
+        message = f"Loaded {added.label}."
+        return self._reply(request, added, plan, message, num_moved=num_moved, stall=stall)
+
+    def _open(self, request: LoadRequest, opened: ExitStack) -> Work[AdapterPlan]:
+        """What comes, on every rank fit for its slots."""
+
+        def read() -> Work[AdapterPlan]:
+            slices = self._slots.open(request, with_digest=request.version is not None)
+            _, plan = yield from self._pace.turns(slices, Activity.COPYING)
+            opened.enter_context(closing(plan))
+            return plan
+
+        plan, facts = yield from self._ranks.survey(
+            Activity.COPYING, read(), lambda plan: (plan.digest, plan.num_tensors)
+        )
+        if len(set(map(tuple, facts))) > 1:
+            raise RequestRejected(f"every rank must be given the same tensors of {request.lora_name}")
+        return plan
+
+    def _reply(
+        self,
+        request: LoadRequest,
+        version: AdapterVersion,
+        plan: AdapterPlan,
+        message: str,
+        num_moved: int = 0,
+        stall: Stall | None = None,
+    ) -> LoadLoRAAdapterReqOutput:
+        return LoadLoRAAdapterReqOutput(
+            changed=stall is not None,
+            lora_name=version.name,
+            lora_version=version.version,
+            checksum=plan.digest,
+            num_tensors=plan.num_tensors,
+            num_bytes=plan.num_bytes,
+            num_moved=num_moved,
+            stall_ms=0.0 if stall is None else stall.longest_s * 1e3,
+            loaded_adapters=self._loaded(),
+            message=message,
+        )
+
+    def _loaded(self) -> dict[str, str]:
+        return {one.name: one.version for one in map(self.book.current, self.book.names) if one is not None}
+
+    def _check(self, request: LoadRequest) -> None:
+        self.book.check_name(request.lora_name)
+        require_timeout(request.timeout_s)
+        version = request.version
+        if version is not None and not 0 < len(version) <= 256:
+            raise RequestRejected(f"lora_version: expected 1 to 256 characters, got {len(version)}")
+        if MemoryTag.WEIGHTS in self._memory.released:
+            raise RequestRejected(
+                "the weights are released, and the slots of adapters with them: "
+                "resume_memory_occupation(['weights']) first",
+                409,
+            )
+
+    @property
+    def _slots(self) -> AdapterMemory:
+        assert self._given_slots is not None, "without slots there is no adapter"
+        return self._given_slots
+
+    def _require_enabled(self) -> None:
+        if self._given_slots is None:
+            raise RequestRejected("LoRA is not enabled: start the server with --enable-lora")
+
+    # ------------------------------------------------------------------------------------------------ slots
+
+    def fetch_wanted(self) -> None:
+        """Begin to bring in what a request waits for, if anything."""
+        if self.book.wanted is not None and not self._is_fetching:
+            self._is_fetching = True
+            self._operations.go_on(self._fetch(self.book.wanted))
+
+    def _fetch(self, version: AdapterVersion) -> Work[None]:
+        num_releases = self._num_releases
+        try:
+            with ExitStack() as opened:
+                slot = yield from self._take_slot(version.name, opened)
+                copy = version.copy
+                if copy is None:
+                    return  # Its last request has ended meanwhile.
+                yield from self._copied(_launched(lambda: self._slots.restore(slot, copy)))
+                if version.copy is not None:
+                    version.slot = slot
+        except (RequestRejected, EngineError) as error:
+            # After a release it is asked for again.
+            if num_releases == self._num_releases:
+                yield Activity.BOUNDARY
+                self._users.end(version, f"the adapter {version.label} could not be brought in: {error}")
+        finally:
+            self._is_fetching = False
+            if self.book.wanted is version:
+                self.book.wanted = None
+
+    def _take_slot(self, name: str, opened: ExitStack) -> Work[int]:
+        """A slot for a version of this name, until the stack is closed.
+
+        What is in it is kept in host memory.
+        """
+        while True:
+            found = self.book.slot_for(name)
+            if found is None:
+                yield Activity.WAITING
+                continue
+            slot, holder = found
+            with ExitStack() as attempt:
+                attempt.enter_context(self.book.taken(slot))
+                if holder is not None and holder.copy is None:
+                    yield from self._save(holder, slot)
+                if holder is None or self.book.vacate(holder, name):
+                    opened.push(attempt.pop_all())
+                    return slot
+
+    def _save(self, version: AdapterVersion, slot: int) -> Work[None]:
+        """Keep what is in a slot in host memory, on all ranks or on none."""
+        copy = yield from self._copied(_launched(lambda: self._slots.save(slot)))
+        if version.slot == slot:
+            version.copy = copy
+
+    def _copied(self, slices: Slices[T]) -> Work[T]:
+        """Copy from or to slots beside forward passes, which write none of them."""
+        num_releases = self._num_releases
+
+        def guarded() -> Slices[T]:
+            with closing(slices):
+                while True:
+                    self._require_slots(num_releases)
+                    try:
+                        yield next(slices)
+                    except StopIteration as end:
+                        result: T = end.value
+                        return result
+
+        work = self._pace.turns(guarded(), Activity.COPYING, copies=self._slots.copies)
+        _, result = yield from self._ranks.phase(Activity.COPYING, work)
+        self._require_slots(num_releases)
+        return result
+
+    def _require_slots(self, num_releases: int) -> None:
+        if num_releases != self._num_releases:
+            raise RequestRejected(RELEASED, 409)
+
+    def _end_for_release(self) -> None:
+        """The weights are about to be released: what is on its way to a slot has lost it.
+
+        What slots hold comes back with their memory.
+        """
+        self._num_releases += 1
+        refusal = Superseded(f"{RELEASED}: resume them, then load again", 409)
+        for kind in (LoadLoRAAdapterReqInput, LoadLoRAAdapterFromTensorsReqInput):
+            self._operations.cancel(kind, refusal)
+        while not self._slots.copies.copies_done():
+            time.sleep(1e-4)
+
+
+def _launched(act: Callable[[], T]) -> Slices[T]:
+    """Slices of a single one."""
+    return act()
+    yield 0

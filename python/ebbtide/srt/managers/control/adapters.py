@@ -1,0 +1,360 @@
+"""Which adapters there are, in which slot or host memory each lies, and which requests may run on which.
+
+Plain bookkeeping that every rank does alike: no clock, no torch. `adapter_loads` changes it between forward
+passes; the schedule policy asks it in each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from ebbtide.srt.errors import RequestRejected, first_few
+from ebbtide.srt.managers.io_struct import AdapterReport
+
+MAX_NAME_LENGTH: Final = 256
+# Checksums of versions that have left: a name and a version never come to mean other bytes.
+MAX_REMEMBERED: Final = 1 << 14
+_NAME: Final = re.compile(r"[^\s@\x00-\x1f\x7f]+")
+
+
+@dataclass(slots=True, eq=False)
+class AdapterVersion:
+    """One immutable version of an adapter.
+
+    Attributes:
+        number: no other version has, or had, the same.
+        digest: of its config and tensors; empty: nobody asked for it.
+        path: the folder that it came from; empty: it came as tensors.
+        slot: where forward passes find it; None: nowhere.
+        copy: what `AdapterMemory.save` kept of its slot; None: nothing yet.
+        is_pinned: it keeps its slot.
+        is_reachable: new requests may name it.
+        is_wanted: a request waits for it to come into a slot.
+        num_live: requests that run on it, or are to.
+        num_running: those of them that hold KV.
+        last_used: by the count of admissions.
+    """
+
+    name: str
+    version: str
+    number: int
+    digest: str
+    path: str
+    slot: int | None
+    copy: object | None = None
+    is_pinned: bool = False
+    is_reachable: bool = True
+    is_wanted: bool = False
+    num_live: int = 0
+    num_running: int = 0
+    last_used: int = 0
+
+    @property
+    def label(self) -> str:
+        """What answers call it, and what a request may ask for."""
+        return f"{self.name}@{self.version}"
+
+    @property
+    def namespace(self) -> str:
+        """Of the prefix cache: KV of one version is of no use to another."""
+        return f"adapter={self.number}"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its slot must stay: a request runs on it, waits for it, or it is pinned."""
+        return self.is_pinned or self.is_wanted or self.num_running > 0
+
+
+class AdapterBook:
+    """The adapters, by name.
+
+    At most `num_active` versions run at a time. There is a slot more than that: a version can be loaded while
+    others run.
+
+    Args:
+        num_slots: that forward passes read, 2 or more; 0: there are no adapters.
+        keep_versions: earlier versions of a name that may still be asked for.
+        max_names: how many adapters there may be; None without limit.
+
+    Attributes:
+        wanted: what a request waits for, and is to be brought into a slot.
+    """
+
+    def __init__(self, num_slots: int, keep_versions: int, max_names: int | None = None) -> None:
+        self.num_slots = num_slots
+        self.num_active = max(0, num_slots - 1)
+        self.wanted: AdapterVersion | None = None
+        self._keep_versions = keep_versions
+        self._max_names = max_names
+        # Those of a name in the order of their loads: the last one is what the name means.
+        self._versions: dict[str, list[AdapterVersion]] = {}
+        self._retired: list[AdapterVersion] = []
+        self._taken: set[int] = set()
+        self._digests: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._num_loads = self._num_admissions = 0
+        self._busy: set[AdapterVersion] = set()
+        # While a request waits for a slot, later ones do not begin to run on this version, so that it ends.
+        self._leaving: AdapterVersion | None = None
+        self._is_blocked = False
+
+    # ---------------------------------------------------------------------------------------------- asking
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._versions)
+
+    def current(self, name: str) -> AdapterVersion | None:
+        """What a name means now."""
+        versions = self._versions.get(name)
+        return versions[-1] if versions else None
+
+    def find(self, name: str, version: str) -> AdapterVersion | None:
+        """A version that may be asked for."""
+        return next((one for one in self._versions.get(name, ()) if one.version == version), None)
+
+    def resolve(self, asked: str) -> AdapterVersion:
+        """The version that a request for `name` or `name@version` runs on.
+
+        Raises:
+            RequestRejected: 404, there is none.
+        """
+        name, at, version = asked.partition("@")
+        found = self.find(name, version) if at else self.current(name)
+        if found is None:
+            raise self.not_found(asked)
+        return found
+
+    def not_found(self, asked: str) -> RequestRejected:
+        """Why nothing can be done with an adapter."""
+        known = first_few([one.label for versions in self._versions.values() for one in versions])
+        there_are = f"there are {known}" if known else "none is loaded"
+        return RequestRejected(f"the adapter {asked[:MAX_NAME_LENGTH]!r} is not loaded: {there_are}", 404)
+
+    def all(self) -> Iterator[AdapterVersion]:
+        """Every version that somebody runs on or may ask for."""
+        for versions in self._versions.values():
+            yield from versions
+        yield from self._retired
+
+    def report(self) -> list[AdapterReport]:
+        return [
+            AdapterReport(name=one.name, version=one.version, path=one.path, pinned=one.is_pinned)
+            for versions in self._versions.values()
+            for one in versions
+        ]
+
+    # --------------------------------------------------------------------------------------- load and unload
+
+    def check_name(self, name: str) -> None:
+        """Refuse (400) what no request could ask for."""
+        if not 0 < len(name) <= MAX_NAME_LENGTH or _NAME.fullmatch(name) is None:
+            raise RequestRejected(
+                f"lora_name: expected 1 to {MAX_NAME_LENGTH} characters without spaces and '@', "
+                f"got {name[:MAX_NAME_LENGTH]!r}"
+            )
+
+    def check_load(self, name: str, version: str | None, digest: str, *, pinned: bool) -> bool:
+        """Refuse what cannot be loaded. Returns whether it is there already: the same bytes.
+
+        Raises:
+            RequestRejected: 409, other bytes have this version, or there is no room.
+        """
+        if version is not None:
+            known = self._digests.get((name, version))
+            if known is not None and known != digest:
+                raise RequestRejected(
+                    f"{name}@{version} is there with other contents (checksum {known or 'unknown'}, not "
+                    f"{digest}): a version never changes, give the new one another lora_version",
+                    409,
+                )
+            if self.find(name, version) is not None:
+                return True
+        self._check_room(name, pinned=pinned)
+        return False
+
+    def _check_room(self, name: str, *, pinned: bool) -> None:
+        limit = self._max_names
+        if limit is not None and name not in self._versions and len(self._versions) >= limit:
+            raise RequestRejected(
+                f"max_loaded_loras is {limit}, and so many are loaded: {first_few(self.names)}. Unload one",
+                409,
+            )
+        others = [one.name for one in self.all() if one.is_pinned and one.name != name]
+        if len(others) >= self.num_active:
+            raise RequestRejected(
+                f"every slot is taken by a pinned adapter (max_loras_per_batch is {self.num_active}): "
+                f"{first_few(others)}. Unload one of them, or load it unpinned",
+                409,
+            )
+        unpinned = [one for one in self.names if one != name and one not in others]
+        if pinned and len(others) + 1 >= self.num_active and unpinned:
+            raise RequestRejected(
+                f"pinned: no slot would be left for {first_few(unpinned)} (max_loras_per_batch is "
+                f"{self.num_active})",
+                409,
+            )
+
+    def add(
+        self, name: str, version: str | None, *, digest: str, path: str, slot: int, pinned: bool
+    ) -> AdapterVersion:
+        """From now on the name means what is in this slot."""
+        self._num_loads += 1
+        if version is None:
+            numbers = map(str, itertools.count(self._num_loads))
+            version = next(one for one in numbers if (name, one) not in self._digests)
+        self._remember(name, version, digest)
+        added = AdapterVersion(name, version, self._num_loads, digest, path, slot, is_pinned=pinned)
+        versions = self._versions.setdefault(name, [])
+        for one in versions:
+            one.is_pinned = False
+            self._weigh(one)
+        versions.append(added)
+        self._weigh(added)
+        for one in versions[: -1 - self._keep_versions]:
+            self._retire(one)
+        return added
+
+    def remove(self, name: str, version: str | None) -> list[AdapterVersion]:
+        """A name, or one version of it, means nothing any more; returns what it meant.
+
+        Raises:
+            RequestRejected: 404, it means nothing.
+        """
+        asked = name if version is None else f"{name}@{version}"
+        removed = [one for one in self._versions.get(name, ()) if version in (None, one.version)]
+        if not removed:
+            raise self.not_found(asked)
+        for one in removed:
+            self._retire(one)
+        return removed
+
+    def _retire(self, version: AdapterVersion) -> None:
+        versions = self._versions[version.name]
+        versions.remove(version)
+        if not versions:
+            del self._versions[version.name]
+        version.is_reachable = version.is_pinned = False
+        self._weigh(version)
+        self._retired.append(version)
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        for one in [one for one in self._retired if not one.num_live]:
+            self._retired.remove(one)
+            one.slot = one.copy = None
+
+    def _remember(self, name: str, version: str, digest: str) -> None:
+        self._digests[name, version] = digest
+        if len(self._digests) > MAX_REMEMBERED:
+            self._digests.popitem(last=False)
+
+    # ------------------------------------------------------------------------------------------------ slots
+
+    @contextmanager
+    def taken(self, slot: int) -> Iterator[None]:
+        """Nobody else is given this slot meanwhile."""
+        self._taken.add(slot)
+        try:
+            yield
+        finally:
+            self._taken.discard(slot)
+
+    def slot_for(self, name: str) -> tuple[int, AdapterVersion | None] | None:
+        """A slot that may be overwritten, with the version that is in it; None: there is none now.
+
+        A free one; else that of a version that nobody runs on, the longest unused first. A pinned one of this
+        name goes last.
+        """
+        holders = {one.slot: one for one in self.all() if one.slot is not None}
+        free = [slot for slot in range(self.num_slots) if slot not in holders and slot not in self._taken]
+        if free:
+            return free[0], None
+        idle = [one for slot, one in holders.items() if slot not in self._taken and self._may_go(one, name)]
+        if not idle:
+            return None
+        chosen = min(idle, key=lambda one: (one.is_pinned, one.is_reachable, one.last_used, one.number))
+        assert chosen.slot is not None
+        return chosen.slot, chosen
+
+    def vacate(self, version: AdapterVersion, name: str) -> bool:
+        """Take its slot away for this name, unless a request has come to use it."""
+        if not self._may_go(version, name):
+            return False
+        version.slot = None
+        return True
+
+    def _may_go(self, version: AdapterVersion, name: str) -> bool:
+        is_kept = version.is_pinned and version.name != name
+        return not version.num_running and not version.is_wanted and not is_kept
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    def begin_pass(self) -> None:
+        """Requests are about to be admitted, in their order."""
+        self._is_blocked = False
+
+    def admits(self, version: AdapterVersion) -> bool:
+        """Whether a request may begin to run on it now; otherwise it is fetched, or room is made for it."""
+        if version not in self._busy and len(self._busy) >= self.num_active:
+            self._make_room()
+            return False
+        if self._is_blocked and version is self._leaving:
+            return False
+        if version.slot is None:
+            version.is_wanted = True
+            self._weigh(version)
+            self.wanted = self.wanted or version
+            return False
+        return True
+
+    def _make_room(self) -> None:
+        """Choose the version whose requests are to come to an end, unless one of them runs still."""
+        self._is_blocked = True
+        if self._leaving is None or not self._leaving.num_running:
+            running = [one for one in self._busy if one.num_running and not one.is_pinned]
+            self._leaving = min(running, key=lambda one: (one.num_live, one.number), default=None)
+
+    def _weigh(self, version: AdapterVersion) -> None:
+        """Whether it is busy may have changed."""
+        if version.is_busy:
+            self._busy.add(version)
+        else:
+            self._busy.discard(version)
+
+    def join(self, version: AdapterVersion) -> None:
+        """A request is to run on it."""
+        version.num_live += 1
+
+    def leave(self, version: AdapterVersion) -> None:
+        """A request has ended, or moved to another version."""
+        version.num_live -= 1
+        if not version.num_live:
+            self.give_up(version)
+            self._forget_unused()
+
+    def give_up(self, version: AdapterVersion) -> None:
+        """It is not brought into a slot any more, unless another request asks for it."""
+        version.is_wanted = False
+        self._weigh(version)
+        if self.wanted is version:
+            self.wanted = None
+
+    def start(self, version: AdapterVersion) -> None:
+        """A request begins to run on it."""
+        assert version.slot is not None, "a request runs on an adapter that no pass can read"
+        self._num_admissions += 1
+        version.last_used = self._num_admissions
+        version.num_running += 1
+        version.is_wanted = False
+        self._weigh(version)
+
+    def stop(self, version: AdapterVersion) -> None:
+        """A request holds no KV any more."""
+        version.num_running -= 1
+        self._weigh(version)

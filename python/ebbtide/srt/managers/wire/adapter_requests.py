@@ -1,0 +1,110 @@
+"""The control requests about adapters, with their replies and rows. Source: control_semantics section 2."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from ebbtide.srt.managers.wire import merge_rules as merge
+from ebbtide.srt.managers.wire.control_request import ControlRequest, ControlRow, own_or_update_deadline
+from ebbtide.srt.managers.wire.message import TotalsReply
+
+# What becomes of requests that run on the version before: they stay on it; they go on with the new one, with
+# the KV that they have or without; they end.
+InFlight: TypeAlias = Literal["stay", "continue", "recompute", "abort"]
+
+
+class LoadLoRAAdapterReqOutput(TotalsReply, frozen=True, kw_only=True):
+    """`changed` false: this version was loaded before, with the same contents.
+
+    `loaded_adapters`: by name, the version that it means now.
+    """
+
+    changed: Annotated[bool, merge.ANY]
+    lora_name: Annotated[str, merge.SAME]
+    lora_version: Annotated[str, merge.AGREED]
+    checksum: Annotated[str, merge.SAME]
+    num_tensors: Annotated[int, merge.SAME]
+    num_bytes: Annotated[int, merge.SHARE]
+    num_moved: Annotated[int, merge.PER_REPLICA]
+    stall_ms: Annotated[float, merge.LARGEST]
+    loaded_adapters: Annotated[dict[str, str], merge.SAME]
+
+
+class LoadRequest(ControlRequest, frozen=True, kw_only=True):
+    """The fields of every load: it makes a new version of the name, and the name means that from then on.
+
+    `lora_version`: a load of the same contents under the same version changes nothing, other contents are
+    refused (409); null: a number. `pinned`: it keeps its slot. `in_flight`: what becomes of requests that run
+    on the version before, where they do not say by `on_update`.
+    """
+
+    lora_name: str
+    lora_version: str | int | None = None
+    pinned: bool = False
+    in_flight: InFlight = "stay"
+    timeout_s: float | None = None
+    lora_id: Any = None
+
+    @property
+    def version(self) -> str | None:
+        return None if self.lora_version is None else str(self.lora_version)
+
+
+def _load(path: str, per_rank: str | None = None) -> ControlRow:
+    """The row of a load."""
+    return ControlRow(
+        *(LoadLoRAAdapterReqOutput, path),
+        deadline=own_or_update_deadline,
+        per_rank=per_rank,
+        is_joint=True,
+    )
+
+
+class LoadLoRAAdapterReqInput(LoadRequest, frozen=True, kw_only=True):
+    """Load an adapter from a PEFT folder that the engine's processes can read."""
+
+    row = _load("/load_lora_adapter")
+
+    lora_path: str
+
+
+class LoadLoRAAdapterFromTensorsReqInput(LoadRequest, frozen=True, kw_only=True):
+    """Load an adapter from serialized named tensors, one entry per rank; in JSON each is base64.
+
+    `config_dict`: what PEFT writes to adapter_config.json. `load_format`: as in updates of the weights.
+    """
+
+    row = _load("/load_lora_adapter_from_tensors", per_rank="serialized_named_tensors")
+
+    config_dict: dict[str, Any]
+    serialized_named_tensors: list[bytes]
+    load_format: str | None = None
+    added_tokens_config: Any = None
+
+
+class UnloadLoRAAdapterReqOutput(TotalsReply, frozen=True, kw_only=True):
+    """`num_in_use`: requests that go on with what was unloaded until they end."""
+
+    changed: Annotated[bool, merge.ANY]
+    num_in_use: Annotated[int, merge.PER_REPLICA]
+    loaded_adapters: Annotated[dict[str, str], merge.SAME]
+
+
+class UnloadLoRAAdapterReqInput(ControlRequest, frozen=True, kw_only=True):
+    """Have a name, or one version of it, mean nothing any more. Requests that run on it come to their ends.
+
+    `timeout_s`: how long the answer waits for them; null: as long as an update may take; 0: not at all.
+    """
+
+    row = ControlRow(
+        *(UnloadLoRAAdapterReqOutput, "/unload_lora_adapter"), deadline=own_or_update_deadline, is_joint=True
+    )
+
+    lora_name: str
+    lora_version: str | int | None = None
+    timeout_s: float | None = None
+    lora_id: Any = None
+
+
+AnyAdapterRequest = LoadLoRAAdapterReqInput | LoadLoRAAdapterFromTensorsReqInput | UnloadLoRAAdapterReqInput
+AnyAdapterReply = LoadLoRAAdapterReqOutput | UnloadLoRAAdapterReqOutput

@@ -1,0 +1,448 @@
+"""Adapters on null parts: each token is checked against the version that the answer names for it."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from fixtures.control import PROMPT, Harness
+
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.io_struct import (
+    AbortReq,
+    ControlCall,
+    FinishReason,
+    LoadLoRAAdapterReqInput,
+    PauseMode,
+    Prepared,
+    UnloadLoRAAdapterReqInput,
+    Verdict,
+    VersionContract,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.testing import NullRunner, default_schedule
+
+pytestmark = pytest.mark.unit
+
+
+def loading(name: str, value: int, **fields: Any) -> LoadLoRAAdapterReqInput:
+    return LoadLoRAAdapterReqInput(lora_name=name, lora_path=str(value), **fields)
+
+
+class AdapterHarness(Harness):
+    """Two adapters may run at a time, in three slots.
+
+    Attributes:
+        values: of each version that was loaded, what stands for its contents.
+        seeds: of each request.
+    """
+
+    def __init__(self, num_slots: int = 3, **args: Any) -> None:
+        super().__init__(num_adapter_slots=num_slots, **args)
+        self.contents: dict[str, int] = {}
+        self.seeds: dict[str, int] = {}
+
+    def load(self, name: str, value: int, **fields: Any) -> str:
+        """Load a version; returns its label."""
+        reply = self.do(loading(name, value, **fields))
+        label = f"{name}@{reply.lora_version}"
+        self.contents[label] = value
+        return label
+
+    def ask(self, adapter: str | None, **fields: Any) -> str:
+        seed = fields.setdefault("seed", len(self.seeds))
+        fields.setdefault("prompt", PROMPT)
+        rid = self.generate(adapter=adapter, **fields)
+        self.seeds[rid] = seed
+        return rid
+
+    def labels(self, rid: str) -> list[str]:
+        return [label for label, _ in self.outputs[rid].adapter_starts]
+
+    def assert_true(self, *rids: str) -> None:
+        """Every token is what the version that is named for it makes, over the base that is."""
+        runner = NullRunner()
+        for rid in rids or self.outputs:
+            output = self.outputs[rid]
+            for position, token in enumerate(output.token_ids):
+                base = [name for name, start in output.version_starts if start <= position][-1]
+                named = [label for label, start in output.adapter_starts if start <= position]
+                adapter = self.contents[named[-1]] if named else 0
+                value = runner.adapted(0 if base == "default" else int(base), adapter)
+                assert token == runner.token(self.seeds[rid], position, value), (rid, position, named)
+
+    def finish(self, rid: str) -> FinishReason:
+        finish = self.outputs[rid].finish
+        assert finish is not None
+        return finish
+
+    @property
+    def loaded(self) -> list[str]:
+        return [f"{one.name}@{one.version}" for one in self.now.adapters]
+
+
+def test_requests_with_several_adapters_and_none_share_a_batch() -> None:
+    harness = AdapterHarness(num_ranks=2)
+    labels = [harness.load("a", 1), harness.load("b", 2)]
+    rids = [harness.ask(adapter) for adapter in ("a", None, "b", "a")]
+    harness.run_until_idle()
+    assert [harness.labels(rid) for rid in rids] == [labels[:1], [], labels[1:], labels[:1]]
+    harness.assert_true(*rids)
+    assert harness.runner.num_steps < 2 * 16, "they ran together"
+
+
+def test_an_adapter_that_is_not_there_is_404() -> None:
+    harness = AdapterHarness()
+    harness.load("a", 1)
+    for asked in ("b", "a@7", "a@", "@1"):
+        rid = harness.ask(asked)
+        harness.run_until_idle()
+        finish = harness.finish(rid)
+        assert (finish.status_code, "a@1" in finish.message) == (404, True), asked
+        assert harness.outputs[rid].token_ids == []
+
+
+def test_without_adapters_requests_about_them_are_refused() -> None:
+    harness = Harness()
+    for request in (loading("a", 1), UnloadLoRAAdapterReqInput(lora_name="a")):
+        assert "--enable-lora" in harness.refuse(request).message
+    assert harness.now.adapters == []
+
+
+def test_requests_in_flight_stay_and_later_ones_get_the_new_version() -> None:
+    harness = AdapterHarness()
+    first = harness.load("a", 1)
+    before = harness.ask("a", max_new_tokens=40)
+    harness.turn(5)
+    second = harness.load("a", 2)
+    after = harness.ask("a")
+    harness.run_until_idle()
+    assert (harness.labels(before), harness.labels(after)) == ([first], [second])
+    assert harness.outputs[after].cached_tokens == 0, "the KV of another version was taken for its own"
+    harness.assert_true()
+
+
+@pytest.mark.parametrize(
+    ("fields", "contract", "num_retractions"),
+    [
+        ({"in_flight": "continue"}, VersionContract(), 0),
+        ({"in_flight": "recompute"}, VersionContract(), 1),
+        ({}, VersionContract(on_update="recompute"), 1),
+    ],
+)
+def test_requests_in_flight_move_if_they_or_the_load_say_so(
+    fields: dict[str, Any], contract: VersionContract, num_retractions: int
+) -> None:
+    harness = AdapterHarness(num_slots=2)
+    first = harness.load("a", 1)
+    rid = harness.ask("a", max_new_tokens=40, contract=contract)
+    pinned = harness.ask(first, max_new_tokens=40, contract=contract)
+    harness.turn(5)
+    reply = harness.do(loading("a", 2, **fields))
+    harness.contents["a@2"] = 2
+    assert reply.num_moved == 1
+    harness.run_until_idle()
+    assert harness.labels(rid) == [first, "a@2"]
+    assert harness.labels(pinned) == [first], "it asked for that version"
+    assert harness.outputs[rid].num_retractions == num_retractions
+    harness.assert_true()
+    again = [
+        harness.ask(label, prompt=[*PROMPT, *harness.outputs[rid].token_ids]) for label in (first, "a@2")
+    ]
+    harness.run_until_idle()
+    harness.assert_true(*again)
+
+
+def test_kv_that_two_versions_have_computed_is_nobody_elses() -> None:
+    harness = AdapterHarness(num_slots=2)
+    harness.load("a", 1)
+    rid = harness.ask("a", max_new_tokens=40)
+    harness.turn(5)
+    harness.load("a", 2, in_flight="continue")
+    harness.run_until_idle()
+    longer = [*PROMPT, *harness.outputs[rid].token_ids, 1]
+    rids = [harness.ask(label, prompt=longer) for label in ("a@1", "a@2")]
+    harness.run_until_idle()
+    cached = [harness.outputs[rid].cached_tokens for rid in rids]
+    assert cached[0] <= len(PROMPT) + 8
+    assert cached[1] == 0
+
+
+def test_an_update_of_the_adapter_may_end_requests() -> None:
+    harness = AdapterHarness()
+    harness.load("a", 1)
+    rid = harness.ask("a", contract=VersionContract(on_update="abort"), max_new_tokens=40)
+    harness.turn(5)
+    harness.load("a", 2)
+    harness.run_until_idle()
+    finish = harness.finish(rid)
+    assert finish.kind == "abort"
+    assert harness.outputs[rid].token_ids
+
+
+def test_a_version_never_changes_and_a_retry_changes_nothing() -> None:
+    harness = AdapterHarness(num_ranks=2)
+    harness.load("a", 1, lora_version="step-1")
+    assert harness.do(loading("a", 1, lora_version="step-1")).changed is False
+    other = harness.refuse(loading("a", 2, lora_version="step-1"))
+    assert other.status == 409
+    assert "step-1" in other.message
+    harness.load("a", 2, lora_version="step-2")
+    assert harness.do(loading("a", 1, lora_version="step-1")).changed is False
+    assert harness.loaded == ["a@step-1", "a@step-2"], "a late retry takes nothing back"
+    harness.do(UnloadLoRAAdapterReqInput(lora_name="a"))
+    assert harness.refuse(loading("a", 3, lora_version="step-1")).status == 409
+    harness.load("a", 1, lora_version="step-1")
+    rid = harness.ask("a")
+    harness.run_until_idle()
+    harness.assert_true(rid)
+
+
+def test_versions_leave_when_nobody_runs_on_them() -> None:
+    harness = AdapterHarness(keep_adapter_versions=0)
+    first = harness.load("a", 1)
+    rid = harness.ask("a", max_new_tokens=40)
+    harness.turn(5)
+    second = harness.load("a", 2)
+    assert harness.loaded == [second]
+    book = harness.scheduler.policy.adapters
+    assert [one.label for one in book.all()] == [second, first], "a request runs on it"
+    harness.run_until_idle()
+    assert [one.label for one in book.all()] == [second]
+    harness.assert_true(rid)
+
+
+def test_an_unload_waits_for_requests_and_takes_no_new_ones() -> None:
+    harness = AdapterHarness()
+    harness.load("a", 1)
+    rid = harness.ask("a", max_new_tokens=40)
+    harness.turn(5)
+    call = harness.call(UnloadLoRAAdapterReqInput(lora_name="a"))
+    late = harness.ask("a")
+    harness.turn(5)
+    finish = harness.finish(late)
+    assert finish.status_code == 404
+    assert call not in harness.replies
+    harness.run_until_idle()
+    assert harness.reply(call).num_in_use == 0
+    assert harness.outputs[rid].finish == FinishReason("length", length=40)
+    harness.assert_true(rid)
+    assert harness.refuse(UnloadLoRAAdapterReqInput(lora_name="a")).status == 404
+    assert list(harness.scheduler.policy.adapters.all()) == []
+
+
+def test_an_unload_may_not_wait() -> None:
+    harness = AdapterHarness()
+    harness.load("a", 1)
+    rid = harness.ask("a", max_new_tokens=40)
+    harness.turn(5)
+    assert harness.do(UnloadLoRAAdapterReqInput(lora_name="a", timeout_s=0)).num_in_use == 1
+    call = harness.call(loading("b", 2))
+    harness.expire(call)
+    harness.run_until_idle()
+    assert harness.outputs[rid].finish == FinishReason("length", length=40)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_more_adapters_than_slots_take_turns(num_ranks: int) -> None:
+    harness = AdapterHarness(num_ranks=num_ranks, num_pages=256)
+    for index in range(6):
+        harness.load(f"a{index}", index + 1)
+    rids = [harness.ask(f"a{index % 6}", max_new_tokens=8) for index in range(24)]
+    harness.run_until_idle()
+    assert {harness.outputs[rid].finish for rid in rids} == {FinishReason("length", length=8)}
+    harness.assert_true()
+    assert harness.ranks[0].adapters.num_saved == 6, "a version is copied to the host once"
+
+
+def test_a_request_is_not_kept_out_by_later_ones() -> None:
+    """Streams of two adapters never end together; a third one still gets its turn."""
+    harness = AdapterHarness(schedule=default_schedule(max_running_requests=4), num_pages=256)
+    for index, name in enumerate("abc"):
+        harness.load(name, index + 1)
+    prompts = (range(first, first + 10) for first in itertools.count())
+
+    def ask_two() -> None:
+        for name, num_tokens in (("a", 6), ("b", 9)):
+            harness.ask(name, prompt=next(prompts), max_new_tokens=num_tokens)
+
+    ask_two()
+    ask_two()
+    harness.turn(3)
+    third = harness.ask("c", prompt=next(prompts), max_new_tokens=4)
+    for _ in range(20):
+        ask_two()
+        harness.turn(2)
+    assert harness.finish(third) == FinishReason("length", length=4)
+    harness.run_until_idle()
+    harness.assert_true()
+
+
+def test_a_pinned_adapter_keeps_its_slot() -> None:
+    harness = AdapterHarness(num_pages=256)
+    pinned = harness.load("p", 9, pinned=True)
+    for index in range(4):
+        harness.load(f"a{index}", index + 1)
+    rids = [harness.ask(f"a{index % 4}", max_new_tokens=4) for index in range(8)]
+    harness.run_until_idle()
+    assert all(harness.outputs[rid].finish == FinishReason("length", length=4) for rid in rids)
+    [version] = [one for one in harness.scheduler.policy.adapters.all() if one.label == pinned]
+    assert version.slot is not None
+    assert version.copy is None
+    harness.load("p", 10, pinned=True)
+    rid = harness.ask("p")
+    harness.run_until_idle()
+    harness.assert_true(rid, *rids)
+
+
+def test_slots_that_are_all_pinned_refuse_further_adapters_by_name() -> None:
+    harness = AdapterHarness()
+    harness.load("p", 1, pinned=True)
+    harness.load("q", 2, pinned=True)
+    refusal = harness.refuse(loading("a", 3))
+    assert refusal.status == 409
+    assert "p, q" in refusal.message
+    harness.do(UnloadLoRAAdapterReqInput(lora_name="q"))
+    harness.load("a", 3)
+    refusal = harness.refuse(loading("q", 2, pinned=True))
+    assert refusal.status == 409
+    assert "a" in refusal.message
+    assert harness.loaded == ["p@1", "a@3"]
+
+
+@pytest.mark.parametrize("step", ["open", "write"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_load_that_fails_on_one_rank_changes_nothing(step: str, rank: int) -> None:
+    harness = AdapterHarness(num_ranks=2)
+    harness.load("a", 1)
+    before = harness.loaded
+    harness.ranks[rank].adapters.faults[step] = RequestRejected("it does not fit")
+    assert "it does not fit" in harness.refuse(loading("a", 2)).message
+    assert harness.loaded == before
+    rid = harness.ask("a")
+    harness.run_until_idle()
+    harness.assert_true(rid)
+    harness.load("a", 3)
+    rid = harness.ask("a")
+    harness.run_until_idle()
+    harness.assert_true(rid)
+
+
+def test_a_version_that_cannot_be_brought_in_ends_its_requests_and_no_others() -> None:
+    harness = AdapterHarness(num_slots=2, num_ranks=2)
+    harness.load("a", 1)
+    harness.load("b", 2)
+    harness.load("c", 3)
+    harness.ranks[1].adapters.faults["restore"] = RequestRejected("the host has lost it")
+    lost, other = harness.ask("a"), harness.ask("c")
+    harness.run_until_idle()
+    finish = harness.finish(lost)
+    assert finish.status_code == 500
+    assert "a@1" in finish.message
+    assert harness.outputs[other].finish == FinishReason("length", length=16)
+    again = harness.ask("a")
+    harness.run_until_idle()
+    harness.assert_true(again, other)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a@1", "x" * 257, "a\n"])
+def test_names_that_no_request_could_ask_for_are_refused(name: str) -> None:
+    harness = AdapterHarness()
+    assert harness.refuse(loading(name, 1)).status == 400
+    assert harness.loaded == []
+
+
+def test_a_load_while_the_weights_are_released_is_refused() -> None:
+    harness = AdapterHarness(keeps_weights=True)
+    harness.load("a", 1)
+    rid = harness.ask("a", max_new_tokens=40)
+    harness.turn(5)
+    harness.release(MemoryTag.WEIGHTS)
+    assert harness.refuse(loading("b", 2)).status == 409
+    harness.resume(MemoryTag.WEIGHTS)
+    harness.load("b", 2)
+    harness.run_until_idle()
+    harness.assert_true(rid)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_release_ends_what_is_on_its_way_to_a_slot(num_ranks: int) -> None:
+    harness = AdapterHarness(num_slots=2, keeps_weights=True, num_ranks=num_ranks)
+    harness.load("a", 1)
+    harness.load("b", 2)
+    harness.load("c", 3)
+    for rank in harness.ranks:
+        rank.adapters.slowness = 5
+    waiting = harness.ask("a")
+    harness.turn(2)
+    call = harness.call(loading("d", 4))
+    harness.turn(3)
+    harness.release(MemoryTag.WEIGHTS)
+    assert harness.refusal(call).status == 409
+    assert harness.loaded == ["a@1", "b@2", "c@3"]
+    harness.resume(MemoryTag.WEIGHTS)
+    harness.run_until_idle()
+    assert harness.outputs[waiting].finish == FinishReason("length", length=16)
+    harness.assert_true(waiting)
+
+
+def test_a_joint_load_that_is_given_up_leaves_nothing() -> None:
+    harness = AdapterHarness()
+    harness.load("a", 1)
+    harness.deliver(ControlCall(id="joint", request=loading("a", 2), is_joint=True))
+    harness.turn(5)
+    assert isinstance(harness.replies.pop("joint"), Prepared)
+    harness.deliver(Verdict(id="joint", refusal="other replicas have refused this"))
+    harness.turn(2)
+    assert harness.loaded == ["a@1"]
+    rid = harness.ask("a")
+    harness.run_until_idle()
+    harness.assert_true(rid)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_in_a_storm_every_token_is_of_the_version_that_is_named(seed: int, num_ranks: int) -> None:
+    """Loads, unloads, updates of the base, pauses, sleeps and aborts in any order."""
+    chance = random.Random(seed)
+    harness = AdapterHarness(
+        num_ranks=num_ranks,
+        keeps_weights=True,
+        num_pages=64,
+        keep_adapter_versions=chance.randrange(3),
+        schedule=default_schedule(max_running_requests=chance.choice([2, 8])),
+    )
+    for rank in harness.ranks:
+        rank.adapters.slowness = chance.randrange(4)
+    value = 0
+    for _ in range(120):
+        name = chance.choice("abcd")
+        match chance.randrange(10):
+            case 0 | 1:
+                value += 1
+                in_flight: Any = chance.choice(["stay", "continue", "recompute", "abort"])
+                pinned = chance.random() < 0.1
+                harness.call(loading(name, value, in_flight=in_flight, pinned=pinned, lora_version=value))
+                harness.contents[f"{name}@{value}"] = value
+            case 2:
+                harness.call(UnloadLoRAAdapterReqInput(lora_name=name, timeout_s=0))
+            case 3:
+                harness.release(*chance.sample(list(MemoryTag), k=chance.randint(1, 3)))
+                harness.turn(chance.randrange(3))
+                harness.resume()
+            case 4:
+                harness.pause(chance.choice([PauseMode.RETRACT, PauseMode.IN_PLACE]))
+                harness.turn(chance.randrange(3))
+                harness.proceed()
+            case 5:
+                harness.call(AbortReq(rid=chance.choice([*harness.outputs, "nobody"])))
+            case _:
+                asked = chance.choice([name, name, None, f"{name}@{chance.randint(1, value + 1)}"])
+                contract = VersionContract(on_update=chance.choice(["continue", "recompute", "abort"]))
+                harness.ask(asked, max_new_tokens=chance.randint(1, 20), contract=contract)
+        harness.turn(chance.randrange(4))
+    harness.run_until_idle()
+    assert all(output.finish is not None for output in harness.outputs.values()), "a request was lost"
+    harness.assert_true()
+    book = harness.scheduler.policy.adapters
+    assert all(not one.num_live and not one.num_running and one.is_reachable for one in book.all())
