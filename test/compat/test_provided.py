@@ -72,6 +72,8 @@ FIELDS = {
     "CheckWeightsReqInput": "action skip_tensor_list allow_quant_error selector",
     "GetWeightsByNameReqInput": "name truncate_size",
     "AbortReq": "rid abort_all",
+    "LoadLoRAAdapterReqInput": "lora_name lora_path pinned lora_id",
+    "UnloadLoRAAdapterReqInput": "lora_name lora_id",
     "LoadLoRAAdapterFromTensorsReqInput": "lora_name config_dict serialized_tensors serialized_named_tensors",
     "RpcReqInput": "method parameters",
     "RpcReqOutput": "success message",

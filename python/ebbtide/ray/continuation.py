@@ -38,7 +38,7 @@ WHOLE_FIELDS: Final = ("return_routed_experts", "return_sampling_mask", "replay_
 # Fields of which a list has an entry for each prompt.
 PER_PROMPT: Final = (
     *("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"),
-    *("cache_salt", "extra_key"),
+    *("cache_salt", "extra_key", "lora_path"),
 )
 
 

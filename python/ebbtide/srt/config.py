@@ -364,8 +364,11 @@ def _adapter_limits(args: ServerArgs) -> AdapterLimits | None:
     if rank > MAX_LORA_RANK:
         raise ConfigurationError(f"max_lora_rank: expected at most {MAX_LORA_RANK}, got {rank}")
     targets = tuple(args.lora_target_modules or ("all",))
-    limits = AdapterLimits(args.max_loras_per_batch, rank, None if ALL_TARGETS & set(targets) else targets)
-    return limits if args.enable_lora else None
+    if not args.enable_lora and not args.lora_paths:
+        return None
+    # One is loaded while a batch reads the others.
+    num_slots = args.max_loras_per_batch + 1
+    return AdapterLimits(num_slots, rank, None if ALL_TARGETS & set(targets) else targets)
 
 
 def _context_len(given: int | None, longest: int) -> int:

@@ -315,7 +315,7 @@ class ServerArgs(SglangArguments):
     max_loras_per_batch: Annotated[
         int,
         Arg(
-            "Adapters in device memory, which is as many as a batch may have.",
+            "Adapters that a batch may have. There is memory for one more, so that one loads beside them.",
             aliases=("--max-loras",),
             minimum=1,
         ),
@@ -324,6 +324,17 @@ class ServerArgs(SglangArguments):
         list[str] | None,
         Arg("Modules that adapters may have, such as q_proj; all: every one (default: every one)."),
     ] = None
+    lora_paths: Annotated[
+        list[str] | None, Arg("Adapters to load at the start: folders, or name=folder (default: none).")
+    ] = None
+    max_loaded_loras: Annotated[
+        int | None,
+        Arg("Adapters that may be loaded, in device and host memory (default: no limit).", minimum=1),
+    ] = None
+    lora_keep_versions: Annotated[
+        int,
+        Arg("Earlier versions of an adapter that requests may still ask for, as name@version.", minimum=0),
+    ] = 1
     enable_fp32_lm_head: Annotated[bool, Arg("Compute logits in float32.")] = False
     disable_cuda_graph: Annotated[bool, Arg("Turn CUDA graphs off.")] = False
     cuda_graph_bs: Annotated[

@@ -77,4 +77,5 @@ def test_a_bad_value_in_a_query_is_refused_as_one_in_a_body_is(path: str, query:
 
 def test_only_weights_travel_as_base64() -> None:
     binary = {path: binary_fields(kind) for path, kind in CONTROL_ROUTES.items() if binary_fields(kind)}
-    assert binary == {"/update_weights_from_tensor": {"serialized_named_tensors"}}
+    paths = ("/update_weights_from_tensor", "/load_lora_adapter_from_tensors")
+    assert binary == {path: {"serialized_named_tensors"} for path in paths}

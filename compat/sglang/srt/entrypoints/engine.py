@@ -18,8 +18,11 @@ from sglang.srt.managers.io_struct import (
     EndWeightUpdateReqInput,
     FlushCacheReqOutput,
     InitWeightsUpdateGroupReqInput,
+    LoadLoRAAdapterReqInput,
+    LoRAUpdateOutput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
+    UnloadLoRAAdapterReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -195,6 +198,14 @@ class Engine(EngineBase):
             **fields,
         )
         return self._run(self.tokenizer_manager.update_weights_from_distributed(obj))
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> LoRAUpdateOutput:
+        obj = LoadLoRAAdapterReqInput(lora_name=lora_name, lora_path=lora_path, pinned=pinned)
+        return self._run(self.tokenizer_manager.load_lora_adapter(obj))
+
+    def unload_lora_adapter(self, lora_name: str) -> LoRAUpdateOutput:
+        obj = UnloadLoRAAdapterReqInput(lora_name=lora_name)
+        return self._run(self.tokenizer_manager.unload_lora_adapter(obj))
 
     def update_weights_from_ipc(self, zmq_handles: dict[str, str], flush_cache: bool = True) -> Outcome:
         obj = UpdateWeightsFromIPCReqInput(zmq_handles=zmq_handles, flush_cache=flush_cache)

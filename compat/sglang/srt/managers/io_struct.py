@@ -72,9 +72,13 @@ GetWeightsByNameReqInput = _mutable(io_struct.GetWeightsByNameReqInput)
 CheckWeightsReqInput = _mutable(io_struct.CheckWeightsReqInput)
 
 
-@dataclass
+LoadLoRAAdapterReqInput = _mutable(io_struct.LoadLoRAAdapterReqInput)
+UnloadLoRAAdapterReqInput = _mutable(io_struct.UnloadLoRAAdapterReqInput)
+
+
+@dataclass(kw_only=True)
 class LoadLoRAAdapterFromTensorsReqInput:
-    """A name only: Ebbtide has no LoRA."""
+    """As Ebbtide's. `serialized_tensors`: one entry for all ranks, as older senders have it."""
 
     lora_name: str
     config_dict: dict[str, Any]
@@ -84,6 +88,15 @@ class LoadLoRAAdapterFromTensorsReqInput:
     added_tokens_config: dict[str, Any] | None = None
     lora_id: str | None = None
     load_format: str | None = None
+
+
+@dataclass(kw_only=True)
+class LoRAUpdateOutput:
+    """What has become of a load or an unload; `loaded_adapters` are versions by name."""
+
+    success: bool
+    error_message: str | None = None
+    loaded_adapters: dict[str, str] | None = None
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.srt.errors import RequestRejected
 from sglang.srt.managers.io_struct import *  # noqa: F403 (clients import the requests from here)
-from sglang.srt.managers.io_struct import FlushCacheReqOutput
+from sglang.srt.managers.io_struct import FlushCacheReqOutput, LoRAUpdateOutput
 
 if TYPE_CHECKING:
     from sglang._core import EngineCore
@@ -127,6 +127,29 @@ class TokenizerManager:
 
     async def destroy_weights_update_group(self, obj: Any = None, request: Any = None) -> Outcome:
         return await self._attempt("DestroyWeightsUpdateGroupReqInput", obj)
+
+    # --------------------------------------------------------------------------------------------- adapters
+
+    async def load_lora_adapter(self, obj: Any, request: Any = None) -> LoRAUpdateOutput:
+        return await self._change_adapters("LoadLoRAAdapterReqInput", vars(obj))
+
+    async def load_lora_adapter_from_tensors(self, obj: Any, request: Any = None) -> LoRAUpdateOutput:
+        fields = dict(vars(obj))
+        for_all = fields.pop("serialized_tensors")
+        if fields["serialized_named_tensors"] is None and for_all is not None:
+            fields["serialized_named_tensors"] = [for_all] * self.core.server_args.tp_size
+        return await self._change_adapters("LoadLoRAAdapterFromTensorsReqInput", fields)
+
+    async def unload_lora_adapter(self, obj: Any, request: Any = None) -> LoRAUpdateOutput:
+        return await self._change_adapters("UnloadLoRAAdapterReqInput", vars(obj))
+
+    async def _change_adapters(self, name: str, fields: dict[str, Any]) -> LoRAUpdateOutput:
+        done, reply = await self._reply_to(name, lambda: self.core.ask(name, fields))
+        return LoRAUpdateOutput(
+            success=done,
+            error_message=None if done else reply["message"],
+            loaded_adapters=reply.get("loaded_adapters"),
+        )
 
     # -------------------------------------------------------------------------------------------- internals
 

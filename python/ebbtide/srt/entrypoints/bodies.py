@@ -87,6 +87,9 @@ class MetaInfo(Struct, kw_only=True):
     weight_versions: list[VersionSpan]
     kv_weight_versions: list[str]
     prefill_weight_versions: list[VersionSpan]
+    lora_name: str | UnsetType = UNSET
+    lora_version: str | UnsetType = UNSET
+    lora_versions: list[VersionSpan] | UnsetType = UNSET
     output_token_logprobs: list[Triple] | UnsetType = UNSET
     output_token_logprobs_length: int | UnsetType = UNSET
     output_top_logprobs: Positions | UnsetType = UNSET

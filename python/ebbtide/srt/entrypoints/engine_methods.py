@@ -99,6 +99,7 @@ class EngineMethods(ABC):
         stream: bool = False,
         cache_salt: str | list[str] | None = None,
         extra_key: str | list[str] | None = None,
+        lora_path: str | list[str | None] | None = None,
         routed_dp_rank: int | None = None,
         timeout_s: float | None = None,
         **fields: Any,
@@ -119,6 +120,7 @@ class EngineMethods(ABC):
             return_prompt_token_ids: also return the prompt's token ids.
             rid: the request's id, for `abort_request`; a random one unless given.
             stream: return chunks as they are generated.
+            lora_path: the adapter to run on, `name` or `name@version`; one for all prompts, or a list.
             cache_salt, extra_key: requests share cached prefixes only with requests of the same values.
             routed_dp_rank: the data-parallel replica to use.
             timeout_s: seconds after which the request is aborted.
@@ -454,6 +456,80 @@ class EngineMethods(ABC):
         """Rename the version of the weights; in a session this takes effect with the commit."""
         return await self._control(io_struct.UpdateWeightVersionReqInput, locals())
 
+    # --------------------------------------------------------------------------------------------- adapters
+
+    async def async_load_lora_adapter(
+        self,
+        lora_name: str,
+        lora_path: str,
+        pinned: bool = False,
+        lora_version: str | int | None = None,
+        in_flight: str = "stay",
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Load a PEFT folder as a new version of an adapter; the name means it from the next pass on.
+
+        Args:
+            lora_name: what requests ask for: `lora_path="name"`, or `"name@version"`.
+            lora_path: a folder that the engine's processes can read.
+            pinned: keep it in device memory.
+            lora_version: None: a number. A load of the same contents as this version changes nothing.
+            in_flight: what becomes of requests that run on an earlier version of the name: "stay", they keep
+                it; "continue", they go on with the new one; "recompute", the same with new KV; "abort".
+
+        Returns:
+            `lora_version`, `changed`, `num_moved`, `loaded_adapters` and more.
+
+        Raises:
+            RequestRejected: status 400, it does not fit the model; 409, the version is there with other
+                contents, or pinned adapters take all slots.
+        """
+        lora_path = os.fspath(lora_path)
+        return await self._control(io_struct.LoadLoRAAdapterReqInput, locals())
+
+    async def async_load_lora_adapter_from_tensors(
+        self,
+        lora_name: str,
+        tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | list[bytes] | list[str],
+        config_dict: Mapping[str, Any],
+        load_format: str | None = None,
+        pinned: bool = False,
+        lora_version: str | int | None = None,
+        in_flight: str = "stay",
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """As `load_lora_adapter`, from tensors of this process under PEFT's names.
+
+        Args:
+            tensors: as those of `update_weights_from_tensor`, or a dict.
+            config_dict: what PEFT writes to adapter_config.json.
+        """
+        fields = _arguments(locals())
+        given = fields.pop("tensors")
+        if isinstance(given, list) and all(isinstance(one, bytes | str) for one in given):
+            fields["serialized_named_tensors"] = given
+            return await self._control(io_struct.LoadLoRAAdapterFromTensorsReqInput, fields)
+        encoder = await self._payload_encoder()
+        pairs = given.items() if isinstance(given, Mapping) else given
+        with await asyncio.to_thread(encoder.encode, pairs) as payload:
+            fields["serialized_named_tensors"] = payload.entries
+            if load_format in _WHOLE_TENSOR_FORMATS:
+                fields["load_format"] = payload.load_format
+            return await self._control(io_struct.LoadLoRAAdapterFromTensorsReqInput, fields)
+
+    async def async_unload_lora_adapter(
+        self, lora_name: str, lora_version: str | int | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Have a name, or one version of it, mean nothing any more. Requests that run on it end as usual.
+
+        Args:
+            timeout_s: how long to wait for them; 0: not at all.
+
+        Raises:
+            RequestRejected: status 404, it is not loaded.
+        """
+        return await self._control(io_struct.UnloadLoRAAdapterReqInput, locals())
+
     async def async_transition(
         self, steps: Sequence[Mapping[str, Any]], op_id: str | None = None
     ) -> dict[str, Any]:
@@ -548,6 +624,9 @@ class EngineMethods(ABC):
     end_weight_update = blocking(async_end_weight_update)
     abort_weight_update = blocking(async_abort_weight_update)
     update_weight_version = blocking(async_update_weight_version)
+    load_lora_adapter = blocking(async_load_lora_adapter)
+    load_lora_adapter_from_tensors = blocking(async_load_lora_adapter_from_tensors)
+    unload_lora_adapter = blocking(async_unload_lora_adapter)
     transition = blocking(async_transition)
     get_weights_by_name = blocking(async_get_weights_by_name)
     check_weights = blocking(async_check_weights)

@@ -118,7 +118,7 @@ _ROUTES = (
         Tokens,
     ),
     Route(("/detokenize", "/v1/detokenize"), POST, "OpenAI", "Texts of token ids.", DetokenizeRequest, Texts),
-    Route("/v1/models", GET, "OpenAI", "The model that is served.", None, ModelList),
+    Route("/v1/models", GET, "OpenAI", "The model that is served, and its adapters.", None, ModelList),
     Route("/v1/models/{model}", GET, "OpenAI", "The model of this name.", None, ModelCard),
     Route("/health", GET, "information", "Whether every process lives and turns, asleep or not."),
     Route("/health_generate", GET, "information", "As /health; an idle engine also generates a token."),
@@ -152,7 +152,10 @@ _ROUTES = (
         GENERATE_PATHS, POST, "vLLM", "Generate from token ids.", TokensRequest, TokensAnswer, TokensAnswer
     ),
     *(
-        Route(route.path, (route.method,), "vLLM", route.summary, route.parameters, dict[str, Any])
+        Route(
+            *(route.path, (route.method,), "vLLM", route.summary, route.parameters, route.reply),
+            media_type="text/plain" if route.reply is str else "application/json",
+        )
         for route in ROUTES
     ),
 )

@@ -80,6 +80,8 @@ class SchedulerConfig:
             eos_token_ids=config.model.eos_token_ids,
             vocab_size=config.model.vocab_size,
             context_len=config.model.context_len,
+            keep_adapter_versions=config.server_args.lora_keep_versions,
+            max_adapters=config.server_args.max_loaded_loras,
             retracts_for_copies=config.update.staging == "always",
             records_routes=config.runtime.records_routes,
         )

@@ -119,7 +119,8 @@ class Scheduler:
                 self._handle(message)
             if self.control.allows_forward:
                 self._forward()
-                self.control.adapters.fetch_wanted()
+                if self.policy.adapters.wanted is not None:
+                    self.control.adapters.fetch_wanted()
             else:
                 # Whatever keeps the next pass from running may have been launched behind this one.
                 self._settle()

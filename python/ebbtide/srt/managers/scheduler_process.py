@@ -22,6 +22,7 @@ from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_s
 from ebbtide.srt.managers.control.ports import TagMemory
 from ebbtide.srt.managers.scheduling.ranks.channels import open_rank_channels
 from ebbtide.srt.managers.scheduling.watchdog import Watchdog, dump_stacks, end_hung_process
+from ebbtide.srt.managers.scheduling.weights.adapter_io import EngineAdapters
 from ebbtide.srt.managers.scheduling.weights.weight_io import EngineWeights
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
@@ -149,6 +150,7 @@ def rank_parts(
         page_store.allocate()
     gc_clock = GcClock()
     gc_clock.start()
+    weights = EngineWeights(runner.weight_store, config, device)
     return RankParts(
         runner=runner,
         gc_pause_s=lambda: gc_clock.paused_s,
@@ -161,7 +163,8 @@ def rank_parts(
         table=runner.page_table,
         memories=_memories(config, runner, device, saver),
         page_store=page_store,
-        weights=EngineWeights(runner.weight_store, config, device),
+        weights=weights,
+        adapters=None if runner.adapters is None else EngineAdapters(runner.adapters, weights.reader, device),
         free_bytes=device.free_bytes,
         device=device.name,
         uuid=device.uuid,

@@ -235,7 +235,7 @@ def test_what_servers_are_asked_for(client: Client) -> None:
     assert refused["param"] == "query.config_format"
     assert client.post("/reset_mm_cache")["success"]
     assert client.post("/start_draft_weight_update", status=409)["error"]["type"] == "ConflictError"
-    for path in ("/v1/load_lora_adapter", "/nemo-rl/refit/flush"):
+    for path in ("/nemo-rl/refit/prepare", "/nemo-rl/refit/flush"):
         assert client.post(path, {"lora_name": "a"}, status=501)["error"]["code"] == 501
     assert client.post("/nemo-rl/refit/flush", status=501)["ok"] is False
     assert client.get("/v1/models/")["object"] == "list"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -72,6 +72,11 @@ LOAD_GAUGES = {
 }
 
 
+# Adapters that have a label of their own: the first ones. Names have no "@".
+MAX_ADAPTERS: Final = 64
+OTHER_ADAPTERS: Final = "@other"
+
+
 class Metrics:
     """Counts what was answered, over HTTP and in Python; the state is read when it is asked for.
 
@@ -92,6 +97,11 @@ class Metrics:
         self.gc_pauses = GcPauses(CONTROL_PREFIX + "gc_pause_seconds")
         self._registry.register(self.gc_pauses)
         self._requests = self._counter("num_requests", "Outputs that have ended.", "finish_reason")
+        self._adapter_tokens = self._counter(
+            "adapter_generation_tokens", "Output tokens, by the adapter of the request.", "adapter"
+        )
+        self._adapter_names: set[str] = set()
+        self._adapters = self._gauge("adapters_loaded", "Adapters that requests may ask for.")
         self._counters = {name: (self._counter(name, text), key) for name, (key, text) in COUNTERS.items()}
         # With the keys of their values: the first less the second.
         self._histograms = [
@@ -165,6 +175,7 @@ class Metrics:
             for name, gauge in self._loads.items():
                 gauge.labels(str(load.dp_rank)).set(getattr(load, name))
         self._can_run.set(state.can_run)
+        self._adapters.set(len(state.adapter_versions))
         self._stale.set(any(rank.tags[MemoryTag.WEIGHTS].content == "stale" for rank in state.ranks))
         for tag in MemoryTag:
             num_bytes = sum(rank.tags[tag].resident_bytes for rank in state.ranks)
@@ -176,6 +187,8 @@ class Metrics:
     def note(self, meta: Mapping[str, Any]) -> None:
         """Count an output that has ended, by its `meta_info`."""
         self._requests.labels(meta["finish_reason"]["type"]).inc()
+        if (adapter := meta.get("lora_name")) is not None:
+            self._adapter_tokens.labels(self._label_of(adapter)).inc(meta["completion_tokens"])
         for counter, key in self._counters.values():
             counter.inc(meta[key])
         for histogram, end, start in self._histograms:
@@ -188,6 +201,12 @@ class Metrics:
         self.control.note_spans(meta["weight_versions"])
         for observer in self.control.observers:
             observer.note_output(meta)
+
+    def _label_of(self, adapter: str) -> str:
+        """The label of an adapter: there may be more of them over time than a scraper has room for."""
+        if len(self._adapter_names) < MAX_ADAPTERS:
+            self._adapter_names.add(adapter)
+        return adapter if adapter in self._adapter_names else OTHER_ADAPTERS
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, help_text, labels, registry=self._registry)

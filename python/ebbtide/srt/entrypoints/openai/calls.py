@@ -26,6 +26,7 @@ from ebbtide.srt.entrypoints.openai.requests import (
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
 from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.routed_experts import RoutedForm
 
 
@@ -134,6 +135,11 @@ async def answer_call(
     Raises:
         RequestRejected, EngineError, ClientDisconnect: as `answer_whole` and `answer_events`.
     """
+    adapter = service.require_model(call.model)
+    if adapter is not None:
+        if call.generate.get("lora_path") not in (None, "", adapter):
+            raise RequestRejected(f"lora_path: model names another adapter, {adapter!r}")
+        call.generate["lora_path"] = adapter
     starting = service.manager.prepare(
         *(call.generate, call.render),
         is_incremental=True,

@@ -359,7 +359,7 @@ class ModelCard(Struct, kw_only=True):
     created: int
     owned_by: str = "ebbtide"
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int
     permission: tuple[()] = ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -44,11 +45,12 @@ class OpenAIApi:
         ]
 
     async def _models(self, request: Request) -> Response:
-        return Json(ModelList(data=[self._card()]))
+        return Json(ModelList(data=self._cards()))
 
     async def _model(self, request: Request) -> Response:
-        card, wanted = self._card(), request.path_params["model"]
-        return Json(card) if wanted == card.id else error_answer(f"there is no model {wanted!r}", 404)
+        wanted = request.path_params["model"]
+        card = next((one for one in self._cards() if one.id == wanted), None)
+        return error_answer(f"there is no model {wanted!r}", 404) if card is None else Json(card)
 
     async def _completions(self, request: Request) -> Response:
         call = await self._calls.completion(await self._calls.fields_of(request))
@@ -84,14 +86,22 @@ class OpenAIApi:
         self._service.require_model(fields.get("model"))
         return Json(await self._service.manager.in_thread(lambda: tokenization.detokenize(fields)))
 
-    def _card(self) -> ModelCard:
+    def _cards(self) -> list[ModelCard]:
+        """The base model, and its adapters."""
         model = self._service.config.model
-        return ModelCard(
+        base = ModelCard(
             id=model.served_model_name,
             created=self._created,
             root=model.served_model_name,
             max_model_len=model.context_len,
         )
+        return [
+            base,
+            *(
+                replace(base, id=one.name, root=one.path or one.name, parent=base.id)
+                for one in self._service.state.adapter_versions.values()
+            ),
+        ]
 
     @property
     def _tokenization(self) -> Tokenization:

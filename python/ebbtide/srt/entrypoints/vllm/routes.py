@@ -9,12 +9,13 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
 from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.entrypoints.vllm.adapters import LoadAdapterParameters, UnloadAdapterParameters, VllmAdapters
 from ebbtide.srt.entrypoints.vllm.generate import TokensApi
 from ebbtide.srt.entrypoints.vllm.occupation import SLEEPING_TAGS, Body, VllmOccupation
 from ebbtide.srt.entrypoints.vllm.parameters import (
@@ -67,6 +68,7 @@ def vllm_sections(config: EngineConfig, config_format: str) -> dict[str, Any]:
         raise RequestRejected(
             f"config_format: expected json or text, got {config_format!r}", param="query.config_format"
         )
+    adapters = config.model.adapters
     vllm_config = {
         "model_config": {
             "model": config.model.served_model_name,
@@ -82,7 +84,9 @@ def vllm_sections(config: EngineConfig, config_format: str) -> dict[str, Any]:
         },
         # Any trainer may be met: which kind it is, its `init_info` says.
         "weight_transfer_config": {"backend": "nccl"},
-        "lora_config": None,
+        "lora_config": None
+        if adapters is None
+        else {"max_lora_rank": adapters.max_rank, "max_loras": config.server_args.max_loras_per_batch},
     }
     as_text = config_format == "text"
     return {
@@ -188,8 +192,8 @@ def _flag(kwargs: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-# A handler takes the parameters and returns the body of the answer.
-Handler = Callable[[Any], Awaitable[Body]]
+# A handler takes the parameters and returns the body of the answer, or its text.
+Handler = Callable[[Any], Awaitable[Body | str]]
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,7 @@ class VllmRoute:
     summary: str
     handler: Callable[[VllmApi], Handler]
     parameters: type[Struct] | None = None
+    reply: Any = dict[str, Any]
 
 
 GENERATE_PATHS = ("/inference/v1/generate", "/skyrl/v1/generate")
@@ -215,6 +220,7 @@ class VllmApi:
         self.occupation = VllmOccupation(service)
         self.weights = VllmWeightTransfer(service)
         self.calls = RemoteCalls(service, self.weights)
+        self.adapters = VllmAdapters(service)
         self._tokens = TokensApi(service, bodies)
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
@@ -259,7 +265,10 @@ def _endpoint(route: VllmRoute, api: VllmApi) -> Endpoint:
 
     async def endpoint(request: Request) -> Response:
         asked, ignored = await read_parameters(request, kind, api.bodies)
-        body = {"success": True, "message": "", **await handler(asked)}
+        answer = await handler(asked)
+        if isinstance(answer, str):
+            return PlainTextResponse(answer)
+        body = {"success": True, "message": "", **answer}
         return Json({**body, "ignored_fields": ignored} if ignored else body)
 
     return endpoint
@@ -366,6 +375,17 @@ ROUTES: Final = (
         "Which published version the next update brings, in SkyRL's words.",
         lambda api: api.weights.fetch,
         FetchParameters,
+    ),
+    *(
+        VllmRoute(
+            *("POST", path, "Load a PEFT folder as an adapter.", lambda api: api.adapters.load),
+            *(LoadAdapterParameters, str),
+        )
+        for path in ("/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
+    ),
+    VllmRoute(
+        *("POST", "/v1/unload_lora_adapter", "Remove an adapter.", lambda api: api.adapters.unload),
+        *(UnloadAdapterParameters, str),
     ),
     _get("/weight_info", "The version of the weights.", lambda api: api.weight_info),
     _get("/get_world_size", "How many ranks there are.", lambda api: api.world_size, WorldSizeParameters),

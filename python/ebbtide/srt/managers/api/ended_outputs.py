@@ -36,6 +36,7 @@ class EndedOutput:
     Attributes:
         prompt_ids: of the first request, if that continued another one.
         output_ids: all that was generated behind these; `num_new` of them by the last request.
+        adapter: the version of an adapter that it ended with; None: without any.
     """
 
     rid: str
@@ -46,9 +47,16 @@ class EndedOutput:
     seed: int
     namespace: tuple[str, ...]
     ended_s: float
+    adapter: str | None = None
 
     @classmethod
-    def of(cls, request: TokenizedGenerateReqInput, output_ids: Sequence[int], ended_s: float) -> EndedOutput:
+    def of(
+        cls,
+        request: TokenizedGenerateReqInput,
+        output_ids: Sequence[int],
+        ended_s: float,
+        adapter: str | None = None,
+    ) -> EndedOutput:
         """The output of a request, which may have continued another one."""
         return cls(
             rid=request.rid,
@@ -59,6 +67,7 @@ class EndedOutput:
             seed=request.seed,
             namespace=request.cache_namespace,
             ended_s=ended_s,
+            adapter=request.adapter if adapter is None else adapter,
         )
 
     def params_for(self, given: SamplingParams | None) -> SamplingParams:
@@ -97,12 +106,16 @@ class EndedOutputs:
         self._num_tokens = 0
 
     def keep(
-        self, request: TokenizedGenerateReqInput, output_ids: Sequence[int], client: Client = NOBODY
+        self,
+        request: TokenizedGenerateReqInput,
+        output_ids: Sequence[int],
+        client: Client = NOBODY,
+        adapter: str | None = None,
     ) -> None:
-        """An output has ended, of a request that this client made."""
+        """An output has ended, of a request that this client made, on this version of an adapter."""
         name = client.key, request.rid
         self._forget(name)
-        ended = EndedOutput.of(request, output_ids, self._clock())
+        ended = EndedOutput.of(request, output_ids, self._clock(), adapter)
         self._kept[name] = ended
         self._num_tokens += ended.num_tokens
         for old in list(self._too_much()):

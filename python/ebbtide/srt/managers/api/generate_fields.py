@@ -18,7 +18,7 @@ from ebbtide.srt.sampling_params import MAX_TOKEN_IDS
 UNSUPPORTED_FIELDS = frozenset(
     (
         *("image_data", "video_data", "audio_data", "mm_hashes", "input_embeds"),
-        *("positional_embed_overrides", "lora_path", "lora_id", "custom_logit_processor"),
+        *("positional_embed_overrides", "lora_id", "custom_logit_processor"),
         *("return_hidden_states", "return_indexer_topk", "return_entropy", "session_params", "watermark"),
         *("kv_hints", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank"),
         *("max_thinking_tokens", "return_flat_raw_top_logprobs", "return_bytes"),
@@ -84,6 +84,9 @@ class PromptFields(CommonFields, kw_only=True):
     stream: bool | None = None
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
+    lora_path: Annotated[
+        str | list[str | None] | None, said("The name of a loaded adapter, or `name@version`.")
+    ] = None
     data_parallel_rank: int | None = None
     timeout_s: Annotated[float | None, said(expected="a number of seconds above 0", exclusiveMinimum=0)] = (
         None

@@ -301,6 +301,7 @@ class RequestNormalizer:
                 top_logprobs_num=own.top_logprobs_num if own.return_logprob else 0,
                 token_ids_logprob=own.token_ids_logprob if own.return_logprob else (),
                 cache_namespace=own.namespace_behind(before) + namespace_of(given_routes),
+                adapter=own.adapter_behind(before),
                 given_routes=given_routes,
                 arrival_s=draft.arrival_s,
                 priority=self._limits.priority(request.priority),

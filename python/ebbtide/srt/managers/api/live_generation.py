@@ -159,6 +159,8 @@ class OutputState:
         # Of tokens of the same weights: the runs that have ended, and the version and start of the last one.
         self._ended_spans: list[dict[str, Any]] = []
         self._last_span: tuple[str, int] | None = None
+        # (label, first token) per version of its adapter.
+        self._adapter_starts: list[tuple[str, int]] = []
         self._num_nonfinite = 0
         self._routed_experts: RoutedExperts | None = None
         self._wants_supports = request.wants_supports
@@ -190,6 +192,8 @@ class OutputState:
         if output.version_starts:
             self._last_span = output.version_starts[-1]
             self._ended_spans = _spans(output.version_starts[:-1], self._last_span[1])
+        if output.adapter_starts is not None:
+            self._adapter_starts = output.adapter_starts
         if output.kv_versions is not None:
             meta["kv_weight_versions"] = output.kv_versions
         if output.prefill_starts is not None:
@@ -260,11 +264,21 @@ class OutputState:
         """The output's token ids, those included that have been handed out."""
         return [*self._handed_out_ids, *self._output_ids]
 
+    @property
+    def adapter(self) -> str | None:
+        """The version of its adapter that it has come to, as a request names it; None: it has none."""
+        return self._adapter_starts[-1][0] if self._adapter_starts else None
+
     def meta_info(self) -> dict[str, Any]:
         """What the answer says of the output apart from its tokens."""
         meta = self._meta.copy()
         meta["completion_tokens"] = self._num_tokens
         meta["weight_versions"] = self._version_spans()
+        if self._adapter_starts:
+            starts = [(label.partition("@")[2], start) for label, start in self._adapter_starts]
+            meta["lora_name"] = self._adapter_starts[-1][0].partition("@")[0]
+            meta["lora_version"] = starts[-1][0]
+            meta["lora_versions"] = _spans(starts, self._num_tokens)
         if self.finish is not None:
             meta.update(self._latencies())
             meta["num_nonfinite"] = self._num_nonfinite

@@ -127,7 +127,7 @@ class LiveOutputs:
             return None
         state.apply(output, text, weight_version)
         if output.finish is not None and output.finish.status_code is None:
-            self.ended.keep(state.request, state.all_ids, entry.client)
+            self.ended.keep(state.request, state.all_ids, entry.client, state.adapter)
         if entry.generation is None:
             return None
         entry.generation.note(entry.index)

@@ -40,6 +40,7 @@ class PerPrompt:
     top_logprobs_num: int
     token_ids_logprob: tuple[int, ...]
     cache_namespace: tuple[str, ...]
+    adapter: str | None
     replay_routed_experts: Any
 
     @classmethod
@@ -58,6 +59,7 @@ class PerPrompt:
             chosen,
             column("cache_salt"),
             column("extra_key"),
+            column("lora_path"),
             per_prompt("replay_routed_experts", None if asks_for_nothing(given) else given, num_prompts),
             strict=True,
         )
@@ -68,9 +70,10 @@ class PerPrompt:
                 top_logprobs_num=top or 0,
                 token_ids_logprob=ids,
                 cache_namespace=_namespace(cache_salt=salt, extra_key=key),
+                adapter=adapter or None,
                 replay_routed_experts=routes,
             )
-            for wanted, start, top, ids, salt, key, routes in rows
+            for wanted, start, top, ids, salt, key, adapter, routes in rows
         ]
 
     def check(self, limits: RequestLimits, num_prompt_tokens: int) -> None:
@@ -86,10 +89,19 @@ class PerPrompt:
                 f"top_logprobs_num: expected 0 to the vocabulary size of {limits.vocab_size}, got {top}"
             )
         limits.check_ids("token_ids_logprob", self.token_ids_logprob)
+        if self.adapter is not None and not limits.has_adapters:
+            raise RequestRejected(
+                f"lora_path: {self.adapter[:200]!r} was asked for, and LoRA is not enabled: start the server "
+                "with --enable-lora"
+            )
 
     def namespace_behind(self, before: EndedOutput | None) -> tuple[str, ...]:
         """The cache namespace: the given one, else that of the output that is continued."""
         return self.cache_namespace if self.cache_namespace or before is None else before.namespace
+
+    def adapter_behind(self, before: EndedOutput | None) -> str | None:
+        """The adapter: the given one, else the version that the continued output ended with."""
+        return self.adapter if self.adapter is not None or before is None else before.adapter
 
     def given_routes(self, limits: RequestLimits, num_prompt_tokens: int) -> RoutedExperts | None:
         """The experts that its tokens are to take. Raises RequestRejected: 400, they cannot be these."""

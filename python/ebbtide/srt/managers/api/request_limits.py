@@ -30,6 +30,7 @@ class RequestLimits:
         num_replicas: data-parallel replicas that a request may be pinned to.
         default_priority: of requests that bring none.
         low_priority_first: whether low ones are more urgent.
+        has_adapters: whether there is memory for any.
     """
 
     context_len: int
@@ -41,6 +42,7 @@ class RequestLimits:
     experts: ExpertSlots | None = None
     default_priority: int = 0
     low_priority_first: bool = False
+    has_adapters: bool = False
 
     @classmethod
     def of(
@@ -56,6 +58,7 @@ class RequestLimits:
             records_routes=config.runtime.records_routes,
             experts=None if experts is None else ExpertSlots(**experts),
             default_priority=config.server_args.default_priority_value or 0,
+            has_adapters=config.model.adapters is not None,
             low_priority_first=config.server_args.schedule_low_priority_values_first,
         )
 

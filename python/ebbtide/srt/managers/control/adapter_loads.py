@@ -290,7 +290,7 @@ class AdapterLoads:
     # ------------------------------------------------------------------------------------------------ slots
 
     def fetch_wanted(self) -> None:
-        """Begin to bring in what a request waits for, if anything."""
+        """Begin to bring in what a request waits for."""
         if self.book.wanted is not None and not self._is_fetching:
             self._is_fetching = True
             self._operations.go_on(self._fetch(self.book.wanted))

@@ -84,6 +84,8 @@ class AdapterBook:
 
     Attributes:
         wanted: what a request waits for, and is to be brought into a slot.
+        reports: the versions that requests may ask for; a new list whenever there are others.
+        is_blocked: a request of this pass waits for room; to be set to False ahead of a pass.
     """
 
     def __init__(self, num_slots: int, keep_versions: int, max_names: int | None = None) -> None:
@@ -101,7 +103,8 @@ class AdapterBook:
         self._busy: set[AdapterVersion] = set()
         # While a request waits for a slot, later ones do not begin to run on this version, so that it ends.
         self._leaving: AdapterVersion | None = None
-        self._is_blocked = False
+        self.is_blocked = False
+        self.reports: list[AdapterReport] = []
 
     # ---------------------------------------------------------------------------------------------- asking
 
@@ -141,13 +144,6 @@ class AdapterBook:
         for versions in self._versions.values():
             yield from versions
         yield from self._retired
-
-    def report(self) -> list[AdapterReport]:
-        return [
-            AdapterReport(name=one.name, version=one.version, path=one.path, pinned=one.is_pinned)
-            for versions in self._versions.values()
-            for one in versions
-        ]
 
     # --------------------------------------------------------------------------------------- load and unload
 
@@ -216,8 +212,7 @@ class AdapterBook:
             self._weigh(one)
         versions.append(added)
         self._weigh(added)
-        for one in versions[: -1 - self._keep_versions]:
-            self._retire(one)
+        self._retire(versions[: -1 - self._keep_versions])
         return added
 
     def remove(self, name: str, version: str | None) -> list[AdapterVersion]:
@@ -230,19 +225,24 @@ class AdapterBook:
         removed = [one for one in self._versions.get(name, ()) if version in (None, one.version)]
         if not removed:
             raise self.not_found(asked)
-        for one in removed:
-            self._retire(one)
+        self._retire(removed)
         return removed
 
-    def _retire(self, version: AdapterVersion) -> None:
-        versions = self._versions[version.name]
-        versions.remove(version)
-        if not versions:
-            del self._versions[version.name]
-        version.is_reachable = version.is_pinned = False
-        self._weigh(version)
-        self._retired.append(version)
+    def _retire(self, retired: list[AdapterVersion]) -> None:
+        for one in retired:
+            versions = self._versions[one.name]
+            versions.remove(one)
+            if not versions:
+                del self._versions[one.name]
+            one.is_reachable = one.is_pinned = False
+            self._weigh(one)
+            self._retired.append(one)
         self._forget_unused()
+        self.reports = [
+            AdapterReport(name=one.name, version=one.version, path=one.path, pinned=one.is_pinned)
+            for versions in self._versions.values()
+            for one in versions
+        ]
 
     def _forget_unused(self) -> None:
         for one in [one for one in self._retired if not one.num_live]:
@@ -295,16 +295,12 @@ class AdapterBook:
 
     # --------------------------------------------------------------------------------------------- requests
 
-    def begin_pass(self) -> None:
-        """Requests are about to be admitted, in their order."""
-        self._is_blocked = False
-
     def admits(self, version: AdapterVersion) -> bool:
         """Whether a request may begin to run on it now; otherwise it is fetched, or room is made for it."""
         if version not in self._busy and len(self._busy) >= self.num_active:
             self._make_room()
             return False
-        if self._is_blocked and version is self._leaving:
+        if self.is_blocked and version is self._leaving:
             return False
         if version.slot is None:
             version.is_wanted = True
@@ -315,7 +311,7 @@ class AdapterBook:
 
     def _make_room(self) -> None:
         """Choose the version whose requests are to come to an end, unless one of them runs still."""
-        self._is_blocked = True
+        self.is_blocked = True
         if self._leaving is None or not self._leaving.num_running:
             running = [one for one in self._busy if one.num_running and not one.is_pinned]
             self._leaving = min(running, key=lambda one: (one.num_live, one.number), default=None)

@@ -177,5 +177,5 @@ class ControlPlane:
             load_format=self.updates.load_format,
             session=self.updates.report(),
             weight_groups=self._weight_groups(),
-            adapters=self.adapters.book.report(),
+            adapters=self.adapters.book.reports,
         )

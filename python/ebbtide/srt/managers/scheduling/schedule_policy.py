@@ -386,7 +386,7 @@ class SchedulePolicy:
         prefilling = {self.pages.next_key(self.running[index]) for index in in_prefill}
         num_to_come = sum(self.rows.num_to_come(rows_R, window) for window in self.pages.windows)
         num_deferred = num_barred = 0
-        self.adapters.begin_pass()
+        self.adapters.is_blocked = False
         for req in self._order.candidates(self.waiting, self.pages.matched):
             if len(self.running) >= self.config.max_running_requests:
                 return

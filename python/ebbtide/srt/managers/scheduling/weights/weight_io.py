@@ -69,7 +69,7 @@ class EngineWeights:
             self._cuda = CudaIpc(int(index), device.uuid)
         self._cache = PlanCache()
         keeper = None if self._cuda is None else KeptMemory(self._cuda)
-        self._reader = PayloadReader(config.parallel, self._cuda, self._cache, keeper)
+        self.reader = PayloadReader(config.parallel, self._cuda, self._cache, keeper)
 
     @property
     def copies(self) -> CopyStream:
@@ -158,13 +158,13 @@ class EngineWeights:
             case UpdateWeightsFromTensorReqInput(load_format="sparse"):
                 base_version = None if request.base_version is None else str(request.base_version)
                 entries, device = request.serialized_named_tensors, self._store.device
-                return (yield from open_sparse(entries, request.changed, device, self._reader, base_version))
+                return (yield from open_sparse(entries, request.changed, device, self.reader, base_version))
             case UpdateWeightsFromTensorReqInput(load_format="ipc_handles"):
                 entries = request.serialized_named_tensors
-                return (yield from self._reader.open_handles(entries, request.lent))
+                return (yield from self.reader.open_handles(entries, request.lent))
             case UpdateWeightsFromTensorReqInput():
                 load_format = request.load_format if loader is None else None
-                return (yield from self._reader.open(request.serialized_named_tensors, load_format))
+                return (yield from self.reader.open(request.serialized_named_tensors, load_format))
             case UpdateWeightsFromDistributedReqInput():
                 group = self._groups.get(request.group_name)
                 return open_broadcast(_announced(request), group, self._limit_s(request))

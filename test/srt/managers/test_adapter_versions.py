@@ -1,0 +1,290 @@
+"""Versions of adapters on a real model: every token is what PEFT computes with the version named for it."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.adapters import Adapter, make_adapter
+from fixtures.checkpoints import make_checkpoint
+from fixtures.full_rank import prompt
+from fixtures.real_rank import RealRank
+from fixtures.references import Reference
+from safetensors.torch import load_file, save_file
+
+from ebbtide.srt.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    LoadLoRAAdapterFromTensorsReqInput,
+    LoadLoRAAdapterReqInput,
+    PauseGenerationReqInput,
+    PauseMode,
+    Preserve,
+    Refusal,
+    ReleaseMemoryOccupationReqInput,
+    RequestOutput,
+    ResumeMemoryOccupationReqInput,
+    TokenizedGenerateReqInput,
+    TokenOutput,
+    UnloadLoRAAdapterReqInput,
+    UpdateWeightFromDiskReqInput,
+    VersionContract,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.sampling_params import SamplingParams
+from ebbtide.trainer.payload_encoding import PayloadEncoder
+
+NUM_ADAPTERS = 4
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "LlamaForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Adapter]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [make_adapter(model, folder / str(seed), seed=seed) for seed in range(NUM_ADAPTERS)]
+
+
+@dataclass
+class Asked:
+    """What has come back for a request."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    adapter_starts: list[tuple[str, int]] = field(default_factory=list)
+    finish: Any = None
+
+
+class AdapterRank(RealRank):
+    """A rank of which requests may ask for adapters.
+
+    Attributes:
+        references: by the label of a version, what PEFT computes; by "", the base.
+    """
+
+    def __init__(self, model: Path, **args: Any) -> None:
+        super().__init__(model, max_total_tokens=1024, page_size=8, **{**LORA, **args})
+        self.asked: dict[str, Asked] = {}
+        self.references: dict[str, Reference] = {"": Reference(model)}
+
+    def send(self, message: Any) -> None:
+        super().send(message)
+        if isinstance(message, TokenOutput):
+            for output in message.outputs:
+                self._take(output)
+            for streamed in message.streamed:
+                for rid, token_id in zip(streamed.rids, streamed.token_ids, strict=True):
+                    self.asked[rid].token_ids.append(token_id)
+
+    def _take(self, output: RequestOutput) -> None:
+        asked = self.asked[output.rid]
+        asked.token_ids += output.token_ids
+        asked.adapter_starts = output.adapter_starts or asked.adapter_starts
+        asked.finish = output.finish
+
+    def ask(self, adapter: str | None, prompt_ids: list[int], num_tokens: int = 8, **fields: Any) -> str:
+        rid = f"request-{len(self.asked)}"
+        self.asked[rid] = Asked(prompt_ids)
+        params = SamplingParams(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        self._incoming.append(
+            TokenizedGenerateReqInput(
+                rid=rid,
+                input_ids=prompt_ids,
+                sampling_params=params,
+                max_new_tokens=num_tokens,
+                seed=0,
+                stream=True,
+                adapter=adapter,
+                **fields,
+            )
+        )
+        return rid
+
+    def load(self, name: str, adapter: Adapter, **fields: Any) -> Any:
+        reply = self.apply(LoadLoRAAdapterReqInput(lora_name=name, lora_path=str(adapter.folder), **fields))
+        assert not isinstance(reply, Refusal), reply
+        self.references[f"{name}@{reply.lora_version}"] = adapter.reference
+        return reply
+
+    def turn(self, count: int) -> None:
+        for _ in range(count):
+            self.scheduler.turn()
+
+    def run(self) -> None:
+        while self.scheduler.is_runnable or self._incoming:
+            self.scheduler.turn()
+
+    def assert_true(self, *rids: str) -> None:
+        """Each token is the best, after all before it, of the version that is named for it."""
+        for rid in rids or self.asked:
+            asked = self.asked[rid]
+            if not asked.token_ids:
+                continue
+            spans = asked.adapter_starts or [("", 0)]
+            ends = [start for _, start in spans[1:]] + [len(asked.token_ids)]
+            for (label, start), end in zip(spans, ends, strict=True):
+                reference = self.references[label]
+                rows = reference.logprobs([*asked.prompt_ids, *asked.token_ids])[len(asked.prompt_ids) - 1 :]
+                chosen = torch.tensor(asked.token_ids[start:end])
+                assert reference.wrong_token(rows[start:end], chosen) is None, (rid, label, start)
+
+
+def test_what_comes_from_a_folder_and_from_tensors_is_the_same(model: Path, adapters: list[Adapter]) -> None:
+    rank = AdapterRank(model)
+    folder = rank.load("a", adapters[0], lora_version="1")
+    payload = PayloadEncoder(["cpu"], 1).encode(adapters[0].tensors.items())
+    with payload:
+        request = LoadLoRAAdapterFromTensorsReqInput(
+            lora_name="a",
+            lora_version="1",
+            config_dict=adapters[0].fields,
+            serialized_named_tensors=payload.entries,
+            load_format=payload.load_format,
+        )
+        retried = rank.apply(request)
+    assert (retried.changed, retried.checksum) == (False, folder.checksum)
+    other = rank.apply(
+        LoadLoRAAdapterReqInput(lora_name="a", lora_version="1", lora_path=str(adapters[1].folder))
+    )
+    assert other.status == 409
+    assert folder.checksum in other.message
+    rids = [rank.ask("a", prompt(1, 20)), rank.ask(None, prompt(1, 20))]
+    rank.run()
+    rank.assert_true()
+    assert rank.asked[rids[0]].token_ids != rank.asked[rids[1]].token_ids
+
+
+def test_what_slots_hold_outlives_a_release_that_keeps_no_weights(
+    model: Path, adapters: list[Adapter]
+) -> None:
+    rank = AdapterRank(model)
+    for index, adapter in enumerate(adapters):
+        rank.load(f"a{index}", adapter)
+    rids = [rank.ask(f"a{index}", prompt(index, 20), num_tokens=30) for index in range(2)]
+    rank.turn(8)
+    assert not isinstance(
+        rank.apply(ReleaseMemoryOccupationReqInput(preserve=Preserve.LIVE, backup=False)), Refusal
+    )
+    rank.apply(ResumeMemoryOccupationReqInput())
+    rank.turn(5)
+    assert rank.scheduler.control.reason.startswith("weights are stale"), "the base has yet to come"
+    rank.apply(UpdateWeightFromDiskReqInput(model_path=str(model), pause_mode=PauseMode.RETRACT))
+    rids += [rank.ask(f"a{index}", prompt(index, 20)) for index in range(NUM_ADAPTERS)]
+    rank.run()
+    assert all(rank.asked[rid].finish.kind == "length" for rid in rids)
+    rank.assert_true()
+
+
+def _without(name: str) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], None]:
+    def spoil(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[next(key for key in tensors if name in key)]
+
+    return spoil
+
+
+def _rename(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if "layers.0.mlp.down_proj" in name]:
+        tensors[name.replace("layers.0", "layers.99")] = tensors.pop(name)
+
+
+def _reshape(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    first = next(iter(tensors))
+    tensors[first] = torch.zeros(tensors[first].shape[0], 7)
+
+
+BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], None], str]] = {
+    "another rank": (lambda fields, tensors: fields.update(r=5), "rank 5"),
+    "too high a rank": (lambda fields, tensors: fields.update(r=64), "max_lora_rank"),
+    "half a pair": (_without("lora_B"), "lora_B"),
+    "a name that the model lacks": (_rename, "layers.99"),
+    "a base of another shape": (_reshape, "expected shape"),
+    "a scaling that is none": (lambda fields, tensors: fields.update(lora_alpha=float("nan")), "lora_alpha"),
+    "another kind": (lambda fields, tensors: fields.update(peft_type="IA3"), "peft_type"),
+    "no tensors": (lambda fields, tensors: tensors.clear(), "expected tensors"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
+    model: Path, adapters: list[Adapter], tmp_path: Path, what: str
+) -> None:
+    rank = AdapterRank(model)
+    rank.load("a", adapters[0])
+    spoil, expected = BAD[what]
+    fields = dict(adapters[1].fields)
+    tensors = load_file(adapters[1].folder / "adapter_model.safetensors")
+    spoil(fields, tensors)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    refusal = rank.apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path)))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, expected in refusal.message) == (400, True), refusal.message
+    rid = rank.ask("a", prompt(1, 20))
+    rank.run()
+    assert rank.asked[rid].adapter_starts == [("a@1", 0)]
+    rank.assert_true()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, "adapter_config.json"),
+        ({"adapter_config.json": b"{"}, "adapter_config.json"),
+        ({"adapter_config.json": b"[]"}, "a JSON object"),
+        ({"adapter_config.json": b'{"r": 4}'}, "adapter_model.safetensors"),
+        ({"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"x" * 9}, "safetensors"),
+    ],
+)
+def test_a_folder_that_is_no_adapter_is_refused(
+    model: Path, tmp_path: Path, files: dict[str, bytes], expected: str
+) -> None:
+    rank = AdapterRank(model)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    refusal = rank.apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path)))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, expected in refusal.message) == (400, True), refusal.message
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storm_of_loads_sleeps_and_aborts_leaves_every_token_true(
+    model: Path, adapters: list[Adapter], seed: int
+) -> None:
+    chance = random.Random(seed)
+    rank = AdapterRank(model, enable_weights_cpu_backup=True)
+    for _ in range(60):
+        name = chance.choice(["a", "b", "c", "d"])
+        match chance.randrange(9):
+            case 0 | 1:
+                rank.load(name, chance.choice(adapters), in_flight=chance.choice(["stay", "recompute"]))
+            case 2:
+                rank.apply(UnloadLoRAAdapterReqInput(lora_name=name, timeout_s=0))
+            case 3:
+                tags = tuple(chance.sample(list(MemoryTag), k=chance.randint(1, 3)))
+                preserve = chance.choice(list(Preserve))
+                rank.apply(ReleaseMemoryOccupationReqInput(tags=tags, preserve=preserve))
+                rank.apply(ResumeMemoryOccupationReqInput())
+            case 4:
+                mode = chance.choice([PauseMode.RETRACT, PauseMode.IN_PLACE])
+                rank.apply(PauseGenerationReqInput(mode=mode))
+                rank.apply(ContinueGenerationReqInput())
+            case 5 if rank.asked:
+                rank.apply(AbortReq(rid=chance.choice(list(rank.asked))))
+            case _:
+                contract = VersionContract(on_update=chance.choice(["continue", "recompute"]))
+                asked = chance.choice([name, name, None])
+                prompt_ids = prompt(chance.randrange(3), chance.choice([9, 30, 40]))
+                rank.ask(asked, prompt_ids, chance.randint(1, 20), contract=contract)
+        rank.turn(chance.randrange(5))
+    rank.run()
+    assert all(asked.finish is not None for asked in rank.asked.values()), "a request was lost"
+    assert sum(len(asked.token_ids) for asked in rank.asked.values()) > 50
+    rank.assert_true()
