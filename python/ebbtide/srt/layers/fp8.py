@@ -121,6 +121,15 @@ def dequantize(values_RK: Tensor, scales_BC: Tensor, layout: ScaleLayout = BLOCK
     return values_RK.to(torch.float32) * wide.repeat_interleave(BLOCK, 1)[:, : values_RK.shape[1]]
 
 
+def widened(values_RK: Tensor, scales_BC: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in a model's type, by blocks."""
+    if not values_RK.is_cuda:
+        return dequantize(values_RK, scales_BC).to(dtype)
+    from ebbtide.srt.layers.kernels.fp8.quantize import widen_blocks
+
+    return widen_blocks(values_RK, scales_BC, dtype)
+
+
 def are_scales(scales: Tensor) -> Tensor:
     """Whether all are finite and above zero in float32, the type they are kept in: a bool on their device."""
     scales = scales.to(torch.float32)
@@ -183,6 +192,9 @@ class Fp8Linear(EightBitLinear):
     def _blocks(self) -> tuple[Tensor, Tensor]:
         """The blocks that kernels multiply, and their scales."""
         return self.weight, self.weight_scale_inv
+
+    def wide_weight(self, dtype: torch.dtype) -> Tensor:
+        return widened(self.weight, self.weight_scale_inv, dtype)
 
     def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
         return len(x_TD) <= kernels.few_fp8
@@ -307,9 +319,9 @@ class RaggedFp8Linear(Fp8Linear):
 
     def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
         num_blocks = len(self.weight) // BLOCK
-        rest_RK = dequantize(self.weight[num_blocks * BLOCK :], self.weight_scale_inv[num_blocks:])
+        rest = self.weight[num_blocks * BLOCK :], self.weight_scale_inv[num_blocks:]
         x_TK = x.tensor()
-        rest_TR = linear(x_TK, rest_RK.to(x_TK.dtype))
+        rest_TR = linear(x_TK, widened(*rest, x_TK.dtype))
         return torch.cat((super()._quantized_product(x, kernels), rest_TR), 1) if num_blocks else rest_TR
 
 

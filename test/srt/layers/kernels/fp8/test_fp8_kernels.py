@@ -50,6 +50,15 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     assert distance < (8e-3 if ON_GPU else 2e-6)
 
 
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(256, 128), (192, 256)])
+def test_blocks_are_widened_a_last_one_of_fewer_rows_too(num_rows: int, num_columns: int) -> None:
+    from ebbtide.srt.layers.kernels.fp8.quantize import widen_blocks
+
+    torch.manual_seed(0)
+    values, scales, weight = quantized(num_rows, num_columns)
+    assert torch.equal(widen_blocks(values, scales, DTYPE), weight.to(DTYPE))
+
+
 @pytest.mark.parametrize(
     ("num_rows", "num_columns"),
     [(128, 256), (256, 640), (4096, 4096), (512, 14336)] if ON_GPU else [(128, 384)],

@@ -16,6 +16,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.launch import overlap_options
+
 _BLOCK: Final = 128
 _NUM_WARPS: Final = 16
 
@@ -35,6 +37,16 @@ def quantize_blocks(weight_RK: Tensor, values_RK: Tensor, scales_BC: Tensor) -> 
         *scales_BC.stride(),
         num_warps=_NUM_WARPS,
     )
+
+
+def widen_blocks(values_RK: Tensor, scales_BC: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight that values and scales stand for; the last blocks may be narrower. Both are contiguous."""
+    num_rows, num_columns = values_RK.shape
+    weight_RK = torch.empty(values_RK.shape, dtype=dtype, device=values_RK.device)
+    _widen_blocks[(triton.cdiv(num_columns, _BLOCK), triton.cdiv(num_rows, _BLOCK))](
+        values_RK, scales_BC, weight_RK, num_rows, num_columns, num_warps=8, **overlap_options(values_RK)
+    )
+    return weight_RK
 
 
 class QuantizedSpans:
@@ -128,6 +140,23 @@ def divided(x, scale):  # type: ignore[no-untyped-def]
     quotient = tl.fma(tl.fma(quotient, negative, x), inverse, quotient)
     # A correction of nothing would take the sign of a zero.
     return tl.where(x == 0.0, x, quotient)
+
+
+@triton.jit
+def _widen_blocks(  # type: ignore[no-untyped-def]
+    values_ptr, scales_ptr, weight_ptr, num_rows, num_columns, OVERLAPPED: tl.constexpr
+) -> None:
+    """A program widens one block."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)[:, None]
+    columns = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
+    inside = (rows < num_rows) & (columns < num_columns)
+    scale = tl.load(scales_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0))
+    at = rows * num_columns + columns
+    values = tl.load(values_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(weight_ptr + at, (values * scale).to(weight_ptr.dtype.element_ty), mask=inside)
 
 
 # The scales' strides are of all kinds, and a kernel for each is not worth its compilation.
