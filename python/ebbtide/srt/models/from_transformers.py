@@ -171,7 +171,7 @@ class _Projection(Linear):
         self._kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        out_TO = self.project(Inputs(x.flatten(0, -2)), self.bias, self._kernels)
+        out_TO = self.project(Inputs(x.flatten(0, -2).contiguous()), self.bias, self._kernels)
         return out_TO.view(*x.shape[:-1], -1)
 
 
