@@ -10,7 +10,7 @@ Shapes: T tokens, N query heads, K KV heads, H head_dim, D hidden, M rows that a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -60,6 +60,10 @@ _UNUSED = {
     "training",
     "use_cache",
 }
+
+
+# By batch, head, query and key, scalars all.
+_Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class _Pass(Protocol):
@@ -114,17 +118,17 @@ class _Trial:
     """A pass without data, which notes how each layer attends.
 
     Attributes:
-        masks: those that transformers made, and their windows.
+        masks: those that transformers made, their windows, and what says who sees whom.
         called: by layer.
     """
 
-    masks: list[tuple[Tensor, int | None]] = field(default_factory=list)
+    masks: list[tuple[Tensor, int | None, _Sees]] = field(default_factory=list)
     called: dict[int, _Called] = field(default_factory=dict)
 
-    def mask(self, *_: Any, local_size: int | None = None, **options: Any) -> Tensor:
+    def mask(self, *_: Any, mask_function: _Sees, local_size: int | None = None, **options: Any) -> Tensor:
         """What transformers makes masks with."""
         made = torch.empty(1, 1, _TRIAL_TOKENS, _TRIAL_TOKENS)
-        self.masks.append((made, local_size))
+        self.masks.append((made, local_size, mask_function))
         return made
 
     def attend(
@@ -153,7 +157,7 @@ class _Trial:
         return q_1NTH.transpose(1, 2).contiguous()
 
     def _window(self, name: str, mask: Any, told: int | None) -> int | None:
-        windows = [window for made, window in self.masks if made is mask]
+        windows = [window for made, window, _ in self.masks if made is mask]
         if not windows:
             raise ConfigurationError(f"{name} has a mask of its own")
         if told not in (None, windows[0]):
@@ -361,6 +365,8 @@ def _tried(their_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> li
         raise
     except Exception as error:  # of code that we do not know
         raise ConfigurationError(f"its code does not run: {type(error).__name__}: {error}") from error
+    if not all(_is_causal(sees, window) for _, window, sees in trial.masks):
+        raise ConfigurationError("its masks are others than causal ones with and without windows")
     if missing := set(range(config.num_hidden_layers)) - trial.called.keys():
         raise ConfigurationError(f"layer {min(missing)} has no attention by transformers' interface")
     called = [trial.called[layer] for layer in range(config.num_hidden_layers)]
@@ -368,6 +374,15 @@ def _tried(their_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> li
     if len(heads) > 1 or called[0].num_heads != config.num_attention_heads:
         raise ConfigurationError(f"its layers have other heads than its config says: {sorted(heads)}")
     return called
+
+
+def _is_causal(sees: _Sees, window: int | None) -> bool:
+    """Whether a token sees itself and those before it, or of these the last ones."""
+    query = (window or 1) + 2
+    first = 0 if window is None else query - window + 1
+    expected = {query + 1: False, query: True, first: True} | ({first - 1: False} if first else {})
+    some, at = torch.tensor(0), torch.tensor
+    return all(bool(sees(some, some, at(query), at(key))) == seen for key, seen in expected.items())
 
 
 @contextmanager
