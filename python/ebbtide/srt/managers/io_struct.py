@@ -391,6 +391,11 @@ class ControlCall(Message, frozen=True, kw_only=True, omit_defaults=True):
     request: AnyControlRequest
     is_joint: bool = False
 
+    @property
+    def overtakes(self) -> bool:
+        # Whether the engine is well is asked by who restarts it, whatever the number of prompts in line.
+        return isinstance(self.request, PingReqInput)
+
 
 class Expire(Message, frozen=True, kw_only=True):
     """The deadline of the waiting control request `id` has passed: it ends with a refusal.

@@ -14,6 +14,7 @@ from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     ControlCall,
     Expire,
+    FlushCacheReqInput,
     PingReqInput,
     SchedulerInput,
     TokenizedGenerateReqInput,
@@ -56,12 +57,23 @@ def test_messages_arrive_whole_and_in_order(channel: Any) -> None:
             seed=-(2**63),
             cache_namespace=("salt",),
         ),
-        ControlCall(id="1", request=PingReqInput()),
+        ControlCall(id="1", request=FlushCacheReqInput()),
         *(Expire(id=str(number)) for number in range(2000)),
     ]
     for message in sent:
         sender.send(message)
     assert take(receiver, len(sent)) == sent
+
+
+def test_a_ping_overtakes_what_waits_and_nothing_else_changes_places() -> None:
+    sender, receiver = channel_pair(SchedulerInput)
+    ping, flush = (ControlCall(id="1", request=kind()) for kind in (PingReqInput, FlushCacheReqInput))
+    waiting = [Expire(id=str(number)) for number in range(3 * MAX_AT_ONCE)]
+    for message in (*waiting, flush, ping, *waiting):
+        sender.send(message)
+    assert take(receiver, 2 * len(waiting) + 2) == [ping, *waiting, flush, *waiting]
+    sender.close()
+    receiver.close()
 
 
 def test_a_poll_returns_at_once_and_a_wait_ends(channel: Any) -> None:

@@ -161,8 +161,8 @@ class DataParallelController:
                 own = range(dp_rank * self._tp_size, (dp_rank + 1) * self._tp_size)
                 replica.send(msgspec.structs.replace(call, request=dealt(call.request, own)))
             return
-        # It is encoded once: payloads of weights may be long.
-        encoded = msgspec.Raw(self._encoder.encode(call))
+        # It is encoded once: payloads of weights may be long. What overtakes is short.
+        encoded = call if call.overtakes else msgspec.Raw(self._encoder.encode(call))
         for replica in self._replicas:
             replica.send(encoded)
 

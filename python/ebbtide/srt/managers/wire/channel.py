@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,15 +18,19 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import msgspec
 import zmq
 
+from ebbtide.srt.managers.wire.message import Message
+
 T = TypeVar("T")
 Taken = TypeVar("Taken", contravariant=True)
 Given = TypeVar("Given", covariant=True)
 
 # Below this many bytes, handing the buffer over to ZMQ costs more than copying it.
 ZERO_COPY_FROM_BYTES = 1 << 16
-# So many messages are read before what they ask for is done: one request may bring tens of thousands of
+# So many messages are given out before what they ask for is done: one request may bring tens of thousands of
 # prompts, and others' tokens are not to wait until all of them are read.
 MAX_AT_ONCE: Final = 1024
+# So many are taken from ZMQ at once, to find those that overtake. That costs far less than to read them.
+MAX_TAKEN_AT_ONCE: Final = 8 * MAX_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class Sender(Generic[T]):
 
     def send(self, message: T) -> None:
         data = self._encoder.encode(message)
+        if isinstance(message, Message) and message.overtakes:
+            self._socket.send(b"", zmq.SNDMORE)
         self._socket.send(data, 0, len(data) < ZERO_COPY_FROM_BYTES)
 
     def close(self) -> None:
@@ -101,6 +108,7 @@ class Receiver(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
         self._socket = _socket(zmq.PULL, address)
         self._socket.bind(address)
+        self._taken: deque[zmq.Frame] = deque()
 
     def receive(self, timeout_s: float | None = None) -> list[T]:
         """What is queued, up to `MAX_AT_ONCE`, after waiting up to `timeout_s` for the first message.
@@ -128,12 +136,17 @@ class Receiver(Generic[T]):
 
     def _drain(self) -> list[T]:
         messages: list[T] = []
-        while len(messages) < MAX_AT_ONCE:
+        for _ in range(MAX_TAKEN_AT_ONCE):
             try:
                 frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            messages.append(self._decoder.decode(frame.buffer))
+            if frame.more:
+                messages.append(self._decoder.decode(self._socket.recv(copy=False).buffer))
+            else:
+                self._taken.append(frame)
+        while self._taken and len(messages) < MAX_AT_ONCE:
+            messages.append(self._decoder.decode(self._taken.popleft().buffer))
         return messages
 
     @contextmanager

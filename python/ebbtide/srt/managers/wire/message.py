@@ -15,6 +15,11 @@ from msgspec import UNSET, Struct, UnsetType
 class Message(Struct, frozen=True, kw_only=True, tag=True):
     """A message on a channel: its type travels as a tag, and a bad field fails at decode with its path."""
 
+    @property
+    def overtakes(self) -> bool:
+        """Whether it is read before what was sent earlier."""
+        return False
+
 
 class Reply(Message, frozen=True, kw_only=True):
     """The body of a reply. The defaults are those of a request that had nothing to do."""
