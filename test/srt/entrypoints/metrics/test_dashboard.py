@@ -1,6 +1,7 @@
 """The dashboard: its timeline driven by hand, and the page in a browser over a server."""
 
 import asyncio
+import re
 import shutil
 import subprocess
 from collections.abc import AsyncGenerator, Mapping
@@ -78,6 +79,34 @@ def test_viewers_get_the_past_and_what_happens_and_nobody_else_costs_samples(
     asyncio.run(main())
 
 
+def test_outputs_that_met_an_update_are_counted_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAMPLE_INTERVAL_S", 0.001)
+
+    async def main() -> None:
+        sampled = Sampled()
+        spans = [{"version": str(version), "start": version, "end": version + 1} for version in range(3)]
+        for seen in (spans[:1], spans[:2], spans, spans[1:]):
+            sampled.timeline.note_output({"weight_versions": seen})
+        events = sampled.timeline.events()
+        assert (await first(events, "history"))["outputs_across"] == {"1": 2, "2": 2}
+        sampled.timeline.note_output({"weight_versions": spans[1:]})
+        assert (await first(events, "sample"))["outputs_across"] == {"1": 2, "2": 3}
+        for version in range(2 * module.MAX_OPERATIONS):
+            sampled.timeline.note_output(
+                {"weight_versions": [spans[0], {**spans[1], "version": str(version)}]}
+            )
+        while (
+            "9" in (told := (await first(events, "sample"))["outputs_across"]) or len(told) < module.MAX_TOLD
+        ):
+            pass
+        assert list(told)[-1] == str(2 * module.MAX_OPERATIONS - 1)
+        await events.aclose()
+        history = await first(sampled.timeline.events(), "history")
+        assert len(history["outputs_across"]) == module.MAX_OPERATIONS
+
+    asyncio.run(main())
+
+
 def test_a_viewer_that_does_not_read_and_one_of_a_server_that_ends_are_let_go() -> None:
     async def main() -> None:
         sampled = Sampled()
@@ -130,3 +159,6 @@ def test_a_browser_shows_what_was_done() -> None:
     assert '"operation">pause_<wbr>generation</td>' in page
     assert 'class="refused"' in page
     assert "no_such_tag" in page
+    # Names of operations of one second stand below each other.
+    places = dict(re.findall(r'<text class="name" x="[^"]*" y="([^"]*)">(\w+)', page))
+    assert set(places.values()) == {"pause", "release"}

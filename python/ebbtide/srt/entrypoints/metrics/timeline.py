@@ -16,6 +16,8 @@ from ebbtide.srt.errors import EngineError
 MAX_OPERATIONS: Final = 512
 MAX_SAMPLES: Final = 1800
 SAMPLE_INTERVAL_S: Final = 1.0
+# How many of the versions that outputs have met lately a sample tells of.
+MAX_TOLD: Final = 8
 # A viewer with this many unread events does not read: a page that was left open on a sleeping machine.
 MAX_UNREAD: Final = 256
 # What a reply tells that is worth a line on the page.
@@ -42,6 +44,9 @@ class Timeline:
         self._operations: deque[Event] = deque(maxlen=MAX_OPERATIONS)
         self._samples: deque[Event] = deque(maxlen=MAX_SAMPLES)
         self._tokens_by_version: Counter[str] = Counter()
+        # Outputs that have ended, by each version that came while they ran.
+        # The last `MAX_OPERATIONS` versions.
+        self._outputs_across: dict[str, int] = {}
         self._viewers: set[asyncio.Queue[Event | None]] = set()
         self._sampling: asyncio.Task[None] | None = None
 
@@ -66,6 +71,10 @@ class Timeline:
         """An output has ended: its `meta_info`."""
         for span in meta["weight_versions"]:
             self._tokens_by_version[span["version"]] += span["end"] - span["start"]
+        for span in meta["weight_versions"][1:]:
+            self._outputs_across[span["version"]] = self._outputs_across.pop(span["version"], 0) + 1
+        while len(self._outputs_across) > MAX_OPERATIONS:
+            del self._outputs_across[next(iter(self._outputs_across))]
 
     async def events(self) -> AsyncGenerator[Event]:
         """First the past, as one event, then what happens. Ends at `close`, or for a reader too slow."""
@@ -75,7 +84,8 @@ class Timeline:
             self._tokens_by_version.clear()  # A second's tokens are shown, not those since the last viewer.
             self._sampling = asyncio.create_task(self._keep_sampling())
         try:
-            yield {"history": {"operations": list(self._operations), "samples": list(self._samples)}}
+            history = {"operations": list(self._operations), "samples": list(self._samples)}
+            yield {"history": history | {"outputs_across": dict(self._outputs_across)}}
             while (event := await unread.get()) is not None:
                 yield event
         finally:
@@ -113,7 +123,14 @@ class Timeline:
             with suppress(EngineError):
                 measured = await self._sample()
                 tokens, self._tokens_by_version = dict(self._tokens_by_version), Counter()
-                sample: Event = {"time_s": time.time(), "tokens_by_version": tokens, **measured}
+                # Of the newest versions: outputs of older ones have ended.
+                across = dict(list(self._outputs_across.items())[-MAX_TOLD:])
+                sample: Event = {
+                    "time_s": time.time(),
+                    "tokens_by_version": tokens,
+                    "outputs_across": across,
+                    **measured,
+                }
                 self._samples.append(sample)
                 self._publish({"sample": sample})
             await asyncio.sleep(SAMPLE_INTERVAL_S)
