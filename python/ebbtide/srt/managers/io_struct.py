@@ -55,6 +55,7 @@ from ebbtide.srt.managers.wire.message import (
 )
 from ebbtide.srt.managers.wire.reports import (
     STALL_BOUNDS_S as STALL_BOUNDS_S,
+    STEP_BOUNDS as STEP_BOUNDS,
     AdapterReport as AdapterReport,
     ChecksumAlgorithm as ChecksumAlgorithm,
     Load as Load,

@@ -24,7 +24,14 @@ KV_BYTES, WEIGHT_BYTES = 5000, 2000
 # It goes on until it is aborted.
 LONG = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 500_000}, "stream": True}
 
-LOAD = replica_load(0, max_total_num_tokens=64)
+LOAD = replica_load(
+    0,
+    max_total_num_tokens=64,
+    num_waiting_reqs=3,
+    num_held_reqs=1,
+    step_counts=[1, 1, 1, *[0] * 11],
+    step_tokens=30,
+)
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -278,6 +285,10 @@ def test_pauses_for_garbage_collection_are_counted_while_they_are_watched() -> N
                 'vllm:request_generation_tokens_bucket{engine="0",le="5.0",model_name="tiny"} 1.0',
                 'vllm:request_num_preemptions_sum{engine="0",model_name="tiny"} 1.0',
                 'vllm:request_params_n_sum{engine="0",model_name="tiny"} 4.0',
+                'vllm:iteration_tokens_total_bucket{engine="0",le="8.0",model_name="tiny"} 2.0',
+                'vllm:iteration_tokens_total_sum{engine="0",model_name="tiny"} 30.0',
+                'vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 2.0',
+                'vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="deferred"} 1.0',
                 'vllm:request_params_max_tokens_sum{engine="0",model_name="tiny"} 96.0',
                 'vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="awake"} 1.0',
                 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="4"} 1.0',

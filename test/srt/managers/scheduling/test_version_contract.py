@@ -48,6 +48,13 @@ def test_requests_wait_for_their_version_while_others_run_and_the_engine_sleeps(
     harness.run_until_idle()
     ended = {rid for rid in (*wanted, free) if finish_of(harness, rid)}
     assert ended == {"default", free}
+    load = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0]
+    assert (load.num_waiting_reqs, load.num_held_reqs) == (3, 3)
+    # Of both that ran, whose prompts are the same and computed once but for the last page: pass by pass, nine
+    # tokens and then one at a time.
+    num_cached = len(PROMPT) - 1
+    assert load.step_tokens == 2 * (len(PROMPT) + 3) - num_cached
+    assert sum(load.step_counts[3:]) == 0 < load.step_counts[2]
     for version, more in (("9", {"nine"}), ("11", {"ten"}), ("final", {"named"})):
         update(harness, version)
         harness.run_until_idle()

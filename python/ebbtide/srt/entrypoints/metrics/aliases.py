@@ -43,6 +43,8 @@ VLLM: Final[Mapping[str, tuple[str, ...]]] = {
     "ebbtide:output_prompt_tokens": ("vllm:request_prompt_tokens",),
     "ebbtide:output_generation_tokens": ("vllm:request_generation_tokens",),
     "ebbtide:output_retractions": ("vllm:request_num_preemptions",),
+    "ebbtide:num_waiting_reqs_by_reason": ("vllm:num_requests_waiting_by_reason",),
+    "ebbtide:step_tokens": ("vllm:iteration_tokens_total",),
     "ebbtide:request_params_n": ("vllm:request_params_n",),
     "ebbtide:request_params_max_tokens": ("vllm:request_params_max_tokens",),
 }

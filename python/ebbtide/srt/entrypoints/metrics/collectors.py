@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, Load
+from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, STEP_BOUNDS, Load
 
 # Seconds: a young generation takes microseconds, a full collection of a large heap seconds.
 GC_BUCKETS_S: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
@@ -77,6 +77,22 @@ class OperationStalls(Collector):
                 STALL_BOUNDS_S, [sum(column) for column in zip(*(one.counts for one in stalls), strict=True)]
             )
             family.add_metric([operation], counts.cumulative(), sum(one.sum_s for one in stalls))
+        yield family
+
+
+class StepTokens(Collector):
+    """How many tokens forward passes had, as the replicas last said."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.loads: Sequence[Load] = ()
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        help_text = "Tokens of each forward pass: of prompts, and one of each request that decodes."
+        family = HistogramMetricFamily(self._name, help_text, labels=["dp_rank"])
+        for load in self.loads:
+            buckets = BucketCounts(STEP_BOUNDS, load.step_counts).cumulative()
+            family.add_metric([str(load.dp_rank)], buckets, load.step_tokens)
         yield family
 
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from ebbtide.srt.entrypoints.metrics.aliases import SLEEP_STATES, SglangAliases, VllmAliases
-from ebbtide.srt.entrypoints.metrics.collectors import GcPauses, WeightedHistogram
+from ebbtide.srt.entrypoints.metrics.collectors import GcPauses, StepTokens, WeightedHistogram
 from ebbtide.srt.entrypoints.metrics.operations import PREFIX as CONTROL_PREFIX, ControlMetrics
 from ebbtide.srt.managers.api.wait_warning import ForgottenPause
 from ebbtide.srt.managers.io_struct import Load, StateReport
@@ -126,6 +126,12 @@ class Metrics:
             "request_params_max_tokens", "Most tokens of an output, by each request.", LENGTH_BUCKETS
         )
         self._loads = {name: self._gauge(name, text, "dp_rank") for name, text in LOAD_GAUGES.items()}
+        self._waiting = self._gauge(
+            *("num_waiting_reqs_by_reason", "Those, by whether it is room or a version of the weights."),
+            *("dp_rank", "reason"),
+        )
+        self._step_tokens = StepTokens(PREFIX + "step_tokens")
+        self._registry.register(self._step_tokens)
         self._can_run = self._gauge("can_run", "1 if a forward pass may run now.")
         self._stale = self._gauge("weights_stale", "1 if parameters have not been written since a resume.")
         self._aliases = CollectorRegistry()
@@ -174,6 +180,13 @@ class Metrics:
         for load in loads:
             for name, gauge in self._loads.items():
                 gauge.labels(str(load.dp_rank)).set(getattr(load, name))
+            num_held = {
+                "capacity": load.num_waiting_reqs - load.num_held_reqs,
+                "deferred": load.num_held_reqs,
+            }
+            for reason, num_reqs in num_held.items():
+                self._waiting.labels(str(load.dp_rank), reason).set(num_reqs)
+        self._step_tokens.loads = loads
         self._can_run.set(state.can_run)
         self._adapters.set(len(state.adapter_versions))
         self._stale.set(any(rank.tags[MemoryTag.WEIGHTS].content == "stale" for rank in state.ranks))

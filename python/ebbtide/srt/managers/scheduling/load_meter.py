@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 
 from msgspec import structs
 
 from ebbtide.srt.managers.control.pace import StallTally
 from ebbtide.srt.managers.control.ports import HandlerTable
-from ebbtide.srt.managers.io_struct import GetLoadReqInput, GetLoadReqOutput, Load
+from ebbtide.srt.managers.io_struct import STEP_BOUNDS, GetLoadReqInput, GetLoadReqOutput, Load
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 
@@ -34,9 +35,13 @@ class LoadMeter:
         self._throughput = 0.0
         self._prompt_tokens = 0
         self._cached_tokens = 0
+        self._step_counts = [0] * (len(STEP_BOUNDS) + 1)
+        self._step_tokens = 0
 
-    def note_step(self, num_sampled: int) -> None:
-        """A step has sampled so many tokens."""
+    def note_step(self, num_tokens: int, num_sampled: int) -> None:
+        """A step of so many tokens has run, and sampled so many."""
+        self._step_counts[bisect_left(STEP_BOUNDS, num_tokens)] += 1
+        self._step_tokens += num_tokens
         now = time.monotonic()
         previous_s, self._last_step_s = self._last_step_s, now
         if now - previous_s > STRETCH_S:
@@ -76,6 +81,9 @@ class LoadMeter:
             last_gen_throughput=self._throughput,
             parked_bytes=policy.page_store.num_bytes,
             num_parked_reqs=sum(req.parked is not None for req in policy.queued),
+            num_held_reqs=len(policy.held),
+            step_counts=list(self._step_counts),
+            step_tokens=self._step_tokens,
             recomputed_tokens={cause.value: count for cause, count in policy.pages.recomputed.items()},
             kv_tokens=policy.pages.tokens_by_version(policy.running),
             cache_hit_rate=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,

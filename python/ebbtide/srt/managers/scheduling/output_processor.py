@@ -57,7 +57,7 @@ class OutputProcessor:
         policy, plan = self._policy, batch.plan
         policy.note_committed()
         num_sampled = int(np.count_nonzero(plan.samples_R))
-        self.meter.note_step(num_sampled)
+        self.meter.note_step(len(plan.input_ids_T), num_sampled)
         live_R = policy.rows.serial[plan.page_rows_R] == batch.serials_R
         spoilt = self._end_nonfinite(batch, result, live_R)
         sampled = np.flatnonzero(live_R & plan.samples_R)

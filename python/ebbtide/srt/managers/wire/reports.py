@@ -14,6 +14,8 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 ChecksumAlgorithm: TypeAlias = Literal["sum64", "sha256"]
 # Seconds, of `StallCounts`: the largest of each bucket; one more has what is longer.
 STALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+# Tokens of forward passes, in the same way. vLLM's bounds.
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class PauseMode(enum.StrEnum):
@@ -152,6 +154,8 @@ class Load(Struct, frozen=True, kw_only=True):
         parked_bytes: KV of waiting requests in host memory, on each rank.
         lent_bytes: the KV cache's memory that a second copy of the weights has, on each rank.
         num_parked_reqs: of those that wait, those with KV in host memory.
+        num_held_reqs: of those that wait, those that wait for a version of the weights.
+        step_counts, step_tokens: forward passes by their tokens, in the buckets of `STEP_BOUNDS`; all tokens.
         recomputed_tokens: whose KV was given up and is computed once more, by why: see `RetractCause`.
         kv_tokens: of running requests, by the version of the weights that computed their KV; what several
             share counts for each.
@@ -173,6 +177,9 @@ class Load(Struct, frozen=True, kw_only=True):
     parked_bytes: int = 0
     lent_bytes: int = 0
     num_parked_reqs: int = 0
+    num_held_reqs: int = 0
+    step_counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_BOUNDS) + 1))
+    step_tokens: int = 0
     recomputed_tokens: dict[str, int] = field(default_factory=dict)
     kv_tokens: dict[str, int] = field(default_factory=dict)
     gc_pause_s: float = 0.0
