@@ -64,7 +64,37 @@ class Shape:
             of_heads = num_heads * rank * (self["qk_nope_head_dim"] + self["v_head_dim"])
             return int(of_queries + of_latents + of_heads + hidden * num_heads * self["v_head_dim"])
         head_dim, num_kv_heads = self["head_dim"], self["num_key_value_heads"]
-        return int(2 * hidden * head_dim * (num_heads + num_kv_heads))
+        gates = num_heads * head_dim * hidden if self._num_linear else 0
+        return int(2 * hidden * head_dim * (num_heads + num_kv_heads) + gates)
+
+    @property
+    def _num_linear(self) -> int:
+        """Layers with linear attention."""
+        return int(self.config.get("layer_types", ()).count("linear_attention"))
+
+    @property
+    def _linear_sizes(self) -> tuple[int, int]:
+        """Of such a layer: numbers of all queries, or keys, and of all values."""
+        keys = self["linear_num_key_heads"] * self["linear_key_head_dim"]
+        return keys, self["linear_num_value_heads"] * self["linear_value_head_dim"]
+
+    @property
+    def _mixer_params(self) -> int:
+        """Of all layers."""
+        attention = (self["num_hidden_layers"] - self._num_linear) * self._attention_params
+        if not self._num_linear:
+            return int(attention)
+        keys, values = self._linear_sizes
+        return int(attention + self._num_linear * self["hidden_size"] * (2 * keys + 3 * values))
+
+    @property
+    def state_bytes(self) -> int:
+        """What a request keeps in layers with linear attention; a decode step reads and writes it."""
+        if not self._num_linear:
+            return 0
+        keys, values = self._linear_sizes
+        inputs = (2 * keys + values) * (self["linear_conv_kernel_dim"] - 1) * 2
+        return int(self._num_linear * (inputs + values * self["linear_key_head_dim"] * 4))
 
     @property
     def _is_latent(self) -> bool:
@@ -103,31 +133,32 @@ class Shape:
         num_used = 0.0
         if total := self.num_experts:
             num_used = total * (1 - (1 - self["num_experts_per_tok"] / total) ** batch_size)
-        attention = self["num_hidden_layers"] * self._attention_params
-        return 2 * (attention + self._mlp_params(num_used) + self._head_params)
+        return 2 * (self._mixer_params + self._mlp_params(num_used) + self._head_params)
 
     @property
     def kv_bytes_per_token(self) -> int:
         if self._is_latent:
             return int(self["num_hidden_layers"] * self._row_size * 2)
         per_layer = 2 * self["num_key_value_heads"] * self["head_dim"] * 2
-        return int(self["num_hidden_layers"] * per_layer)
+        return int((self["num_hidden_layers"] - self._num_linear) * per_layer)
 
     def kv_bytes(self, context_len: int) -> int:
-        """What a decode step reads of a request of so many tokens: of layers with windows those alone."""
+        """What a decode step reads of a request of so many tokens, of layers with windows those alone, and
+        what it reads and writes of its state."""
         types = self.config.get("layer_types", ())
         share = types.count("sliding_attention") / len(types) if types else 0.0
         seen = min(context_len, self["sliding_window"]) if share else context_len
-        return int(self.kv_bytes_per_token * (share * seen + (1 - share) * context_len))
+        tokens = share * seen + (1 - share) * context_len
+        return int(self.kv_bytes_per_token * tokens) + 2 * self.state_bytes
 
     def flops(self, num_tokens: float, context_len: float, num_sampled: float) -> float:
         """Of a forward pass over `num_tokens`, each of which attends to `context_len` tokens on average."""
         layers, num_experts = self["num_hidden_layers"], self.config.get("num_experts_per_tok", 0)
-        linear = 2 * (layers * self._attention_params + self._mlp_params(num_experts))
+        linear = 2 * (self._mixer_params + self._mlp_params(num_experts))
         # What keys and values have, expanded: no engine need do more.
         sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         both_dims = sum(self[name] for name in sizes) if self._is_latent else 2 * self["head_dim"]
-        attention = 2 * layers * self["num_attention_heads"] * both_dims * context_len
+        attention = 2 * (layers - self._num_linear) * self["num_attention_heads"] * both_dims * context_len
         return num_tokens * (linear + attention) + num_sampled * 2 * self._head_params
 
 
@@ -220,6 +251,51 @@ SHAPES = {
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
     ),
 }
+_LINEAR = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "vocab_size": 248_320,
+    "head_dim": 256,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+}
+_THREE_LINEAR = ["linear_attention"] * 3 + ["full_attention"]
+# Qwen3.5-9B and Qwen3.5-35B-A3B (Qwen), text alone: the sizes are the defaults of transformers' configs.
+SHAPES["qwen3.5-9b"] = Shape(
+    {
+        **_LINEAR,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "layer_types": _THREE_LINEAR * 8,
+    }
+)
+SHAPES["qwen3.5-35b-a3b"] = Shape(
+    {
+        **_LINEAR,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "intermediate_size": 512,  # no layer is without experts
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "n_shared_experts": 1,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "layer_types": _THREE_LINEAR * 10,
+    }
+)
 # GLM-4.7-Flash (zai-org) and Moonlight-16B-A3B (moonshotai), as their config.json says.
 SHAPES["glm4.7-flash"] = Shape(
     {

@@ -18,6 +18,8 @@ _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors", "*.bin"]
 # Types of configs that mean the same as one that transformers has.
 _CONFIGS_ALIKE = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+# Of a model for more than text, what its own config says; the rest is the text model's.
+_OF_THE_WHOLE = ("architectures", "model_type", "dtype", "quantization_config", "tie_word_embeddings")
 
 
 def folder_of(given: str) -> Path:
@@ -81,12 +83,16 @@ def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str
         if overrides:
             # Built anew, since building derives fields from one another (rope, layer types).
             config = type(config).from_dict({**raw, **overrides})
-        fields, defaults = config.to_dict(), type(config)().to_dict()
+        text = config.get_text_config(decoder=True)
+        fields, defaults = text.to_dict(), type(text)().to_dict()
     except Exception as error:  # transformers answers a bad config with exceptions of many kinds
         raise ConfigurationError(f"{folder}/config.json: {_first_line(error)}") from error
     changed = [name for name, value in fields.items() if name in defaults and defaults[name] != value]
-    other_names = {name: getattr(config, name, None) for name in config.attribute_map}
-    more = {"changed_fields": changed, "other_names": dict(config.attribute_map)}
+    other_names = {name: getattr(text, name, None) for name in text.attribute_map}
+    more = {"changed_fields": changed, "other_names": dict(text.attribute_map)}
+    if text is not config:
+        whole = config.to_dict()
+        fields |= {name: whole[name] for name in _OF_THE_WHOLE if whole.get(name) is not None}
     return SimpleNamespace(**{**other_names, **fields, **more})
 
 

@@ -68,8 +68,8 @@ def whole(region: Tensor) -> Destination:
         (whole(torch.zeros(9, 4).narrow(0, 3, 6)), True),  # rows of a fused parameter
         (whole(torch.zeros(6, 9).narrow(1, 3, 4)), False),
         (whole(torch.zeros(6, 4, dtype=torch.float64)), False),
-        (Destination(torch.zeros(3, 4), Part(0, 3, 3, is_first=True)), False),
-        (Destination(torch.zeros(6, 2), Part(1, 2, 2, is_first=True)), False),
+        (Destination(torch.zeros(3, 4), Part(0, ((3, 3),), is_first=True)), False),
+        (Destination(torch.zeros(6, 2), Part(1, ((2, 2),), is_first=True)), False),
         (None, False),
     ],
 )
@@ -165,8 +165,8 @@ def test_parts_fused_rows_and_other_types_arrive_through_little_memory(
     destinations: list[Destination | None] = [whole(region) for region in regions]
     destinations += [
         None,
-        Destination(torch.zeros(10, 30), Part(0, 20, 10, is_first=True)),
-        Destination(torch.zeros(40, 15), Part(1, 15, 15, is_first=True)),
+        Destination(torch.zeros(10, 30), Part(0, ((20, 10),), is_first=True)),
+        Destination(torch.zeros(40, 15), Part(1, ((15, 15),), is_first=True)),
         whole(torch.zeros(40, 30, dtype=torch.bfloat16)),
     ]
     for max_under_way in (1, 3, 100):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionStep
 from ebbtide.srt.layers.lora import StepAdapters
+from ebbtide.srt.layers.state.base import StateStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Step:
         given_TLK: int64, experts that tokens take in place of the routers' choice; −1, or None: it holds.
         routes_TLK: where layers write the experts of the tokens, with room for more of them; None: nowhere.
         adapters: None: no token has one. Else every layer has all tokens: `wanted_M` is None.
+        states: of the requests; None: no layer keeps any.
     """
 
     input_ids_T: Tensor
@@ -68,3 +70,4 @@ class Step:
     given_TLK: Tensor | None = None
     routes_TLK: Tensor | None = None
     adapters: StepAdapters | None = None
+    states: StateStep | None = None

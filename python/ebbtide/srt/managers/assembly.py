@@ -37,6 +37,7 @@ from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.radix_cache import RadixCache
+from ebbtide.srt.mem_cache.state_slots import Checkpoints, StateSlots
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import Runner
 
@@ -95,6 +96,7 @@ class RankParts:
         num_pages: size of the KV pool.
         page_ids: what its pages are called; None: by their numbers.
         windows: of the groups of layers that have pages of their own.
+        state_slots: of the states that layers keep of requests; None: they keep none.
         table: the page table that the runner reads.
         memories: the memory behind every tag.
         page_store: where pages are kept that the KV pool has no room or no memory for.
@@ -120,6 +122,7 @@ class RankParts:
     tokenizer: Tokenizer | None
     page_ids: PageIds | None = None
     windows: Windows = WHOLE
+    state_slots: StateSlots | None = None
     kv_memory: ChunkMemory | None = None
     num_weight_chunks: int = 0
     kv_scales: KVScales | None = None
@@ -132,7 +135,10 @@ def assemble_scheduler(
 ) -> Scheduler:
     """Wire the policy, the control plane and the loop of one rank."""
     allocator = PageAllocator(parts.num_pages, parts.page_ids)
-    cache = RadixCache(allocator, config.page_size, parts.windows, is_enabled=config.enable_prefix_cache)
+    states = None if parts.state_slots is None else Checkpoints(parts.state_slots)
+    cache = RadixCache(
+        allocator, config.page_size, parts.windows, states, is_enabled=config.enable_prefix_cache
+    )
     pages = RequestPages(
         allocator,
         cache,
@@ -140,6 +146,7 @@ def assemble_scheduler(
         config.page_size,
         parts.page_store,
         parts.windows,
+        states,
         cache_by_version=config.cache_by_version,
         records_routes=config.records_routes,
     )

@@ -157,6 +157,7 @@ def rank_parts(
         num_pages=runner.kv_pool.num_pages,
         page_ids=runner.kv_pool.layout.page_ids,
         windows=runner.kv_pool.groups.windows,
+        state_slots=None if runner.kv_pool.states is None else runner.kv_pool.states.slots,
         kv_memory=arena if isinstance(arena, ChunkArena) else None,
         num_weight_chunks=0 if config.update.staging == "never" else runner.weight_store.num_chunks,
         kv_scales=runner.kv_pool.scales,

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a request's tokens, and which layers keep alike and so share page ids.
+"""What each layer of a model keeps of a request, and which layers keep alike and so share page ids.
 
 A model declares a spec for each of its layers. Layers with equal specs form *groups* of one size, so that the
 pages of all groups are alike and come from one pool: a page holds the keys and values of some tokens in all
@@ -78,8 +78,20 @@ class Latent:
         return self
 
 
-# What a layer keeps.
-CacheSpec = Paged | Latent
+@dataclass(frozen=True, slots=True)
+class State:
+    """Numbers of fixed size for each request, in place of something for each of its tokens.
+
+    Attributes:
+        parts: the shape of each tensor and the name of its dtype; ranks divide the first dimension.
+    """
+
+    parts: tuple[tuple[tuple[int, ...], str], ...]
+
+
+# What a layer keeps of each token, and what it keeps at all.
+TokenSpec = Paged | Latent
+CacheSpec = TokenSpec | State
 
 # The window of each group. A group of None keeps all pages.
 Windows = tuple[int | None, ...]
@@ -101,7 +113,7 @@ class CacheGroups:
     places: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, specs: Sequence[CacheSpec]) -> CacheGroups:
+    def of(cls, specs: Sequence[TokenSpec]) -> CacheGroups:
         """Groups as large as the rarest spec fills: a page of a smaller one would be empty in part.
 
         Raises:

@@ -15,7 +15,7 @@ from math import gcd, prod
 
 import torch
 
-from ebbtide.srt.mem_cache.cache_spec import CacheSpec
+from ebbtide.srt.mem_cache.cache_spec import TokenSpec
 from ebbtide.srt.mem_cache.page_allocator import PageIds
 from ebbtide.srt.memory_saver.arena import Arena, round_up
 
@@ -60,7 +60,7 @@ class KVLayout:
 
     num_layers: int
     page_size: int
-    spec: CacheSpec
+    spec: TokenSpec
     dtype: torch.dtype
     granularity: int = 1
     min_chunk_bytes: int = 1

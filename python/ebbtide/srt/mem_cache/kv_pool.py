@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, CacheGroups, Latent
 from ebbtide.srt.mem_cache.kv_layout import KVLayout
 from ebbtide.srt.mem_cache.kv_scales import HeadScales, KVScales
+from ebbtide.srt.mem_cache.state_pool import StatePool
 from ebbtide.srt.memory_saver.arena import Arena
 
 # Pages that no kernel moves go through a buffer of this size.
@@ -27,6 +29,7 @@ class KVPool:
         num_pages: pages that may be used.
         groups: whose pages these are; None: all layers are one.
         scales: of keys and values in FP8; None: what is stored is what it stands for.
+        states: what layers without keys and values keep of requests; their pages can be read and written.
 
     Raises:
         ValueError: the arena is too small.
@@ -39,10 +42,11 @@ class KVPool:
         num_pages: int,
         groups: CacheGroups | None = None,
         scales: KVScales | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self.arena = arena
         self.layout = layout
-        self.scales = scales
+        self.scales, self.states = scales, states
         self.num_pages = num_pages
         self.page_size = layout.page_size
         if groups is None:
@@ -63,11 +67,30 @@ class KVPool:
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         """A copy of these pages, all planes of a page together: [pages, words of a page]."""
-        return self._blocks[self._rows(pages)].view(len(pages), -1)
+        if not any(is_state := self._are_states(pages)):
+            return self._blocks[self._rows(pages)].view(len(pages), -1)
+        assert self.states is not None
+        contents = torch.empty(
+            (len(pages), self.layout.page_bytes // self.layout.word.itemsize),
+            dtype=self.layout.word,
+            device=self.device,
+        )
+        for kind, read in ((False, self.read), (True, self.states.read)):
+            places = [place for place, is_one in enumerate(is_state) if is_one is kind]
+            if places:
+                contents[places] = read([pages[place] for place in places]).view(contents.dtype)
+        return contents
 
     def write(self, pages: Sequence[int], contents: torch.Tensor) -> None:
         """What `read` returned, back into the pool."""
-        self._blocks[self._rows(pages)] = contents.view(-1, self._blocks.shape[1])
+        if not any(is_state := self._are_states(pages)):
+            self._blocks[self._rows(pages)] = contents.view(-1, self._blocks.shape[1])
+            return
+        assert self.states is not None
+        for kind, write in ((False, self.write), (True, self.states.write)):
+            places = [place for place, is_one in enumerate(is_state) if is_one is kind]
+            if places:
+                write([pages[place] for place in places], contents[places])
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy these pages to others, behind what was launched before.
@@ -90,6 +113,10 @@ class KVPool:
         """Have the kernel that moves pages compiled. Nothing is in the pool yet."""
         if self.num_pages > 1:
             self.move([0], [1])
+
+    def _are_states(self, pages: Sequence[int]) -> list[bool]:
+        first = math.inf if self.states is None else self.states.slots.first_page
+        return [page >= first for page in pages]
 
     def _rows(self, pages: Sequence[int]) -> torch.Tensor:
         """The blocks of these pages in all planes, page after page."""

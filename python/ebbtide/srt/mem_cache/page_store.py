@@ -33,7 +33,8 @@ class HostPageStore:
         self._pool = pool
         self._pinning = pinning
         self._page_bytes, self._word = pool.layout.page_bytes, pool.layout.word
-        self._max_slots = min(max_bytes // self._page_bytes, pool.num_pages)
+        num_state_pages = 0 if pool.states is None else pool.states.slots.num_pages
+        self._max_slots = min(max_bytes // self._page_bytes, pool.num_pages + num_state_pages)
         piece_bytes = UNPINNED_PIECE_BYTES if pinning is None else PIECE_BYTES
         self._slots_per_buffer = max(1, min(piece_bytes // self._page_bytes, self._max_slots))
         self._keeps_buffers = pinning is not None

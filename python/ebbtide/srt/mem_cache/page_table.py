@@ -16,17 +16,19 @@ class PageTable:
             request's tokens i*page_size .. (i+1)*page_size-1 in that group. Past what was written it holds
             stale or zero ids: always valid as an index into the pool, so that padded gathers may read them.
         array: of the first group.
+        spare_row: behind the `num_rows`; no request ever has it.
     """
 
     def __init__(self, num_rows: int, max_pages: int, num_groups: int = 1) -> None:
-        self.arrays: NDArray[np.int32] = np.zeros((num_groups, num_rows, max_pages), dtype=np.int32)
+        self.arrays: NDArray[np.int32] = np.zeros((num_groups, num_rows + 1, max_pages), dtype=np.int32)
         self.array = self.arrays[0]
+        self.spare_row = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._held_rows: set[int] = set()
 
     def allocate_row(self) -> int:
         """Take a row. The scheduler admits no more requests than there are rows, so one must be free."""
-        assert self._free_rows, f"all {len(self.array)} rows are taken"
+        assert self._free_rows, f"all {self.spare_row} rows are taken"
         row = self._free_rows.pop()
         self._held_rows.add(row)
         return row

@@ -11,6 +11,8 @@ tokens in one group, and none in another. A prefix of n tokens is usable if, in 
 pages of all tokens are there that the next token attends to: the last `window - 1` of the n. The longest
 usable prefix is what is matched. A lease keeps those pages, and of them what `slide` has not let go.
 
+**States.** Where layers keep a state, a prefix is usable only up to where there is a checkpoint of it.
+
 Eviction order depends on the calls alone: it is the same on every rank. `_idle` holds the nodes that nothing
 pins, in the order in which they were let go. Pinning a node pins its ancestors, and letting go runs from the
 node upwards, so the first node in line is a leaf, and the least recently used one. Pages of windows that no
@@ -26,6 +28,7 @@ from dataclasses import dataclass, field
 
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
+from ebbtide.srt.mem_cache.state_slots import Checkpoints
 from ebbtide.srt.mem_cache.window_pages import WindowPages
 
 # Prefixes are shared within one namespace only, e.g. (cache_salt, extra_key) or with the weight version.
@@ -48,6 +51,7 @@ class _Node:
         tokens: as native ints, so that comparing runs is one memcmp.
         pages: page ids in each group.
         pins: leases that end at this node, plus children with pins.
+        checkpoints: number of the first pages → slot of the state behind them.
     """
 
     parent: _Node | None
@@ -58,6 +62,7 @@ class _Node:
     pins: int = 0
     idle_since: int = 0
     children: dict[_Edge, _Node] = field(default_factory=dict)
+    checkpoints: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.pages[0])
@@ -70,9 +75,12 @@ class PrefixLease:
         pages: the page ids in each group, in token order. Read only; not to be used after `release`.
         firsts: in each group, the first page that is kept. What stands before it means nothing.
         runs: (label, end page) per run of pages that were published under one label.
+        checkpoint: slot of the state behind the pages, good until the next is taken; None: they are none, or
+            layers keep no state.
+        num_common: pages of tokens that are cached, whether there is a checkpoint or not.
     """
 
-    __slots__ = ("_node", "cache", "firsts", "namespace", "pages", "runs")
+    __slots__ = ("_node", "cache", "checkpoint", "firsts", "namespace", "num_common", "pages", "runs")
 
     def __init__(
         self,
@@ -86,6 +94,8 @@ class PrefixLease:
         self.cache, self.namespace = cache, namespace
         self._node: _Node | None = node
         self.pages, self.firsts, self.runs = pages, firsts, runs
+        self.checkpoint: int | None = None
+        self.num_common = len(pages[0])
 
     def __len__(self) -> int:
         """The pages of tokens."""
@@ -124,13 +134,21 @@ class RadixCache:
     Args:
         page_size: tokens of a page; their ids must fit into 32 bits.
         windows: of the groups of layers.
+        checkpoints: of the states that layers keep; None: they keep none.
         is_enabled: whether anything is kept; if not, leases are empty, and requests keep all their pages.
     """
 
     def __init__(
-        self, allocator: PageAllocator, page_size: int, windows: Windows = WHOLE, *, is_enabled: bool = True
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        windows: Windows = WHOLE,
+        checkpoints: Checkpoints | None = None,
+        *,
+        is_enabled: bool = True,
     ) -> None:
         assert page_size >= 1, f"page_size is {page_size}"
+        self._checkpoints = checkpoints
         self.is_enabled = is_enabled
         self.windowed = [group for group, window in enumerate(windows) if window is not None]
         self._windows = windows
@@ -156,12 +174,18 @@ class RadixCache:
         num_pages = num_tokens // self._page_size if self.is_enabled else 0
         if self.windowed:
             num_pages = self._num_usable(namespace, token_ids, num_pages)
+        checkpoint, num_common = None, None
+        if self._checkpoints is not None:
+            num_pages, checkpoint, num_common = self._last_checkpoint(namespace, token_ids, num_pages)
         pages: list[list[int]] = [[] for _ in self._windows]
         runs: list[tuple[int, int]] = []
         node = self._descend(self._root, namespace, token_ids, num_pages, pages, runs)
         num_tokens = len(pages[0]) * self._page_size
         firsts = [first_needed(num_tokens, window, self._page_size) for window in self._windows]
-        return self._lease(namespace, node, pages, firsts, runs)
+        lease = self._lease(namespace, node, pages, firsts, runs)
+        if num_common is not None:
+            lease.checkpoint, lease.num_common = checkpoint, num_common
+        return lease
 
     def publish(
         self,
@@ -219,6 +243,25 @@ class RadixCache:
         published = self._lease(lease.namespace, node, cached, kept, runs)
         lease.release()
         return published
+
+    def attach(self, lease: PrefixLease, num_pages: int, slot: int, label: int) -> bool:
+        """Keep a state with the first pages of a lease; False: there is one, or their end has another label.
+
+        In that case others than the holder of the lease computed the pages, perhaps with other weights.
+        """
+        assert self._checkpoints is not None
+        node, depth = lease._node, len(lease)
+        assert node is not None, "the lease has been released"
+        assert 0 < num_pages <= depth, "the lease has not so many pages"
+        while depth - len(node) >= num_pages:
+            depth -= len(node)
+            assert node.parent is not None
+            node = node.parent
+        end = num_pages - (depth - len(node))
+        if node.label != label or end in node.checkpoints:
+            return False
+        self._checkpoints.attach(node, end, slot)
+        return True
 
     def evict(self, num_pages: int) -> int:
         """Give the least recently used pages that no lease keeps back to the allocator; returns how many.
@@ -333,6 +376,19 @@ class RadixCache:
             # Whatever ends behind it, and not behind `num_usable`, attends to it.
             num_usable = gap
         return num_usable
+
+    def _last_checkpoint(
+        self, namespace: Namespace, token_ids: Sequence[int], num_pages: int
+    ) -> tuple[int, int | None, int]:
+        """How many pages the longest prefix has with a checkpoint behind it, its slot, and how many pages are
+        cached of the first `num_pages`."""
+        depth, found, slot = 0, 0, None
+        for node, num_common in self._segments(self._root, namespace, token_ids, 0, num_pages):
+            end = max((end for end in node.checkpoints if end <= num_common), default=None)
+            if end is not None:
+                found, slot = depth + end, node.checkpoints[end]
+            depth += num_common
+        return found, slot, depth
 
     def _last_gap(self, pages: list[list[int]], num_pages: int) -> int | None:
         """The last page that a token behind so many pages attends to, and that is missing in some group."""
@@ -452,6 +508,11 @@ class RadixCache:
         node.pages = [pages[num_pages:] for pages in node.pages]
         node.edge = (upper.edge[0], node.tokens[: self._page_bytes])
         upper.children[node.edge] = node
+        slots, node.checkpoints = node.checkpoints, {}
+        for end, slot in slots.items():
+            assert self._checkpoints is not None
+            part, before = (upper, 0) if end <= num_pages else (node, num_pages)
+            self._checkpoints.attach(part, end - before, slot)
         for group in self.windowed:
             self._place(first[group], upper)
         return upper
@@ -471,6 +532,9 @@ class RadixCache:
         """Take what stands from `first` on off an idle leaf; a leaf without pages leaves the tree."""
         assert leaf.parent is not None, "the root has no pages to cut"
         assert not leaf.children, "only leaves can be cut"
+        for end in [end for end in leaf.checkpoints if end > first]:
+            assert self._checkpoints is not None
+            self._checkpoints.give_back(leaf.checkpoints.pop(end))
         self._num_evictable -= (len(leaf) - first) * len(self._whole)
         freed: list[int] = []
         for group, pages in enumerate(leaf.pages):

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -426,21 +427,21 @@ def _modules(model: CausalLM, layouts: Mapping[str, _Layout]) -> Iterable[tuple[
             num_outputs, num_inputs = target.shape
             expert, place = divmod(index, per_expert) if is_experts else (0, index)
             start = target.start - (expert * layout.ends[-1] if is_experts else 0)
-            rows, columns = _held(held, OUTPUTS, num_outputs), _held(held, INPUTS, num_inputs)
+            rows, [columns] = _held(held, OUTPUTS, num_outputs), _held(held, INPUTS, num_inputs)
+            starts = accumulate((piece.stop - piece.start for piece in rows), initial=start)
+            pieces = tuple(zip(rows, starts, strict=False))
             if is_experts:
                 most, first_rank, part = layout.rank // per_expert, place * layout.rank // per_expert, 0
             else:
                 most, first_rank, part = layout.rank, 0, place
-            module = _Module(
-                layout, expert, part, first_rank, ((rows, start),), columns, num_outputs, num_inputs, most
-            )
+            module = _Module(layout, expert, part, first_rank, pieces, columns, num_outputs, num_inputs, most)
             yield name, module
             if len(layout.names) == 1:
                 # What transformers calls it, where checkpoints have another name.
                 yield holder, module
             if is_experts and expert == 0:
                 before = place * num_outputs
-                fused.append((slice(before + rows.start, before + rows.stop), start))
+                fused += [(slice(before + piece.start, before + piece.stop), at) for piece, at in pieces]
         if is_experts:
             yield (
                 parameter,
@@ -451,11 +452,11 @@ def _modules(model: CausalLM, layouts: Mapping[str, _Layout]) -> Iterable[tuple[
             )
 
 
-def _held(part: Part | None, dim: int, length: int) -> slice:
+def _held(part: Part | None, dim: int, length: int) -> list[slice]:
     """What this rank holds of a dimension."""
     if part is None or part.dim != dim:
-        return slice(0, length)
-    return slice(part.start, part.start + part.length)
+        return [slice(0, length)]
+    return [slice(start, start + count) for start, count in part.ranges]
 
 
 def _give(model: CausalLM, parameter: str, adapters: ProductAdapters) -> None:

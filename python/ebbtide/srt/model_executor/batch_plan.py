@@ -125,6 +125,7 @@ class BatchPlan:
         given_routes: by request, the experts that the first of its new tokens take in place of the router's
             choice, [tokens, L, K].
         adapters_R: int32, the slot of each request's adapter; −1: it has none; None: no request has one.
+        copies_before, copies_after: of states, (slot, slot it is copied to), one after the other.
     """
 
     input_ids_T: NDArray[np.int64]
@@ -136,6 +137,8 @@ class BatchPlan:
     specs: list[SampleSpec]
     given_routes: Mapping[int, Routes] = field(default_factory=dict)
     adapters_R: NDArray[np.int32] | None = None
+    copies_before: Sequence[tuple[int, int]] = ()
+    copies_after: Sequence[tuple[int, int]] = ()
 
     @property
     def is_decode(self) -> bool:

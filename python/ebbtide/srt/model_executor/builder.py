@@ -29,7 +29,7 @@ from ebbtide.srt.layers.attention.registry import choose_backend
 from ebbtide.srt.layers.fp8 import SCALE_LAYOUTS, Fp8Experts
 from ebbtide.srt.layers.kernels.launch import card, has_fp8
 from ebbtide.srt.layers.step import Kernels
-from ebbtide.srt.mem_cache.cache_spec import CacheSpec, Latent
+from ebbtide.srt.mem_cache.cache_spec import Latent, State, TokenSpec
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.memory_saver.arena import Arena
@@ -93,7 +93,8 @@ def build_model_runner(
     is_cuda = torch_device.type == "cuda"
     device_bytes = group.smallest(device.memory_info().total_bytes) if is_cuda else None
     model = _model(slices.model, torch_device, group)
-    spec = model.cache_specs[0].of_rank(group.rank, group.size)
+    kept_of_tokens = next(spec for spec in model.cache_specs if not isinstance(spec, State))
+    spec = kept_of_tokens.of_rank(group.rank, group.size)
     shape = attention_shape(model, spec, slices.model, cache_config)
     make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
     groups = cache_groups(model.cache_specs, model_config.context_len)
@@ -130,6 +131,7 @@ def build_model_runner(
         weight_bytes=weight_store.arena.resident_bytes
         + (0 if adapters is None else adapters.arena.resident_bytes),
         scales=build_kv_scales(model_config, cache_config, group, torch_device),
+        states=[spec for spec in model.cache_specs if isinstance(spec, State)],
     )
     attention = make_attention(kv_pool, model.attention_layers, shape)
     return _ready(model, weight_store, kv_pool, attention, slices, device, saver, stages, adapters)
@@ -331,7 +333,7 @@ def of_rank(model_config: ModelConfig, group: ParallelGroup) -> ModelConfig:
 
 
 def attention_shape(
-    model: CausalLM, spec: CacheSpec, model_config: ModelConfig, cache_config: CacheConfig
+    model: CausalLM, spec: TokenSpec, model_config: ModelConfig, cache_config: CacheConfig
 ) -> AttentionShape:
     """What the attention backend must serve; `spec` and `model_config` are with the heads of this rank."""
     num_kv_heads, head_dim = spec.token_shape
@@ -429,18 +431,18 @@ def capture_graphs(
         return scratch
 
     longest = runner.page_table.array.shape[1]
+    states = runner.kv_pool.states
     try:
         with torch.inference_mode():
             return DecodeGraphs(
-                lambda ids, positions, attention, slots: runner.forward(
-                    ids, positions, attention, slots_T=slots
-                ),
+                runner.forward,
                 runner.attention,
                 arena,
                 batch_sizes,
                 next_tokens,
                 max_pages=batch_sizes[-1] * longest,
                 num_groups=len(runner.page_table.arrays),
+                states=None if states is None else states.layers,
                 progress=stages,
                 with_adapters=runner.adapters is not None,
             )

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import GroupPages, PagedBatch
 from ebbtide.srt.layers.heads import Pages
+from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
+from ebbtide.srt.mem_cache.state_pool import StatePool
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, SampleSpec
-from ebbtide.srt.model_executor.host_copies import upload_all
+from ebbtide.srt.model_executor.host_copies import upload, upload_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,29 @@ class ForwardBatch:
             sampled_page_rows_S=on_device["sampled_page_rows_S"],
             prompt_rows=_prompt_rows(plan, ends_R),
         )
+
+
+def state_step(pool: StatePool, plan: BatchPlan, batch: ForwardBatch) -> StateStep:
+    """The requests of a plan as layers with a state see them."""
+    num_decoding = batch.paged.num_decoding
+    firsts_R = batch.paged.q_indptr_R1[:-1]
+    slots_R = batch.rows_T[batch.paged.pages.q_indptr_R1[:-1].long()]
+    if num_decoding == len(firsts_R):
+        return StateStep(pool.layers, slots_R, num_decoding)
+    lens_P = plan.num_new_R[num_decoding:].tolist()
+    pieces = [
+        (first + start, min(PIECE_TOKENS, count - start), num_decoding + number)
+        for number, (first, count) in enumerate(zip(firsts_R[num_decoding:].tolist(), lens_P, strict=True))
+        for start in range(0, count, PIECE_TOKENS)
+    ]
+    return StateStep(
+        pool.layers,
+        slots_R,
+        num_decoding,
+        batch.paged.pages.q_indptr_R1[num_decoding:],
+        lens_P,
+        upload(np.array(pieces, dtype=np.int32), slots_R.device),
+    )
 
 
 def resolve_tokens(input_ids_T: Tensor, rows_T: Tensor, next_tokens: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from ebbtide.srt.layers.attention.base import (
     no_progress,
 )
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
+from ebbtide.srt.layers.state.base import StateStep
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
@@ -162,8 +163,9 @@ class DecodeGraphs:
     """Captured decode steps.
 
     Args:
-        forward: final hidden states, from token ids, positions, the attention of a pass, and the slots of
-            adapters where tokens may have any.
+        forward: final hidden states, from token ids, positions, attention and states of a pass, and the slots
+            of adapters where tokens may have any.
+        states: of each layer with one, see `StateStep`; None: there are none.
         attention: a backend that can be captured.
         make_arena: a resident arena of at least this size, for the tag `cuda_graph`.
         batch_sizes: to capture, ascending.
@@ -178,17 +180,19 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Callable[[Tensor, Tensor, AttentionStep, Tensor | None], Tensor],
+        forward: Callable[[Tensor, Tensor, AttentionStep, StateStep | None, Tensor | None], Tensor],
         attention: AttentionBackend,
         make_arena: Callable[[int], Arena],
         batch_sizes: Sequence[int],
         next_tokens: Tensor,
         max_pages: int,
         num_groups: int,
+        states: Sequence[tuple[Tensor, ...]] | None = None,
         progress: Progress = no_progress,
         *,
         with_adapters: bool = False,
     ) -> None:
+        self._states = states
         self._progress = progress
         self._forward_pass = forward
         self._next_tokens = next_tokens
@@ -317,8 +321,9 @@ class DecodeGraphs:
     def _forward(self, captured: _Captured) -> Tensor:
         inputs, size = self.inputs, captured.size
         input_ids_B = resolve_tokens(inputs.input_ids[:size], inputs.rows[:size], self._next_tokens)
+        states = None if self._states is None else StateStep(self._states, inputs.rows[:size], size)
         slots_B = inputs.adapters[:size] if captured.has_adapters else None
-        return self._forward_pass(input_ids_B, inputs.positions[:size], captured.attention, slots_B)
+        return self._forward_pass(input_ids_B, inputs.positions[:size], captured.attention, states, slots_B)
 
 
 def capture_with_room(

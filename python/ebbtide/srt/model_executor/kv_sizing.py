@@ -11,7 +11,7 @@ import torch
 from ebbtide.srt.config import CacheConfig, ModelConfig, ScheduleConfig
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
-from ebbtide.srt.mem_cache.cache_spec import CacheGroups, CacheSpec, Paged
+from ebbtide.srt.mem_cache.cache_spec import CacheGroups, CacheSpec, Paged, State, TokenSpec
 from ebbtide.srt.mem_cache.kv_layout import (
     CUDA_MIN_RUN_BYTES,
     MIN_CHUNK_PAGES,
@@ -20,30 +20,36 @@ from ebbtide.srt.mem_cache.kv_layout import (
 )
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
+from ebbtide.srt.mem_cache.state_pool import StateLayout, StatePool
+from ebbtide.srt.mem_cache.state_slots import StateSlots
+from ebbtide.srt.memory_saver.arena import round_up
 from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 logger = logging.getLogger(__name__)
 
 CPU_KV_FRACTION = 0.1
+# Of states: a checkpoint is as large as the state of a running request, and copied in its time.
+ROWS_PER_CHECKPOINT, MIN_CHECKPOINTS = 4, 8
+CHECKPOINT_TOKENS = 2048
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"fp8_e4m3": FP8}
 
 
 def cache_groups(specs: Sequence[CacheSpec], context_len: int) -> CacheGroups:
-    """The layers in groups; a window that no request exceeds is none."""
+    """The layers that keep something of each token in groups; a window that no request exceeds is none."""
 
-    def within(spec: CacheSpec) -> CacheSpec:
+    def within(spec: TokenSpec) -> TokenSpec:
         if isinstance(spec, Paged) and (spec.window or 0) >= context_len:
             return replace(spec, window=None)
         return spec
 
-    return CacheGroups.of([within(spec) for spec in specs])
+    return CacheGroups.of([within(spec) for spec in specs if not isinstance(spec, State)])
 
 
 def kv_layout(
     groups: CacheGroups,
-    spec: CacheSpec,
+    spec: TokenSpec,
     cache_config: CacheConfig,
     saver: MemorySaver,
     device_bytes: int | None,
@@ -87,13 +93,29 @@ def build_kv_pool(
     free_bytes: int,
     weight_bytes: int,
     scales: KVScales | None = None,
+    states: Sequence[State] = (),
 ) -> KVPool:
-    """A resident pool of as many pages as `choose_num_pages` says on the rank with least room."""
+    """A resident pool of as many pages as `choose_num_pages` says on the rank with least room.
+
+    Args:
+        states: of the layers that keep one, with the sizes of all ranks.
+    """
+    state_layout = StateLayout.of(states, group.size, layout.page_bytes)
+    num_rows, num_checkpoints = schedule_config.max_running_requests, 0
+    if states and cache_config.enable_prefix_cache:
+        num_checkpoints = max(MIN_CHECKPOINTS, num_rows // ROWS_PER_CHECKPOINT)
+    num_slots = num_rows + 1 + num_checkpoints if states else 0
+    state_bytes = round_up(num_slots * state_layout.slot_bytes, layout.chunk_bytes)
+    if state_bytes >= free_bytes:
+        raise ConfigurationError(
+            f"the states of {num_rows} requests and {num_checkpoints} checkpoints need {state_bytes} bytes, "
+            f"{free_bytes} are free: lower max_running_requests"
+        )
     num_pages = choose_num_pages(
         layout,
         num_groups=len(groups.windows),
-        free_bytes=free_bytes,
-        weight_bytes=weight_bytes,
+        free_bytes=free_bytes - state_bytes,
+        weight_bytes=weight_bytes + state_bytes,
         max_total_tokens=cache_config.max_total_tokens,
         mem_fraction_static=cache_config.mem_fraction_static,
         max_running_requests=schedule_config.max_running_requests,
@@ -101,18 +123,31 @@ def build_kv_pool(
     )
     num_pages = group.smallest(num_pages)
     try:
-        arena = arenas.arena(MemoryTag.KV_CACHE, layout.arena_bytes(num_pages), layout.chunk_bytes)
+        kv_bytes = layout.arena_bytes(num_pages)
+        arena = arenas.arena(MemoryTag.KV_CACHE, kv_bytes + state_bytes, layout.chunk_bytes)
         arena.resume()
     except OutOfDeviceMemory as error:
         raise ConfigurationError(f"the KV pool does not fit: {error}; lower max_total_tokens") from error
     logger.info(
-        "KV cache: pages=%d page_size=%d bytes=%d free_bytes_before=%d",
+        "KV cache: pages=%d page_size=%d bytes=%d states=%d state_bytes=%d free_bytes_before=%d",
         num_pages,
         layout.page_size,
         arena.num_bytes,
+        num_slots,
+        state_bytes,
         free_bytes,
     )
-    return KVPool(arena, layout, num_pages, groups, scales)
+    state_pool = None
+    if states:
+        slots = StateSlots(
+            num_rows,
+            num_checkpoints,
+            interval=round_up(CHECKPOINT_TOKENS, layout.page_size),
+            first_page=layout.num_chunks(num_pages) * layout.chunk_blocks,
+            pages_per_slot=state_layout.slot_pages,
+        )
+        state_pool = StatePool(arena, kv_bytes, state_layout, slots)
+    return KVPool(arena, layout, num_pages, groups, scales, state_pool)
 
 
 def choose_num_pages(

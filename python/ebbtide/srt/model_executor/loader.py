@@ -121,7 +121,8 @@ def load_weights(
         write_dummy_weights(store)
         return
     checkpoint = Checkpoint(path, load_format)
-    missing = sorted(store.names - checkpoint.entries.keys())
+    known = (store.covered(name) for name in checkpoint.entries if store.knows(name))
+    missing = sorted(store.names.difference(*known))
     if missing:
         raise ConfigurationError(f"{path}: {len(missing)} tensors are missing: {first_few(missing)}")
     dtypes = {name: entry.dtype for name, entry in checkpoint.entries.items()}

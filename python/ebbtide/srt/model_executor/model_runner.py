@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionStep
 from ebbtide.srt.layers.lora import StepAdapters
+from ebbtide.srt.layers.state.base import StateStep
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_table import PageTable
@@ -27,7 +28,13 @@ from ebbtide.srt.model_executor.batch_plan import (
     PendingStep,
     StepResult,
 )
-from ebbtide.srt.model_executor.forward_batch import BatchLayout, ForwardBatch, PromptRows, resolve_tokens
+from ebbtide.srt.model_executor.forward_batch import (
+    BatchLayout,
+    ForwardBatch,
+    PromptRows,
+    resolve_tokens,
+    state_step,
+)
 from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.model_executor.sampling.logprobs import (
     LOWEST,
@@ -184,10 +191,15 @@ class ModelRunner:
 
         Where requests have masks it waits for what `before_masks` waits for, while the device computes.
         """
+        states = self.kv_pool.states
+        if states is not None:
+            states.copy(plan.copies_before)
         if self.graphs is not None and self.graphs.fits(plan):
             step = self._replay(plan, self.graphs, before_masks)
         else:
             step = self._run(plan, before_masks)
+        if states is not None:
+            states.copy(plan.copies_after)
         if self._device.type != "cpu":
             step.has_run = torch.Event(self._device)
             step.has_run.record()
@@ -235,9 +247,10 @@ class ModelRunner:
             input_ids_T,
             batch.positions_T,
             self.attention,
+            None if self.kv_pool.states is None else state_step(self.kv_pool.states, plan, batch),
+            self._slots(plan),
             wanted_M,
-            given_TLK=self._given(plan),
-            slots_T=self._slots(plan),
+            self._given(plan),
         )
         step = LaunchedStep(len(plan.specs), batch.sampled_R)
         step.routes = self._routes(len(plan.input_ids_T))
@@ -253,9 +266,10 @@ class ModelRunner:
         input_ids_T: Tensor,
         positions_T: Tensor,
         attention: AttentionStep,
+        states: StateStep | None = None,
+        slots_T: Tensor | None = None,
         wanted_M: Tensor | None = None,
         given_TLK: Tensor | None = None,
-        slots_T: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states; arguments as in `Step`, and the slots of the tokens' adapters."""
         adapters = None
@@ -272,6 +286,7 @@ class ModelRunner:
                 given_TLK,
                 self.routes_TLK,
                 adapters,
+                states,
             )
         )
 

@@ -26,8 +26,12 @@ from ebbtide.srt.distributed.parallel_group import SoloGroup
 from ebbtide.srt.layers.attention.base import AttentionShape, DecodeBuffers, LayerAttention, Progress
 from ebbtide.srt.layers.attention.decode_choice import serves_few
 from ebbtide.srt.layers.attention.few_requests import FewRequests
+from ebbtide.srt.layers.gated_delta_net import GatedDeltaNet
 from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
 from ebbtide.srt.layers.step import Kernels, Step
+from ebbtide.srt.mem_cache.cache_spec import State
+from ebbtide.srt.mem_cache.state_pool import StateLayout
 from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.models.base import CausalLM
 
@@ -132,9 +136,35 @@ def _pass(
     """Hidden states of `num_rows` rows; None: of all."""
     zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     wanted_M = None if num_rows is None else zeros_T[:num_rows]
-    return model.forward(
-        Step(zeros_T, zeros_T, _WithoutAttention(shape, num_tokens, device), kernels, wanted_M)
+    step = Step(
+        zeros_T,
+        zeros_T,
+        _WithoutAttention(shape, num_tokens, device),
+        kernels,
+        wanted_M,
+        states=_states(model, zeros_T, is_prompt=num_rows is not None),
     )
+    return model.forward(step)
+
+
+def _states(model: CausalLM, zeros_T: Tensor, *, is_prompt: bool) -> StateStep | None:
+    """Requests that share a slot: one prompt, or all of one token."""
+    specs = [spec for spec in model.cache_specs if isinstance(spec, State)]
+    if not specs:
+        return None
+    num_tokens, device = len(zeros_T), zeros_T.device
+    num_ranks = next(layer.group.size for layer in model.modules() if isinstance(layer, GatedDeltaNet))
+    layers = [
+        tuple(torch.zeros((1, *shape), dtype=dtype, device=device) for shape, dtype in parts)
+        for parts in StateLayout.of(specs, num_ranks, 1).parts
+    ]
+    if not is_prompt:
+        return StateStep(layers, zeros_T, num_tokens)
+    indptr, pieces = (
+        torch.tensor(numbers, dtype=torch.int32, device=device)
+        for numbers in ([0, num_tokens], [(0, min(PIECE_TOKENS, num_tokens), 0)])
+    )
+    return StateStep(layers, zeros_T[:1], 0, indptr, [num_tokens], pieces)
 
 
 @contextmanager

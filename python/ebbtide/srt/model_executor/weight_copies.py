@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -65,7 +65,12 @@ class Destination:
     def part_of(self, tensor: AnyTensor) -> AnyTensor:
         """What this rank holds of a whole tensor."""
         part = self.part
-        return tensor if part is None else tensor.narrow(part.dim, part.start, part.length)
+        if part is None:
+            return tensor
+        if len(part.ranges) == 1:
+            return tensor.narrow(part.dim, part.start, part.length)
+        pieces: Any = torch.cat([whole(tensor.narrow(part.dim, *each)) for each in part.ranges], part.dim)
+        return pieces  # type: ignore[no-any-return]
 
     def nonfinite_region(self, dtype: torch.dtype) -> Tensor:
         """What holds NaN or Inf if the tensor of this dtype does that was written."""

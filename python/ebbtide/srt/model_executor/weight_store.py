@@ -29,7 +29,7 @@ from ebbtide.srt.model_executor.weight_copies import (
 )
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.quantizing import Quantization, quantize
-from ebbtide.srt.models.sharding import Placement, replace_parameter, shard
+from ebbtide.srt.models.sharding import Placement, joint, replace_parameter, shard
 
 ALIGNMENT_BYTES = 256
 LOCAL_SLICE_BYTES = 64 << 20
@@ -105,6 +105,12 @@ class WeightStore:
             {} if quantization is None else quantize(model, self._placements, quantization)
         )
         self.names = frozenset(self._placements)
+        eight_bits = {placement.target.parameter for placement in self._scales.values()}
+        self._joint = {
+            name: placement
+            for name, placement in joint(model, self._group).items()
+            if placement.target.parameter + self._layout.suffix not in eight_bits
+        }
         self._slots: dict[str, Slot] = {}
         num_bytes = 0
         for name, parameter in model.named_parameters():
@@ -127,7 +133,7 @@ class WeightStore:
         self._runs = {
             False: {
                 name: run
-                for name in (*self._placements, *self._scales)
+                for name in (*self._placements, *self._joint, *self._scales)
                 if (run := self._run(name)) is not None
             },
             True: {
@@ -223,8 +229,7 @@ class WeightStore:
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Shape and dtype of a whole tensor as the model keeps it; None if it has none of this name."""
-        is_known = name in self._placements or name in self._scales
-        return (self.shape(name), self._slot(name, direct=False).dtype) if is_known else None
+        return (self.shape(name), self._slot(name, direct=False).dtype) if self._knows(name) else None
 
     def is_quantized(self, name: str) -> bool:
         """Whether a tensor is kept in 8 bits."""
@@ -243,6 +248,9 @@ class WeightStore:
         """
         if self.ignored(name):
             return None
+        part = self._place(name).part
+        if part is not None and (len(part.ranges) > 1 or 0 < part.dim < len(self.shape(name)) - 1):
+            return TensorProblem(name, "ranks hold several pieces of it: expected all of it")
         kept = self._slot(name, direct=False).dtype
         if kept == FP8 or name in self._scales:
             reason = "kept in 8 bits here, as values and scales that come together: expected all of it"
@@ -330,6 +338,8 @@ class WeightStore:
         """The checkpoint names that writing `name` makes valid."""
         if direct:
             return frozenset(self._sources[name])
+        if name in self._joint:
+            return frozenset(self._sources[self._joint[name].target.parameter])
         return frozenset() if self.ignored(name) or name in self._scales else frozenset({name})
 
     def complete(self, shadow: Shadow, written: Iterable[str]) -> Generator[int, None, None]:
@@ -374,7 +384,7 @@ class WeightStore:
         the same turn.
         """
         name = self.stored_as(name)
-        if name not in self._placements and name not in self._scales:
+        if not self._knows(name):
             raise RequestRejected(f"the model has no parameter {name!r}")
         mine, placement = self._region(name, None), self._place(name)
         if (scales := self._scales_region(name, None)) is not None:
@@ -384,10 +394,15 @@ class WeightStore:
             return mine[:max_rows].to(torch.float32, copy=True)
         num_rows, *others = placement.target.shape
         rows = torch.zeros((min(max_rows, num_rows), *others), dtype=torch.float32, device=mine.device)
-        if part.is_first:
-            whole = Destination(mine, part)
-            room = rows[part.start : part.start + part.length] if part.dim == 0 else whole.part_of(rows)
-            room.copy_(mine[: len(room)])
+        start = 0
+        for first, length in part.ranges if part.is_first else ():
+            end = start + length
+            if part.dim == 0:
+                room = rows[first : first + length]
+                room.copy_(mine[start : start + len(room)])
+            else:
+                rows.narrow(part.dim, first, length).copy_(mine[:max_rows].narrow(part.dim, start, length))
+            start = end
         # What the others hold is zero here.
         return self._group.all_reduce_(rows)
 
@@ -405,8 +420,11 @@ class WeightStore:
 
     def _place(self, name: str) -> Placement:
         """Where a tensor of a checkpoint goes, or scales."""
-        placement = self._placements.get(name)
+        placement = self._placements.get(name) or self._joint.get(name)
         return self._scales[name] if placement is None else placement
+
+    def _knows(self, name: str) -> bool:
+        return name in self._placements or name in self._joint or name in self._scales
 
     def _weight_of(self, name: str, direct: bool) -> str | None:
         """The name of the values that belong to scales; None if it is no name of scales."""
@@ -432,7 +450,7 @@ class WeightStore:
         """Where a tensor of a checkpoint goes, if it goes there as it is, in one piece."""
         placement = self._place(name)
         target, part, slot = placement.target, placement.part, self._slots[placement.target.parameter]
-        if target.dim != 0 or (part is not None and part.dim != 0):
+        if target.dim != 0 or (part is not None and (part.dim != 0 or len(part.ranges) > 1)):
             return None
         row_bytes = slot.num_bytes // max(1, slot.shape[0])
         skipped_bytes = 0 if part is None else part.start * row_bytes
@@ -443,7 +461,7 @@ class WeightStore:
     def _expected_shape(self, name: str, direct: bool) -> tuple[int, ...] | None:
         if direct:
             return self._slots[name].shape if name in self._slots else None
-        return self.shape(name) if name in self._placements or name in self._scales else None
+        return self.shape(name) if self._knows(name) else None
 
     def _region(self, name: str, shadow: Shadow | None, direct: bool = False) -> Tensor:
         slot = self._slot(name, direct)
@@ -452,4 +470,7 @@ class WeightStore:
         if direct:
             return parameter
         target = self._place(name).target
-        return parameter.narrow(target.dim, target.start, target.length)
+        region = parameter.narrow(target.dim, target.start, target.length)
+        if len(target.shape) > region.dim():
+            region = region.view(target.shape[0], -1, *region.shape[1:])
+        return region

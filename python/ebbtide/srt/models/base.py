@@ -26,12 +26,15 @@ class Split:
         dim: of the tensor, cut into runs of units.
         units: pieces along it that stay whole, e.g. heads.
         what: the units, as config.json calls their number.
+        runs: lengths along it that are divided each by itself, e.g. queries, keys and values in one tensor;
+            none: it is one.
     """
 
     dim: int
     units: int
     what: str
     division: Division = Division.EQUAL
+    runs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class WeightTarget:
         parameter: the engine's parameter.
         dim: the dimension of the parameter along which tensors are fused.
         start, length: the tensor's range in that dimension.
-        shape: the whole tensor as the checkpoint holds it.
+        shape: the whole tensor as the checkpoint holds it; where it has a dimension more than the parameter,
+            its first two are one there.
         split: None: every rank holds the whole tensor.
     """
 
@@ -120,7 +124,10 @@ class CausalLM(nn.Module, ABC):
     @property
     @abstractmethod
     def cache_specs(self) -> Sequence[CacheSpec]:
-        """What each layer keeps of a request's tokens, with the heads of all ranks."""
+        """What each layer keeps of a request, with the heads of all ranks.
+
+        Layers with keys and values count among themselves, and so do those with states.
+        """
 
     @abstractmethod
     def logits(self, hidden_TD: Tensor, kernels: Kernels) -> Tensor:
@@ -133,6 +140,10 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def checkpoint_map(self) -> WeightMap:
         """Every tensor that a checkpoint of this model must hold, and where it goes."""
+
+    def joint_map(self) -> WeightMap:
+        """Further tensors, each a whole parameter: they may come in place of all those that fill it."""
+        return {}
 
     def stored_as(self, name: str) -> str:
         """The checkpoint name of the tensor that the model uses for `name`; another where two are tied."""

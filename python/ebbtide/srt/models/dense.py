@@ -17,6 +17,7 @@ from ebbtide.srt.distributed.division import Division
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention.base import AttentionKind, LayerAttention
 from ebbtide.srt.layers.embedding import VocabEmbedding
+from ebbtide.srt.layers.gated_delta_net import DeltaConfig, GatedDeltaNet
 from ebbtide.srt.layers.heads import HeadNorms, Rope, Sinks
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import Activation, Addend, NormedResidual, Residual, RMSNorm
@@ -50,6 +51,9 @@ class DenseConfig:
         sinks: whether query heads have sinks, see `LayerAttention`.
         norm_offset: see `RMSNorm`.
         embedding_scale: what embeddings are multiplied by.
+        output_gate: whether projections of queries yield a gate for each number of a head's output too.
+        delta: of the layers with linear attention.
+        linear_layers: which ones these are.
     """
 
     vocab_size: int
@@ -71,6 +75,14 @@ class DenseConfig:
     sinks: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    output_gate: bool = False
+    delta: DeltaConfig | None = None
+    linear_layers: tuple[int, ...] = ()
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers with keys and values."""
+        return [layer for layer in range(self.num_layers) if layer not in self.linear_layers]
 
     @property
     def q_size(self) -> int:
@@ -114,12 +126,14 @@ def dense_config(
     head_dim = getattr(hf_config, "head_dim", None)
     head_dim = head_dim if head_dim is not None else hf_config.hidden_size // num_heads
     types = layer_types(hf_config) if types is None else types
+    # Where all layers have experts there may be no other size.
+    intermediate_size = getattr(hf_config, "intermediate_size", None) or hf_config.moe_intermediate_size
     if ropes is None:
         ropes = dict.fromkeys((FULL, SLIDING), rope_config(hf_config))
     return DenseConfig(
         vocab_size=hf_config.vocab_size,
         hidden_size=hf_config.hidden_size,
-        intermediate_size=hf_config.intermediate_size,
+        intermediate_size=intermediate_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads if num_kv_heads is not None else num_heads,
@@ -163,10 +177,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: DenseConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._attention = LayerAttention(layer, config.kinds[layer])
-        self.head_dim = config.head_dim
+        number = config.attention_layers.index(layer)
+        self._attention = LayerAttention(number, config.kinds[layer])
+        self.head_dim, self.has_gate = config.head_dim, config.output_gate
+        q_size = config.q_size * (2 if config.output_gate else 1)
         self.qkv_proj = Linear(
-            config.hidden_size, config.q_size + 2 * config.kv_size, bias=config.qkv_bias, dtype=dtype
+            config.hidden_size, q_size + 2 * config.kv_size, bias=config.qkv_bias, dtype=dtype
         )
         self.o_proj = Linear(config.q_size, config.hidden_size, bias=config.output_bias, dtype=dtype)
         self.q_norm = config.norm(dtype, self.head_dim) if config.qk_norm else None
@@ -176,8 +192,15 @@ class Attention(nn.Module):
     def forward(self, x: NormedResidual, rope: Rope, step: Step) -> Addend:
         qkv_TO = self.qkv_proj(x, step)
         qkv_TNH = qkv_TO.view(len(qkv_TO), -1, self.head_dim)
+        if not self.has_gate:
+            heads_TNH = self.layer_attention(qkv_TNH, rope, self.head_norms(), step.attention)
+            return self.o_proj.addend(heads_TNH.flatten(1), step)
+        # Each query head is followed by its gate.
+        num_heads = self.o_proj.weight.shape[1] // self.head_dim
+        q_TN2H = torch.unflatten(qkv_TNH[:, : 2 * num_heads], 1, (num_heads, 2))
+        qkv_TNH = torch.cat([q_TN2H[:, :, 0], qkv_TNH[:, 2 * num_heads :]], dim=1)
         heads_TNH = self.layer_attention(qkv_TNH, rope, self.head_norms(), step.attention)
-        return self.o_proj.addend(heads_TNH.flatten(1), step)
+        return self.o_proj.addend(heads_TNH.mul(q_TN2H[:, :, 1].sigmoid()).flatten(1), step)
 
     # Both are made anew each time: the weight store replaces parameters after construction.
 
@@ -189,6 +212,14 @@ class Attention(nn.Module):
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
+
+
+def mixer(config: DenseConfig, layer: int, dtype: torch.dtype) -> nn.Module:
+    """What a layer mixes tokens by."""
+    if layer not in config.linear_layers:
+        return Attention(config, layer, dtype)
+    assert config.delta is not None
+    return GatedDeltaNet(config.delta, config.hidden_size, config.linear_layers.index(layer), dtype)
 
 
 class GatedMLP(nn.Module):
@@ -219,7 +250,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = config.norm(dtype)
-        self.self_attn = Attention(config, layer, dtype) if attention is None else attention
+        self.self_attn = mixer(config, layer, dtype) if attention is None else attention
         self.post_attention_layernorm = config.norm(dtype)
         self.mlp = GatedMLP(config, dtype) if mlp is None else mlp
 
@@ -290,7 +321,8 @@ class DenseCausalLM(CausalLM):
 
     @property
     def attention_layers(self) -> list[LayerAttention]:
-        return [LayerAttention(layer, kind) for layer, kind in enumerate(self.config.kinds)]
+        layers = self.config.attention_layers
+        return [LayerAttention(number, self.config.kinds[layer]) for number, layer in enumerate(layers)]
 
     @property
     def rotates_all(self) -> bool:
@@ -298,8 +330,13 @@ class DenseCausalLM(CausalLM):
 
     @property
     def cache_specs(self) -> Sequence[CacheSpec]:
-        config = self.config
-        return [Paged(config.num_kv_heads, config.head_dim, kind.window) for kind in config.kinds]
+        config, dtype = self.config, self.model.norm.weight.dtype
+        return [
+            config.delta.state(dtype)
+            if layer in config.linear_layers and config.delta is not None
+            else Paged(config.num_kv_heads, config.head_dim, config.kinds[layer].window)
+            for layer in range(config.num_layers)
+        ]
 
     def logits(self, hidden_TD: Tensor, kernels: Kernels) -> Tensor:
         return self._output_layer.logits(hidden_TD, kernels)
@@ -321,7 +358,7 @@ class DenseCausalLM(CausalLM):
 
     def layer_map(self, layer: int) -> WeightMap:
         """Shard/fuse map of one layer, names relative to it."""
-        return dense_layer_map(self.config)
+        return dense_layer_map(self.config, layer=layer)
 
     def stored_as(self, name: str) -> str:
         return "model.embed_tokens.weight" if self.config.tied and name == "lm_head.weight" else name
@@ -341,27 +378,71 @@ def outer_map(config: DenseConfig) -> WeightMap:
     return divided(rows, {"model.embed_tokens": tokens, "lm_head": tokens})
 
 
-def dense_layer_map(config: DenseConfig, more_norms: tuple[str, ...] = ()) -> WeightMap:
-    """Shard/fuse map of one layer, names relative to it; `more_norms`: further norms of hidden states."""
-    hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+def dense_layer_map(
+    config: DenseConfig, more_norms: tuple[str, ...] = (), layer: int | None = None
+) -> WeightMap:
+    """Shard/fuse map of one layer, names relative to it.
+
+    Args:
+        more_norms: further norms of hidden states.
+        layer: None: any, since all are alike.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
     gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
     hidden_norms = ("input_layernorm", "post_attention_layernorm", *more_norms)
-    norms = {f"{name}.weight": hidden for name in hidden_norms}
-    if config.qk_norm:
-        norms |= {"self_attn.q_norm.weight": config.head_dim, "self_attn.k_norm.weight": config.head_dim}
-    rows = projection("self_attn.qkv_proj", qkv, hidden, bias=config.qkv_bias)
-    rows |= projection("self_attn.o_proj", {"self_attn.o_proj": hidden}, q, bias=config.output_bias)
+    rows = delta_map(config) if layer in config.linear_layers else attention_map(config)
     rows |= projection("mlp.gate_up_proj", gate_up, hidden, bias=config.mlp_bias)
     rows |= projection("mlp.down_proj", {"mlp.down_proj": hidden}, inner, bias=config.mlp_bias)
-    for name, size in norms.items():
-        rows |= stacked(name, {name: size})
+    for name in hidden_norms:
+        rows |= stacked(f"{name}.weight", {f"{name}.weight": hidden})
     rows = divided(rows, layer_splits(config))
     if config.sinks:
         by_heads = Split(0, config.num_heads, "num_attention_heads")
         name, shape = "self_attn.sinks", (config.num_heads,)
         rows[name] = WeightTarget(f"{name}.weight", 0, 0, config.num_heads, shape, by_heads)
     return rows
+
+
+def attention_map(config: DenseConfig) -> WeightMap:
+    """Shard/fuse map of a layer's attention; `layer_splits` says what ranks divide."""
+    hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
+    q_rows = 2 * q if config.output_gate else q
+    qkv = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    rows = projection("self_attn.qkv_proj", qkv, hidden, bias=config.qkv_bias)
+    rows |= projection("self_attn.o_proj", {"self_attn.o_proj": hidden}, q, bias=config.output_bias)
+    for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if config.qk_norm else ():
+        rows |= stacked(name, {name: config.head_dim})
+    return rows
+
+
+def delta_map(config: DenseConfig) -> WeightMap:
+    """Shard/fuse map of a layer's linear attention: ranks divide key heads, and value heads with them."""
+    delta, hidden, prefix = config.delta, config.hidden_size, "linear_attn."
+    assert delta is not None
+    k, v, heads = delta.k_size, delta.v_size, delta.num_v_heads
+    what = "linear_num_key_heads"
+    by_head = Split(OUTPUTS, delta.num_k_heads, what)
+    by_kind = replace(by_head, runs=(k, k, v))
+    if delta.interleaved:
+        in_proj, rates = {"in_proj_qkvz": 2 * k + 2 * v}, {"in_proj_ba": 2 * heads}
+    else:
+        in_proj, rates = {"in_proj_qkv": 2 * k + v, "in_proj_z": v}, {"in_proj_b": heads, "in_proj_a": heads}
+    parts = {prefix + name: size for name, size in in_proj.items()}
+    rows = projection("self_attn.in_proj", parts, hidden, bias=False)
+    parts = {prefix + name: size for name, size in rates.items()}
+    rows |= projection("self_attn.rates_proj", parts, hidden, bias=False)
+    rows |= projection("self_attn.out_proj", {prefix + "out_proj": hidden}, v, bias=False)
+    splits = {prefix + name: by_head for name in (*in_proj, *rates)}
+    splits |= {prefix + "in_proj_qkv": by_kind, prefix + "out_proj": replace(by_head, dim=INPUTS)}
+    rows = divided(rows, splits)
+    conv = (2 * k + v, 1, delta.conv_size)
+    others = {
+        "conv1d.weight": WeightTarget("self_attn.conv_weight", 0, 0, conv[0], conv, by_kind),
+        "A_log": WeightTarget("self_attn.decay_log", 0, 0, heads, (heads,), by_head),
+        "dt_bias": WeightTarget("self_attn.rate_bias", 0, 0, heads, (heads,), by_head),
+        "norm.weight": WeightTarget("self_attn.norm_weight", 0, 0, delta.v_dim, (delta.v_dim,)),
+    }
+    return rows | {prefix + name: target for name, target in others.items()}
 
 
 def layer_splits(config: DenseConfig) -> dict[str, Split]:

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
-from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, divided, projection, stacked
+from ebbtide.srt.models.base import (
+    INPUTS,
+    OUTPUTS,
+    Split,
+    WeightMap,
+    WeightTarget,
+    divided,
+    projection,
+    stacked,
+)
 from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, GatedMLP, dense_layer_map
 
 
@@ -84,7 +93,7 @@ class MoeCausalLM(DenseCausalLM):
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def layer_map(self, layer: int) -> WeightMap:
-        rows = dense_layer_map(self.config)
+        rows = dense_layer_map(self.config, layer=layer)
         if layer not in self.sparse_layers:
             return rows
         attention = {name: target for name, target in rows.items() if not name.startswith("mlp.")}
@@ -94,6 +103,27 @@ class MoeCausalLM(DenseCausalLM):
         """Shard/fuse map of one layer's router and experts, names relative to the layer."""
         assert self.names is not None
         return expert_map(self.moe, self.config.hidden_size, self.names)
+
+    def joint_map(self) -> WeightMap:
+        """All experts of a layer at once, as transformers holds them."""
+        if self.names is None:
+            return {}
+        moe, hidden, block = self.moe, self.config.hidden_size, self.names.block
+        what = "intermediate_size of the experts"
+        tensors = {
+            "gate_up_proj": (
+                (moe.num_experts, 2 * moe.inner_size, hidden),
+                Split(1, moe.inner_size, what, runs=(moe.inner_size, moe.inner_size)),
+            ),
+            "down_proj": ((moe.num_experts, hidden, moe.inner_size), Split(2, moe.inner_size, what)),
+        }
+        return {
+            f"model.layers.{layer}.{block}.experts.{name}": WeightTarget(
+                f"model.layers.{layer}.mlp.experts.{name}", 0, 0, shape[0] * shape[1], shape, split
+            )
+            for layer in sorted(self.sparse_layers)
+            for name, (shape, split) in tensors.items()
+        }
 
 
 def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames) -> WeightMap:

@@ -129,7 +129,7 @@ def _scales_of(name: str, placement: Placement, layout: ScaleLayout, module: nn.
     sizes = {"it begins at": target.start, "its length is": target.length}
     if part is not None:
         held[part.dim] = part.length
-        sizes["a rank's part begins at"] = part.start
+        sizes |= {f"a rank's part begins at ({index})": start for index, (start, _) in enumerate(part.ranges)}
     sizes |= {"rows": held[0], "columns": held[1]}
     if is_ragged:
         del sizes["its length is"], sizes["rows"]
@@ -157,5 +157,7 @@ def _scales_of(name: str, placement: Placement, layout: ScaleLayout, module: nn.
         return Placement(scales_target, None)
     step = (layout.block_rows, layout.block_columns)[part.dim]
     # Where ranks divide the columns of rows with a scale each, everyone has all scales.
-    part = None if step is None else replace(part, start=part.start // step, length=part.length // step)
-    return Placement(scales_target, part)
+    if step is None:
+        return Placement(scales_target, None)
+    ranges = tuple((start // step, length // step) for start, length in part.ranges)
+    return Placement(scales_target, replace(part, ranges=ranges))

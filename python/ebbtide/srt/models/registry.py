@@ -21,7 +21,14 @@ from ebbtide.srt.models.phi3 import Phi3ForCausalLM
 from ebbtide.srt.models.qwen2 import Qwen2ForCausalLM
 from ebbtide.srt.models.qwen2_moe import Qwen2MoeForCausalLM
 from ebbtide.srt.models.qwen3 import Qwen3ForCausalLM
+from ebbtide.srt.models.qwen3_5 import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from ebbtide.srt.models.qwen3_moe import Qwen3MoeForCausalLM
+from ebbtide.srt.models.qwen3_next import Qwen3NextForCausalLM
 
 MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -40,6 +47,11 @@ MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
+    "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
+    "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForConditionalGeneration,
 }
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from ebbtide.srt.distributed.division import part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
+from ebbtide.srt.layers.gated_delta_net import GatedDeltaNet
 from ebbtide.srt.layers.heads import Sinks
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.moe import Experts
@@ -21,17 +22,27 @@ from ebbtide.srt.models.base import CausalLM, WeightTarget
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's range of a checkpoint's tensor.
+    """A rank's ranges of a checkpoint's tensor.
 
     Attributes:
-        dim, start, length: the range.
-        is_first: whether no rank before this one holds the same range.
+        dim: of the tensor.
+        ranges: (start, length) along it; they lie one behind the other in the parameter.
+        is_first: whether no rank before this one holds the same.
     """
 
     dim: int
-    start: int
-    length: int
+    ranges: tuple[tuple[int, int], ...]
     is_first: bool
+
+    @property
+    def start(self) -> int:
+        """Where its only range begins."""
+        [(start, _)] = self.ranges
+        return start
+
+    @property
+    def length(self) -> int:
+        return sum(length for _, length in self.ranges)
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,16 @@ def shard(model: CausalLM, group: ParallelGroup) -> dict[str, Placement]:
     return placements
 
 
+def joint(model: CausalLM, group: ParallelGroup) -> dict[str, Placement]:
+    """What tensors that hold several others become in a model that `shard` has divided."""
+    placements = {}
+    for name, target in model.joint_map().items():
+        num_rows = model.get_parameter(target.parameter).shape[0]
+        part = None if group.size == 1 else _part(target, group)
+        placements[name] = Placement(replace(target, length=num_rows), part)
+    return placements
+
+
 def replace_parameter(model: nn.Module, name: str, value: torch.Tensor) -> nn.Module:
     """Give a model another parameter of this name. Returns the module that holds it."""
     module_name, _, attribute = name.rpartition(".")
@@ -91,16 +112,20 @@ def _part(target: WeightTarget, group: ParallelGroup) -> Part | None:
     if split is None:
         return None
     first, count = part_of(group.rank, group.size, split.units, split.division, split.what)
-    unit = target.shape[split.dim] // split.units
+    runs = split.runs or (target.shape[split.dim],)
     before = None
     if group.rank > 0:
         before, _ = part_of(group.rank - 1, group.size, split.units, split.division, split.what)
-    return Part(split.dim, first * unit, count * unit, is_first=first != before)
+    starts = [sum(runs[:index]) for index in range(len(runs))]
+    units = [length // split.units for length in runs]
+    ranges = tuple((start + first * unit, count * unit) for start, unit in zip(starts, units, strict=True))
+    return Part(split.dim, ranges, is_first=first != before)
 
 
 def _shrink(model: CausalLM, name: str, shape: list[int], group: ParallelGroup) -> None:
     dtype = model.get_parameter(name).dtype
     module = replace_parameter(model, name, torch.empty(shape, dtype=dtype, device="meta"))
-    assert isinstance(module, Linear | Experts | Sinks), f"{name}: {type(module)} cannot be divided"
-    if not isinstance(module, Sinks):
+    if isinstance(module, Linear | Experts | GatedDeltaNet):
         module.group = group
+    else:
+        assert isinstance(module, Sinks), f"{name}: {type(module)} cannot be divided"

@@ -35,9 +35,9 @@ class Parameters:
         self.arena = torch.zeros(6000 + 50, dtype=dtype)
         fused, bias = self.arena[:6000].view(60, 100), self.arena[6000:]
         self.destinations = [
-            Destination(fused.narrow(0, 0, 20), Part(0, 10, 20, is_first=True)),
-            Destination(fused.narrow(0, 20, 40), Part(1, 100, 100, is_first=True)),
-            Destination(bias, Part(0, 30, 50, is_first=True)),
+            Destination(fused.narrow(0, 0, 20), Part(0, ((10, 20),), is_first=True)),
+            Destination(fused.narrow(0, 20, 40), Part(1, ((100, 100),), is_first=True)),
+            Destination(bias, Part(0, ((30, 50),), is_first=True)),
         ]
         self.places = [
             Place.of(place, shape) for place, shape in zip(self.destinations, self.shapes, strict=True)

@@ -58,6 +58,9 @@ class KVHold:
         is_prefilled: whether all tokens that there were when it was taken are computed.
         is_mixed: some of it was computed with another adapter: nobody else goes on from it.
         commit_starts: (commit, first token) per span of KV that this request computed itself.
+        ends: where others may want to go on from its state, besides every so many tokens: where a cached
+            prefix ends that has no checkpoint, and the last whole page before its last token.
+        checkpoints: token → slot with the state behind so many tokens, once these are computed.
     """
 
     lease: PrefixLease
@@ -68,6 +71,8 @@ class KVHold:
     is_prefilled: bool = False
     is_mixed: bool = False
     commit_starts: list[tuple[Commit, int]] = field(default_factory=list)
+    ends: tuple[int, ...] = ()
+    checkpoints: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_computed(self) -> int:
@@ -86,6 +91,7 @@ class ParkedKV:
 
     Attributes:
         slots: of the page store in each group, one for each page, in token order.
+        state: of the page store, those of its state; none where layers keep none.
         firsts: as of `KVHold`: the pages that the first slots stand for.
         num_computed: tokens whose KV is in them.
         is_prefilled, is_mixed: as of `KVHold`.
@@ -93,6 +99,7 @@ class ParkedKV:
     """
 
     slots: list[list[int]]
+    state: list[int]
     firsts: list[int]
     num_computed: int
     is_prefilled: bool

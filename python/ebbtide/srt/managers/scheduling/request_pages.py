@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ebbtide.srt.managers.control.ports import PageStore
 from ebbtide.srt.managers.io_struct import RetractCause
 from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Req
@@ -15,6 +18,7 @@ from ebbtide.srt.mem_cache.cache_spec import Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_table import PageTable
 from ebbtide.srt.mem_cache.radix_cache import Namespace, PrefixLease, RadixCache
+from ebbtide.srt.mem_cache.state_slots import Checkpoints
 
 
 class RequestPages:
@@ -22,6 +26,7 @@ class RequestPages:
 
     Args:
         windows: of the groups of layers, each of which has pages of its own.
+        states: the slots of states that layers keep of requests; None: they keep none.
         cache_by_version: whether KV is shared by requests of the same weights only.
         records_routes: whether the experts of every token are kept with its page.
 
@@ -39,6 +44,7 @@ class RequestPages:
         page_size: int,
         page_store: PageStore,
         windows: Windows,
+        states: Checkpoints | None = None,
         *,
         cache_by_version: bool,
         records_routes: bool,
@@ -54,6 +60,8 @@ class RequestPages:
         self.routes = PageRoutes(page_size) if records_routes else None
         self.recomputed: Counter[RetractCause] = Counter()
         self.windows = windows
+        self.states = states
+        self._copies: list[tuple[int, int]] = []
         self._is_shared_by_version = cache_by_version
 
     # ---------------------------------------------------------------------------------------------- taking
@@ -148,6 +156,8 @@ class RequestPages:
             self._write(hold, group, 0, len(pages))
         for version in self.versions.versions(hold.lease.labels):
             req.note_kv_used(version)
+        if self.states is not None:
+            self._begin_state(req, self.states)
         self._restore(req)
         self._take_routes(req)
         if req.lost is not None:
@@ -168,6 +178,8 @@ class RequestPages:
                 start = max(num_cached, first)
                 self.page_store.restore(slots[start - first :], pages[start : first + len(slots)])
             self._give_up(kv, parked.firsts)
+            if self.states is not None:
+                self.page_store.restore(parked.state, self.states.slots.pages(kv.row))
             self.rows.computed[kv.row] = self.rows.launched[kv.row] = parked.num_computed
         kv.is_prefilled, kv.is_mixed = parked.is_prefilled, parked.is_mixed
         kv.commit_starts = self.versions.behind(parked.commit_starts, num_cached * self.page_size)
@@ -197,6 +209,85 @@ class RequestPages:
             if rows is not None and (index + 1) * self.page_size > req.routes.end:
                 req.routes.add(index * self.page_size, rows)
 
+    # -------------------------------------------------------------------------------------------- states
+
+    def _begin_state(self, req: Req, states: Checkpoints) -> None:
+        """A request begins behind the state of its prefix, or of what it has in host memory."""
+        kv = req.kv
+        assert kv is not None
+        num_parked = 0 if req.parked is None else req.parked.num_computed
+        if kv.lease.checkpoint is not None and len(kv.lease) * self.page_size >= num_parked:
+            states.note_used(kv.lease.checkpoint)
+            self._copies.append((kv.lease.checkpoint, kv.row))
+        if self.cache.is_enabled:
+            last = (req.num_tokens - 1) // self.page_size
+            kv.ends = tuple(end * self.page_size for end in sorted({kv.lease.num_common, last}))
+
+    def up_to_checkpoint(self, req: Req, num_new: int) -> int:
+        """How many of so many new tokens a pass may compute, so that it ends where a state is to be kept."""
+        kv, states = req.kv, self.states
+        assert kv is not None
+        if states is None or not self.cache.is_enabled:
+            return num_new
+        start, interval = kv.num_launched, states.slots.interval
+        ends = (*kv.ends, (start // interval + 1) * interval)
+        return min(num_new, min((end for end in ends if end > start), default=num_new + start) - start)
+
+    def state_copies(
+        self, requests: Sequence[Req], ends_R: NDArray[np.int64]
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Copies of states, (slot, target), before a pass that ends at these tokens, and after it."""
+        states = self.states
+        if states is None:
+            return [], []
+        before, self._copies, after = self._copies, [], []
+        for index in np.flatnonzero(ends_R % self.page_size == 0).tolist() if self.cache.is_enabled else ():
+            kv, end = requests[index].kv, int(ends_R[index])
+            assert kv is not None
+            if kv.is_mixed or (end % states.slots.interval and end not in kv.ends):
+                continue
+            if kv.is_prefilled and kv.checkpoints:
+                self.publish(requests[index])  # the one before
+            slot = states.take()
+            if slot is not None:
+                kv.checkpoints[end] = slot
+                after.append((kv.row, slot))
+        return before, after
+
+    def state_slots(self, requests: Sequence[Req]) -> list[int]:
+        """The slots that hold something, with those of these running requests."""
+        if self.states is None:
+            return []
+        holds = [req.kv for req in requests if req.kv is not None]
+        pending = [slot for kv in holds for slot in kv.checkpoints.values()]
+        return [*self.states.attached, *(kv.row for kv in holds), *pending]
+
+    def drop_checkpoints(self, requests: Sequence[Req]) -> None:
+        """The contents of all checkpoints will be lost, of those too that these running requests hold."""
+        if self.states is None:
+            return
+        self.states.detach_all()
+        for kv in [req.kv for req in requests if req.kv is not None]:
+            for slot in kv.checkpoints.values():
+                self.states.give_back(slot)
+            kv.checkpoints.clear()
+
+    def _attach_checkpoints(self, kv: KVHold, starts: Sequence[tuple[Commit, int]], first_page: int) -> None:
+        """Hand checkpoints to the prefix cache with the pages before them.
+
+        Those from `first_page` on the request computed itself. What the cache does not want nobody needs.
+        """
+        assert self.states is not None
+        for end, slot in [item for item in kv.checkpoints.items() if item[0] <= kv.num_computed]:
+            del kv.checkpoints[end]
+            page = end // self.page_size
+            is_kept = False
+            if first_page < page <= len(kv.lease):
+                [(label, _)] = self.versions.runs(starts, page - 1, page, self.page_size)
+                is_kept = self.cache.attach(kv.lease, page, slot, label)
+            if not is_kept:
+                self.states.give_back(slot)
+
     # ------------------------------------------------------------------------------------------ in between
 
     def next_key(self, req: Req) -> tuple[object, ...]:
@@ -213,11 +304,12 @@ class RequestPages:
         ]
 
     def computed(self, req: Req) -> list[int]:
-        """The pages that hold KV of a running request, those of one group after the other."""
+        """The pages that hold KV of a running request, one group after the other, then those of its state."""
         kv = req.kv
         assert kv is not None
         end = -(-kv.num_computed // self.page_size)
-        return [page for pages, first in zip(kv.pages, kv.firsts, strict=True) for page in pages[first:end]]
+        pages = [page for pages, first in zip(kv.pages, kv.firsts, strict=True) for page in pages[first:end]]
+        return pages if self.states is None else [*pages, *self.states.slots.pages(kv.row)]
 
     def prefill_starts(self, req: Req) -> list[tuple[str, int]]:
         """Each version behind the KV of its prompt, with the token from which on it is that."""
@@ -258,6 +350,8 @@ class RequestPages:
                 self.routes.keep(tokens, kv.lease.pages[0], kv.lease.runs, req.routes, label)
         for group in range(len(kv.pages)):
             self._write(kv, group, first_page, max(first_page, end_page))
+        if kv.checkpoints:
+            self._attach_checkpoints(kv, starts, first_page)
 
     def _namespace(self, req: Req) -> Namespace:
         namespace = req.cache_namespace
@@ -279,6 +373,9 @@ class RequestPages:
         assert kv is not None
         if publish:
             self.publish(req)
+        for slot in kv.checkpoints.values():
+            assert self.states is not None
+            self.states.give_back(slot)
         for pages, first in zip(kv.pages, kv.firsts, strict=True):
             self.allocator.free(pages[max(first, len(kv.lease)) :])
         kv.lease.release()
@@ -301,7 +398,15 @@ class RequestPages:
         for first in kv.firsts:
             of_group.append(slots[start : start + max(0, end - first)])
             start += len(of_group[-1])
-        req.parked = ParkedKV(of_group, kv.firsts, kv.num_computed, kv.is_prefilled, kv.is_mixed, starts)
+        req.parked = ParkedKV(
+            of_group,
+            slots[start:],
+            kv.firsts,
+            kv.num_computed,
+            is_prefilled=kv.is_prefilled,
+            is_mixed=kv.is_mixed,
+            commit_starts=starts,
+        )
 
     def note_lost(self, req: Req, cause: RetractCause) -> None:
         """A request is about to give up what was computed for it."""
@@ -325,6 +430,6 @@ class RequestPages:
     def drop_parked(self, req: Req) -> None:
         """What a request has in host memory, if anything, is of no use any more."""
         if req.parked is not None:
-            for slots in req.parked.slots:
+            for slots in (*req.parked.slots, req.parked.state):
                 self.page_store.drop(slots)
             req.parked = None

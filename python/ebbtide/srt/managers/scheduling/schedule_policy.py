@@ -248,6 +248,9 @@ class SchedulePolicy:
             rids.add(req.rid)
         num_tokens = sum(req.num_tokens for req in self.running if req.rid in rids)
         held = self.allocator.held
+        if self.pages.states is not None:
+            slots = self.pages.state_slots(self.running)
+            held = held.union(*map(self.pages.states.slots.pages, slots))
         keeps_cache = with_cache and len(rids) == len(self.running) and len(held) <= max_pages
         return ParkingPlan(frozenset(rids), sorted(held if keeps_cache else pages), keeps_cache, num_tokens)
 
@@ -258,6 +261,7 @@ class SchedulePolicy:
             self.retract(req, RetractCause.RELEASE)
         if not plan.keeps_cache:
             self.cache.flush()
+            self.pages.drop_checkpoints(self.running)
         return len(retracted)
 
     def park_request(self, req: Req, slots: list[int]) -> None:
@@ -326,6 +330,8 @@ class SchedulePolicy:
                 break
         self._reserve.note_step()
         chunks = self._share.short_first(chunks)
+        if self.pages.states is not None:
+            chunks = {req: self.pages.up_to_checkpoint(req, chunk) for req, chunk in chunks.items()}
         requests += chunks
         if not requests:
             return None
@@ -334,6 +340,9 @@ class SchedulePolicy:
         num_new_R = np.ones(len(requests), dtype=np.int64)
         num_new_R[len(decoding) :] = list(chunks.values())
         plan = self.rows.plan(requests, batch_rows_R, num_new_R)
+        plan.copies_before, plan.copies_after = self.pages.state_copies(
+            requests, self.rows.launched[batch_rows_R]
+        )
         self._num_in_flight += 1
         return ScheduledBatch(requests, self.rows.serial[batch_rows_R], plan, admitted)
 
@@ -345,12 +354,16 @@ class SchedulePolicy:
         """A step has computed more of its KV. A complete prompt is shared at once."""
         kv = req.kv
         assert kv is not None
-        if not kv.is_prefilled and kv.num_computed == req.num_tokens:
+        if kv.is_prefilled:
+            return
+        if kv.num_computed == req.num_tokens:
             kv.is_prefilled = True
             req.prefill_starts = self.pages.prefill_starts(req)
             req.prefill_changed = True
             self.pages.publish(req)
             self.pages.slide(req)
+        elif kv.num_computed in kv.checkpoints:
+            self.pages.publish(req)
 
     def _must_commit_first(self) -> bool:
         """Whether a request's next token depends on the ids of those in flight."""

@@ -46,35 +46,32 @@ class SchedulerTrialPass:
         ids = list(input_ids)
         unrecorded = self._kv_scales.paused() if self._kv_scales is not None else nullcontext()
         with unrecorded, self._pages(self._policy.pages_of(len(ids))):
-            result = self._runner.launch(_plan(ids)).wait()
+            result = self._runner.launch(_plan(ids, self._table.spare_row)).wait()
         logprobs: list[float] = result.input_logprobs[0].tokens_N.tolist()
         return logprobs
 
     @contextmanager
     def _pages(self, num_pages: int) -> Iterator[None]:
-        """Pages in the first row. Requests that run may have all rows: this one gets its own pages back."""
+        """Pages in the spare row."""
         pages = self._policy.borrow_pages(num_pages)
         if pages is None:
             raise RequestRejected(
                 f"canary: its forward pass needs {num_pages} pages of KV cache, and the pool has not so many"
             )
-        num_groups = len(self._table.arrays)
-        entries = self._table.arrays[:, 0, : num_pages // num_groups]
-        before = entries.copy()
+        entries = self._table.arrays[:, self._table.spare_row, : num_pages // len(self._table.arrays)]
         entries[:] = np.array(pages).reshape(entries.shape)
         try:
             yield
         finally:
-            entries[:] = before
             self._policy.allocator.free(pages)
 
 
-def _plan(ids: list[int]) -> BatchPlan:
+def _plan(ids: list[int], row: int) -> BatchPlan:
     """The logprobs of a prompt, and no token behind it."""
     spec = SampleSpec(SamplingParams(max_new_tokens=0), 0, frozenset(), ids, [], LogprobSpec(start=0))
     return BatchPlan(
         input_ids_T=np.array(ids, dtype=np.int64),
-        page_rows_R=np.zeros(1, dtype=np.int32),
+        page_rows_R=np.full(1, row, dtype=np.int32),
         starts_R=np.zeros(1, dtype=np.int32),
         num_new_R=np.array([len(ids)], dtype=np.int32),
         samples_R=np.zeros(1, dtype=np.bool_),

@@ -1,0 +1,483 @@
+"""The gated delta rule, its convolution and its norm. `layers.state.reference` says what each computes.
+
+One token brings a request's state up to date in place: a program reads a part of a matrix, changes it and
+writes it back. Of a prompt, pieces of `PIECE_TOKENS` tokens are prepared side by side: how the updates of a
+piece follow from one another is solved for all of its tokens at once. What is left to do one piece after the
+other are products of matrices.
+
+Shapes: T tokens, R requests, C channels, P pieces, L tokens of a piece, V value heads, H head_dim.
+"""
+
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.srt.layers.state.base import KEY_EPS, PIECE_TOKENS, StateStep
+
+CONV_CHANNELS, CONV_TOKENS = 256, 16
+# Columns of a matrix that a program holds: with one token it is small, so that a few requests fill a GPU.
+ONE_COLUMNS, PROMPT_COLUMNS = 32, 64
+NORM_ROWS = 16
+
+
+def convolve(
+    inputs_TC: Tensor, weight_C1K: Tensor, conv_states: Tensor, positions_T: Tensor, states: StateStep
+) -> Tensor:
+    num_tokens, channels = inputs_TC.shape
+    size = weight_C1K.shape[-1]
+    out_TC = torch.empty((num_tokens, channels), dtype=inputs_TC.dtype, device=inputs_TC.device)
+    blocks = triton.cdiv(channels, CONV_CHANNELS)
+    shared = (inputs_TC, inputs_TC.stride(0), weight_C1K, conv_states, conv_states.stride(0), states.slots_R)
+    if states.num_decoding:
+        _convolve_one[(states.num_decoding, blocks)](
+            *shared, positions_T, out_TC, channels, SIZE=size, BLOCK=CONV_CHANNELS
+        )
+    if states.pieces_P3 is not None:
+        assert states.indptr_P1 is not None
+        prompts = (states.indptr_P1, states.num_decoding, positions_T)
+        grid = (len(states.pieces_P3), triton.cdiv(PIECE_TOKENS, CONV_TOKENS), blocks)
+        _convolve_piece[grid](
+            *shared,
+            *prompts,
+            states.pieces_P3,
+            out_TC,
+            channels,
+            SIZE=size,
+            TOKENS=CONV_TOKENS,
+            BLOCK=CONV_CHANNELS,
+        )
+        # Not before all of the prompt has been convolved with what was there.
+        _keep_last[(len(states.lens_P), blocks)](*shared, *prompts, channels, SIZE=size, BLOCK=CONV_CHANNELS)
+    return out_TC
+
+
+def delta_rule(
+    qkv_TC: Tensor,
+    rates_TV: Tensor,
+    decays_TV: Tensor,
+    decay_log_V: Tensor,
+    rate_bias_V: Tensor,
+    matrices: Tensor,
+    positions_T: Tensor,
+    states: StateStep,
+) -> Tensor:
+    num_tokens, channels = qkv_TC.shape
+    num_heads, k_dim, v_dim = matrices.shape[1:]
+    k_size = (channels - num_heads * v_dim) // 2
+    rates = (rates_TV, rates_TV.stride(0), decays_TV, decays_TV.stride(0), decay_log_V, rate_bias_V)
+    held = (matrices, matrices.stride(0), states.slots_R, positions_T)
+    out_TVH = torch.empty((num_tokens, num_heads, v_dim), dtype=qkv_TC.dtype, device=qkv_TC.device)
+    sizes = {
+        "K_SIZE": k_size,
+        "HEADS": num_heads,
+        "PER_KEY": num_heads * k_dim // k_size,
+        "K_DIM": k_dim,
+        "V_DIM": v_dim,
+        "BLOCK_K": max(16, triton.next_power_of_2(k_dim)),
+        "EPS": KEY_EPS,
+    }
+    if states.num_decoding:
+        grid = (states.num_decoding, num_heads, triton.cdiv(v_dim, ONE_COLUMNS))
+        _one_token[grid](qkv_TC, *rates, *held, out_TVH, BLOCK_V=ONE_COLUMNS, **sizes)
+    if states.pieces_P3 is not None:
+        assert states.indptr_P1 is not None
+        keys_TVH = torch.empty((num_tokens, num_heads, k_dim), dtype=qkv_TC.dtype, device=qkv_TC.device)
+        updates_TVH = torch.empty_like(out_TVH)
+        totals_TV = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=qkv_TC.device)
+        precision = "ieee" if qkv_TC.dtype == torch.float32 else "tf32"
+        _prepare_piece[(len(states.pieces_P3), num_heads)](
+            qkv_TC,
+            *rates,
+            states.pieces_P3,
+            keys_TVH,
+            updates_TVH,
+            totals_TV,
+            TOKENS=PIECE_TOKENS,
+            BLOCK_V=max(16, triton.next_power_of_2(v_dim)),
+            PRECISION=precision,
+            num_warps=4,
+            **sizes,
+        )
+        columns = min(PROMPT_COLUMNS, max(16, triton.next_power_of_2(v_dim)))
+        _pieces_in_order[(len(states.lens_P), num_heads, triton.cdiv(v_dim, columns))](
+            qkv_TC,
+            keys_TVH,
+            updates_TVH,
+            totals_TV,
+            *held,
+            states.indptr_P1,
+            states.num_decoding,
+            out_TVH,
+            TOKENS=PIECE_TOKENS,
+            BLOCK_V=columns,
+            PRECISION=precision,
+            num_warps=8,
+            num_stages=1,
+            **sizes,
+        )
+    return out_TVH
+
+
+def gated_norm(heads_TVH: Tensor, gates_TVH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    num_tokens, num_heads, head_dim = heads_TVH.shape
+    out_TVH = torch.empty_like(heads_TVH)
+    num_rows = num_tokens * num_heads
+    _gated_norm[(triton.cdiv(num_rows, NORM_ROWS),)](
+        heads_TVH,
+        gates_TVH,
+        gates_TVH.stride(0),
+        weight_H,
+        out_TVH,
+        num_rows,
+        eps,
+        HEADS=num_heads,
+        DIM=head_dim,
+        ROWS=NORM_ROWS,
+        BLOCK=triton.next_power_of_2(head_dim),
+    )
+    return out_TVH
+
+
+@triton.jit
+def _convolve_one(  # type: ignore[no-untyped-def]
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    state_ptr,
+    state_stride,
+    slots_ptr,
+    positions_ptr,
+    out_ptr,
+    channels,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A token of each request, and the last inputs of its state moved on by one."""
+    request = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    held_ptr = state_ptr + tl.load(slots_ptr + request) * state_stride + channel * (SIZE - 1)
+    has_before = channel < tl.where(tl.load(positions_ptr + request) > 0, channels, 0)
+    new = tl.load(x_ptr + request * x_stride + channel, mask=inside, other=0.0)
+    weight_ptr += channel * SIZE
+    total = tl.load(weight_ptr + SIZE - 1, mask=inside, other=0.0).to(tl.float32) * new.to(tl.float32)
+    for index in tl.static_range(SIZE - 1):
+        before = tl.load(held_ptr + index, mask=has_before, other=0.0)
+        weight = tl.load(weight_ptr + index, mask=inside, other=0.0).to(tl.float32)
+        total += weight * before.to(tl.float32)
+        if index > 0:
+            tl.store(held_ptr + index - 1, before, mask=inside)
+    tl.store(held_ptr + SIZE - 2, new, mask=inside)
+    tl.store(out_ptr + request * channels + channel, total * tl.sigmoid(total), mask=inside)
+
+
+@triton.jit
+def _convolve_piece(  # type: ignore[no-untyped-def]
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    state_ptr,
+    state_stride,
+    slots_ptr,
+    indptr_ptr,
+    num_decoding,
+    positions_ptr,
+    pieces_ptr,
+    out_ptr,
+    channels,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Some tokens of a piece; inputs before the prompt's first new token are those of the state."""
+    piece_ptr = pieces_ptr + tl.program_id(0) * 3
+    start = tl.load(piece_ptr) + tl.program_id(1) * TOKENS
+    end = tl.load(piece_ptr) + tl.load(piece_ptr + 1)
+    request = tl.load(piece_ptr + 2)
+    first = tl.load(indptr_ptr + request - num_decoding)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    token = start + tl.arange(0, TOKENS)
+    held_ptr = state_ptr + tl.load(slots_ptr + request) * state_stride + channel[None, :] * (SIZE - 1)
+    # Where there is nothing before, no token has inputs from there.
+    held_end = tl.where(tl.load(positions_ptr + first) > 0, end, 0)
+    total = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
+    for index in tl.static_range(SIZE):
+        source = token - (SIZE - 1) + index
+        is_new = (source >= first) & (token < end)
+        new = tl.load(
+            x_ptr + source[:, None].to(tl.int64) * x_stride + channel[None, :],
+            mask=is_new[:, None] & inside[None, :],
+            other=0.0,
+        )
+        is_held = (source < first) & (token < held_end)
+        held = tl.load(
+            held_ptr + (source - first)[:, None] + SIZE - 1,
+            mask=is_held[:, None] & inside[None, :],
+            other=0.0,
+        )
+        weight = tl.load(weight_ptr + channel * SIZE + index, mask=inside, other=0.0).to(tl.float32)
+        total += weight[None, :] * (new.to(tl.float32) + held.to(tl.float32))
+    tl.store(
+        out_ptr + token[:, None].to(tl.int64) * channels + channel[None, :],
+        total * tl.sigmoid(total),
+        mask=(token < end)[:, None] & inside[None, :],
+    )
+
+
+@triton.jit
+def _keep_last(  # type: ignore[no-untyped-def]
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    state_ptr,
+    state_stride,
+    slots_ptr,
+    indptr_ptr,
+    num_decoding,
+    positions_ptr,
+    channels,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The last inputs of each prompt become its state; of few new ones, some of those before stay."""
+    prompt = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    first = tl.load(indptr_ptr + prompt).to(tl.int64)
+    count = tl.load(indptr_ptr + prompt + 1) - first
+    slot = tl.load(slots_ptr + num_decoding + prompt)
+    held_ptr = state_ptr + slot * state_stride + channel * (SIZE - 1)
+    num_held = tl.where(tl.load(positions_ptr + first) > 0, channels, 0)
+    for index in tl.static_range(SIZE - 1):
+        source = count - (SIZE - 1) + index
+        is_new, is_held = (
+            channel < tl.where(source >= 0, channels, 0),
+            channel < tl.where(source < 0, num_held, 0),
+        )
+        new = tl.load(x_ptr + (first + source) * x_stride + channel, mask=is_new, other=0.0)
+        held = tl.load(held_ptr + SIZE - 1 + source, mask=is_held, other=0.0)
+        tl.store(held_ptr + index, new + held, mask=inside)
+
+
+@triton.jit
+def _rates(rate, decay, head, decay_log_ptr, rate_bias_ptr):  # type: ignore[no-untyped-def]
+    """β and g, of what they are made of."""
+    decay = decay.to(tl.float32) + tl.load(rate_bias_ptr + head)
+    # softplus; beyond 20 it is the number itself in float32.
+    decay = tl.where(decay > 20.0, decay, tl.log(1.0 + tl.exp(tl.minimum(decay, 20.0))))
+    return tl.sigmoid(rate.to(tl.float32)), -tl.exp(tl.load(decay_log_ptr + head)) * decay
+
+
+@triton.jit
+def _one_token(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    rates_ptr,
+    rates_stride,
+    decays_ptr,
+    decays_stride,
+    decay_log_ptr,
+    rate_bias_ptr,
+    matrices_ptr,
+    matrices_stride,
+    slots_ptr,
+    positions_ptr,
+    out_ptr,
+    K_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    EPS: tl.constexpr,
+) -> None:
+    """Some columns of a head's matrix of each request, changed in place, and their outputs."""
+    request = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = tl.arange(0, BLOCK_K)
+    column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_row, is_column = row < K_DIM, column < V_DIM
+    token_ptr = qkv_ptr + request * (2 * K_SIZE + HEADS * V_DIM)
+    key_ptr = token_ptr + head // PER_KEY * K_DIM + row
+    q = tl.load(key_ptr, mask=is_row, other=0.0).to(tl.float32)
+    k = tl.load(key_ptr + K_SIZE, mask=is_row, other=0.0).to(tl.float32)
+    v = tl.load(token_ptr + 2 * K_SIZE + head * V_DIM + column, mask=is_column, other=0.0).to(tl.float32)
+    q *= 1.0 / tl.sqrt((tl.sum(q * q) + EPS) * K_DIM)
+    k *= 1.0 / tl.sqrt(tl.sum(k * k) + EPS)
+    rate = tl.load(rates_ptr + request * rates_stride + head)
+    decay = tl.load(decays_ptr + request * decays_stride + head)
+    rate, decay = _rates(rate, decay, head, decay_log_ptr, rate_bias_ptr)
+    matrix_ptr = matrices_ptr + tl.load(slots_ptr + request) * matrices_stride + head * K_DIM * V_DIM
+    matrix_ptr += row[:, None] * V_DIM + column[None, :]
+    inside = is_row[:, None] & is_column[None, :]
+    held_rows = tl.where(tl.load(positions_ptr + request) > 0, K_DIM, 0)
+    is_held = (row < held_rows)[:, None] & is_column[None, :]
+    matrix = tl.load(matrix_ptr, mask=is_held, other=0.0) * tl.exp(decay)
+    update = rate * (v - tl.sum(matrix * k[:, None], axis=0))
+    matrix += k[:, None] * update[None, :]
+    tl.store(matrix_ptr, matrix, mask=inside)
+    out = tl.sum(matrix * q[:, None], axis=0)
+    tl.store(out_ptr + (request * HEADS + head) * V_DIM + column, out, mask=is_column)
+
+
+@triton.jit
+def _unit_rows(ptr, inside, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    x = tl.load(ptr, mask=inside, other=0.0).to(tl.float32)
+    return x / tl.sqrt(tl.sum(x * x, axis=1) + EPS)[:, None]
+
+
+@triton.jit
+def _prepare_piece(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    rates_ptr,
+    rates_stride,
+    decays_ptr,
+    decays_stride,
+    decay_log_ptr,
+    rate_bias_ptr,
+    pieces_ptr,
+    keys_ptr,
+    updates_ptr,
+    totals_ptr,
+    K_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Of a piece and a head: updates as if the matrix before were zero, and what it takes off them.
+
+    With A as in the reference, they are (1 + A)⁻¹ β v and (1 + A)⁻¹ β exp(g) k, whose product with the matrix
+    is to be taken off. `totals` are the sums of g from the piece's beginning on.
+    """
+    piece_ptr = pieces_ptr + tl.program_id(0) * 3
+    first, count = tl.load(piece_ptr).to(tl.int64), tl.load(piece_ptr + 1)
+    head = tl.program_id(1)
+    index = tl.arange(0, TOKENS)
+    token, inside = first + index, index < count
+    row, column = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    rate = tl.load(rates_ptr + token * rates_stride + head, mask=inside, other=0.0)
+    decay = tl.load(decays_ptr + token * decays_stride + head, mask=inside, other=0.0)
+    rate, decay = _rates(rate, decay, head, decay_log_ptr, rate_bias_ptr)
+    total = tl.cumsum(tl.where(inside, decay, 0.0), axis=0)
+    token_ptr = qkv_ptr + token[:, None] * (2 * K_SIZE + HEADS * V_DIM)
+    is_key, is_value = inside[:, None] & (row < K_DIM)[None, :], inside[:, None] & (column < V_DIM)[None, :]
+    k = _unit_rows(token_ptr + K_SIZE + head // PER_KEY * K_DIM + row[None, :], is_key, EPS)
+    v = tl.load(token_ptr + 2 * K_SIZE + head * V_DIM + column[None, :], mask=is_value, other=0.0)
+    keys = k * rate[:, None]
+    is_later = index[:, None] > index[None, :]
+    since = tl.exp(tl.where(is_later, total[:, None] - total[None, :], 0.0))
+    owed = tl.dot(keys, tl.trans(k), input_precision=PRECISION)
+    # Row after row of (1 + A)⁻¹ − 1, from those before it.
+    solved = tl.where(is_later, -owed * since, 0.0)
+    for number in range(1, TOKENS):
+        is_row = index[:, None] == number
+        line = tl.sum(tl.where(is_row, solved, 0.0), axis=0)
+        line += tl.sum(line[:, None] * solved, axis=0)
+        solved = tl.where(is_row, line[None, :], solved)
+    solved += tl.where(index[:, None] == index[None, :], 1.0, 0.0)
+    updates = tl.dot(solved, v.to(tl.float32) * rate[:, None], input_precision=PRECISION)
+    keys = tl.dot(solved, keys * tl.exp(total)[:, None], input_precision=PRECISION)
+    place = token[:, None] * HEADS + head
+    tl.store(updates_ptr + place * V_DIM + column[None, :], updates, mask=is_value)
+    tl.store(keys_ptr + place * K_DIM + row[None, :], keys, mask=is_key)
+    tl.store(totals_ptr + token * HEADS + head, total, mask=inside)
+
+
+@triton.jit
+def _pieces_in_order(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    keys_ptr,
+    updates_ptr,
+    totals_ptr,
+    matrices_ptr,
+    matrices_stride,
+    slots_ptr,
+    positions_ptr,
+    indptr_ptr,
+    num_decoding,
+    out_ptr,
+    K_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Of a prompt and a head some columns: outputs piece after piece, and the matrix behind the last one."""
+    prompt = tl.program_id(0)
+    head = tl.program_id(1)
+    first, end = tl.load(indptr_ptr + prompt), tl.load(indptr_ptr + prompt + 1)
+    row = tl.arange(0, BLOCK_K)
+    column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    index = tl.arange(0, TOKENS)
+    slot = tl.load(slots_ptr + num_decoding + prompt)
+    matrix_ptr = matrices_ptr + slot * matrices_stride + head * K_DIM * V_DIM
+    matrix_ptr += row[:, None] * V_DIM + column[None, :]
+    held_rows = tl.where(tl.load(positions_ptr + first) > 0, K_DIM, 0)
+    is_held = (row < held_rows)[:, None] & (column < V_DIM)[None, :]
+    matrix = tl.load(matrix_ptr, mask=is_held, other=0.0)
+    is_causal = index[:, None] >= index[None, :]
+    for start in range(first, end, TOKENS):
+        token = start + index.to(tl.int64)
+        inside = token < end
+        is_key, is_value = (
+            inside[:, None] & (row < K_DIM)[None, :],
+            inside[:, None] & (column < V_DIM)[None, :],
+        )
+        key_ptr = qkv_ptr + token[:, None] * (2 * K_SIZE + HEADS * V_DIM) + head // PER_KEY * K_DIM
+        q = _unit_rows(key_ptr + row[None, :], is_key, EPS) / tl.sqrt(K_DIM * 1.0)
+        k = _unit_rows(key_ptr + K_SIZE + row[None, :], is_key, EPS)
+        place = token[:, None] * HEADS + head
+        keys = tl.load(keys_ptr + place * K_DIM + row[None, :], mask=is_key, other=0.0).to(tl.float32)
+        updates = tl.load(updates_ptr + place * V_DIM + column[None, :], mask=is_value, other=0.0)
+        total = tl.load(totals_ptr + token * HEADS + head, mask=inside, other=0.0)
+        last = tl.load(totals_ptr + (tl.minimum(start + TOKENS, end) - 1) * HEADS + head)
+        updates = updates.to(tl.float32) - tl.dot(keys, matrix, input_precision=PRECISION)
+        out = tl.dot(q * tl.exp(total)[:, None], matrix, input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        since = tl.exp(tl.where(is_causal, total[:, None] - total[None, :], 0.0))
+        scores = tl.where(is_causal, scores * since, 0.0)
+        out += tl.dot(scores, updates, input_precision=PRECISION)
+        tl.store(out_ptr + place * V_DIM + column[None, :], out, mask=is_value)
+        kept = k * tl.exp(tl.where(inside, last - total, 0.0))[:, None]
+        matrix = matrix * tl.exp(last) + tl.dot(tl.trans(kept), updates, input_precision=PRECISION)
+    tl.store(matrix_ptr, matrix, mask=(row < K_DIM)[:, None] & (column < V_DIM)[None, :])
+
+
+@triton.jit
+def _gated_norm(  # type: ignore[no-untyped-def]
+    x_ptr,
+    gates_ptr,
+    gates_stride,
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    eps,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < DIM)[None, :]
+    x = tl.load(x_ptr + row[:, None] * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    gate_ptr = gates_ptr + (row // HEADS)[:, None] * gates_stride + (row % HEADS)[:, None] * DIM
+    gate = tl.load(gate_ptr + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
+    x *= (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / DIM + eps))[:, None] * weight[None, :]
+    tl.store(out_ptr + row[:, None] * DIM + column[None, :], x * gate * tl.sigmoid(gate), mask=inside)

@@ -1,0 +1,127 @@
+"""The gated delta rule in torch, for devices without kernels of ours: what the kernels are tested against.
+
+Shapes: T tokens, R requests, C channels, K key heads, V value heads, H head_dim, L tokens of a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ebbtide.srt.layers.state.base import KEY_EPS, PIECE_TOKENS, StateStep
+
+
+def convolve(
+    inputs_TC: Tensor, weight_C1K: Tensor, conv_states: Tensor, positions_T: Tensor, states: StateStep
+) -> Tensor:
+    """silu of each channel's convolution over a token and those before it.
+
+    Args:
+        conv_states: [slots, C, K − 1], the inputs of the tokens before, which are replaced by those of now.
+    """
+    size = weight_C1K.shape[-1]
+    outputs = []
+    for slots, tokens in _requests(states):
+        new_RCT = _by_request(inputs_TC[tokens], slots).transpose(1, 2)
+        all_RCT = torch.cat([_before(conv_states, slots, positions_T[tokens]), new_RCT], dim=2)
+        conv_states[slots] = all_RCT[:, :, all_RCT.shape[2] - size + 1 :]
+        outputs.append(F.conv1d(all_RCT, weight_C1K, groups=len(weight_C1K)).transpose(1, 2).flatten(0, 1))
+    return F.silu(torch.cat(outputs))
+
+
+def delta_rule(
+    qkv_TC: Tensor,
+    rates_TV: Tensor,
+    decays_TV: Tensor,
+    decay_log_V: Tensor,
+    rate_bias_V: Tensor,
+    matrices: Tensor,
+    positions_T: Tensor,
+    states: StateStep,
+) -> Tensor:
+    """The outputs of value heads, [T, V, H].
+
+    Args:
+        qkv_TC: queries of all key heads, then keys, then values.
+        rates_TV, decays_TV: what β and g are made of.
+        matrices: float32 [slots, V, key H, value H], which are brought up to date.
+    """
+    num_v_heads, k_dim, v_dim = matrices.shape[1:]
+    v_size = num_v_heads * v_dim
+    k_size = (qkv_TC.shape[1] - v_size) // 2
+    q, k, v = torch.split(qkv_TC.float(), [k_size, k_size, v_size], dim=1)
+    per_key = num_v_heads * k_dim // k_size
+    q_TVH, k_TVH = (_unit(x.reshape(len(x), -1, k_dim)).repeat_interleave(per_key, dim=1) for x in (q, k))
+    q_TVH = q_TVH * k_dim**-0.5
+    v_TVH = v.reshape(len(v), num_v_heads, v_dim)
+    rate_TV = rates_TV.float().sigmoid()
+    decay_TV = -decay_log_V.exp() * F.softplus(decays_TV.float() + rate_bias_V)
+    outputs = []
+    for slots, tokens in _requests(states):
+        matrix_RVHH = _before(matrices, slots, positions_T[tokens])
+        # [R, V, T of a request, ...]
+        parts = [
+            _by_request(x[tokens], slots).transpose(1, 2) for x in (q_TVH, k_TVH, v_TVH, rate_TV, decay_TV)
+        ]
+        pieces = []
+        for piece in zip(*(torch.split(part, PIECE_TOKENS, dim=2) for part in parts), strict=True):
+            out_RVLH, matrix_RVHH = _piece(matrix_RVHH, *piece)
+            pieces.append(out_RVLH)
+        matrices[slots] = matrix_RVHH
+        outputs.append(torch.cat(pieces, dim=2).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).to(qkv_TC.dtype)
+
+
+def _piece(
+    matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, decay: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs of L tokens of each request, and the matrices behind them.
+
+    The tokens' updates u solve (1 + A) u = β (v − exp(g) S k), where A is how much of its update each token
+    owes to those before it: all at once in place of one after the other.
+    """
+    total = decay.cumsum(-1)
+    since = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    keys = k * rate[..., None]
+    owed = (keys @ k.transpose(-1, -2) * since).tril(-1)
+    wanted = v * rate[..., None] - (keys * total.exp()[..., None]) @ matrix
+    updates = torch.linalg.solve_triangular(owed, wanted, upper=False, unitriangular=True)
+    out = (q * total.exp()[..., None]) @ matrix + (q @ k.transpose(-1, -2) * since) @ updates
+    last = total[..., -1:]
+    kept = k * (last - total).exp()[..., None]
+    return out, matrix * last.exp()[..., None] + kept.transpose(-1, -2) @ updates
+
+
+def gated_norm(heads_TVH: Tensor, gates_TVH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """rms_norm(heads) · silu(gates)."""
+    normed = F.rms_norm(heads_TVH.float(), weight_H.shape, None, eps).to(heads_TVH.dtype) * weight_H
+    return (normed * F.silu(gates_TVH.float())).to(heads_TVH.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + KEY_EPS)
+
+
+def _requests(states: StateStep) -> Iterator[tuple[Tensor, slice]]:
+    """Those that decode together, then the others one by one: their slots, and their tokens."""
+    first = states.num_decoding
+    if first:
+        yield states.slots_R[:first], slice(0, first)
+    for index, count in enumerate(states.lens_P, states.num_decoding):
+        yield states.slots_R[index : index + 1], slice(first, first + count)
+        first += count
+
+
+def _by_request(x: Tensor, slots: Tensor) -> Tensor:
+    """Tokens of requests that have as many each, by request."""
+    return x.reshape(len(slots), -1, *x.shape[1:])
+
+
+def _before(pool: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """What slots hold; zero where a request has no token before its first one here."""
+    firsts = _by_request(positions, slots)[:, 0]
+    held = pool[slots]
+    return held.where((firsts > 0).view(-1, *[1] * (held.dim() - 1)), 0.0)

@@ -1,0 +1,126 @@
+"""The kernels of layers with states against torch: in Triton's interpreter, and on a GPU if there is one."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from ebbtide.srt.layers.state import reference
+from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
+
+HAS_GPU = torch.cuda.is_available()  # noqa: TID251
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+SIZE = 4
+# (key heads, value heads, head_dim of keys, of values)
+HEADS = [(2, 4, 16, 24), (1, 2, 32, 64)]
+# Tokens before the pass and in it: those with one come first.
+BATCHES = {
+    "decode": [(5, 1), (0, 1), (70, 1)],
+    "prompts": [(0, 2), (0, 130), (3, 64), (9, 1), (40, 65)],
+    "both": [(8, 1), (0, 1), (0, 90), (1, 3)],
+}
+
+pytestmark = [
+    pytest.mark.gpu if HAS_GPU else pytest.mark.filterwarnings("default"),
+    pytest.mark.parametrize("name", BATCHES),
+]
+
+
+@pytest.fixture(autouse=True)
+def triton() -> None:
+    """Triton, or its interpreter where there is no GPU."""
+    if not HAS_GPU:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    language = pytest.importorskip("triton.language")
+    if not HAS_GPU and type(language.sum).__name__ != "InterpretedFunction":
+        pytest.skip("Triton was imported before TRITON_INTERPRET was set")
+
+
+class Batch:
+    """Requests in shuffled slots of a pool; slots of requests without tokens hold anything."""
+
+    def __init__(self, name: str) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        lens = [count for _, count in BATCHES[name]]
+        num_decoding = next((index for index, count in enumerate(lens) if count > 1), len(lens))
+        firsts = [sum(lens[:index]) for index in range(len(lens) + 1)]
+        self.num_slots, self.num_tokens = len(lens) + 3, firsts[-1]
+        self.slots = torch.randperm(self.num_slots, generator=self.generator)[: len(lens)]
+        positions = [start + index for start, count in BATCHES[name] for index in range(count)]
+        self.positions = torch.tensor(positions, device=DEVICE)
+        pieces = [
+            (firsts[number] + start, min(PIECE_TOKENS, lens[number] - start), number)
+            for number in range(num_decoding, len(lens))
+            for start in range(0, lens[number], PIECE_TOKENS)
+        ]
+        indptr = torch.tensor(firsts[num_decoding:], dtype=torch.int32, device=DEVICE)
+        table = torch.tensor(pieces, dtype=torch.int32, device=DEVICE) if pieces else None
+        self.step = StateStep([], self.slots.to(DEVICE), num_decoding, indptr, lens[num_decoding:], table)
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(DEVICE, dtype)
+
+
+def assert_close(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    atol = 2e-5 if dtype == torch.float32 else 3e-2 * max(1.0, float(expected.float().abs().max()))
+    torch.testing.assert_close(ours.float(), expected.float(), atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_convolution(name: str, dtype: torch.dtype) -> None:
+    from ebbtide.srt.layers.kernels import gated_delta
+
+    batch, channels = Batch(name), 80
+    # A part of a wider projection.
+    inputs = batch.random(batch.num_tokens, channels + 16, dtype=dtype)[:, :channels]
+    weight, held = (
+        batch.random(channels, 1, SIZE, dtype=dtype),
+        batch.random(batch.num_slots, channels, SIZE - 1),
+    )
+    held = held.to(dtype)
+    expected_held = held.clone()
+    expected = reference.convolve(inputs, weight, expected_held, batch.positions, batch.step)
+
+    ours = gated_delta.convolve(inputs, weight, held, batch.positions, batch.step)
+
+    assert_close(ours, expected, dtype)
+    assert torch.equal(held, expected_held)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_delta_rule(name: str, heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    from ebbtide.srt.layers.kernels import gated_delta
+
+    num_k, num_v, k_dim, v_dim = heads
+    batch = Batch(name)
+    qkv = batch.random(batch.num_tokens, 2 * num_k * k_dim + num_v * v_dim, dtype=dtype)
+    # Repeated keys are the hard case: each update takes back the one before.
+    qkv[batch.num_tokens // 2 :, : 2 * num_k * k_dim] = qkv[0, : 2 * num_k * k_dim]
+    both = batch.random(batch.num_tokens, 2 * num_v, dtype=dtype)
+    rates, decays = torch.split(both, num_v, dim=1)
+    decay_log, bias = batch.random(num_v) - 1.0, batch.random(num_v)
+    matrices = batch.random(batch.num_slots, num_v, k_dim, v_dim)
+    expected_matrices = matrices.clone()
+    arguments = (qkv, rates, decays, decay_log, bias)
+    expected = reference.delta_rule(*arguments, expected_matrices, batch.positions, batch.step)
+
+    ours = gated_delta.delta_rule(*arguments, matrices, batch.positions, batch.step)
+
+    assert_close(ours, expected, dtype)
+    assert_close(matrices, expected_matrices, dtype)
+    others = [slot for slot in range(batch.num_slots) if slot not in batch.slots.tolist()]
+    assert torch.equal(matrices[others], expected_matrices[others])
+
+
+def test_norm(name: str) -> None:
+    from ebbtide.srt.layers.kernels import gated_delta
+
+    batch = Batch(name)
+    heads, weight = batch.random(batch.num_tokens, 3, 24), batch.random(24)
+    gates = torch.unflatten(batch.random(batch.num_tokens, 100)[:, 28:], 1, (3, 24))
+
+    ours = gated_delta.gated_norm(heads, gates, weight, 1e-6)
+
+    assert_close(ours, reference.gated_norm(heads, gates, weight, 1e-6), torch.float32)

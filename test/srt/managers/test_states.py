@@ -1,0 +1,216 @@
+"""Models whose layers keep a state of each request: it follows its request wherever that goes.
+
+Whatever happens meanwhile, tokens are those of transformers, in float32.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fixtures.checkpoints import make_checkpoint
+from fixtures.full_rank import KV, SHAPE, Rank, prompt
+from fixtures.references import Reference, check_greedy_spans
+
+from ebbtide.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+    PauseMode,
+    Preserve,
+    Refusal,
+    ReleaseMemoryOccupationReqInput,
+    ResizeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+from ebbtide.srt.model_executor import kv_sizing
+
+INTERVAL = 32
+PROMPTS = [prompt(1, 110), prompt(2, 61), prompt(3, 9), prompt(4, 24), prompt(5, 1)]
+
+
+@pytest.fixture(scope="module", params=["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def reference(path: Path) -> Reference:
+    return Reference(path)
+
+
+@pytest.fixture(autouse=True)
+def interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_sizing, "CHECKPOINT_TOKENS", INTERVAL)
+    monkeypatch.setattr(kv_sizing, "MIN_CHECKPOINTS", 40)
+
+
+def retract(rank: Rank) -> None:
+    rank.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT))
+    rank.apply(ContinueGenerationReqInput())
+
+
+def release(rank: Rank, preserve: Preserve) -> None:
+    reply = rank.apply(ReleaseMemoryOccupationReqInput(tags=KV, preserve=preserve))
+    assert not isinstance(reply, Refusal), reply
+    assert reply.num_parked == (0 if preserve is Preserve.NONE else len(PROMPTS))
+    assert rank.kv.resident_bytes == 0
+    rank.apply(ResumeMemoryOccupationReqInput(tags=KV))
+
+
+def resize(rank: Rank) -> None:
+    """To the least size and back: requests that have no room are parked, and go on in other slots."""
+    policy = rank.scheduler.policy
+    most = policy.tokens_of(policy.allocator.num_pages)
+    refusal = rank.apply(ResizeMemoryOccupationReqInput(num_tokens=most + 1))
+    for num_tokens in (refusal.fields["least_tokens"], most):
+        reply = rank.apply(ResizeMemoryOccupationReqInput(num_tokens=num_tokens, preserve=Preserve.LIVE))
+        assert not isinstance(reply, Refusal), reply
+        rank.turn(3)
+
+
+DISTURBANCES: dict[str, Callable[[Rank], None]] = {
+    "nothing": lambda rank: None,
+    "flush": lambda rank: rank.apply(FlushCacheReqInput()),
+    "retract": retract,
+    "release": lambda rank: release(rank, Preserve.NONE),
+    "park": lambda rank: release(rank, Preserve.LIVE),
+    "park with the cache": lambda rank: release(rank, Preserve.ALL),
+    "resize": resize,
+}
+
+
+def cached_tokens(rank: Rank, rid: str) -> int:
+    req = rank.scheduler.policy.find(rid)
+    assert req is not None
+    return req.cached_tokens or 0
+
+
+@pytest.mark.parametrize("chunk", [512, 20])
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
+def test_requests_have_transformers_tokens_whatever_happens_to_their_states(
+    path: Path, reference: Reference, disturbance: str, chunk: int
+) -> None:
+    rank = Rank(path, chunked_prefill_size=chunk)
+    rids = [rank.generate(ids, 90) for ids in PROMPTS]
+    for _ in range(2):
+        rank.turn(30)
+        DISTURBANCES[disturbance](rank)
+    rank.run()
+    for rid, ids in zip(rids, PROMPTS, strict=True):
+        assert len(rank.tokens[rid]) == 90
+        assert reference.accepts(ids, rank.tokens[rid])
+
+    # The next turn of each conversation begins with a checkpoint, and so does a prompt that leaves another.
+    follow_ups = [[*ids, *rank.tokens[rid], *prompt(5, 10)] for rid, ids in zip(rids, PROMPTS, strict=True)]
+    branches = [[*PROMPTS[0], *prompt(6, 30)], [*PROMPTS[1], *prompt(7, 30)]]
+    later = [rank.generate(ids, 40) for ids in (*follow_ups, *branches)]
+    rank.turn(20)
+    if disturbance == "nothing":
+        cached = [cached_tokens(rank, rid) for rid in later]
+        assert cached == [192, 128, 96, 96, 64, 104, 56]
+    rank.run()
+    for rid, ids in zip(later, (*follow_ups, *branches), strict=True):
+        assert reference.accepts(ids, rank.tokens[rid])
+
+
+def test_samples_of_a_prompt_begin_with_the_state_that_the_first_has_computed(
+    path: Path, reference: Reference
+) -> None:
+    rank = Rank(path)
+    rids = [rank.generate(PROMPTS[0], 12) for _ in range(6)]
+    rank.turn(6)
+    assert [cached_tokens(rank, rid) for rid in rids] == [0, *[104] * 5]
+    rank.run()
+    assert all(reference.accepts(PROMPTS[0], rank.tokens[rid]) for rid in rids)
+
+
+def test_where_a_prompt_leaves_another_a_third_begins_with_their_checkpoint(
+    path: Path, reference: Reference
+) -> None:
+    rank = Rank(path)
+    common = prompt(8, 50)
+    prompts = [[*common, *prompt(seed, 20)] for seed in (1, 2, 3)]
+    rids = []
+    for ids in prompts:
+        rids.append(rank.generate(ids, 4))
+        rank.run()
+    assert all(reference.accepts(ids, rank.tokens[rid]) for ids, rid in zip(prompts, rids, strict=True))
+    rid = rank.generate([*common, *prompt(4, 20)], 4)
+    rank.turn(1)
+    assert cached_tokens(rank, rid) == 48
+
+
+def test_slots_that_are_few_are_given_to_whoever_comes_next(
+    path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More prompts than checkpoints: those used longest ago go, and nothing else is lost."""
+    monkeypatch.setattr(kv_sizing, "MIN_CHECKPOINTS", 8)
+    rank = Rank(path, max_running_requests=2)
+    states = rank.scheduler.policy.pages.states
+    assert states is not None
+    assert states.slots.num_checkpoints == 8
+    prompts = [prompt(seed, 60) for seed in range(1, 12)]
+    rids = [rank.generate(ids, 10) for ids in prompts]
+    rank.run()
+    assert all(reference.accepts(ids, rank.tokens[rid]) for ids, rid in zip(prompts, rids, strict=True))
+    assert len(states.attached) == states.slots.num_checkpoints
+    again = [rank.generate(prompts[-1], 10), rank.generate(prompts[0], 10)]
+    rank.turn(1)
+    assert [cached_tokens(rank, rid) for rid in again] == [56, 0]
+    rank.run()
+    assert rank.tokens[again[0]] == rank.tokens[rids[-1]]
+    assert rank.tokens[again[1]] == rank.tokens[rids[0]]
+
+
+@pytest.fixture(scope="module")
+def other(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights of the same model."""
+    [architecture] = json.loads((path / "config.json").read_text())["architectures"]
+    return make_checkpoint(tmp_path_factory.mktemp("other"), architecture, seed=1, **SHAPE)
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT], ids=str)
+def test_an_update_in_the_middle_keeps_states_or_computes_them_anew(
+    path: Path, reference: Reference, other: Path, mode: PauseMode
+) -> None:
+    rank = Rank(path)
+    rids = [rank.generate(ids, 60) for ids in PROMPTS]
+    rank.turn(30)
+    rank.apply(PauseGenerationReqInput(mode=mode))
+    before = [len(rank.tokens[rid]) for rid in rids]
+    assert min(before) > 5
+    reply = rank.apply(
+        UpdateWeightFromDiskReqInput(model_path=str(other), flush_cache=mode is PauseMode.RETRACT)
+    )
+    assert not isinstance(reply, Refusal), reply
+    rank.apply(ContinueGenerationReqInput())
+    rank.run()
+    references = {"old": reference, "new": Reference(other)}
+    for rid, ids, count in zip(rids, PROMPTS, before, strict=True):
+        spans = [("old", 0, count), ("new", count, 60)]
+        versions = [{"version": name, "start": start, "end": end} for name, start, end in spans]
+        output = {"output_ids": rank.tokens[rid], "meta_info": {"weight_versions": versions}}
+        check_greedy_spans(references, ids, output, recomputes_kv=mode is PauseMode.RETRACT)
+
+
+@pytest.mark.parametrize("scope", ["any", "version"])
+def test_no_state_of_other_weights_is_found_after_any_of_twenty_updates(
+    path: Path, reference: Reference, other: Path, scope: str
+) -> None:
+    """Versions share nothing even where nothing is flushed; where they would share, an update flushes."""
+    rank = Rank(path, prefix_cache_scope=scope)
+    expected = [reference.greedy(PROMPTS[1], 8), Reference(other).greedy(PROMPTS[1], 8)]
+    assert expected[0] != expected[1]
+    for number in range(1, 21):
+        update = UpdateWeightFromDiskReqInput(
+            model_path=str((path, other)[number % 2]), flush_cache=scope == "any"
+        )
+        assert not isinstance(reply := rank.apply(update), Refusal), reply
+        for cached in (0, 56):
+            rid = rank.generate(PROMPTS[1], 8)
+            rank.turn(1)
+            assert cached_tokens(rank, rid) == cached
+            rank.run()
+            assert rank.tokens[rid] == expected[number % 2]
