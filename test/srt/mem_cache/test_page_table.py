@@ -13,7 +13,7 @@ def test_rows_hold_what_was_written() -> None:
     assert table.array[first, :3].tolist() == [7, 8, 9]
     assert table.array[second, 0] == 1
     assert table.array.dtype == np.int32
-    assert table.array.shape == (3, 4)
+    assert table.array.shape == (3 + 1, 4)  # with the spare row
 
 
 def test_rows_are_distinct_and_come_back() -> None:
