@@ -238,8 +238,7 @@ class RequestPages:
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Copies of states, (slot, target), before a pass that ends at these tokens, and after it."""
         states = self.states
-        if states is None:
-            return [], []
+        assert states is not None
         before, self._copies, after = self._copies, [], []
         for index in np.flatnonzero(ends_R % self.page_size == 0).tolist() if self.cache.is_enabled else ():
             kv, end = requests[index].kv, int(ends_R[index])

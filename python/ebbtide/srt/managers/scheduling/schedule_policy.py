@@ -340,9 +340,9 @@ class SchedulePolicy:
         num_new_R = np.ones(len(requests), dtype=np.int64)
         num_new_R[len(decoding) :] = list(chunks.values())
         plan = self.rows.plan(requests, batch_rows_R, num_new_R)
-        plan.copies_before, plan.copies_after = self.pages.state_copies(
-            requests, self.rows.launched[batch_rows_R]
-        )
+        if self.pages.states is not None:
+            ends_R = self.rows.launched[batch_rows_R]
+            plan.copies_before, plan.copies_after = self.pages.state_copies(requests, ends_R)
         self._num_in_flight += 1
         return ScheduledBatch(requests, self.rows.serial[batch_rows_R], plan, admitted)
 
