@@ -239,7 +239,9 @@ def fetches(args: argparse.Namespace, report: Report) -> None:
         lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras_per_batch": 1}
         with Engine(**engine_args(args, folder, **lora)) as engine:
             tensors = dict(adapter_tensors(shape, RANK, args.device))
-            for name in ("a", "b"):
+            # One more than there are slots, of which there is one more than a batch may have adapters.
+            names = ("a", "b", "c")
+            for name in names:
                 engine.load_lora_adapter_from_tensors(name, tensors, config_of(RANK))
             prompt = list(range(1, PROMPT_LEN + 1))
 
@@ -252,11 +254,11 @@ def fetches(args: argparse.Namespace, report: Report) -> None:
 
             fetched, resident = [], []
             for _ in range(3 * args.runs + 1):
-                for name in ("a", "b"):
+                for name in names:
                     fetched.append(first_token_ms(name))
                     resident.append(first_token_ms(name))
-        there = statistics.median(resident[2:])
-        report.add(key, [one - there for one in fetched[2:]], resident_ms=there)
+        there = statistics.median(resident[3:])
+        report.add(key, [one - there for one in fetched[3:]], resident_ms=there)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
