@@ -96,11 +96,29 @@ class Client(EngineMethods):
         token_ids: list[int] = answer["tokens"]
         return token_ids
 
+    async def async_pull_weights(
+        self, source_dir: str, local_checkpoint_dir: str, target_version: int
+    ) -> dict[str, Any]:
+        """Have the next update from a local folder bring a version that a trainer has published.
+
+        Args:
+            source_dir: has the folders of all versions.
+            local_checkpoint_dir: what `update_weights_from_disk` is called with then; only a note is written.
+            target_version: the deltas from the serving version up to this one are brought together.
+
+        Raises:
+            RequestRejected: 400, a version is missing or not ready; 409, what serves is none of the trainer's.
+        """
+        fields = {"local_checkpoint_dir": local_checkpoint_dir, "source_dir": source_dir}
+        pulled: dict[str, Any] = await self._ask("/pull_weights", {**fields, "target_version": target_version})
+        return pulled
+
     async def async_events(self) -> AsyncGenerator[dict[str, Any], None]:
         """What the dashboard shows: its history, then each control operation, and a sample each second."""
         return self._streamed(self._events("GET", "/dashboard/events"))
 
     tokenize = blocking(async_tokenize)
+    pull_weights = blocking(async_pull_weights)
 
     def events(self) -> Generator[dict[str, Any], None, None]:
         """As `async_events`, for a thread without a loop."""

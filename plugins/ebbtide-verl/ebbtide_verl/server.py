@@ -8,6 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from ebbtide import Engine
@@ -21,15 +23,15 @@ class EbbtideServer:
 
     Args:
         config: verl's RolloutConfig.
-        model_config: verl's HFModelConfig.
+        model_config: verl's HFModelConfig, or the node of the configuration that is one.
         mode: whether the trainer shares the engine's GPUs, and brings it weights.
     """
 
     def __init__(self, config: Any, model_config: Any, mode: RolloutMode) -> None:
-        self._config, self._mode = config, mode
-        self._arguments = engine_arguments(
-            config, model_config, shares_gpus=mode is not RolloutMode.STANDALONE
-        )
+        self._config, self._mode = omega_conf_to_dataclass(config), mode
+        model = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
+        shares_gpus = mode is not RolloutMode.STANDALONE
+        self._arguments = engine_arguments(self._config, model, shares_gpus=shares_gpus)
         self._engine: Engine | None = None
         self._address = ""
 
