@@ -179,7 +179,7 @@ test-plugins: .venv-plugins/.installed
 	@echo "installing verl and the plugin into .venv-plugins (minutes)"
 	@$(PYTHON) -m venv .venv-plugins
 	@.venv-plugins/bin/pip install --quiet --disable-pip-version-check $(TORCH)
-	@.venv-plugins/bin/pip install --quiet --disable-pip-version-check pytest httpx \
+	@.venv-plugins/bin/pip install --quiet --disable-pip-version-check pytest httpx "TransferQueue>=0.1.10" cachetools \
 		--editable python --editable plugins/ebbtide-verl
 	@touch $@
 

@@ -21,11 +21,18 @@ def server_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
 
 
 class EbbtideReplica(RolloutReplica):  # type: ignore[misc]
-    """One engine of `tensor_model_parallel_size` × `data_parallel_size` ranks."""
+    """One engine of `tensor_model_parallel_size` × `data_parallel_size` ranks.
+
+    Raises:
+        ValueError: settings that it does not honour, before anything is started for it.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        refuse(self.config, self.model_config, self.nnodes)
 
     async def launch_servers(self) -> None:
         """Start the actor where the workers are, with the GPUs that they see."""
-        refuse(self.config, self.model_config, self.nnodes)
         visible = get_visible_devices_keyword()
         placed = await asyncio.gather(
             *(worker.__ray_call__.remote(_place, visible) for worker in self.workers)
@@ -41,7 +48,7 @@ class EbbtideReplica(RolloutReplica):  # type: ignore[misc]
                 runtime_env={"env_vars": {visible: ",".join(map(str, gpus))}} if gpus else None,
                 max_concurrency=self.max_concurrency,
             )
-            .remote(self.config, self.model_config, self.rollout_mode)
+            .remote(self.config, self.model_config, self.rollout_mode, self.replica_rank)
         )
         self._server_address = await server.launch_server.remote()
         self._server_handle = server

@@ -25,13 +25,16 @@ class EbbtideServer:
         config: verl's RolloutConfig.
         model_config: verl's HFModelConfig, or the node of the configuration that is one.
         mode: whether the trainer shares the engine's GPUs, and brings it weights.
+        replica_rank: which of the replicas this is.
     """
 
-    def __init__(self, config: Any, model_config: Any, mode: RolloutMode) -> None:
+    def __init__(self, config: Any, model_config: Any, mode: RolloutMode, replica_rank: int = 0) -> None:
         self._config, self._mode = omega_conf_to_dataclass(config), mode
         model = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
         shares_gpus = mode is not RolloutMode.STANDALONE
-        self._arguments = engine_arguments(self._config, model, shares_gpus=shares_gpus)
+        self._arguments = engine_arguments(
+            self._config, model, shares_gpus=shares_gpus, replica_rank=replica_rank
+        )
         self._engine: Engine | None = None
         self._address = ""
 
@@ -75,6 +78,7 @@ class EbbtideServer:
         wanted = params.pop("max_new_tokens", None)
         wanted = params.pop("max_tokens", wanted)
         params["max_new_tokens"] = self._room(len(prompt_ids), wanted)
+        params.setdefault("ignore_eos", self._config.ignore_eos)
         of_prompt = {} if num_prompt_logprobs is None else {"logprob_start_len": 0}
         if num_prompt_logprobs:
             of_prompt["top_logprobs_num"] = num_prompt_logprobs

@@ -13,7 +13,7 @@ pytest.importorskip("verl")
 import httpx
 import ray
 from ebbtide_verl.server import EbbtideServer, prompt_logprobs, steps_of
-from ebbtide_verl.settings import refuse
+from ebbtide_verl.settings import engine_arguments
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import get_rollout_replica_class
@@ -128,12 +128,38 @@ def test_its_address_is_that_of_an_http_server(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_nodes", "named"),
-    [({"quantization": "awq"}, 1, "quantization=awq"), ({}, 2, "2 nodes")],
+    ("changes", "gpus_per_node", "named"),
+    [
+        ({"quantization": "awq"}, 8, "quantization=awq"),
+        ({"tensor_model_parallel_size": 2}, 1, "2 nodes: choose"),
+        (
+            {"expert_parallel_size": 2, "tensor_model_parallel_size": 2},
+            8,
+            "expert_parallel_size: expected 1",
+        ),
+        ({"logprobs_mode": "raw_logits"}, 8, "expected one of processed_logprobs, raw_logprobs"),
+        ({"scheduling_policy": "priority"}, 8, "engine_kwargs.ebbtide.schedule_policy"),
+        ({"full_determinism": True}, 8, "full_determinism: expected False"),
+        ({"qat": {"enable": True}}, 8, "qat.enable: expected False"),
+    ],
 )
-def test_what_it_does_not_do_is_refused_by_name(changes: dict[str, Any], num_nodes: int, named: str) -> None:
+def test_what_it_does_not_do_is_refused_by_name_before_a_start(
+    changes: dict[str, Any], gpus_per_node: int, named: str
+) -> None:
+    kind = get_rollout_replica_class("ebbtide")
     with pytest.raises(ValueError, match=named):
-        refuse(rollout_config(**changes), SimpleNamespace(lora_rank=0, lora={}), num_nodes)
+        kind(0, rollout_config(**changes), HFModelConfig(path=MODEL), gpus_per_node=gpus_per_node)
+
+
+def test_settings_reach_the_engine() -> None:
+    config = rollout_config(
+        enable_prefix_caching=False, seed=7, standalone_gpu_memory_utilization=0.8, gpu_memory_utilization=0.4
+    )
+    model = HFModelConfig(path=MODEL)
+    alone = engine_arguments(config, model, shares_gpus=False, replica_rank=2)
+    wanted = {"disable_radix_cache": True, "random_seed": 9, "logprobs_mode": "processed_logprobs"}
+    assert alone.items() >= {**wanted, "mem_fraction_static": 0.8, "max_total_tokens": 4096}.items()
+    assert engine_arguments(config, model, shares_gpus=True)["mem_fraction_static"] == 0.4
 
 
 def test_versions_that_are_no_steps_are_not_told_as_such() -> None:
