@@ -109,8 +109,12 @@ class Client(EngineMethods):
         Raises:
             RequestRejected: 400, a version is missing or not ready; 409, what serves is none of the trainer's.
         """
-        fields = {"local_checkpoint_dir": local_checkpoint_dir, "source_dir": source_dir}
-        pulled: dict[str, Any] = await self._ask("/pull_weights", {**fields, "target_version": target_version})
+        fields = {
+            "source_dir": source_dir,
+            "local_checkpoint_dir": local_checkpoint_dir,
+            "target_version": target_version,
+        }
+        pulled: dict[str, Any] = await self._ask("/pull_weights", fields)
         return pulled
 
     async def async_events(self) -> AsyncGenerator[dict[str, Any], None]:
