@@ -107,7 +107,7 @@ class Client(EngineMethods):
             target_version: the deltas from the serving version up to this one are brought together.
 
         Raises:
-            RequestRejected: 400, a version is missing or not ready; 409, what serves is none of the trainer's.
+            RequestRejected: 400, a version is missing or not ready; 409, the serving one is another.
         """
         fields = {
             "source_dir": source_dir,

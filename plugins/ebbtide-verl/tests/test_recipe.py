@@ -114,6 +114,6 @@ def test_grpo_trains_and_the_engine_samples_from_its_weights(tmp_path: Path) -> 
     assert done.returncode == 0, output[-5000:]
     differences = re.findall(r"training/rollout_probs_diff_max:([\d.e-]+)", output)
     assert len(differences) == NUM_STEPS
-    # What the engine sampled with at each step are the weights that the trainer had by then: verl rounds those
-    # that it sends to bfloat16. Such a learning rate leaves nothing of what the model was a step before.
+    # What the engine sampled with at each step are the weights that the trainer had by then, but that verl
+    # sends them in bfloat16. Such a learning rate leaves nothing of what the model was a step before.
     assert max(map(float, differences)) < 0.1
