@@ -176,3 +176,29 @@ def _captured(body: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return result
 
     return replay
+
+
+@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, 3), (5, 3), (5, 8), (40, 3)])
+@pytest.mark.parametrize("add", [False, True])
+def test_the_first_half_of_adapters_is_computed_beside(num_tokens: int, num_slots: int, add: bool) -> None:
+    from ebbtide.srt.layers.small_batch import Shrinking, multiply
+
+    num_columns, num_ranks = 1088, 48
+    operands = Tensors(num_tokens, 96, num_columns)
+    x, weight = operands.x / 3, operands.half
+    a_SEPK = (
+        torch.randn(num_slots, 2, 1, num_ranks, num_columns)[:, 0].to(x.device, x.dtype) / num_columns**0.5
+    )
+    slots = torch.arange(num_tokens, dtype=torch.int32, device=x.device) * 5 % (num_slots + 1) - 1
+    if num_tokens == 1:
+        slots[0] = 2
+    shrinking = Shrinking.of(a_SEPK, slots)
+    residual = torch.randn(num_tokens, 96, device=x.device).to(x.dtype)
+    out = residual.clone()
+    multiply(x, None, 0.0, weight, None, out, add=add, shrinking=shrinking)
+    expected = x.float() @ weight.float().t() + (residual.float() if add else 0.0)
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            inner = a_SEPK[slot, 0].float() @ x[token].float()
+            torch.testing.assert_close(shrinking.inner[:, token].sum(0), inner, atol=1e-2, rtol=1e-2)

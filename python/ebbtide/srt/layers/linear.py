@@ -6,6 +6,7 @@ Shapes: T tokens, D inputs, O outputs, I intermediate size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,9 @@ from ebbtide.srt.layers.norm import (
     tensor_of,
 )
 from ebbtide.srt.layers.step import Kernels, Step
+
+if TYPE_CHECKING:
+    from ebbtide.srt.layers.small_batch import Shrinking
 
 # Torch multiplies float32 by MKL, which leaves half of what a CPU can do unused where it does not know the
 # CPU: measured on AMD EPYC, oneDNN takes 0.5–0.7 of the time at every number of rows. Torch multiplies
@@ -109,7 +113,8 @@ class Linear(nn.Module):
         """The product, [T, O] of this rank's outputs."""
         if self.adapters is None or step.adapters is None:
             return self.project(Inputs(x), self.bias, step.kernels)
-        out_TO, delta = self._adapted(x, self.adapters, step.adapters, step.kernels)
+        given = (self.adapters, step.adapters, step.kernels)
+        out_TO, delta = self.adapted(tensor_of(x), self.bias, None, *given)
         delta.add_(out_TO)
         return out_TO
 
@@ -117,7 +122,8 @@ class Linear(nn.Module):
         """activation(gate) · up, [T, I]; the gates' rows of the weight come first."""
         if self.adapters is None or step.adapters is None:
             return Gated(self, Inputs(x), activation, step.kernels)
-        out_TO, delta = self._adapted(x, self.adapters, step.adapters, step.kernels)
+        given = (self.adapters, step.adapters, step.kernels)
+        out_TO, delta = self.adapted(tensor_of(x), self.bias, None, *given)
         return delta.gate(out_TO, activation)
 
     def addend(self, x: Tensor | Gated, step: Step) -> Addend:
@@ -126,13 +132,27 @@ class Linear(nn.Module):
             return Product(self, x, step.kernels)
         return AdaptedProduct(self, tensor_of(x), step.kernels, self.adapters, step.adapters)
 
-    def _adapted(
-        self, x: Tensor | NormedResidual, adapters: ProductAdapters, step: StepAdapters, kernels: Kernels
+    def adapted(
+        self,
+        x_TD: Tensor,
+        bias_O: Tensor | None,
+        onto_TO: Tensor | None,
+        adapters: ProductAdapters,
+        step: StepAdapters,
+        kernels: Kernels,
     ) -> tuple[Tensor, Delta]:
-        """The product without what adapters add to it, and that."""
-        x_TD = tensor_of(x)
+        """The product, or what it is added to in place, without what adapters add; and that."""
+        if x_TD.is_cuda and self.scales is None and self.takes_few(x_TD, kernels):
+            shrinking = adapters.shrinking(step)
+            out_TO = x_TD.new_empty(len(x_TD), len(self.weight)) if onto_TO is None else onto_TO
+            add = onto_TO is not None
+            self._multiply_few(Inputs(x_TD.contiguous()), bias_O, out_TO, add=add, shrinking=shrinking)
+            return out_TO, Delta(adapters, x_TD, step, shrinking.inner)
         delta = adapters.of(x_TD, step)
-        return self.project(Inputs(x_TD), self.bias, kernels), delta
+        if onto_TO is None:
+            return self.project(Inputs(x_TD), bias_O, kernels), delta
+        self.add_to(onto_TO, x_TD, None, kernels)
+        return onto_TO, delta
 
     def project(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
         """What `forward` gives."""
@@ -192,6 +212,7 @@ class Linear(nn.Module):
         activation: Activation | None = None,
         add: bool = False,
         then: RMSNorm | None = None,
+        shrinking: Shrinking | None = None,
     ) -> Started | None:
         """The product, or a gated one, into `out_TO`, or added to it; returns a part of `then`."""
         from ebbtide.srt.layers.small_batch import multiply
@@ -210,6 +231,7 @@ class Linear(nn.Module):
             scales=self.scales,
             started=x.started if isinstance(x.started, PartialNorm) else None,
             then=None if then is None or then.offset != 0.0 else (then.weight, then.eps),
+            shrinking=shrinking,
         )
 
     def part(self, x_TD: Tensor, kernels: Kernels) -> Tensor:
@@ -259,16 +281,17 @@ class AdaptedProduct:
         if self.linear.group.size > 1:
             self.linear.group.add_reduced_(self._part(), residual_TD)
             return None
-        delta = self.adapters.of(self.x_TD, self.step)
-        self.linear.add_to(residual_TD, self.x_TD, None, self.kernels)
-        delta.add_(residual_TD)
+        self._adapted(self.linear.bias, residual_TD)
         return None
 
     def tensor(self) -> Tensor:
         return self.linear.group.all_reduce_(self._part())
 
     def _part(self) -> Tensor:
-        delta = self.adapters.of(self.x_TD, self.step)
-        part_TO = self.linear.part(self.x_TD, self.kernels)
-        delta.add_(part_TO)
-        return part_TO
+        return self._adapted(self.linear.bias if self.linear.group.rank == 0 else None, None)
+
+    def _adapted(self, bias_O: Tensor | None, onto_TO: Tensor | None) -> Tensor:
+        given = (self.adapters, self.step, self.kernels)
+        out_TO, delta = self.linear.adapted(self.x_TD, bias_O, onto_TO, *given)
+        delta.add_(out_TO)
+        return out_TO

@@ -16,6 +16,7 @@ from ebbtide.srt.layers.norm import Activation, gated
 
 if TYPE_CHECKING:
     from ebbtide.srt.layers.kernels.lora import Factors, Groups
+    from ebbtide.srt.layers.small_batch import Shrinking
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +72,12 @@ class ProductAdapters:
 
         x_TD = x_TD.contiguous()
         return Delta(self, x_TD, adapters, shrink(x_TD, self.factors, adapters.groups))
+
+    def shrinking(self, adapters: StepAdapters) -> Shrinking:
+        """The same for a product of few tokens, which computes the first half of it."""
+        from ebbtide.srt.layers.small_batch import Shrinking
+
+        return Shrinking.of(self.a_SEPD, adapters.slots_T)
 
     def add_rows_(self, out_NO: Tensor, x_ND: Tensor, slots_N: Tensor, expert: int) -> None:
         """Add it to the product of rows that all go through one expert, in place, slot by slot."""

@@ -6,8 +6,10 @@ the kernels overlap (see `kernels`); outside of graphs they run too.
 Shapes: T tokens, D inputs, O outputs, K columns, I intermediate size.
 """
 
+from __future__ import annotations
+
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +36,50 @@ _LEAST_TOKENS = 16
 _MOST_SUMS = 256
 
 
+# Columns of x that are summed by one program, and the most parts that a sum is cut into.
+_SHRUNK_COLUMNS, _MOST_RANK_SPLITS = 512, 16
+
+
+class Shrinking(NamedTuple):
+    """The first half of adapters, x Aᵀ, which programs of their own compute beside a product's.
+
+    Attributes:
+        a_SEPK: as `ProductAdapters` has it, of one expert.
+        slots_T: int32, whose adapter each token has; −1: none.
+        inner: float32 [splits, T, P·R], parts that add up to it; undefined for tokens without adapter.
+    """
+
+    a_SEPK: Tensor
+    slots_T: Tensor
+    inner: Tensor
+
+    @classmethod
+    def of(cls, a_SEPK: Tensor, slots_T: Tensor) -> Shrinking:
+        """With room for the result."""
+        num_ranks, num_columns = a_SEPK.shape[2:]
+        splits = max(1, min(_MOST_RANK_SPLITS, num_columns // _SHRUNK_COLUMNS))
+        shape = (splits, len(slots_T), num_ranks)
+        return cls(a_SEPK, slots_T, torch.empty(shape, dtype=torch.float32, device=a_SEPK.device))
+
+    def arguments(self, programs_at_once: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What kernels take, whose programs with one number are so many."""
+        num_slots, (splits, num_tokens, num_ranks) = len(self.a_SEPK), self.inner.shape
+        count = splits * _ceil_div(num_ranks, kernels.SHRUNK_RANKS.value) * min(num_slots, num_tokens)
+        constants = {
+            "NUM_SHRINKING": _ceil_div(count, programs_at_once),
+            "NUM_RANKS": num_ranks,
+            "RANK_SPLITS": splits,
+            "BY_TOKEN": num_tokens <= num_slots,
+        }
+        return (self.a_SEPK, self.slots_T, self.inner, self.a_SEPK.stride(0)), constants
+
+
+_NOTHING_BESIDE: tuple[tuple[Any, ...], dict[str, Any]] = (
+    (None, None, None, 0),
+    {"NUM_SHRINKING": 0, "NUM_RANKS": 0, "RANK_SPLITS": 1, "BY_TOKEN": False},
+)
+
+
 def multiply(
     x_TK: Tensor,
     norm_weight_K: Tensor | None,
@@ -49,6 +95,7 @@ def multiply(
     scales: Tensor | None = None,
     started: PartialNorm | None = None,
     then: tuple[Tensor, float] | None = None,
+    shrinking: Shrinking | None = None,
 ) -> PartialNorm | None:
     """x Wᵀ (+ b), or of rms_norm(x), into `out_TO` [T, O], or added to it, rounded once. 1 ≤ T ≤ MAX_TOKENS.
 
@@ -61,14 +108,15 @@ def multiply(
         overlapped: whether kernels start before their predecessors end; it changes no result.
         started: a part of the norm of x; a kernel for one token does not use it.
         then: the norm of the result, of which a part may be computed, and returned.
+        shrinking: what is computed beside; nothing is normalised or gated then.
 
     Raises ValueError for tensors that the kernels would read wrongly, or too many tokens.
     """
     shape = Shape(out_TO.shape[1], x_TK.shape[1], gated is not None)
     _check(x_TK, weight, out_TO, shape, scales)
     if scales is not None:
-        operands = (x_TK, norm_weight_K, eps, weight, scales, bias, out_TO)
-        fp8_products.multiply_one(*operands, gated=gated, add=add)
+        quantized = (x_TK, norm_weight_K, eps, weight, scales, bias, out_TO)
+        fp8_products.multiply_one(*quantized, gated=gated, add=add)
         return None
     config = config if config is not None else choose_product(len(x_TK), shape, x_TK.device)
     # Every kernel on a GPU is launched as a dependent of the one before, which the interpreter cannot do.
@@ -77,7 +125,7 @@ def multiply(
     gates = {"GATED": gated is not None, "GELU": gated == "gelu_tanh"}
     switches = gates | {"BIAS": bias is not None, "ADD": add} | launch
     if isinstance(config, MatvecConfig):
-        _matvec(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches)
+        _matvec(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches, shrinking)
         return None
     if started is not None:
         x_TK, norm_weight_K, eps = started.x_TD, None, started.eps
@@ -85,7 +133,8 @@ def multiply(
         x_TK = _normalise(x_TK, norm_weight_K, eps, launch)
         norm_weight_K = None
     given = None if started is None else started.sums_TB
-    return _product(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches, given, then)
+    operands = (x_TK, norm_weight_K, eps, weight, bias, out_TO)
+    return _product(*operands, config, switches, given, then, shrinking)
 
 
 def _check(x_TK: Tensor, weight: Tensor, out_TO: Tensor, shape: Shape, scales: Tensor | None) -> None:
@@ -115,14 +164,17 @@ def _matvec(
     out: Tensor,
     config: MatvecConfig,
     switches: dict[str, Any],
+    shrinking: Shrinking | None,
 ) -> None:
     num_rows, num_columns = out.shape[1], x.shape[1]
-    kernels.matvec[(_ceil_div(num_rows, config.block_rows),)](
+    beside, constants = _NOTHING_BESIDE if shrinking is None else shrinking.arguments(1)
+    kernels.matvec[(constants["NUM_SHRINKING"] + _ceil_div(num_rows, config.block_rows),)](
         x,
         norm,
         weight,
         bias,
         out,
+        *beside,
         num_rows,
         eps,
         NUM_COLUMNS=num_columns,
@@ -132,6 +184,7 @@ def _matvec(
         EVEN=num_rows % config.block_rows == 0 and num_columns % config.block_columns == 0,
         num_warps=config.num_warps,
         num_stages=1,
+        **constants,
         **switches,
     )
 
@@ -162,6 +215,7 @@ def _product(
     switches: dict[str, Any],
     given: Tensor | None,
     then: tuple[Tensor, float] | None,
+    shrinking: Shrinking | None,
 ) -> PartialNorm | None:
     num_tokens, num_columns = x.shape
     num_rows = out.shape[1]
@@ -181,7 +235,8 @@ def _product(
     if then is not None and num_blocks == _power_of_2(num_blocks) <= _MOST_SUMS:
         sums = torch.empty(num_tokens, num_blocks, dtype=torch.float32, device=x.device)
         next_norm, normed = then[0], PartialNorm(torch.empty_like(out), sums, then[1])
-    kernels.product[(num_blocks, num_splits)](
+    beside, constants = _NOTHING_BESIDE if shrinking is None else shrinking.arguments(num_splits)
+    kernels.product[(constants["NUM_SHRINKING"] + num_blocks, num_splits)](
         x,
         norm,
         weight,
@@ -194,6 +249,7 @@ def _product(
         next_norm,
         None if normed is None else normed.x_TD,
         None if normed is None else normed.sums_TB,
+        *beside,
         num_tokens,
         num_rows,
         eps,
@@ -209,6 +265,7 @@ def _product(
         EVEN=num_rows % config.block_rows == 0 and num_columns % split_columns == 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **constants,
         **switches,
     )
     return normed

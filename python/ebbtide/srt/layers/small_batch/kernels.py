@@ -26,6 +26,9 @@ from ebbtide.srt.layers.kernels.prefetch import prefetch
 
 # Bits of a cache line.
 _LINE_BITS: Any = tl.constexpr(1024)
+# What one program shrinks: ranks, and columns at a time.
+SHRUNK_RANKS: Any = tl.constexpr(32)
+SHRUNK_STEP: Any = tl.constexpr(64)
 
 
 @triton.jit
@@ -57,12 +60,68 @@ def _by_eights(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _shrink(
+    index,
+    x_ptr,
+    a_ptr,
+    slots_ptr,
+    inner_ptr,
+    num_tokens,
+    slot_stride,
+    NUM_COLUMNS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_SPLITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """Some ranks of x Aᵀ, summed over some columns, for the tokens of one adapter: see `Shrinking`.
+
+    The first programs of a product do this instead of rows; those of adapters that no token has end at once.
+    """
+    TILES: tl.constexpr = (NUM_RANKS + SHRUNK_RANKS - 1) // SHRUNK_RANKS
+    STEPS: tl.constexpr = (NUM_COLUMNS + RANK_SPLITS * SHRUNK_STEP - 1) // (RANK_SPLITS * SHRUNK_STEP)
+    SPLIT: tl.constexpr = STEPS * SHRUNK_STEP
+    split, tile, place = index % RANK_SPLITS, index // RANK_SPLITS % TILES, index // (RANK_SPLITS * TILES)
+    tokens = tl.arange(0, BLOCK_TOKENS)
+    # The slots are inputs of the pass: no kernel writes them.
+    slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)
+    slot = place
+    num_before = 0
+    if BY_TOKEN:
+        # The first token of each adapter stands for it.
+        slot = tl.load(slots_ptr + place, mask=place < num_tokens, other=-1)
+        num_before = tl.sum(((slots == slot) & (tokens < place)).to(tl.int32), axis=0)
+    mine = slots == slot
+    if (slot >= 0) & (num_before == 0) & (tl.sum(mine.to(tl.int32), axis=0) > 0):
+        ranks = tile * SHRUNK_RANKS + tl.arange(0, SHRUNK_RANKS)
+        inside = ranks < NUM_RANKS
+        columns = split * SPLIT + tl.arange(0, SHRUNK_STEP)
+        a_pointers = a_ptr + slot.to(tl.int64) * slot_stride + ranks[:, None] * NUM_COLUMNS
+        x_pointers = x_ptr + tokens[:, None] * NUM_COLUMNS
+        _await(OVERLAPPED)
+        total = tl.zeros((BLOCK_TOKENS, SHRUNK_RANKS), tl.float32)
+        for start in tl.range(0, SPLIT, SHRUNK_STEP, num_stages=3):
+            here = start + columns
+            real = (here < NUM_COLUMNS)[None, :]
+            a = tl.load(a_pointers + here[None, :], mask=inside[:, None] & real, other=0.0)
+            x = tl.load(x_pointers + here[None, :], mask=mine[:, None] & real, other=0.0)
+            total = tl.dot(x, tl.trans(a), total)
+        places = inner_ptr + (split * num_tokens + tokens[:, None]) * NUM_RANKS + ranks[None, :]
+        tl.store(places, total, mask=mine[:, None] & inside[None, :])
+
+
+@triton.jit
 def matvec(
     x_ptr,
     norm_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
+    a_ptr,
+    slots_ptr,
+    inner_ptr,
+    slot_stride,
     num_rows,
     eps,
     NUM_COLUMNS: tl.constexpr,
@@ -75,10 +134,32 @@ def matvec(
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
+    NUM_SHRINKING: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_SPLITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
 ) -> None:
     """One token: each program owns some rows. Products stay per column, in float32, until the end."""
     _announce(OVERLAPPED)
-    first_row = tl.program_id(0) * BLOCK_ROWS
+    if NUM_SHRINKING > 0:  # noqa: SIM102 (a constant: without any there is nothing to compile)
+        if tl.program_id(0) < NUM_SHRINKING:
+            _shrink(
+                tl.program_id(0),
+                x_ptr,
+                a_ptr,
+                slots_ptr,
+                inner_ptr,
+                1,
+                slot_stride,
+                NUM_COLUMNS,
+                NUM_RANKS,
+                RANK_SPLITS,
+                BY_TOKEN,
+                16,
+                OVERLAPPED,
+            )
+            return
+    first_row = (tl.program_id(0) - NUM_SHRINKING) * BLOCK_ROWS
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_COLUMNS)
     inside = (rows < num_rows)[:, None]
@@ -147,6 +228,10 @@ def product(
     next_norm_ptr,
     normed_ptr,
     sums_ptr,
+    a_ptr,
+    slots_ptr,
+    inner_ptr,
+    slot_stride,
     num_tokens,
     num_rows,
     eps,
@@ -165,6 +250,10 @@ def product(
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
+    NUM_SHRINKING: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_SPLITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
 ) -> None:
     """Several tokens, on tensor cores: rows of the weight are the rows of the product, tokens its columns.
 
@@ -179,8 +268,27 @@ def product(
     """
     _announce(OVERLAPPED)
     split = tl.program_id(1)
+    if NUM_SHRINKING > 0:  # noqa: SIM102 (a constant: without any there is nothing to compile)
+        if tl.program_id(0) < NUM_SHRINKING:
+            _shrink(
+                tl.program_id(0) * tl.num_programs(1) + split,
+                x_ptr,
+                a_ptr,
+                slots_ptr,
+                inner_ptr,
+                num_tokens,
+                slot_stride,
+                NUM_COLUMNS,
+                NUM_RANKS,
+                RANK_SPLITS,
+                BY_TOKEN,
+                BLOCK_TOKENS,
+                OVERLAPPED,
+            )
+            return
+    row_block = tl.program_id(0) - NUM_SHRINKING
     begin = split * SPLIT_COLUMNS
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tokens = tl.arange(0, BLOCK_TOKENS)
     columns = tl.arange(0, BLOCK_COLUMNS)
     inside = (rows < num_rows)[:, None]
@@ -237,14 +345,14 @@ def product(
         tl.store(mine, result, mask=stored)
         if GATED:
             tl.store(mine + num_rows, result_up, mask=stored)
-        squares_ptr += tl.program_id(0) * NUM_SPLITS * num_tokens + tokens
+        squares_ptr += row_block * NUM_SPLITS * num_tokens + tokens
         if FOLD_NORM:
             tl.store(squares_ptr + split * num_tokens, squares, mask=tokens < num_tokens)
         # All threads have written before one of them says so, and reads what the others have said before.
         tl.debug_barrier()
-        is_last = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == NUM_SPLITS - 1
+        is_last = tl.atomic_add(arrivals_ptr + row_block, 1, sem="acq_rel") == NUM_SPLITS - 1
         if is_last:
-            tl.store(arrivals_ptr + tl.program_id(0), 0)
+            tl.store(arrivals_ptr + row_block, 0)
             result = tl.zeros((BLOCK_TOKENS, BLOCK_ROWS), tl.float32)
             result_up = tl.zeros((BLOCK_TOKENS, BLOCK_ROWS), tl.float32)
             squares = tl.zeros((BLOCK_TOKENS,), tl.float32)
@@ -290,7 +398,7 @@ def product(
             norm = tl.load(next_norm_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)
             scaled = (kept * norm[None, :]).to(out_ptr.dtype.element_ty)
             tl.store(normed_ptr + tokens[:, None] * num_rows + rows[None, :], scaled, mask=stored)
-            sums = sums_ptr + tokens * tl.num_programs(0) + tl.program_id(0)
+            sums = sums_ptr + tokens * (tl.num_programs(0) - NUM_SHRINKING) + row_block
             tl.store(sums, tl.sum(kept * kept, axis=1), mask=tokens < num_tokens)
 
 
