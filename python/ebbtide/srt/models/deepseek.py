@@ -16,12 +16,12 @@ class DeepseekV2ForCausalLM(LatentMoeCausalLM):
         method = require(hf_config, "topk_method", "greedy", "group_limited_greedy")
         require(hf_config, "scoring_func", "softmax")
         require(hf_config, "norm_topk_prob", False)
-        num_groups, num_kept_groups = hf_config.n_group, hf_config.topk_group
+        num_groups, num_kept_groups = hf_config.n_group or 1, hf_config.topk_group or 1
         if method == "greedy":
             num_groups = num_kept_groups = 1
         moe = MoeConfig(
             num_experts=hf_config.n_routed_experts,
-            num_experts_per_token=hf_config.num_experts_per_tok,
+            num_experts_per_token=hf_config.num_experts_per_tok or 0,
             inner_size=hf_config.moe_intermediate_size,
             renormalize=False,
             num_groups=num_groups,
@@ -38,16 +38,19 @@ class DeepseekV3ForCausalLM(LatentMoeCausalLM):
     """Experts by sigmoids and a bias."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        require(hf_config, "topk_method", "noaux_tc")
-        require(hf_config, "scoring_func", "sigmoid")
         super().__init__(hf_config, sigmoid_experts(hf_config), sparse_layers(hf_config), dtype, device)
 
 
 def sigmoid_experts(hf_config: Any) -> MoeConfig:
-    """Experts chosen by sigmoids and a bias for each, within the best groups."""
+    """Experts chosen by sigmoids and a bias for each, within the best groups.
+
+    Raises ConfigurationError where they are chosen otherwise.
+    """
+    require(hf_config, "topk_method", "noaux_tc")
+    require(hf_config, "scoring_func", "sigmoid")
     return MoeConfig(
         num_experts=hf_config.n_routed_experts,
-        num_experts_per_token=hf_config.num_experts_per_tok,
+        num_experts_per_token=hf_config.num_experts_per_tok or 0,
         inner_size=hf_config.moe_intermediate_size,
         renormalize=bool(hf_config.norm_topk_prob),
         scoring="sigmoid",
@@ -65,7 +68,7 @@ def sparse_layers(hf_config: Any) -> range:
     Raises ConfigurationError where only some of those have experts.
     """
     require(hf_config, "moe_layer_freq", 1)
-    return range(hf_config.first_k_dense_replace, hf_config.num_hidden_layers)
+    return range(hf_config.first_k_dense_replace or 0, hf_config.num_hidden_layers)
 
 
 def require(hf_config: Any, field: str, *supported: Any) -> Any:

@@ -78,15 +78,21 @@ def latent_sizes(hf_config: Any) -> LatentSizes:
 
 
 def latent_config(hf_config: Any, sizes: LatentSizes) -> DenseConfig:
-    """The sizes of everything else. What is called a head's size is what is rotated of it."""
+    """The sizes of everything else. What is called a head's size is what is rotated of it.
+
+    Raises ConfigurationError where only a part of that is rotated.
+    """
     scale = sizes.query_dim**-0.5
     rope = rope_config(hf_config)
-    if rope.kind == "yarn":
+    if rope.share != 1.0:
+        raise ConfigurationError(
+            f"partial_rotary_factor {rope.share} is not supported with latent attention; expected 1"
+        )
+    if rope.kind != "default":
         settings = getattr(hf_config, "rope_parameters", None) or hf_config.rope_scaling
         scale *= yarn_growth(rope.factor, settings.get("mscale_all_dim") or 0.0) ** 2
     config = dense_config(hf_config, kind=AttentionKind(scale))
-    # What is rotated is all of what `head_dim` counts here.
-    return replace(config, head_dim=sizes.latent.rope, ropes=(replace(rope, share=1.0),) * config.num_layers)
+    return replace(config, head_dim=sizes.latent.rope)
 
 
 class LatentAttention(nn.Module):
