@@ -115,6 +115,28 @@ def test_an_adapter_computes_what_merged_weights_do(
             check(run, references[run.adapter], 1e-5 if server_args == {} else 1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_as_served_adapters_give_tokens_of_merged_weights(tmp_path: Path, architecture: str) -> None:
+    """In bfloat16, by the kernels for few tokens."""
+    model = make_checkpoint(tmp_path / "model", architecture, head_dim=128, dtype="bfloat16")
+    adapters = {slot: merged_adapter(model, seed=slot, rank=4 + 8 * slot) for slot in (0, 1)}
+    driver = RunnerDriver(model, device="cuda", cuda_graph_max_bs=8, **LORA)
+    for slot, adapter in adapters.items():
+        load(driver, slot, adapter)
+    references = {-1: Reference(model)} | {slot: each.reference for slot, each in adapters.items()}
+    for batch in ((1, -1, 0, 1, 0), (0,)):
+        runs = [driver.start(PROMPT[: 20 + 7 * number], adapter=slot) for number, slot in enumerate(batch)]
+        driver.generate(runs, NUM_TOKENS)
+        for run in runs:
+            reference = references[run.adapter]
+            rows = reference.logprobs(run.token_ids)[len(run.spec.prompt_ids) - 1 : -1]
+            worst = (rows.max(-1).values - rows.gather(1, torch.tensor([run.output_ids]).t()).flatten()).max()
+            # Random logits of these models lie about 1.5 apart, and those of adapters further.
+            assert worst < 0.5, f"slot {run.adapter}: a token is {worst:.3f} below the best"
+
+
 def rounded_by_rows(model: Path, folder: Path) -> Path:
     """The same checkpoint with the weights that 8 bits and a scale for each row leave."""
     shutil.copytree(model, folder)
