@@ -56,8 +56,30 @@ def test_what_graphs_generate_is_what_transformers_expects(
 ) -> None:
     architecture, options = CHECKPOINTS[name]
     path = make_checkpoint(tmp_path, architecture, dtype=dtype, **{**options, "head_dim": head_dim})
-    reference = Reference(path)
+    runs, eager = assert_as_transformers(path, backend, tolerance)
+    if dtype == "float32":
+        assert [one.output_ids for one in runs] == [one.output_ids for one in eager]
 
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("DeepseekV3ForCausalLM", {}),
+        ("DeepseekV2ForCausalLM", {"q_lora_rank": None}),
+        ("Glm4MoeLiteForCausalLM", {"rope_interleave": False}),
+    ],
+)
+def test_graphs_over_latents_generate_what_transformers_expects(
+    architecture: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "moe_intermediate_size": 64}
+    path = make_checkpoint(tmp_path, architecture, dtype="bfloat16", **sizes, **options)
+    assert_as_transformers(path, "flashinfer", 0.1)
+
+
+def assert_as_transformers(path: Path, backend: str, tolerance: float) -> tuple[list[Run], list[Run]]:
+    """Assert that logprobs are near, with graphs and without; returns what each generated."""
+    reference = Reference(path)
     driver, runs = run(path, attention_backend=backend)
     _, eager = run(path, attention_backend=backend, disable_cuda_graph=True)
 
@@ -69,8 +91,7 @@ def test_what_graphs_generate_is_what_transformers_expects(
             rows = torch.arange(len(one.token_ids) - 1)
             difference = (ours - expected[rows, torch.tensor(one.token_ids[1:])]).abs()
             assert difference.mean() < tolerance
-    if dtype == "float32":
-        assert [one.output_ids for one in runs] == [one.output_ids for one in eager]
+    return runs, eager
 
 
 def test_a_shape_that_flashinfer_does_not_take_is_served_with_graphs(
