@@ -28,7 +28,7 @@ from gpu_machine import Machine
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels import tiles
-from ebbtide.srt.layers.kernels.biased_moe import fused_biased_experts
+from ebbtide.srt.layers.kernels.biased_moe import by_groups, fused_biased_experts
 from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 from ebbtide.srt.layers.kernels.moe_routing import route
 from ebbtide.srt.layers.kernels.tiles import (
@@ -164,10 +164,7 @@ class Batch:
     def grouped_mm(self, call: int) -> Tensor:
         experts, (tokens, ends) = self.layers[call % 2].experts, self.sorted[call]
         if isinstance(experts, BiasedExperts):
-            weights = experts.weights
-            inner = torch._grouped_mm(self.inputs[call][tokens], weights.gate_up_EDR, ends)
-            half = inner[:, : weights.down_EID.shape[1]].contiguous()
-            return torch._grouped_mm(half, weights.down_EID, ends)
+            return by_groups(self.inputs[call], *experts.weights, *self.routes[call], *experts.clamp)
         gate_up = experts.gate_up_proj.view(self.config.num_experts, -1, self.hidden)
         down = experts.down_proj.view(self.config.num_experts, self.hidden, -1)
         inner = torch._grouped_mm(self.inputs[call][tokens], gate_up.transpose(1, 2), ends)

@@ -291,14 +291,14 @@ def test_the_kernels_of_biased_experts_agree_with_the_loop(
     x = torch.randn(num_tokens, hidden).to(DEVICE, dtype)
     expert_weights = random_biased_experts(8, hidden, inner, dtype)
     weights, experts = route(torch.randn(num_tokens, 8, device=DEVICE), config_of(8, top_k, True))
-    fused = kernels.biased_moe.fused_biased_experts
 
-    for given in (expert_weights, expert_weights._replace(down_bias_ED=None)):
-        expected = run_biased_experts(x, given, CLAMP, weights, experts)
-        residual = x.clone()
-        check_close(fused(x, *given, weights, experts.int(), *CLAMP), expected, dtype)
-        fused(x, *given, weights, experts.int(), *CLAMP, residual_TD=residual)
-        check_close(residual, x + expected, dtype)
+    for fused in (kernels.biased_moe.fused_biased_experts, kernels.biased_moe.by_groups):
+        for given in (expert_weights, expert_weights._replace(down_bias_ED=None)):
+            expected = run_biased_experts(x, given, CLAMP, weights, experts)
+            residual = x.clone()
+            check_close(fused(x, *given, weights, experts.int(), *CLAMP), expected, dtype)
+            fused(x, *given, weights, experts.int(), *CLAMP, residual_TD=residual)
+            check_close(residual, x + expected, dtype)
 
 
 @pytest.mark.gpu

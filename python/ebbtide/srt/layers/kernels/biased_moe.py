@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
 from ebbtide.srt.layers.kernels.few_token_moe import down_few_
 from ebbtide.srt.layers.kernels.fused_moe import add_up_, tile_options
@@ -27,6 +29,7 @@ from ebbtide.srt.layers.kernels.tiles import Layer, Plan, choose_plan
 # Blocks of one expert that read a part of its weights one after another, while it is in the cache; blocks of
 # so few tokens have none of their kind.
 _GROUP, _GROUPED_FROM = 8, 64
+_COLUMNS = 1024
 
 
 def fused_biased_experts(
@@ -132,6 +135,120 @@ def _by_blocks(
         **tile_options(plan.down),
     )
     return out_SD
+
+
+def by_groups(
+    x_TD: Tensor,
+    gate_up_EDR: Tensor,
+    gate_up_bias_ER: Tensor,
+    down_EID: Tensor,
+    down_bias_ED: Tensor | None,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    slope: float,
+    limit: float,
+    residual_TD: Tensor | None = None,
+) -> Tensor:
+    """What `fused_biased_experts` computes, by torch's grouped products of sorted slots."""
+    num_experts, inner, hidden = down_EID.shape
+    num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
+    sorted_S, order_S = experts_TK.flatten().sort(stable=True)
+    numbers_E = torch.arange(num_experts, dtype=sorted_S.dtype, device=x_TD.device)
+    ends_E = torch.searchsorted(sorted_S, numbers_E, right=True, out_int32=True)
+    place_S = torch.empty_like(order_S)
+    place_S[order_S] = torch.arange(num_slots, device=x_TD.device)
+    gate_up_SR = grouped_mm(x_TD[order_S // top_k], gate_up_EDR, offs=ends_E)
+    inner_SI = x_TD.new_empty((num_slots, inner))
+    columns = min(_COLUMNS, triton.next_power_of_2(inner))
+    _gate_kernel[(num_slots, triton.cdiv(inner, columns))](
+        gate_up_SR,
+        gate_up_bias_ER,
+        sorted_S,
+        inner_SI,
+        slope,
+        limit,
+        INNER=inner,
+        COLUMNS=columns,
+        num_warps=4,
+        **overlap_options(x_TD),
+    )
+    out_SD = grouped_mm(inner_SI, down_EID, offs=ends_E)
+    out_TD = x_TD.new_empty(x_TD.shape) if residual_TD is None else residual_TD
+    _sum_kernel[(len(x_TD), triton.cdiv(hidden, _COLUMNS))](
+        out_SD,
+        place_S,
+        weights_TK,
+        experts_TK,
+        down_bias_ED,
+        out_TD,
+        HIDDEN=hidden,
+        TOP_K=top_k,
+        COLUMNS=_COLUMNS,
+        ADD=residual_TD is not None,
+        num_warps=4,
+        **overlap_options(x_TD),
+    )
+    return out_TD
+
+
+@triton.jit
+def _gate_kernel(  # type: ignore[no-untyped-def]
+    gate_up_SR,
+    bias_ER,
+    experts_S,
+    inner_SI,
+    slope,
+    limit,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """COLUMNS inner numbers of one slot."""
+    follow(OVERLAPPED)
+    slot = tl.program_id(0).to(tl.int64)
+    outputs = tl.program_id(1) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
+    inside = outputs < 2 * INNER
+    expert = tl.load(experts_S + slot).to(tl.int64)
+    product = tl.load(gate_up_SR + slot * (2 * INNER) + outputs, mask=inside, other=0.0).to(tl.float32)
+    product += tl.load(bias_ER + expert * (2 * INNER) + outputs, mask=inside, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(product, (COLUMNS, 2)))
+    rows = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    value = _gated(gate, up, slope, limit).to(inner_SI.dtype.element_ty)
+    tl.store(inner_SI + slot * INNER + rows, value, mask=rows < INNER)
+
+
+@triton.jit
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    out_SD,
+    place_S,
+    weights_S,
+    experts_S,
+    bias_ED,
+    out_TD,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Some columns of one token: its experts' outputs with their biases, weighted."""
+    follow(OVERLAPPED)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < HIDDEN
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for pick in tl.static_range(TOP_K):
+        slot = token * TOP_K + pick
+        place = tl.load(place_S + slot)
+        value = tl.load(out_SD + place * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
+        if bias_ED is not None:
+            bias_at = bias_ED + tl.load(experts_S + slot).to(tl.int64) * HIDDEN + columns
+            value += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
+        total += value * tl.load(weights_S + slot)
+    at = out_TD + token * HIDDEN + columns
+    if ADD:
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, total.to(out_TD.dtype.element_ty), mask=inside)
 
 
 @triton.jit
