@@ -1,6 +1,7 @@
 """What a `WeightSender` sends again, and what it must not."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fixtures.weight_sending import (
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.trainer import WeightSender, WeightSendError
+from ebbtide.trainer.targets import AnswerLost
 
 
 @pytest.mark.parametrize(
@@ -94,3 +96,22 @@ def test_whatever_is_sent_names_its_session(server: Server) -> None:
     assert [path for path, _ in sessions] == paths * 2
     assert [len({session for _, session in sessions[start : start + 3]}) for start in (0, 3)] == [1, 1]
     assert sessions[0][1] != sessions[3][1]
+
+
+def test_an_adapter_whose_answer_was_lost_is_sent_again() -> None:
+    engine, asked = FakeEngine(), []
+    lose = failing_times(1, AnswerLost("the line went dead"))
+
+    def load(**fields: Any) -> dict[str, Any]:
+        asked.append((fields["lora_name"], fields["lora_version"]))
+        lose()
+        return {"stall_ms": 0.5}
+
+    engine.load_lora_adapter_from_tensors = load  # type: ignore[attr-defined]
+    tensors = {"q_proj.lora_A.weight": torch.zeros(2, 3)}
+    sent = sender_to(engine, retries=1).send_adapter("policy", tensors.items(), {"r": 2}, version=3)
+    assert asked == [("policy", "3")] * 2
+    assert (sent.version, sent.num_tensors, sent.stall_ms) == ("3", 1, 0.5)
+    lose = failing_times(1, RequestRejected("other contents", 409))
+    with pytest.raises(WeightSendError, match="other contents"):
+        sender_to(engine, retries=1).send_adapter("policy", tensors.items(), {"r": 2}, version=3)

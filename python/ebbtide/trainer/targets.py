@@ -17,7 +17,7 @@ import sys
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
@@ -56,10 +56,28 @@ class EngineSize:
     num_nodes: int
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's tensors under PEFT's names, and the fields of its adapter_config.json."""
+
+    name: str
+    version: str
+    tensors: Sequence[tuple[str, torch.Tensor]]
+    config: Mapping[str, Any]
+    in_flight: str
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a request says of it."""
+        named = {"lora_name": self.name, "lora_version": self.version}
+        return {**named, "config_dict": dict(self.config), "in_flight": self.in_flight}
+
+
 class UpdatableEngine(Protocol):
     """An engine in this process, as `ebbtide.Engine` is one: its methods take the fields of the requests."""
 
     def begin_weight_update(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
+    def load_lora_adapter_from_tensors(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
     def update_weights_from_tensor(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
     def end_weight_update(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
     def abort_weight_update(self) -> dict[str, Any]: ...
@@ -97,6 +115,10 @@ class Target(ABC):
     @abstractmethod
     def stage(self, bucket: Bucket, timeout_s: float) -> Mapping[str, Any]:
         """Hand tensors over, which may change once this has returned; the body of the reply."""
+
+    @abstractmethod
+    def load_adapter(self, adapter: Adapter, timeout_s: float) -> Mapping[str, Any]:
+        """Hand over an adapter, which serves when this returns; the body of the reply."""
 
     def end(
         self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
@@ -189,6 +211,11 @@ class EngineTarget(Target):
             list(bucket.tensors), **fields, timeout_s=timeout_s, session_id=self._session_id
         )
 
+    def load_adapter(self, adapter: Adapter, timeout_s: float) -> Mapping[str, Any]:
+        return self._engine.load_lora_adapter_from_tensors(
+            **adapter.fields, tensors=adapter.tensors, timeout_s=timeout_s
+        )
+
     def close(self) -> None:
         if self._keep_mapped:
             self._engine.forget_mapped()
@@ -253,6 +280,18 @@ class ServerTarget(Target):
                 **{"load_format": payload.load_format, **bucket.fields},
                 serialized_named_tensors=[base64.b64encode(entry).decode() for entry in payload.entries],
                 session_id=self._session_id,
+                timeout_s=timeout_s,
+            )
+
+    def load_adapter(self, adapter: Adapter, timeout_s: float) -> Mapping[str, Any]:
+        self._encoder = self._find_encoder()
+        with self._encoder.encode(adapter.tensors) as payload:
+            return self._call(
+                "load_lora_adapter_from_tensors",
+                timeout_s + MARGIN_S,
+                **adapter.fields,
+                load_format=payload.load_format,
+                serialized_named_tensors=[base64.b64encode(entry).decode() for entry in payload.entries],
                 timeout_s=timeout_s,
             )
 

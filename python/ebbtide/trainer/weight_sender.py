@@ -12,6 +12,8 @@ section 2.
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +27,20 @@ from ebbtide.trainer.broadcaster import Backend, Broadcaster
 from ebbtide.trainer.delta import ServedWeights
 from ebbtide.trainer.gathering import Bucket, gathered_buckets, read_rest
 from ebbtide.trainer.targets import (
+    Adapter,
+    AnswerLost,
     EngineTarget,
     ServerTarget,
     Target,
     Transport,
     UpdatableEngine,
     check_transport,
+    failures_in,
+    outcomes_of,
 )
 from ebbtide.trainer.update import AT_ONCE, CommittedAlone, ProgressCallback, Terms, Update, UpdateFailed
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BUCKET_BYTES: Final = 512 << 20
 
@@ -239,6 +247,56 @@ class WeightSender:
             staged=_merged(replies, "staged", all),
             stall_ms=_merged(replies, "stall_ms", max),
         )
+
+    def send_adapter(
+        self,
+        name: str,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        config: Mapping[str, Any],
+        version: str | int,
+        in_flight: str = "stay",
+    ) -> SentWeights:
+        """Send an adapter as a version of its name; returns when every engine serves it.
+
+        A version never changes, so a lost answer is asked for again, and so may be a whole call that failed:
+        engines that have the version keep it.
+
+        Args:
+            named_tensors: (PEFT's name, whole tensor) pairs, gathered as `send` does.
+            config: what PEFT writes to adapter_config.json.
+            in_flight: what becomes of requests that run on the version before, see `load_lora_adapter`.
+
+        Raises:
+            WeightSendError: an engine refused, failed, or did not answer.
+            ValueError, TypeError: as of `send`.
+        """
+        started = time.perf_counter()
+        tensors = [one for bucket in gathered_buckets(named_tensors, sys.maxsize) for one in bucket.tensors]
+        adapter = Adapter(name, str(version), tensors, config, in_flight)
+        num_bytes = sum(tensor.nbytes for _, tensor in tensors)
+        if not self._targets:
+            return SentWeights(str(version), 0, 0, time.perf_counter() - started, None, None)
+        with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-adapters") as pool:
+            calls = {one.name: pool.submit(self._load_at, one, adapter) for one in self._targets}
+            outcomes = outcomes_of(calls)
+        if failures := failures_in(outcomes):
+            answers = "; ".join(f"{target}: {error}" for target, error in failures.items())
+            done = [target for target in outcomes if target not in failures]
+            raise WeightSendError(f"{name}@{version} was not loaded everywhere: {answers}", failures, done)
+        replies = [one for one in outcomes.values() if isinstance(one, Mapping)]
+        seconds, stall_ms = time.perf_counter() - started, _merged(replies, "stall_ms", max)
+        return SentWeights(str(version), len(tensors), num_bytes, seconds, True, stall_ms)
+
+    def _load_at(self, target: Target, adapter: Adapter) -> Mapping[str, Any]:
+        for retries_left in range(self._terms.retries, -1, -1):
+            try:
+                return target.load_adapter(adapter, self._terms.timeout_s)
+            except AnswerLost as error:
+                if retries_left == 0:
+                    raise
+                logger.warning("%s@%s is sent again: %s", adapter.name, adapter.version, error)
+                time.sleep(self._terms.retry_pause_s)
+        raise AssertionError("the last attempt returns or raises")
 
     def _buckets(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
         buckets, served = gathered_buckets(named_tensors, self._bucket_bytes), self._served

@@ -466,6 +466,7 @@ class EngineMethods(ABC):
         lora_version: str | int | None = None,
         in_flight: str = "stay",
         timeout_s: float | None = None,
+        session_id: str | None = None,
     ) -> dict[str, Any]:
         """Load a PEFT folder as a new version of an adapter; the name means it from the next pass on.
 
@@ -476,6 +477,8 @@ class EngineMethods(ABC):
             lora_version: None: a number. A load of the same contents as this version changes nothing.
             in_flight: what becomes of requests that run on an earlier version of the name: "stay", they keep
                 it; "continue", they go on with the new one; "recompute", the same with new KV; "abort".
+            session_id: commit it with this weight update session, together with the base; needs a
+                `lora_version`.
 
         Returns:
             `lora_version`, `changed`, `num_moved`, `loaded_adapters` and more.
@@ -497,6 +500,7 @@ class EngineMethods(ABC):
         lora_version: str | int | None = None,
         in_flight: str = "stay",
         timeout_s: float | None = None,
+        session_id: str | None = None,
     ) -> dict[str, Any]:
         """As `load_lora_adapter`, from tensors of this process under PEFT's names.
 

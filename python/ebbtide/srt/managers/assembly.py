@@ -251,7 +251,10 @@ def _control_plane(
         generation,
         memory,
         updates,
-        AdapterLoads(parts.adapters, policy.adapters, memory, requests, operations, inbox.ranks, pace),
+        AdapterLoads(
+            *(parts.adapters, policy.adapters, memory, updates, requests),
+            *(operations, inbox.ranks, pace),
+        ),
         operations,
         inbox.ranks,
         [other.handlers for other in others],

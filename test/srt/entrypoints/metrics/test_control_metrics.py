@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
 from ebbtide.srt.entrypoints.metrics.operations import ControlMetrics
-from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
+from ebbtide.srt.entrypoints.metrics.prometheus import MAX_ADAPTERS, OTHER_ADAPTERS, Metrics
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import Reply, StallCounts, UpdateWeightVersionReqOutput
 from ebbtide.testing.null_engine import NullEngine
@@ -32,6 +33,18 @@ LOAD = replica_load(
     step_counts=[1, 1, 1, *[0] * 11],
     step_tokens=30,
 )
+ENDED = {
+    "prompt_tokens": 1,
+    "cached_tokens": 1,
+    "completion_tokens": 3,
+    "queue_time": 0.5,
+    "first_token_latency": 1,
+    "e2e_latency": 3,
+    "num_retractions": 1,
+    "num_nonfinite": 0,
+    "weight_versions": [],
+    "finish_reason": {"type": "stop"},
+}
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -302,10 +315,7 @@ def test_the_names_of_other_engines(dialect: str | None, has: list[str], has_not
     for operation in ("update_weights_from_tensor", "update_weights_from_disk"):
         ended = asyncio.sleep(0, updated("1"))
         asyncio.run(metrics.control.observed(operation, ended))
-    meta: dict[str, Any] = dict.fromkeys(("prompt_tokens", "cached_tokens"), 1)
-    meta |= {"completion_tokens": 3, "queue_time": 0.5, "first_token_latency": 1, "e2e_latency": 3}
-    meta |= {"num_retractions": 1, "num_nonfinite": 0}
-    metrics.note({**meta, "finish_reason": {"type": "stop"}, "weight_versions": []})
+    metrics.note(ENDED)
     metrics.note_taken(4, 96)
     text = metrics.text(STATE, [LOAD], NO_PAUSE).decode()
     for line in has:
@@ -332,3 +342,14 @@ def test_the_loop_goes_on_while_the_outputs_of_a_large_answer_are_counted() -> N
 
     few, many = (asyncio.run(turns_while_counting(number)) for number in (1, 2000))
     assert many > few + 5
+
+
+def test_adapters_beyond_the_first_share_a_label() -> None:
+    metrics = Metrics("0")
+    for number in [*range(MAX_ADAPTERS + 5), 0]:
+        metrics.note({**ENDED, "lora_name": f"adapter-{number}"})
+    text = metrics.text(STATE, [], NO_PAUSE).decode()
+    counted = re.findall(r'adapter_generation_tokens_total\{adapter="(.+?)"\} (\S+)', text)
+    assert len(counted) == MAX_ADAPTERS + 1
+    assert dict(counted)["adapter-0"] == "6.0"
+    assert dict(counted)[OTHER_ADAPTERS] == "15.0"

@@ -242,6 +242,16 @@ def test_lists_have_one_entry_per_prompt() -> None:
     assert first.cache_namespace != second.cache_namespace == ()
 
 
+def test_prompts_of_a_batch_may_have_adapters_of_their_own() -> None:
+    limits = replace(LIMITS, has_adapters=True)
+    for asked, expected in (("a", ["a", "a"]), (["a@2", None], ["a@2", None]), ("", [None, None])):
+        made = plan(limits=limits, input_ids=[[1], [2]], lora_path=asked)
+        assert [output.adapter for output in made] == expected
+    assert "--enable-lora" in refusal(input_ids=[1], lora_path="a")
+    assert "one entry per prompt" in refusal(input_ids=[[1], [2]], lora_path=["a"])
+    assert "lora_path" in refusal(input_ids=[1], lora_path=7)
+
+
 @pytest.mark.parametrize(
     ("fields", "rids", "groups"),
     [

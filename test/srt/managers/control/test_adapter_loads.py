@@ -11,6 +11,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     ControlCall,
+    EndWeightUpdateReqInput,
     FinishReason,
     LoadLoRAAdapterReqInput,
     PauseMode,
@@ -452,3 +453,62 @@ def test_in_a_storm_every_token_is_of_the_version_that_is_named(seed: int, num_r
     harness.assert_true()
     book = harness.scheduler.policy.adapters
     assert all(not one.num_live and not one.num_running and one.is_reachable for one in book.all())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_base_and_adapters_begin_to_serve_in_one_turn(num_ranks: int) -> None:
+    harness = AdapterHarness(num_ranks=num_ranks)
+    first = harness.load("a", 1)
+    rid = harness.ask("a", max_new_tokens=60)
+    harness.turn(4)
+    harness.begin(session_id="step")
+    joining: dict[str, Any] = {"session_id": "step", "in_flight": "continue"}
+    second = harness.load("a", 2, lora_version="two", **joining)
+    assert harness.do(loading("a", 2, lora_version="two", **joining)).lora_version == "two"
+    assert harness.refuse(loading("a", 3, lora_version="two")).status == 409
+    harness.update(7, weight_version=7, session_id="step", flush_cache=False)
+    harness.turn(5)
+    assert harness.loaded == [first], "nothing of it serves before its end"
+    harness.end(session_id="step", pause_mode=PauseMode.IN_PLACE)
+    harness.run_until_idle()
+    output = harness.outputs[rid]
+    assert harness.labels(rid) == [first, second]
+    [(_, _), (_, with_adapter)] = output.adapter_starts
+    [(_, _), (_, with_base)] = output.version_starts
+    assert with_adapter == with_base
+    harness.assert_true(rid)
+
+
+def test_a_session_that_is_discarded_takes_its_adapters_with_it() -> None:
+    harness = AdapterHarness(num_slots=2)
+    harness.load("a", 1)
+    harness.begin(session_id="step")
+    fields: dict[str, Any] = {"lora_version": "two", "session_id": "step"}
+    harness.load("a", 2, **fields)
+    harness.abort_session()
+    assert harness.loaded == ["a@1"]
+    assert harness.refuse(loading("a", 2, **fields)).status == 409
+    harness.load("a", 3, lora_version="two")
+    rids = [harness.ask("a"), harness.ask("a@1")]
+    harness.run_until_idle()
+    harness.assert_true(*rids)
+
+
+def test_a_session_without_an_adapter_that_was_refused_is_incomplete() -> None:
+    harness = AdapterHarness()
+    harness.begin(session_id="step")
+    fields: dict[str, Any] = {"lora_version": "1", "session_id": "step"}
+    harness.ranks[0].adapters.faults["open"] = RequestRejected("it does not fit")
+    assert "it does not fit" in harness.refuse(loading("a", 1, **fields)).message
+    assert harness.refuse(loading("a", 1, session_id="step")).status == 400, "a version is needed"
+    assert "it does not fit" in harness.refuse(EndWeightUpdateReqInput(session_id="step")).message
+    harness.load("a", 1, **fields)
+    harness.end(session_id="step")
+    assert harness.loaded == ["a@1"]
+
+
+def test_a_version_that_is_not_there_cannot_be_unloaded() -> None:
+    harness = AdapterHarness()
+    harness.load("a", 1)
+    assert harness.refuse(UnloadLoRAAdapterReqInput(lora_name="a", lora_version=2)).status == 404
+    assert harness.loaded == ["a@1"]

@@ -7,8 +7,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 from typing import Protocol, TypeVar
+
+from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.adapters import AdapterBook, AdapterVersion
@@ -26,6 +29,7 @@ from ebbtide.srt.managers.control.ports import (
     Superseded,
     Work,
 )
+from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
     InFlight,
     LoadLoRAAdapterFromTensorsReqInput,
@@ -126,6 +130,7 @@ class AdapterLoads:
         slots: AdapterMemory | None,
         book: AdapterBook,
         memory: MemoryOccupation,
+        updates: WeightUpdates,
         users: AdapterUsers,
         operations: Operations,
         ranks: Ranks,
@@ -134,6 +139,7 @@ class AdapterLoads:
         self.book = book
         self._given_slots = slots
         self._memory = memory
+        self._updates = updates
         self._users = users
         self._operations = operations
         self._ranks = ranks
@@ -159,9 +165,10 @@ class AdapterLoads:
         try:
             return (yield from self._load(request))
         except DeadlinePassed:
-            raise RequestRejected(
-                f"{request.lora_name} was not loaded in time, nothing has changed", 409
-            ) from None
+            message = f"{request.lora_name} was not loaded in time, nothing has changed"
+            raise self._refused(request, RequestRejected(message, 409)) from None
+        except RequestRejected as refusal:
+            raise self._refused(request, refusal) from None
 
     def unload(self, request: UnloadLoRAAdapterReqInput) -> Operation:
         """Have a name, or a version of it, mean nothing any more."""
@@ -170,8 +177,7 @@ class AdapterLoads:
         version = None if request.lora_version is None else str(request.lora_version)
         with self._line.turn() as has_come:
             yield from in_turn(has_come, f"{request.lora_name} stays loaded", 409)
-            if self.book.current(request.lora_name) is None:
-                raise self.book.not_found(request.lora_name)
+            self.book.meant(request.lora_name, version)
             yield Activity.BOUNDARY
             yield Activity.PREPARED
             removed = self.book.remove(request.lora_name, version)
@@ -199,30 +205,44 @@ class AdapterLoads:
             if self.book.check_load(name, version, plan.digest, pinned=request.pinned):
                 yield Activity.BOUNDARY
                 yield Activity.PREPARED
-                known = self.book.find(name, version or "")
-                assert known is not None, "loads and unloads take turns"
-                return self._reply(request, known, plan, f"{known.label} was loaded before.")
-            slot = yield from self._take_slot(name, opened)
+                assert version is not None, "only what has a version is known"
+                message = f"{name}@{version} was loaded before."
+                return self._reply(name, version, plan, message, is_changed=False)
+            held = opened.enter_context(ExitStack())
+            slot = yield from self._take_slot(name, held)
             yield from self._copied(plan.write(slot))
+            commit = partial(self._commit, request, plan.digest, slot)
+            if request.session_id is not None and version is not None:
+                self.book.staged[name, version] = plan.digest
+                held.callback(self.book.staged.pop, (name, version), None)
+                session = self._updates.session_named(request.session_id)
+                session.joined.append(commit)
+                session.held.push(held.pop_all())
+                session.refused.make_up(frozenset({f"{name}@{version}"}))
+                return self._reply(name, version, plan, f"Staged {name}@{version}.", is_changed=True)
             yield Activity.BOUNDARY
             yield Activity.PREPARED
             stall = Stall()
             with stall.measure():
-                added = self.book.add(
-                    name,
-                    version,
-                    digest=plan.digest,
-                    path=getattr(request, "lora_path", ""),
-                    slot=slot,
-                    pinned=request.pinned,
-                )
-                num_moved = self._users.move(added, request.in_flight)
+                added, num_moved = commit()
         logger.info(
             "adapter loaded: %s tensors=%d bytes=%d stall_ms=%.1f",
             *(added.label, plan.num_tensors, plan.num_bytes, stall.longest_s * 1e3),
         )
-        message = f"Loaded {added.label}."
-        return self._reply(request, added, plan, message, num_moved=num_moved, stall=stall)
+        reply = self._reply(name, added.version, plan, f"Loaded {added.label}.", is_changed=True)
+        return structs.replace(reply, num_moved=num_moved, stall_ms=stall.longest_s * 1e3)
+
+    def _commit(self, request: LoadRequest, digest: str, slot: int) -> tuple[AdapterVersion, int]:
+        """Have the name mean what is in the slot; returns the version, and how many requests moved to it."""
+        path = request.lora_path if isinstance(request, LoadLoRAAdapterReqInput) else ""
+        added = self.book.add(
+            *(request.lora_name, request.version),
+            digest=digest,
+            path=path,
+            slot=slot,
+            pinned=request.pinned,
+        )
+        return added, self._users.move(added, request.in_flight)
 
     def _open(self, request: LoadRequest, opened: ExitStack) -> Work[AdapterPlan]:
         """What comes, on every rank fit for its slots."""
@@ -241,23 +261,17 @@ class AdapterLoads:
         return plan
 
     def _reply(
-        self,
-        request: LoadRequest,
-        version: AdapterVersion,
-        plan: AdapterPlan,
-        message: str,
-        num_moved: int = 0,
-        stall: Stall | None = None,
+        self, name: str, version: str, plan: AdapterPlan, message: str, *, is_changed: bool
     ) -> LoadLoRAAdapterReqOutput:
         return LoadLoRAAdapterReqOutput(
-            changed=stall is not None,
-            lora_name=version.name,
-            lora_version=version.version,
+            changed=is_changed,
+            lora_name=name,
+            lora_version=version,
             checksum=plan.digest,
             num_tensors=plan.num_tensors,
             num_bytes=plan.num_bytes,
-            num_moved=num_moved,
-            stall_ms=0.0 if stall is None else stall.longest_s * 1e3,
+            num_moved=0,
+            stall_ms=0.0,
             loaded_adapters=self._loaded(),
             message=message,
         )
@@ -265,12 +279,24 @@ class AdapterLoads:
     def _loaded(self) -> dict[str, str]:
         return {one.name: one.version for one in map(self.book.current, self.book.names) if one is not None}
 
+    def _refused(self, request: LoadRequest, refusal: RequestRejected) -> RequestRejected:
+        """A session that was to have an adapter is incomplete without it."""
+        if request.session_id is not None:
+            with suppress(RequestRejected):
+                label = frozenset({f"{request.lora_name}@{request.version}"})
+                self._updates.session_named(request.session_id).refused.add(refusal.message, label)
+        return refusal
+
     def _check(self, request: LoadRequest) -> None:
         self.book.check_name(request.lora_name)
         require_timeout(request.timeout_s)
         version = request.version
         if version is not None and not 0 < len(version) <= 256:
             raise RequestRejected(f"lora_version: expected 1 to 256 characters, got {len(version)}")
+        if request.session_id is not None:
+            self._updates.session_named(request.session_id)
+            if version is None:
+                raise RequestRejected("lora_version: expected one with a session_id")
         if MemoryTag.WEIGHTS in self._memory.released:
             raise RequestRejected(
                 "the weights are released, and the slots of adapters with them: "

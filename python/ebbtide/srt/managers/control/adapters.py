@@ -84,6 +84,7 @@ class AdapterBook:
 
     Attributes:
         wanted: what a request waits for, and is to be brought into a slot.
+        staged: the checksums of versions that are loaded, and mean nothing before a session is committed.
         reports: the versions that requests may ask for; a new list whenever there are others.
         is_blocked: a request of this pass waits for room; to be set to False ahead of a pass.
     """
@@ -97,6 +98,7 @@ class AdapterBook:
         # Those of a name in the order of their loads: the last one is what the name means.
         self._versions: dict[str, list[AdapterVersion]] = {}
         self._retired: list[AdapterVersion] = []
+        self.staged: dict[tuple[str, str], str] = {}
         self._taken: set[int] = set()
         self._digests: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._num_loads = self._num_admissions = 0
@@ -162,7 +164,7 @@ class AdapterBook:
             RequestRejected: 409, other bytes have this version, or there is no room.
         """
         if version is not None:
-            known = self._digests.get((name, version))
+            known = self._digests.get((name, version)) or self.staged.get((name, version))
             if known is not None and known != digest:
                 raise RequestRejected(
                     f"{name}@{version} is there with other contents (checksum {known or 'unknown'}, not "
@@ -215,16 +217,20 @@ class AdapterBook:
         self._retire(versions[: -1 - self._keep_versions])
         return added
 
-    def remove(self, name: str, version: str | None) -> list[AdapterVersion]:
-        """A name, or one version of it, means nothing any more; returns what it meant.
+    def meant(self, name: str, version: str | None) -> list[AdapterVersion]:
+        """What a name, or one version of it, means.
 
         Raises:
-            RequestRejected: 404, it means nothing.
+            RequestRejected: 404, nothing.
         """
-        asked = name if version is None else f"{name}@{version}"
-        removed = [one for one in self._versions.get(name, ()) if version in (None, one.version)]
-        if not removed:
-            raise self.not_found(asked)
+        found = [one for one in self._versions.get(name, ()) if version in (None, one.version)]
+        if not found:
+            raise self.not_found(name if version is None else f"{name}@{version}")
+        return found
+
+    def remove(self, name: str, version: str | None) -> list[AdapterVersion]:
+        """A name, or one version of it, means nothing any more; returns what it meant."""
+        removed = self.meant(name, version)
         self._retire(removed)
         return removed
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from ebbtide.srt.managers.wire import merge_rules as merge
-from ebbtide.srt.managers.wire.control_request import ControlRequest, ControlRow, own_or_update_deadline
+from ebbtide.srt.managers.wire.control_request import (
+    ControlRequest,
+    ControlRow,
+    Outcome,
+    Turn,
+    own_or_update_deadline,
+)
 from ebbtide.srt.managers.wire.message import TotalsReply
+from ebbtide.srt.managers.wire.weight_requests import AbortWeightUpdateReqInput
 
 # What becomes of requests that run on the version before: they stay on it; they go on with the new one, with
 # the KV that they have or without; they end.
@@ -35,7 +43,8 @@ class LoadRequest(ControlRequest, frozen=True, kw_only=True):
 
     `lora_version`: a load of the same contents under the same version changes nothing, other contents are
     refused (409); null: a number. `pinned`: it keeps its slot. `in_flight`: what becomes of requests that run
-    on the version before, where they do not say by `on_update`.
+    on the version before, where they do not say by `on_update`. `session_id`: it is committed with the weight
+    update session of this name, and needs a `lora_version`.
     """
 
     lora_name: str
@@ -43,11 +52,21 @@ class LoadRequest(ControlRequest, frozen=True, kw_only=True):
     pinned: bool = False
     in_flight: InFlight = "stay"
     timeout_s: float | None = None
+    session_id: str | None = None
     lora_id: Any = None
 
     @property
     def version(self) -> str | None:
         return None if self.lora_version is None else str(self.lora_version)
+
+    @property
+    def subject(self) -> str | None:
+        return None if self.session_id is None else "session"
+
+    def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
+        """What only some have staged cannot be committed by all."""
+        is_staged = self.session_id is not None and bool(outcome.changed)
+        return dict.fromkeys(sorted(outcome.replies), AbortWeightUpdateReqInput()) if is_staged else {}
 
 
 def _load(path: str, per_rank: str | None = None) -> ControlRow:
@@ -56,7 +75,10 @@ def _load(path: str, per_rank: str | None = None) -> ControlRow:
         *(LoadLoRAAdapterReqOutput, path),
         deadline=own_or_update_deadline,
         per_rank=per_rank,
+        turn=Turn.SHARED,
+        settles=False,
         is_joint=True,
+        undone="The session was discarded, as others had staged this adapter",
     )
 
 

@@ -6,6 +6,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
@@ -98,6 +99,7 @@ class WeightSession:
         nonfinite: which of the tensors hold NaN or Inf, on any rank.
         version, flush_cache, folder: what its updates asked for, see `CommitTerms`.
         canary_message: how a trial of it went.
+        joined, held: what else is committed in the same turn, and what is given back at the session's end.
     """
 
     def __init__(
@@ -123,6 +125,8 @@ class WeightSession:
         self.canary_message = ""
         self.stall = Stall()
         self.refused = RefusedUpdates()
+        self.joined: list[Callable[[], object]] = []
+        self.held = ExitStack()
         self._unmap: list[Slices[None]] = []
         self._weights = weights
         self._kv = kv
@@ -478,6 +482,7 @@ class WeightSession:
 
     def close(self) -> None:
         """Give back the copy, and unmap what is still mapped of the senders' memory."""
+        self.held.close()
         if self._staging is not None:
             self._staging.close()
             self.state = Empty()

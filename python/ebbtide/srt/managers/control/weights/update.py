@@ -370,6 +370,8 @@ class WeightUpdates:
             num_paused = self._requests.num_running
             self._conditions.stop_requests(terms, mode)
             session.commit()
+            for commit in session.joined:
+                commit()
             self._serve(version if version is not None else self.version)
             if folder is not None:
                 self.model_path, self.load_format = folder
@@ -415,11 +417,15 @@ class WeightUpdates:
         self, request: WeightUpdateRequest | EndWeightUpdateReqInput, status: int = 400
     ) -> None:
         """Refuse a request for another session than the open one: its update would be served at once."""
-        if request.session_id is None:
-            return
-        if self._session is None or self._session.session_id != request.session_id:
+        if request.session_id is not None:
+            self.session_named(request.session_id, status)
+
+    def session_named(self, session_id: str, status: int = 409) -> WeightSession:
+        """The open session. Raises RequestRejected: none is, or another one."""
+        if self._session is None or self._session.session_id != session_id:
             why = self._why_closed if self._session is None else "another session is open"
-            raise RequestRejected(f"the session {request.session_id[:200]!r} is not open ({why})", status)
+            raise RequestRejected(f"the session {session_id[:200]!r} is not open ({why})", status)
+        return self._session
 
     def _refuse_second_session(self) -> None:
         if self._session is not None:
