@@ -137,12 +137,10 @@ class LatentAttention(nn.Module):
         q_TNO = q_TO.view(len(q_TO), num_heads, -1)
         heads_TNH = q_TO.new_empty(len(q_TO), num_heads + 1, num_rotated + rank)
         self._fill(heads_TNH, q_TNO, latents_TH)
-        queries_NTC = heads_TNH[:, :-1, num_rotated:].transpose(0, 1)
-        torch.bmm(q_TNO[..., :key_dim].transpose(0, 1), up_NOC[:, :key_dim], out=queries_NTC)
+        multiply_heads(q_TNO[..., :key_dim], up_NOC[:, :key_dim], heads_TNH[:, :-1, num_rotated:], step)
         read_TNC = self.attention(heads_TNH, rope, None, step.attention)
         values_TNV = q_TO.new_empty(len(q_TO), num_heads, self.sizes.value_dim)
-        up_NCV = up_NOC[:, key_dim:].transpose(1, 2)
-        torch.bmm(read_TNC.transpose(0, 1), up_NCV, out=values_TNV.transpose(0, 1))
+        multiply_heads(read_TNC, up_NOC[:, key_dim:].transpose(1, 2), values_TNV, step)
         return self.o_proj.addend(values_TNV.flatten(1), step)
 
     def _fill(self, heads_TNH: Tensor, q_TNO: Tensor, latents_TH: Tensor) -> None:
@@ -163,6 +161,17 @@ class LatentAttention(nn.Module):
         if not self.sizes.is_interleaved:
             return x
         return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+
+
+def multiply_heads(x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor, step: Step) -> None:
+    """Each head's x by its own matrix."""
+    if step.kernels.few:
+        from ebbtide.srt.layers.kernels import latent
+
+        if len(x_TNK) <= latent.FEW_TOKENS:
+            latent.multiply_heads(x_TNK, weight_NKM, out_TNM)
+            return
+    torch.bmm(x_TNK.transpose(0, 1), weight_NKM, out=out_TNM.transpose(0, 1))
 
 
 class LatentMoeCausalLM(MoeCausalLM):

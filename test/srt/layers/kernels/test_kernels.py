@@ -100,6 +100,28 @@ def test_heads_of_latent_attention_are_filled_as_by_torch(
     torch.testing.assert_close(filled[:, -1, num_rotated:].float(), expected, **tolerance)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 16])
+@pytest.mark.parametrize(("num_inner", "num_columns"), [(24, 64), (64, 40)])
+def test_latents_heads_are_multiplied_each_by_its_own_matrix(
+    device: str, num_tokens: int, num_inner: int, num_columns: int
+) -> None:
+    from ebbtide.srt.layers.kernels.latent import multiply_heads
+
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter multiplies no other
+    wide = torch.randn(num_tokens, 3, num_inner + 5, device=device).to(dtype)
+    weight = torch.randn(3, num_columns, num_inner, device=device).to(dtype) / num_inner**0.5
+    room = torch.full((num_tokens, 4, num_columns + 7), torch.nan, dtype=dtype, device=device)
+    x, out = wide[..., 5:], room[:, :-1, 7:]
+
+    multiply_heads(x, weight.transpose(1, 2), out)
+
+    expected = torch.einsum("tnk,nmk->tnm", x.float(), weight.float())
+    torch.testing.assert_close(out.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert room[:, -1].isnan().all()
+    assert room[..., :7].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("num_heads", "rank", "num_rotated"), [(4, 32, 8), (5, 40, 24)])
 def test_latents_are_rotated_and_stored_as_by_torch(
