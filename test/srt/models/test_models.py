@@ -260,6 +260,27 @@ def test_one_experts_tensor_is_updated_by_its_name(architecture: str, tmp_path: 
     assert chosen_logprobs(reference) == pytest.approx(ours, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "name", ["self_attn.sinks", "mlp.router.bias", "mlp.experts.gate_up_proj", "mlp.experts.down_proj_bias"]
+)
+def test_tensors_of_gpt_oss_are_updated_by_their_names(name: str, tmp_path: Path) -> None:
+    path, name = make_checkpoint(tmp_path, "GptOssForCausalLM"), f"model.layers.1.{name}"
+    reference, driver = Reference(path), RunnerDriver(path)
+    store = driver.runner.weight_store
+    new = torch.randn(store.shape(name), generator=torch.Generator().manual_seed(7))
+
+    assert store.check(name, tuple(new.shape), new.dtype) is None
+    assert store.write(name, new, None) == new.nbytes
+
+    before = chosen_logprobs(reference)
+    reference.model.get_parameter(name).data.copy_(new)
+    run = driver.start(PROMPT, logprobs=LogprobSpec(start=0))
+    driver.generate([run], 1)
+    ours = torch.tensor([entry.token for entry in run.prompt_logprobs])
+    assert (before - ours).abs().max() > 1e-2
+    assert chosen_logprobs(reference) == pytest.approx(ours, abs=1e-4)
+
+
 def chosen_logprobs(reference: Reference) -> Tensor:
     """Of the prompt's tokens after the first."""
     return reference.logprobs(PROMPT)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None]).squeeze(1)
