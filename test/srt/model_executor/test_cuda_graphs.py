@@ -26,6 +26,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2ForCausalLM", GEMMA2),
     "gemma3": ("Gemma3ForCausalLM", GEMMA3),
     "gpt-oss": ("GptOssForCausalLM", {}),
+    "qwen3.5": ("Qwen3_5ForCausalLM", {}),
+    "qwen3-next": ("Qwen3NextForCausalLM", {"linear_value_head_dim": 128, "linear_key_head_dim": 128}),
     # Transformers' code.
     "granite": ("GraniteForCausalLM", {}),
     "olmo3": (

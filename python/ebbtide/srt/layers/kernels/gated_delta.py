@@ -325,9 +325,10 @@ def _one_token(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _unit_rows(ptr, inside, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unit_rows(ptr, inside, EPS: tl.constexpr, DIVISOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of length 1, divided by the root of a number."""
     x = tl.load(ptr, mask=inside, other=0.0).to(tl.float32)
-    return x / tl.sqrt(tl.sum(x * x, axis=1) + EPS)[:, None]
+    return x / tl.sqrt((tl.sum(x * x, axis=1) + EPS) * DIVISOR)[:, None]
 
 
 @triton.jit
@@ -371,7 +372,7 @@ def _prepare_piece(  # type: ignore[no-untyped-def]
     total = tl.cumsum(tl.where(inside, decay, 0.0), axis=0)
     token_ptr = qkv_ptr + token[:, None] * (2 * K_SIZE + HEADS * V_DIM)
     is_key, is_value = inside[:, None] & (row < K_DIM)[None, :], inside[:, None] & (column < V_DIM)[None, :]
-    k = _unit_rows(token_ptr + K_SIZE + head // PER_KEY * K_DIM + row[None, :], is_key, EPS)
+    k = _unit_rows(token_ptr + K_SIZE + head // PER_KEY * K_DIM + row[None, :], is_key, EPS, 1)
     v = tl.load(token_ptr + 2 * K_SIZE + head * V_DIM + column[None, :], mask=is_value, other=0.0)
     keys = k * rate[:, None]
     is_later = index[:, None] > index[None, :]
@@ -439,8 +440,8 @@ def _pieces_in_order(  # type: ignore[no-untyped-def]
             inside[:, None] & (column < V_DIM)[None, :],
         )
         key_ptr = qkv_ptr + token[:, None] * (2 * K_SIZE + HEADS * V_DIM) + head // PER_KEY * K_DIM
-        q = _unit_rows(key_ptr + row[None, :], is_key, EPS) / tl.sqrt(K_DIM * 1.0)
-        k = _unit_rows(key_ptr + K_SIZE + row[None, :], is_key, EPS)
+        q = _unit_rows(key_ptr + row[None, :], is_key, EPS, K_DIM)
+        k = _unit_rows(key_ptr + K_SIZE + row[None, :], is_key, EPS, 1)
         place = token[:, None] * HEADS + head
         keys = tl.load(keys_ptr + place * K_DIM + row[None, :], mask=is_key, other=0.0).to(tl.float32)
         updates = tl.load(updates_ptr + place * V_DIM + column[None, :], mask=is_value, other=0.0)
