@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ebbtide.srt.layers.state.base import KEY_EPS, PIECE_TOKENS, StateStep
 
-CONV_CHANNELS, CONV_TOKENS = 256, 16
-# Columns of a matrix that a program holds: with one token it is small, so that a few requests fill a GPU.
-ONE_COLUMNS, PROMPT_COLUMNS = 32, 64
+CONV_CHANNELS, CONV_TOKENS = 128, 16
+# Columns of a matrix that a program holds: few requests then fill a GPU, and it stays in registers.
+COLUMNS = 32
 NORM_ROWS = 16
 
 
@@ -80,8 +80,8 @@ def delta_rule(
         "EPS": KEY_EPS,
     }
     if states.num_decoding:
-        grid = (states.num_decoding, num_heads, triton.cdiv(v_dim, ONE_COLUMNS))
-        _one_token[grid](qkv_TC, *rates, *held, out_TVH, BLOCK_V=ONE_COLUMNS, **sizes)
+        grid = (states.num_decoding, num_heads, triton.cdiv(v_dim, COLUMNS))
+        _one_token[grid](qkv_TC, *rates, *held, out_TVH, BLOCK_V=COLUMNS, **sizes)
     if states.pieces_P3 is not None:
         assert states.indptr_P1 is not None
         keys_TVH = torch.empty((num_tokens, num_heads, k_dim), dtype=qkv_TC.dtype, device=qkv_TC.device)
@@ -98,11 +98,10 @@ def delta_rule(
             TOKENS=PIECE_TOKENS,
             BLOCK_V=max(16, triton.next_power_of_2(v_dim)),
             PRECISION=precision,
-            num_warps=4,
+            num_warps=8,
             **sizes,
         )
-        columns = min(PROMPT_COLUMNS, max(16, triton.next_power_of_2(v_dim)))
-        _pieces_in_order[(len(states.lens_P), num_heads, triton.cdiv(v_dim, columns))](
+        _pieces_in_order[(len(states.lens_P), num_heads, triton.cdiv(v_dim, COLUMNS))](
             qkv_TC,
             keys_TVH,
             updates_TVH,
@@ -112,7 +111,7 @@ def delta_rule(
             states.num_decoding,
             out_TVH,
             TOKENS=PIECE_TOKENS,
-            BLOCK_V=columns,
+            BLOCK_V=COLUMNS,
             PRECISION=precision,
             num_warps=8,
             num_stages=1,
@@ -432,6 +431,8 @@ def _pieces_in_order(  # type: ignore[no-untyped-def]
     is_held = (row < held_rows)[:, None] & (column < V_DIM)[None, :]
     matrix = tl.load(matrix_ptr, mask=is_held, other=0.0)
     is_causal = index[:, None] >= index[None, :]
+    # Products are of numbers of this type, and summed up in float32, as the matrix is kept.
+    kind = qkv_ptr.dtype.element_ty
     for start in range(first, end, TOKENS):
         token = start + index.to(tl.int64)
         inside = token < end
@@ -440,22 +441,24 @@ def _pieces_in_order(  # type: ignore[no-untyped-def]
             inside[:, None] & (column < V_DIM)[None, :],
         )
         key_ptr = qkv_ptr + token[:, None] * (2 * K_SIZE + HEADS * V_DIM) + head // PER_KEY * K_DIM
-        q = _unit_rows(key_ptr + row[None, :], is_key, EPS, K_DIM)
-        k = _unit_rows(key_ptr + K_SIZE + row[None, :], is_key, EPS, 1)
+        q = _unit_rows(key_ptr + row[None, :], is_key, EPS, K_DIM).to(kind)
+        k = _unit_rows(key_ptr + K_SIZE + row[None, :], is_key, EPS, 1).to(kind)
         place = token[:, None] * HEADS + head
-        keys = tl.load(keys_ptr + place * K_DIM + row[None, :], mask=is_key, other=0.0).to(tl.float32)
+        keys = tl.load(keys_ptr + place * K_DIM + row[None, :], mask=is_key, other=0.0)
         updates = tl.load(updates_ptr + place * V_DIM + column[None, :], mask=is_value, other=0.0)
         total = tl.load(totals_ptr + token * HEADS + head, mask=inside, other=0.0)
         last = tl.load(totals_ptr + (tl.minimum(start + TOKENS, end) - 1) * HEADS + head)
-        updates = updates.to(tl.float32) - tl.dot(keys, matrix, input_precision=PRECISION)
-        out = tl.dot(q * tl.exp(total)[:, None], matrix, input_precision=PRECISION)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        held = matrix.to(kind)
+        updates = updates.to(tl.float32) - tl.dot(keys, held, input_precision=PRECISION)
+        out = tl.dot(q, held, input_precision=PRECISION) * tl.exp(total)[:, None]
         since = tl.exp(tl.where(is_causal, total[:, None] - total[None, :], 0.0))
-        scores = tl.where(is_causal, scores * since, 0.0)
-        out += tl.dot(scores, updates, input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.where(is_causal, scores * since, 0.0).to(kind)
+        out += tl.dot(scores, updates.to(kind), input_precision=PRECISION)
         tl.store(out_ptr + place * V_DIM + column[None, :], out, mask=is_value)
-        kept = k * tl.exp(tl.where(inside, last - total, 0.0))[:, None]
-        matrix = matrix * tl.exp(last) + tl.dot(tl.trans(kept), updates, input_precision=PRECISION)
+        # What is left of each update behind the piece.
+        updates *= tl.exp(tl.where(inside, last - total, 0.0))[:, None]
+        matrix = matrix * tl.exp(last) + tl.dot(tl.trans(k), updates.to(kind), input_precision=PRECISION)
     tl.store(matrix_ptr, matrix, mask=(row < K_DIM)[:, None] & (column < V_DIM)[None, :])
 
 

@@ -255,16 +255,14 @@ class RequestPages:
 
     def state_slots(self, requests: Sequence[Req]) -> list[int]:
         """The slots that hold something, with those of these running requests."""
-        if self.states is None:
-            return []
+        assert self.states is not None
         holds = [req.kv for req in requests if req.kv is not None]
         pending = [slot for kv in holds for slot in kv.checkpoints.values()]
         return [*self.states.attached, *(kv.row for kv in holds), *pending]
 
     def drop_checkpoints(self, requests: Sequence[Req]) -> None:
         """The contents of all checkpoints will be lost, of those too that these running requests hold."""
-        if self.states is None:
-            return
+        assert self.states is not None
         self.states.detach_all()
         for kv in [req.kv for req in requests if req.kv is not None]:
             for slot in kv.checkpoints.values():

@@ -261,7 +261,8 @@ class SchedulePolicy:
             self.retract(req, RetractCause.RELEASE)
         if not plan.keeps_cache:
             self.cache.flush()
-            self.pages.drop_checkpoints(self.running)
+            if self.pages.states is not None:
+                self.pages.drop_checkpoints(self.running)
         return len(retracted)
 
     def park_request(self, req: Req, slots: list[int]) -> None:
