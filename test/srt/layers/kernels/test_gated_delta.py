@@ -11,6 +11,8 @@ from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
 
 HAS_GPU = torch.cuda.is_available()  # noqa: TID251
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+# The interpreter multiplies no matrices of bfloat16.
+DTYPES = [torch.float32, torch.bfloat16 if HAS_GPU else torch.float16]
 SIZE = 4
 # (key heads, value heads, head_dim of keys, of values)
 HEADS = [(2, 4, 16, 24), (1, 2, 32, 64)]
@@ -67,7 +69,7 @@ def assert_close(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours.float(), expected.float(), atol=atol, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_convolution(name: str, dtype: torch.dtype) -> None:
     from ebbtide.srt.layers.kernels import gated_delta
 
@@ -88,7 +90,7 @@ def test_convolution(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(held, expected_held)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_delta_rule(name: str, heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     from ebbtide.srt.layers.kernels import gated_delta
