@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer in server mode trains against `ebbtide serve`, on a CPU, without a vLLM wheel.
 
 TRL refuses to send weights from a device that is not called "cuda"; that word is all that is changed here.
+Its AsyncGRPOTrainer needs FlashAttention to train: of it what talks to the server is tested.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ pytest.importorskip("trl")
 import requests
 import torch
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient
+from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 from trl.generation.vllm_client import VLLMClient
 
 from ebbtide.srt.hf_folder import folder_of
@@ -131,3 +135,21 @@ def test_grpo_trains_and_the_server_samples_from_its_weights(url: str, tmp_path:
     last = server_logprobs(url, ids)
     assert last == pytest.approx(model_logprobs(trainer.model, ids), abs=1e-3)
     assert max(abs(a - b) for a, b in zip(first, last, strict=True)) > 0.01
+
+
+def test_async_grpo_sends_weights_at_a_pause(url: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(str(folder_of("tiny-storm")), dtype=torch.float32)
+    weights = dict(model.named_parameters())
+    told = {
+        "names": list(weights),
+        "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
+        "shapes": [list(weight.shape) for weight in weights.values()],
+    }
+    client = WeightTransferClient(AsyncClient(url), told)
+    client.init_weight_transfer()
+    client.pause()
+    client.send_weights((name, weight.data) for name, weight in weights.items())
+    client.resume()
+    client.destroy()
+    ids = [1, 300, 301, 302, 303, 304]
+    assert server_logprobs(url, ids) == pytest.approx(model_logprobs(model, ids), abs=1e-3)
