@@ -84,7 +84,7 @@ class NullRunner:
         wanted = [spec.logprobs for spec in plan.specs if spec.logprobs is not None]
         # A prompt that comes in one piece has the logprobs that the value says.
         input_logprobs = {
-            index: self._logprobs(len(spec.prompt_ids) - 1, [spec.logprobs], value)
+            index: self._logprobs(len(spec.prompt_ids) - 1, [spec.logprobs], values_R[index])
             for index, spec in enumerate(plan.specs)
             if spec.logprobs is not None and spec.logprobs.start is not None
         }

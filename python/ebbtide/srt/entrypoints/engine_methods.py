@@ -467,6 +467,7 @@ class EngineMethods(ABC):
         in_flight: str = "stay",
         timeout_s: float | None = None,
         session_id: str | None = None,
+        canary: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Load a PEFT folder as a new version of an adapter; the name means it from the next pass on.
 
@@ -477,6 +478,7 @@ class EngineMethods(ABC):
             lora_version: None: a number. A load of the same contents as this version changes nothing.
             in_flight: what becomes of requests that run on an earlier version of the name: "stay", they keep
                 it; "continue", they go on with the new one; "recompute", the same with new KV; "abort".
+            canary: a test of the adapter before it serves, see `io_struct.Canary`.
             session_id: commit it with this weight update session, together with the base; needs a
                 `lora_version`.
 

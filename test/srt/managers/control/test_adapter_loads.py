@@ -10,9 +10,11 @@ from fixtures.control import PROMPT, Harness, updating
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
+    Canary,
     ControlCall,
     EndWeightUpdateReqInput,
     FinishReason,
+    LoadLoRAAdapterFromTensorsReqInput,
     LoadLoRAAdapterReqInput,
     PauseMode,
     Prepared,
@@ -512,3 +514,29 @@ def test_a_version_that_is_not_there_cannot_be_unloaded() -> None:
     harness.load("a", 1)
     assert harness.refuse(UnloadLoRAAdapterReqInput(lora_name="a", lora_version=2)).status == 404
     assert harness.loaded == ["a@1"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_canary_is_held_against_a_version_before_it_means_anything(num_ranks: int) -> None:
+    harness = AdapterHarness(num_ranks=num_ranks)
+    harness.load("a", 2)
+    rid = harness.ask("a", max_new_tokens=40)
+    harness.turn(5)
+    # Of odd hundreds null weights make no finite logprobs: the base is 0, and adapters count 101 each.
+    canary = Canary(input_ids=[1, 2, 3])
+    assert "not finite" in harness.refuse(loading("a", 3, canary=canary)).message
+    assert harness.loaded == ["a@1"]
+    assert "finite" in harness.do(loading("a", 4, canary=canary)).message
+    expected = Canary(input_ids=[1, 2, 3], logprobs=[-1.0, -1.0], atol=0.1)
+    assert harness.refuse(loading("a", 6, canary=expected)).status == 400
+    assert harness.refuse(loading("a", 6, canary=Canary(input_ids=[1]))).status == 400
+    harness.run_until_idle()
+    assert harness.labels(rid) == ["a@1"]
+    assert harness.loaded == ["a@1", "a@2"]
+
+
+def test_an_adapter_that_adds_tokens_is_refused() -> None:
+    request = LoadLoRAAdapterFromTensorsReqInput(
+        lora_name="a", config_dict={}, serialized_named_tensors=[], added_tokens_config={"<x>": 5}
+    )
+    assert "added_tokens_config" in AdapterHarness().refuse(request).message

@@ -18,6 +18,7 @@ from ebbtide.srt.managers.control.adapters import AdapterBook, AdapterVersion
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Line, Operations, in_turn, require_timeout
 from ebbtide.srt.managers.control.pace import Pace, Stall
+from ebbtide.srt.managers.control.phases import at_once
 from ebbtide.srt.managers.control.ports import (
     Activity,
     CopyStream,
@@ -211,6 +212,10 @@ class AdapterLoads:
             held = opened.enter_context(ExitStack())
             slot = yield from self._take_slot(name, held)
             yield from self._copied(plan.write(slot))
+            tried = ""
+            if request.canary is not None:
+                yield Activity.BOUNDARY
+                tried = " " + (yield from self._updates.trials.run(request.canary, at_once, slot))
             commit = partial(self._commit, request, plan.digest, slot)
             if request.session_id is not None and version is not None:
                 self.book.staged[name, version] = plan.digest
@@ -229,7 +234,7 @@ class AdapterLoads:
             "adapter loaded: %s tensors=%d bytes=%d stall_ms=%.1f",
             *(added.label, plan.num_tensors, plan.num_bytes, stall.longest_s * 1e3),
         )
-        reply = self._reply(name, added.version, plan, f"Loaded {added.label}.", is_changed=True)
+        reply = self._reply(name, added.version, plan, f"Loaded {added.label}.{tried}", is_changed=True)
         return structs.replace(reply, num_moved=num_moved, stall_ms=stall.longest_s * 1e3)
 
     def _commit(self, request: LoadRequest, digest: str, slot: int) -> tuple[AdapterVersion, int]:
@@ -293,6 +298,12 @@ class AdapterLoads:
         version = request.version
         if version is not None and not 0 < len(version) <= 256:
             raise RequestRejected(f"lora_version: expected 1 to 256 characters, got {len(version)}")
+        if getattr(request, "added_tokens_config", None):
+            raise RequestRejected("added_tokens_config: adapters that add tokens are not supported")
+        if request.canary is not None:
+            self._updates.trials.check(request.canary)
+            if request.session_id is not None or not self._memory.allows_forward:
+                raise RequestRejected("canary: not in a session, nor while the weights cannot run", 409)
         if request.session_id is not None:
             self._updates.session_named(request.session_id)
             if version is None:

@@ -175,8 +175,9 @@ class TrialPass(Protocol):
     max_tokens: int
     vocab_size: int
 
-    def logprobs(self, input_ids: Sequence[int]) -> list[float]:
-        """The logprob of each token but the first, by the live weights; the lowest float32 if not finite.
+    def logprobs(self, input_ids: Sequence[int], adapter_slot: int | None = None) -> list[float]:
+        """The logprob of each token but the first, by the live weights and the adapter in a slot, if any; the
+        lowest float32 if not finite.
 
         The same on all ranks, between two forward passes. RequestRejected: there is no room for their KV.
         """

@@ -14,7 +14,7 @@ from ebbtide.srt.managers.wire.control_request import (
     own_or_update_deadline,
 )
 from ebbtide.srt.managers.wire.message import TotalsReply
-from ebbtide.srt.managers.wire.weight_requests import AbortWeightUpdateReqInput
+from ebbtide.srt.managers.wire.weight_requests import AbortWeightUpdateReqInput, Canary
 
 # What becomes of requests that run on the version before: they stay on it; they go on with the new one, with
 # the KV that they have or without; they end.
@@ -44,7 +44,8 @@ class LoadRequest(ControlRequest, frozen=True, kw_only=True):
     `lora_version`: a load of the same contents under the same version changes nothing, other contents are
     refused (409); null: a number. `pinned`: it keeps its slot. `in_flight`: what becomes of requests that run
     on the version before, where they do not say by `on_update`. `session_id`: it is committed with the weight
-    update session of this name, and needs a `lora_version`.
+    update session of this name, and needs a `lora_version`. `canary`: held against the new version before it
+    means anything; not in a session.
     """
 
     lora_name: str
@@ -53,6 +54,7 @@ class LoadRequest(ControlRequest, frozen=True, kw_only=True):
     in_flight: InFlight = "stay"
     timeout_s: float | None = None
     session_id: str | None = None
+    canary: Canary | None = None
     lora_id: Any = None
 
     @property

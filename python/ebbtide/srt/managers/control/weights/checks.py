@@ -219,11 +219,11 @@ class CanaryTrials:
         if not (math.isfinite(canary.atol) and canary.atol >= 0):
             raise RequestRejected(f"canary.atol: expected a finite number from 0, got {canary.atol}")
 
-    def run(self, canary: Canary, trial: Trial) -> Work[str]:
-        """Run the pass by the new weights; says how it went, or refuses where a rank finds otherwise."""
+    def run(self, canary: Canary, trial: Trial, adapter_slot: int | None = None) -> Work[str]:
+        """Run the pass by the new weights, or adapter; says how it went, or refuses where a rank misses."""
         if self._memory.is_kv_released:
             raise RequestRejected("canary: its forward pass needs kv_cache: resume_memory_occupation first")
-        passing = trial(lambda: self._pass.logprobs(canary.input_ids))
+        passing = trial(lambda: self._pass.logprobs(canary.input_ids, adapter_slot))
         logprobs, by_rank = yield from self._ranks.survey(Activity.ALONE, passing, lambda found: found)
         misses = [_miss(canary, found) for found in by_rank]
         if any(misses):

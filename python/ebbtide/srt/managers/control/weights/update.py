@@ -79,6 +79,7 @@ class WeightUpdates:
         version: of the weights that serve.
         model_path, load_format: where the weights came from last, when that was a folder.
         timeout_s: for updates and sessions that bring no limit of their own.
+        trials: of new weights, before they serve.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class WeightUpdates:
         self._line = Line()
         self._conditions = CommitConditions(generation, memory, requests)
         self._awaits_verdict = False
-        self._trials = CanaryTrials(trial_pass, memory, ranks)
+        self.trials = CanaryTrials(trial_pass, memory, ranks)
         self._arrivals = Arrivals(weights, ranks, pace, wake, self._require_open_for)
         self.handlers: HandlerTable = {
             UpdateWeightFromDiskReqInput: self.update,
@@ -348,7 +349,7 @@ class WeightUpdates:
             yield Activity.BOUNDARY
         stages.end("drain")
         if terms.canary is not None:
-            session.canary_message = yield from self._trials.run(terms.canary, session.trial)
+            session.canary_message = yield from self.trials.run(terms.canary, session.trial)
             stages.end("canary")
         mode = self._conditions.mode(terms)
         yield from self._verdict()
@@ -393,7 +394,7 @@ class WeightUpdates:
         self, request: WeightUpdateRequest | EndWeightUpdateReqInput, flush_cache: bool
     ) -> CommitTerms:
         if request.canary is not None:
-            self._trials.check(request.canary)
+            self.trials.check(request.canary)
         return terms_of(request, flush_cache, refuses_nonfinite=self._weights.refuses_nonfinite)
 
     def _require_open_for(self, request: WeightUpdateRequest) -> None:

@@ -42,11 +42,11 @@ class SchedulerTrialPass:
         self._table = table
         self._runner = runner
 
-    def logprobs(self, input_ids: Sequence[int]) -> list[float]:
+    def logprobs(self, input_ids: Sequence[int], adapter_slot: int | None = None) -> list[float]:
         ids = list(input_ids)
         unrecorded = self._kv_scales.paused() if self._kv_scales is not None else nullcontext()
         with unrecorded, self._pages(self._policy.pages_of(len(ids))):
-            result = self._runner.launch(_plan(ids, self._table.spare_row)).wait()
+            result = self._runner.launch(_plan(ids, self._table.spare_row, adapter_slot)).wait()
         logprobs: list[float] = result.input_logprobs[0].tokens_N.tolist()
         return logprobs
 
@@ -66,7 +66,7 @@ class SchedulerTrialPass:
             self._policy.allocator.free(pages)
 
 
-def _plan(ids: list[int], row: int) -> BatchPlan:
+def _plan(ids: list[int], row: int, adapter_slot: int | None) -> BatchPlan:
     """The logprobs of a prompt, and no token behind it."""
     spec = SampleSpec(SamplingParams(max_new_tokens=0), 0, frozenset(), ids, [], LogprobSpec(start=0))
     return BatchPlan(
@@ -77,4 +77,5 @@ def _plan(ids: list[int], row: int) -> BatchPlan:
         samples_R=np.zeros(1, dtype=np.bool_),
         num_outputs_R=np.zeros(1, dtype=np.int64),
         specs=[spec],
+        adapters_R=None if adapter_slot is None else np.full(1, adapter_slot, dtype=np.int32),
     )
