@@ -25,7 +25,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-groups-of-3": ("Qwen3ForCausalLM", {"num_attention_heads": 6, "hidden_size": 96}),
     "gemma2": ("Gemma2ForCausalLM", GEMMA2),
     "gemma3": ("Gemma3ForCausalLM", GEMMA3),
-    "gpt-oss": ("GptOssForCausalLM", {}),
+    # Older versions of transformers clamp at 7, whatever the config says.
+    "gpt-oss": ("GptOssForCausalLM", {"swiglu_limit": 7.0}),
     "qwen3.5": ("Qwen3_5ForCausalLM", {}),
     "qwen3-next": ("Qwen3NextForCausalLM", {"linear_value_head_dim": 128, "linear_key_head_dim": 128}),
     # Transformers' code.
