@@ -61,6 +61,8 @@ SHAPE_TITLES = {
     "glm4.7-flash": "GLM-4.7-Flash",
     "moonlight": "Moonlight-16B-A3B",
     "gpt-oss-20b": "gpt-oss-20b",
+    "qwen3.5-9b": "Qwen3.5-9B",
+    "qwen3.5-35b-a3b": "Qwen3.5-35B-A3B",
     "llama8b-transformers": "Llama-3.1-8B by transformers' code",
 }
 

@@ -11,7 +11,7 @@ from fixtures.rank_processes import Ranks, held_by, load_and_read
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ebbtide.srt.distributed.parallel_group import ParallelGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.model_executor.weight_store import WeightStore
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -24,6 +24,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssForCausalLM", {}),
     "deepseek-v2": ("DeepseekV2ForCausalLM", {"q_lora_rank": None}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
+    "qwen3.5-with-vision": ("Qwen3_5MoeForConditionalGeneration", {}),
+    "qwen3-next": ("Qwen3NextForCausalLM", {}),
     "gemma3": ("Gemma3ForCausalLM", GEMMA3),
 }
 LAYER = "model.layers.1."
@@ -47,8 +49,34 @@ def test_every_tensor_of_a_checkpoint_reads_back_on_every_rank(
     path = make(tmp_path, name)
     checkpoint = load_file(path / "model.safetensors")
 
+    checkpoint = {key: tensor for key, tensor in checkpoint.items() if ".visual." not in key}
     for held in two_ranks.run(load_and_read, path, "auto"):
         assert same(held, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-with-vision"])
+def test_experts_that_come_as_one_tensor_are_written_like_each_by_itself(
+    name: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    path = make(tmp_path, name)
+    prefix = "model.language_model." if name == "qwen3.5-with-vision" else "model."
+    block = f"{prefix}layers.1.mlp.experts."
+    generator = torch.Generator().manual_seed(1)
+    joint = {
+        block + "gate_up_proj": torch.randn((6, 80, 64), generator=generator),
+        block + "down_proj": torch.randn((6, 64, 40), generator=generator),
+    }
+    expected = {}
+    for expert in range(6):
+        gate, up = joint[block + "gate_up_proj"][expert].chunk(2)
+        parts = {"gate": gate, "up": up, "down": joint[block + "down_proj"][expert]}
+        expected |= {f"{block}{expert}.{part}_proj.weight": tensor for part, tensor in parts.items()}
+
+    for before, after in two_ranks.run(stage_and_commit, path, joint):
+        assert before.keys() == after.keys()
+        assert same(after, before | expected)
+    before, after = stage_and_commit(SoloGroup(), path, joint)
+    assert same(after, before | expected)
 
 
 @pytest.mark.parametrize("name", ["one-kv-head-uneven", "qwen3-moe"])
@@ -138,7 +166,8 @@ def stage_and_commit(
     shadow = store.arena.stage()
     for name, tensor in new.items():
         store.write(name, tensor, shadow)
-    for _ in store.complete(shadow, new):
+    written = frozenset[str]().union(*(store.covered(name) for name in new))
+    for _ in store.complete(shadow, written):
         pass
     before = held_by(store)
     store.commit(shadow)

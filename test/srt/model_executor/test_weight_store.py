@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.checkpoints import ARCHITECTURES, make_checkpoint
+from fixtures.model_runs import RunnerDriver
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -208,3 +209,17 @@ def test_the_checksum_sees_a_single_bit(store: WeightStore, path: Path) -> None:
     store.write(NORM, value, None)
     assert store.checksum() == checksum
     assert open_store(path)[0].checksum() == checksum
+
+
+def test_updates_of_a_vision_tower_are_accepted_and_set_aside(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "Qwen3_5ForConditionalGeneration")
+    store = RunnerDriver(folder).runner.weight_store
+    checkpoint = load_file(folder / "model.safetensors")
+    vision = {name: tensor for name, tensor in checkpoint.items() if name.startswith("model.visual.")}
+    assert vision
+    assert store.names == checkpoint.keys() - vision.keys()
+    before = snapshot(store)
+    for name, tensor in vision.items():
+        assert store.check(name, tuple(tensor.shape), tensor.dtype) is None
+        assert store.write(name, tensor + 1, None) == 0
+    assert same(snapshot(store), before)
