@@ -99,6 +99,10 @@ def test_ignored_names() -> None:
         model = build(architecture)
         assert model.ignored("model.layers.2.eh_proj.weight")
         assert not model.ignored("model.layers.1.mlp.gate.weight")
+    # Qwen3.5's lie apart, and its text model may stand beside a vision tower.
+    qwen = build("Qwen3_5MoeForCausalLM")
+    assert qwen.ignored("mtp.layers.0.mlp.gate.weight")
+    assert not qwen.ignored("model.visual.patch_embed.proj.weight")
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
