@@ -484,7 +484,9 @@ class Report:
 
     @contextmanager
     def attempt(self, *keys: str) -> Iterator[None]:
-        """What is measured within are the rows of these keys."""
+        """What is measured within are the rows of these keys. KeyError, at once: one is not in `GOALS`."""
+        for key in keys:
+            GOALS[key]
         try:
             yield
         except Exception as error:
