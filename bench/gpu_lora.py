@@ -209,6 +209,7 @@ def loads(args: argparse.Namespace, report: Report) -> None:
     with report.attempt(*keys), model_folder(args, args.model) as (shape, folder):
         lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras_per_batch": 8}
         with Engine(**engine_args(args, folder, incremental_streaming_output=True, **lora)) as engine:
+            print("the engine has started", flush=True)
             tensors = dict(adapter_tensors(shape, RANK, args.device))
 
             async def load() -> dict[str, Any]:
@@ -238,6 +239,7 @@ def fetches(args: argparse.Namespace, report: Report) -> None:
     with report.attempt(key), model_folder(args, args.model) as (shape, folder):
         lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras_per_batch": 1}
         with Engine(**engine_args(args, folder, **lora)) as engine:
+            print("the engine has started", flush=True)
             tensors = dict(adapter_tensors(shape, RANK, args.device))
             # One more than there are slots, of which there is one more than a batch may have adapters.
             names = ("a", "b", "c")

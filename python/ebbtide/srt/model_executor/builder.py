@@ -282,7 +282,10 @@ def _rehearse(
     sampler = Sampler(slices.model.vocab_size, device)
     lens = _warm_up_lens(slices.longest_pass, slices.model.context_len)
     kernels = slices.kernels(device)
-    rehearse(model, kernels, sampler, shape, slices.runtime.cuda_graph_bs, lens, device, progress)
+    limits = slices.model.adapters
+    num_slots = None if limits is None else limits.num_slots
+    sizes = slices.runtime.cuda_graph_bs
+    rehearse(model, kernels, sampler, shape, sizes, lens, device, progress, num_slots)
 
 
 def expert_slots(model: CausalLM) -> dict[str, Any] | None:

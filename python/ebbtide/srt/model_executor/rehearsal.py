@@ -28,6 +28,7 @@ from ebbtide.srt.layers.attention.decode_choice import serves_few
 from ebbtide.srt.layers.attention.few_requests import FewRequests
 from ebbtide.srt.layers.gated_delta_net import GatedDeltaNet
 from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.lora import StepAdapters
 from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache.cache_spec import State
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 _FEW_ROWS = (1, 2, 4, 8, 16, 32, 64)
 # Of prompts whose last tokens are such rows.
 _PROMPT_TOKENS = 256
+# Numbers of tokens for which kernels of adapters cut their sums differently.
+_PROMPTS_WITH_ADAPTERS = (16, 32, 64, 128, 320, 640, 1088, 3072, 8192)
 # cuBLAS has other kernels for multiples of 8 rows than for the numbers between them.
 _ALIGNED_ROWS = 8
 # Up to here each of these multiples may have a kernel of its own, and the rows that follow it another one.
@@ -58,6 +61,7 @@ def rehearse(
     prompt_lens: Sequence[int],
     device: torch.device,
     progress: Progress,
+    num_slots: int | None = None,
 ) -> None:
     """Have every Triton kernel of these passes compiled, or loaded from Triton's cache.
 
@@ -67,6 +71,7 @@ def rehearse(
             between them.
         prompt_lens: tokens of passes in which the last one is.
         progress: called with "kernels", how many are compiled or loaded, and how many there are so far.
+        num_slots: of adapters; None: no pass has any.
     """
     started = time.monotonic()
     with (
@@ -77,6 +82,10 @@ def rehearse(
     ):
         for num_tokens in _telling(decode_sizes):
             _pass(model, kernels, shape, device, num_tokens)
+            if num_slots is not None:
+                _pass(model, kernels, shape, device, num_tokens, num_slots=num_slots)
+        for num_tokens in _PROMPTS_WITH_ADAPTERS if num_slots is not None else ():
+            _pass(model, kernels, shape, device, num_tokens, num_slots=num_slots)
         for num_tokens in prompt_lens:
             _pass(model, kernels, shape, device, num_tokens, num_rows=1)
         for num_rows in _FEW_ROWS:
@@ -132,8 +141,13 @@ def _pass(
     device: torch.device,
     num_tokens: int,
     num_rows: int | None = None,
+    num_slots: int | None = None,
 ) -> Tensor:
-    """Hidden states of `num_rows` rows; None: of all."""
+    """Hidden states of `num_rows` rows; None: of all.
+
+    Args:
+        num_slots: of adapters, which all tokens have then.
+    """
     zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     wanted_M = None if num_rows is None else zeros_T[:num_rows]
     step = Step(
@@ -143,6 +157,7 @@ def _pass(
         kernels,
         wanted_M,
         states=_states(model, zeros_T, is_prompt=num_rows is not None),
+        adapters=None if num_slots is None else StepAdapters.of(zeros_T.int(), num_slots),
     )
     return model.forward(step)
 

@@ -29,8 +29,8 @@ from ebbtide.srt.layers.kernels.moe_routing import Blocks, list_slots
 
 # Rows of a block: few for decode steps, where a group has few.
 FEW_ROWS, FEW_BLOCK, LARGE_BLOCK = 1024, 16, 64
-# Columns of one product of tiles, and the most parts that a sum is cut into.
-_STEP, _MOST_SPLITS = 128, 16
+# Columns of one product of tiles, and the parts that a sum may be cut into.
+_STEP, _SPLITS = 128, (16, 4, 1)
 _MOST_RANKS_AT_ONCE = 64
 _OUTPUTS_AT_ONCE = 128
 _PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -99,7 +99,9 @@ def shrink(x_TD: Tensor, factors: Factors, groups: Groups, *, top_k: int = 1) ->
     wanted = (
         2 * num_multiprocessors(x_TD.device) // (num_tiles * triton.cdiv(groups.num_rows, groups.block_rows))
     )
-    splits = max(1, min(_MOST_SPLITS, wanted, num_columns // _STEP))
+    wanted = min(wanted, num_columns // _STEP)
+    # Each number has kernels of its own.
+    splits = next(number for number in _SPLITS if number <= max(1, wanted))
     split_columns = triton.cdiv(triton.cdiv(num_columns, splits), _STEP) * _STEP
     num_splits = triton.cdiv(num_columns, split_columns)
     inner = torch.empty((num_splits, groups.num_rows, num_ranks), dtype=torch.float32, device=x_TD.device)

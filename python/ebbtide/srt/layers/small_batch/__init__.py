@@ -61,22 +61,19 @@ class Shrinking(NamedTuple):
         shape = (splits, len(slots_T), num_ranks)
         return cls(a_SEPK, slots_T, torch.empty(shape, dtype=torch.float32, device=a_SEPK.device))
 
-    def arguments(self, programs_at_once: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What kernels take, whose programs with one number are so many."""
+    def arguments(self, programs_at_once: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        """How many numbers of programs shrink, with so many programs each, and what kernels take."""
         num_slots, (splits, num_tokens, num_ranks) = len(self.a_SEPK), self.inner.shape
-        count = splits * _ceil_div(num_ranks, kernels.SHRUNK_RANKS.value) * min(num_slots, num_tokens)
-        constants = {
-            "NUM_SHRINKING": _ceil_div(count, programs_at_once),
-            "NUM_RANKS": num_ranks,
-            "RANK_SPLITS": splits,
-            "BY_TOKEN": num_tokens <= num_slots,
-        }
-        return (self.a_SEPK, self.slots_T, self.inner, self.a_SEPK.stride(0)), constants
+        tiles = _ceil_div(num_ranks, kernels.SHRUNK_RANKS.value)
+        count = _ceil_div(splits * tiles * min(num_slots, num_tokens), programs_at_once)
+        constants = {"SHRINKING": True, "NUM_RANKS": num_ranks, "RANK_SPLITS": splits}
+        constants["BY_TOKEN"] = num_tokens <= num_slots
+        return count, (self.a_SEPK, self.slots_T, self.inner, self.a_SEPK.stride(0), count), constants
 
 
-_NOTHING_BESIDE: tuple[tuple[Any, ...], dict[str, Any]] = (
-    (None, None, None, 0),
-    {"NUM_SHRINKING": 0, "NUM_RANKS": 0, "RANK_SPLITS": 1, "BY_TOKEN": False},
+_NOTHING_BESIDE: tuple[int, tuple[Any, ...], dict[str, Any]] = (
+    *(0, (None, None, None, 0, 0)),
+    {"SHRINKING": False, "NUM_RANKS": 0, "RANK_SPLITS": 1, "BY_TOKEN": False},
 )
 
 
@@ -167,8 +164,8 @@ def _matvec(
     shrinking: Shrinking | None,
 ) -> None:
     num_rows, num_columns = out.shape[1], x.shape[1]
-    beside, constants = _NOTHING_BESIDE if shrinking is None else shrinking.arguments(1)
-    kernels.matvec[(constants["NUM_SHRINKING"] + _ceil_div(num_rows, config.block_rows),)](
+    count, beside, constants = _NOTHING_BESIDE if shrinking is None else shrinking.arguments(1)
+    kernels.matvec[(count + _ceil_div(num_rows, config.block_rows),)](
         x,
         norm,
         weight,
@@ -235,8 +232,8 @@ def _product(
     if then is not None and num_blocks == _power_of_2(num_blocks) <= _MOST_SUMS:
         sums = torch.empty(num_tokens, num_blocks, dtype=torch.float32, device=x.device)
         next_norm, normed = then[0], PartialNorm(torch.empty_like(out), sums, then[1])
-    beside, constants = _NOTHING_BESIDE if shrinking is None else shrinking.arguments(num_splits)
-    kernels.product[(constants["NUM_SHRINKING"] + num_blocks, num_splits)](
+    count, beside, constants = _NOTHING_BESIDE if shrinking is None else shrinking.arguments(num_splits)
+    kernels.product[(count + num_blocks, num_splits)](
         x,
         norm,
         weight,

@@ -111,7 +111,7 @@ def _shrink(
         tl.store(places, total, mask=mine[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_shrinking"])
 def matvec(
     x_ptr,
     norm_ptr,
@@ -122,6 +122,7 @@ def matvec(
     slots_ptr,
     inner_ptr,
     slot_stride,
+    num_shrinking,
     num_rows,
     eps,
     NUM_COLUMNS: tl.constexpr,
@@ -134,15 +135,15 @@ def matvec(
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
-    NUM_SHRINKING: tl.constexpr,
+    SHRINKING: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_SPLITS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
 ) -> None:
     """One token: each program owns some rows. Products stay per column, in float32, until the end."""
     _announce(OVERLAPPED)
-    if NUM_SHRINKING > 0:  # noqa: SIM102 (a constant: without any there is nothing to compile)
-        if tl.program_id(0) < NUM_SHRINKING:
+    if SHRINKING:  # noqa: SIM102 (a constant: without any there is nothing to compile)
+        if tl.program_id(0) < num_shrinking:
             _shrink(
                 tl.program_id(0),
                 x_ptr,
@@ -159,7 +160,10 @@ def matvec(
                 OVERLAPPED,
             )
             return
-    first_row = (tl.program_id(0) - NUM_SHRINKING) * BLOCK_ROWS
+    row_block = tl.program_id(0)
+    if SHRINKING:
+        row_block -= num_shrinking
+    first_row = row_block * BLOCK_ROWS
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_COLUMNS)
     inside = (rows < num_rows)[:, None]
@@ -214,7 +218,7 @@ def matvec(
     tl.store(out_ptr + rows, product.to(out_ptr.dtype.element_ty), mask=rows < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_shrinking", "num_tokens"])
 def product(
     x_ptr,
     norm_ptr,
@@ -232,6 +236,7 @@ def product(
     slots_ptr,
     inner_ptr,
     slot_stride,
+    num_shrinking,
     num_tokens,
     num_rows,
     eps,
@@ -250,7 +255,7 @@ def product(
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
-    NUM_SHRINKING: tl.constexpr,
+    SHRINKING: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_SPLITS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
@@ -268,8 +273,8 @@ def product(
     """
     _announce(OVERLAPPED)
     split = tl.program_id(1)
-    if NUM_SHRINKING > 0:  # noqa: SIM102 (a constant: without any there is nothing to compile)
-        if tl.program_id(0) < NUM_SHRINKING:
+    if SHRINKING:  # noqa: SIM102 (a constant: without any there is nothing to compile)
+        if tl.program_id(0) < num_shrinking:
             _shrink(
                 tl.program_id(0) * tl.num_programs(1) + split,
                 x_ptr,
@@ -286,7 +291,9 @@ def product(
                 OVERLAPPED,
             )
             return
-    row_block = tl.program_id(0) - NUM_SHRINKING
+    row_block = tl.program_id(0)
+    if SHRINKING:
+        row_block -= num_shrinking
     begin = split * SPLIT_COLUMNS
     rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tokens = tl.arange(0, BLOCK_TOKENS)
@@ -398,7 +405,7 @@ def product(
             norm = tl.load(next_norm_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)
             scaled = (kept * norm[None, :]).to(out_ptr.dtype.element_ty)
             tl.store(normed_ptr + tokens[:, None] * num_rows + rows[None, :], scaled, mask=stored)
-            sums = sums_ptr + tokens * (tl.num_programs(0) - NUM_SHRINKING) + row_block
+            sums = sums_ptr + tokens * tl.num_programs(0) + row_block
             tl.store(sums, tl.sum(kept * kept, axis=1), mask=tokens < num_tokens)
 
 
