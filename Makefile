@@ -38,14 +38,14 @@ RUFF_OPTIONS := --config python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo docs wheel test-plugins test-trl clean test-gpu test-multi-gpu bench-gpu
+.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo docs wheel test-plugins test-vllm-names clean test-gpu test-multi-gpu bench-gpu
 
 help:
 	@echo "make test     formatting, lint, types, import order, tests"
 	@echo "make unit     the tests that start no process; make contract, make processes: the others"
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
 	@echo "make test-plugins  verl drives an engine through plugins/ebbtide-verl"
-	@echo "make test-trl  TRL's GRPOTrainer trains against a server, without a vLLM wheel"
+	@echo "make test-vllm-names  TRL trains against a server and OpenRLHF's actor has an engine, without a vLLM wheel"
 	@echo "make wheel    dist/ebbtide-….whl"
 	@echo "make docs     the documentation as a site, in site/; the gate builds it too, to check its links"
 	@echo "make fuzz     50,000 random sequences of control requests (FUZZ_SEQUENCES)"
@@ -183,16 +183,18 @@ test-plugins: .venv-plugins/.installed
 		--editable python --editable plugins/ebbtide-verl
 	@touch $@
 
-# TRL brings seventy packages.
-test-trl: .venv-trl/.installed
-	@PYTHONPATH=compat/vllm-names .venv-trl/bin/python -m pytest --quiet compat/vllm-names/tests
+# TRL brings seventy packages. OpenRLHF's would be others that need a GPU: its actor needs but Ray and aiohttp.
+test-vllm-names: .venv-vllm-names/.installed
+	@PYTHONPATH=compat/vllm-names .venv-vllm-names/bin/python -m pytest --quiet compat/vllm-names/tests
 
-.venv-trl/.installed: python/pyproject.toml
-	@echo "installing TRL into .venv-trl (minutes)"
-	@$(PYTHON) -m venv .venv-trl
-	@.venv-trl/bin/pip install --quiet --disable-pip-version-check $(TORCH)
-	@.venv-trl/bin/pip install --quiet --disable-pip-version-check pytest requests "trl>=1.16,<1.17" \
-		--editable python
+.venv-vllm-names/.installed: python/pyproject.toml
+	@echo "installing TRL and OpenRLHF into .venv-vllm-names (minutes)"
+	@$(PYTHON) -m venv .venv-vllm-names
+	@.venv-vllm-names/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	@.venv-vllm-names/bin/pip install --quiet --disable-pip-version-check pytest requests aiohttp \
+		"trl>=1.16,<1.17" --editable "python[ray]"
+	@.venv-vllm-names/bin/pip install --quiet --disable-pip-version-check --no-deps "openrlhf>=0.11.2,<0.12" \
+		|| echo "openrlhf is not to be had for this Python: its test is skipped"
 	@touch $@
 
 wheel: $(INSTALLED)
@@ -200,5 +202,5 @@ wheel: $(INSTALLED)
 	@ls dist/*.whl
 
 clean:
-	rm -rf $(VENV) .venv-plugins .venv-trl demo_out dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-plugins .venv-vllm-names demo_out dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	cd python && rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
