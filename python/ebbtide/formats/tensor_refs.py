@@ -12,7 +12,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -301,6 +301,15 @@ class TensorForm:
         self.is_contiguous_T = self._each([layout.is_contiguous for layout in layouts]).astype(bool)
         self.num_bytes: int = sum(self.num_bytes_T.tolist())
 
+    @classmethod
+    def of(cls, names: Sequence[str], layouts: Iterable[TensorLayout]) -> Self:
+        """The form of tensors that are given with a layout each, described."""
+        numbers: dict[TensorLayout, int] = {}
+        layout_T = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
+        form = cls(names, list(numbers), np.array(layout_T, dtype=np.int64))
+        form.describe(0, len(names))
+        return form
+
     @cached_property
     def digest(self) -> bytes:
         """The same for forms of the same names, shapes and dtypes, and of no others."""
@@ -335,6 +344,20 @@ class TensorTable:
     storages: Sequence[AnyStorageRef | None]
     storage_T: NDArray[np.int64]
     offset_T: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, refs: Sequence[tuple[str, TensorRef]]) -> Self:
+        """The table of tensors that were described, and checked, one by one."""
+        layouts = (
+            TensorLayout(ref.dtype, ref.shape, ref.stride, _num_spanned(name, ref.shape, ref.stride))
+            for name, ref in refs
+        )
+        form = TensorForm.of([name for name, _ in refs], layouts)
+        numbers: dict[AnyStorageRef | None, int] = {}
+        storage_T = [numbers.setdefault(ref.storage, len(numbers)) for _, ref in refs]
+        offset_T = [ref.offset for _, ref in refs]
+        columns = (np.array(column, dtype=np.int64) for column in (storage_T, offset_T))
+        return cls(form, list(numbers), *columns)
 
     @classmethod
     def checked(

@@ -19,7 +19,6 @@ from ebbtide.formats.tensor_list import decode_form
 from ebbtide.formats.tensor_refs import (
     TensorForm,
     TensorHeader,
-    TensorLayout,
     TensorRef,
     TensorTable,
     contiguous_layout,
@@ -108,11 +107,8 @@ class PackedTensors:
     @classmethod
     def at(cls, places: Places) -> PackedTensors:
         headers = [header for header, _ in places]
-        numbers: dict[TensorLayout, int] = {}
         layouts = (contiguous_layout(one.dtype, one.shape) for one in headers)
-        layout_T = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
-        form = TensorForm([one.name for one in headers], list(numbers), np.array(layout_T, dtype=np.int64))
-        form.headers += headers
+        form = TensorForm.of([one.name for one in headers], layouts)
         start_T = np.array([start for _, start in places], dtype=np.int64)
         return cls(places, form, start_T, int((start_T + form.num_bytes_T).max(initial=0)))
 
@@ -313,21 +309,8 @@ class WeightSource:
         self._memory.close()
 
 
-def borrowed_source(
-    refs: Sequence[tuple[str, TensorRef]], memory: BorrowedMemory, *, direct: bool = False
-) -> WeightSource:
-    """The source of tensors that lie in a sender's memory, by name."""
-    for _, ref in refs:
-        memory.require(ref.storage)
-    headers = [TensorHeader(name, ref.shape, ref.dtype) for name, ref in refs]
-    # One by one, so that no tensor outlives the memory that it views.
-    return WeightSource(
-        headers, lambda: ((name, memory.tensor(ref)) for name, ref in refs), direct=direct, memory=memory
-    )
-
-
 def packed_source(flat: TensorRef, packed: PackedTensors, memory: BorrowedMemory) -> WeightSource:
-    """As `borrowed_source`, of tensors that lie in a flat one, within its bytes: see `tensors_in`."""
+    """The source of tensors that lie in a flat one, within its bytes: see `tensors_in`."""
     form, begin = packed.form, flat.offset * flat.dtype.itemsize
     begin_T = begin + packed.start_T
     if not (begin_T % form.itemsize_T).any():

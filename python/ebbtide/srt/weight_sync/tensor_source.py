@@ -47,7 +47,6 @@ from ebbtide.srt.weight_sync.source import (
     PlanCache,
     TableSource,
     WeightSource,
-    borrowed_source,
     packed_source,
 )
 
@@ -287,11 +286,11 @@ def _is_pair(item: object) -> TypeGuard[Sequence[Any]]:
 
 
 def _open_named(decoded: object, memory: BorrowedMemory, *, direct: bool) -> WeightSource:
-    if isinstance(decoded, TensorTable):
-        return TableSource(decoded, memory, direct=direct)
-    if not isinstance(decoded, list):
+    if isinstance(decoded, list):
+        decoded = TensorTable.of([_named_ref(item) for item in decoded])
+    if not isinstance(decoded, TensorTable):
         raise RequestRejected(f"the payload: expected a list of (name, tensor), got {kind_of(decoded)}")
-    return borrowed_source([_named_ref(item) for item in decoded], memory, direct=direct)
+    return TableSource(decoded, memory, direct=direct)
 
 
 def _named_ref(item: object) -> tuple[str, TensorRef]:
@@ -382,7 +381,8 @@ def _open_each(
                 f"{header.name[:200]}: announced as {header.dtype} of {list(header.shape)}, its handle is of "
                 f"{ref.dtype} of {list(ref.shape)}"
             )
-    return borrowed_source([(header.name, ref) for header, ref in zip(headers, refs, strict=True)], memory)
+    named = [(header.name, ref) for header, ref in zip(headers, refs, strict=True)]
+    return TableSource(TensorTable.of(named), memory)
 
 
 def _open_buffer(
