@@ -44,6 +44,7 @@ from ebbtide.srt.managers.scheduling.ranks.lockstep import (
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.state_slots import StateSlots
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.testing.null_adapters import NullAdapters
@@ -84,6 +85,7 @@ class NullRank:
         keeps_weights: bool,
         windows: Windows,
         num_adapter_slots: int,
+        num_checkpoints: int | None,
     ) -> None:
         self.runner = NullRunner()
         self.adapters = NullAdapters(self.runner, num_adapter_slots)
@@ -91,7 +93,11 @@ class NullRank:
         self.device = device
         max_pages = -(-context_len // config.page_size)
         self.table = PageTable(config.schedule.max_running_requests, max_pages, len(windows))
-        self.kv = self.runner.kv = NullKV(self.table, config.page_size, num_pages, windows)
+        slots = None
+        if num_checkpoints is not None:
+            num_rows = config.schedule.max_running_requests
+            slots = StateSlots(num_rows, num_checkpoints, 3 * config.page_size, 10_000, pages_per_slot=2)
+        self.kv = self.runner.kv = NullKV(self.table, config.page_size, num_pages, windows, slots)
         memories = null_memories(device, self.weights, keeps_weights=keeps_weights, kv=self.kv)
         self.chunks = NullChunks(memories[MemoryTag.KV_CACHE], self.kv)
         self.page_store = NullPageStore(kv=self.kv)
@@ -110,6 +116,7 @@ class NullRank:
             tokenizer=None,
             page_ids=PAGE_IDS,
             windows=windows,
+            state_slots=slots,
             kv_memory=self.chunks,
             num_weight_chunks=NUM_WEIGHT_CHUNKS,
             adapters=self.adapters if num_adapter_slots else None,
@@ -145,6 +152,7 @@ class SchedulerHarness:
 
     Args:
         windows: of the groups of layers, each of which has pages of its own in the pool.
+        num_checkpoints: of states, for prefixes that are cached; None: layers keep no states.
         num_ranks: with several, a scheduler each. `turn` turns the leader, and then the others until they
             have caught up; `turn_rank` turns one of them.
         device: of rank 0; every other rank has one of its own of that size.
@@ -174,6 +182,7 @@ class SchedulerHarness:
         windows: Windows = WHOLE,
         num_adapter_slots: int = 0,
         keep_adapter_versions: int = 1,
+        num_checkpoints: int | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.device = device if device is not None else NullDevice(10_000)
@@ -207,6 +216,7 @@ class SchedulerHarness:
             keeps_weights=keeps_weights,
             windows=windows,
             num_adapter_slots=num_adapter_slots,
+            num_checkpoints=num_checkpoints,
         )
         self._links = [_FollowerLink(self._from_ranks) for _ in range(num_ranks - 1)]
         self._inbox = LeaderInbox(self, self, self._links) if self._links else Inbox(self, self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageIds
 from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.state_slots import StateSlots
 
 # What pages are called: as in a pool of which each chunk has a block that no page fills.
 PAGE_IDS = PageIds(per_chunk=4, stride=5)
@@ -25,10 +27,22 @@ _GROUP = 1 << 32
 class NullKV:
     """What pages hold: the group of layers and the tokens whose KV it would be.
 
-    A pass over tokens that attend to others is an AssertionError.
+    A pass over tokens that attend to others is an AssertionError, and so is one behind another state.
+
+    Attributes:
+        states: what the pages of slots hold: the tokens behind which the state would be; None: nothing.
     """
 
-    def __init__(self, table: PageTable, page_size: int, num_pages: int, windows: Windows = WHOLE) -> None:
+    def __init__(
+        self,
+        table: PageTable,
+        page_size: int,
+        num_pages: int,
+        windows: Windows = WHOLE,
+        slots: StateSlots | None = None,
+    ) -> None:
+        self.slots = slots
+        self.states: dict[int, tuple[int, ...] | None] = {}
         num_chunks = -(-num_pages // PAGE_IDS.per_chunk)
         self.tokens = np.full((num_chunks * PAGE_IDS.stride, page_size), _NOTHING, dtype=np.int64)
         self._table, self._windows = table, windows
@@ -47,11 +61,23 @@ class NullKV:
             new = np.array(tokens[start:end], dtype=np.int64) + group * _GROUP
             held[start - first * page_size : end - first * page_size] = new
             self.tokens[pages] = held.reshape(-1, page_size)
+        for page in () if self.slots is None else self.slots.pages(row):
+            is_its_own = start == 0 or self.states.get(page) == tuple(tokens[:start])
+            assert is_its_own, "a slot does not hold the state of a request's tokens"
+            self.states[page] = tuple(tokens[:end])
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy states, one pair of slots after the other."""
+        for source, target in pairs:
+            assert self.slots is not None
+            for page, copy in zip(self.slots.pages(source), self.slots.pages(target), strict=True):
+                self.states[copy] = self.states.get(page)
 
     def lose(self, chunks: Sequence[int] | None = None) -> None:
         """The memory of these chunks, or all of it, is gone."""
         if chunks is None:
             self.tokens[:] = _NOTHING
+            self.states.clear()
         for chunk in chunks or ():
             self.tokens[chunk * PAGE_IDS.stride : (chunk + 1) * PAGE_IDS.stride] = _NOTHING
 
@@ -69,7 +95,7 @@ class NullPageStore:
     def __init__(self, max_pages: int = 12, kv: NullKV | None = None) -> None:
         self._max_pages = max_pages
         self._kv = kv
-        self._held: dict[int, list[int]] = {}
+        self._held: dict[int, Any] = {}
         self._num_users: Counter[int] = Counter()
         self._num_saved = 0
         self.faults: dict[str, Exception] = {}
@@ -83,7 +109,12 @@ class NullPageStore:
         slot_of: dict[int, int] = {}
         for page in dict.fromkeys(page for owner in owners for page in owner):
             slot_of[page] = self._num_saved = self._num_saved + 1
-            self._held[slot_of[page]] = self._kv.tokens[page].tolist() if self._kv is not None else []
+            if self._kv is None:
+                self._held[slot_of[page]] = []
+            elif page in self._kv.states:
+                self._held[slot_of[page]] = self._kv.states[page]
+            else:
+                self._held[slot_of[page]] = self._kv.tokens[page].tolist()
         assert self.num_free >= 0, "more pages are kept than there is room for"
         kept = [[slot_of[page] for page in owner] for owner in owners]
         for slots in kept:
@@ -94,7 +125,11 @@ class NullPageStore:
     def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         for slot, page in zip(slots, pages, strict=True):
             assert slot in self._held, "a page is restored that is not kept"
-            if self._kv is not None:
+            if self._kv is None:
+                continue
+            if self._kv.slots is not None and page >= self._kv.slots.first_page:
+                self._kv.states[page] = self._held[slot]
+            else:
                 self._kv.tokens[page] = self._held[slot]
 
     def drop(self, slots: Sequence[int]) -> None:

@@ -70,7 +70,11 @@ class NullRunner:
         assert value is not None, "a forward pass ran on weights that are not whole"
         assert all(memory.resident_bytes for memory in self.needed), "a forward pass ran on released memory"
         values_R = self._values(plan, value)
+        if self.kv is not None:
+            self.kv.copy(plan.copies_before)
         self._check_tokens(plan, values_R)
+        if self.kv is not None:
+            self.kv.copy(plan.copies_after)
         self.num_steps += 1
         if before_masks is not None and any(spec.mask is not None for spec in plan.specs):
             before_masks()

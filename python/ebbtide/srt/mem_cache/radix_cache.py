@@ -176,7 +176,8 @@ class RadixCache:
             num_pages = self._num_usable(namespace, token_ids, num_pages)
         checkpoint, num_common = None, None
         if self._checkpoints is not None:
-            num_pages, checkpoint, num_common = self._last_checkpoint(namespace, token_ids, num_pages)
+            segments = self._segments(self._root, namespace, token_ids, 0, num_pages)
+            num_pages, checkpoint, num_common = self._checkpoints.last(segments)
         pages: list[list[int]] = [[] for _ in self._windows]
         runs: list[tuple[int, int]] = []
         node = self._descend(self._root, namespace, token_ids, num_pages, pages, runs)
@@ -245,9 +246,9 @@ class RadixCache:
         return published
 
     def attach(self, lease: PrefixLease, num_pages: int, slot: int, label: int) -> bool:
-        """Keep a state with the first pages of a lease; False: there is one, or their end has another label.
+        """Keep a state with the first pages of a lease.
 
-        In that case others than the holder of the lease computed the pages, perhaps with other weights.
+        False: there is one, or the last of them has another label, and so was computed by somebody else.
         """
         assert self._checkpoints is not None
         node, depth = lease._node, len(lease)
@@ -377,19 +378,6 @@ class RadixCache:
             num_usable = gap
         return num_usable
 
-    def _last_checkpoint(
-        self, namespace: Namespace, token_ids: Sequence[int], num_pages: int
-    ) -> tuple[int, int | None, int]:
-        """How many pages the longest prefix has with a checkpoint behind it, its slot, and how many pages are
-        cached of the first `num_pages`."""
-        depth, found, slot = 0, 0, None
-        for node, num_common in self._segments(self._root, namespace, token_ids, 0, num_pages):
-            end = max((end for end in node.checkpoints if end <= num_common), default=None)
-            if end is not None:
-                found, slot = depth + end, node.checkpoints[end]
-            depth += num_common
-        return found, slot, depth
-
     def _last_gap(self, pages: list[list[int]], num_pages: int) -> int | None:
         """The last page that a token behind so many pages attends to, and that is missing in some group."""
         gaps = []
@@ -508,11 +496,8 @@ class RadixCache:
         node.pages = [pages[num_pages:] for pages in node.pages]
         node.edge = (upper.edge[0], node.tokens[: self._page_bytes])
         upper.children[node.edge] = node
-        slots, node.checkpoints = node.checkpoints, {}
-        for end, slot in slots.items():
-            assert self._checkpoints is not None
-            part, before = (upper, 0) if end <= num_pages else (node, num_pages)
-            self._checkpoints.attach(part, end - before, slot)
+        if self._checkpoints is not None:
+            self._checkpoints.split(node, upper, num_pages)
         for group in self.windowed:
             self._place(first[group], upper)
         return upper
@@ -532,9 +517,8 @@ class RadixCache:
         """Take what stands from `first` on off an idle leaf; a leaf without pages leaves the tree."""
         assert leaf.parent is not None, "the root has no pages to cut"
         assert not leaf.children, "only leaves can be cut"
-        for end in [end for end in leaf.checkpoints if end > first]:
-            assert self._checkpoints is not None
-            self._checkpoints.give_back(leaf.checkpoints.pop(end))
+        if self._checkpoints is not None:
+            self._checkpoints.cut(leaf, first)
         self._num_evictable -= (len(leaf) - first) * len(self._whole)
         freed: list[int] = []
         for group, pages in enumerate(leaf.pages):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +80,34 @@ class Checkpoints:
         """The slot holds the state behind the first pages of a run, which has none there."""
         run.checkpoints[num_pages] = slot
         self._runs[slot] = run
+
+    def last(self, runs: Iterable[tuple[CachedRun, int]]) -> tuple[int, int | None, int]:
+        """The last checkpoint of a prefix: the pages before it (0: there is none), and its slot.
+
+        Args:
+            runs: that the prefix follows, each with how many of its pages.
+
+        Returns also how many pages these are together.
+        """
+        depth, found, slot = 0, 0, None
+        for run, num_pages in runs:
+            end = max((end for end in run.checkpoints if end <= num_pages), default=None)
+            if end is not None:
+                found, slot = depth + end, run.checkpoints[end]
+            depth += num_pages
+        return found, slot, depth
+
+    def split(self, run: CachedRun, upper: CachedRun, num_pages: int) -> None:
+        """The first pages of a run have become another one before it."""
+        slots, run.checkpoints = run.checkpoints, {}
+        for end, slot in slots.items():
+            part, before = (upper, 0) if end <= num_pages else (run, num_pages)
+            self.attach(part, end - before, slot)
+
+    def cut(self, run: CachedRun, num_pages: int) -> None:
+        """A run has lost all but its first pages."""
+        for end in [end for end in run.checkpoints if end > num_pages]:
+            self.give_back(run.checkpoints.pop(end))
 
     def detach_all(self) -> None:
         """What attached slots hold will be lost."""

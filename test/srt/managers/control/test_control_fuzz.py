@@ -118,7 +118,7 @@ class ControlMachine(Clients):
         keeps_weights=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority", "lpm"]),
         cache_by_version=st.booleans(),
-        windows=st.sampled_from([(None,), (None, 10), (7,)]),
+        cache=st.sampled_from([((None,), None), ((None, 10), None), ((7,), None), ((None,), 3)]),
         seed=st.integers(0, 1 << 16),
     )
     def start(
@@ -128,9 +128,10 @@ class ControlMachine(Clients):
         keeps_weights: bool,
         policy: str,
         cache_by_version: bool,
-        windows: Windows,
+        cache: tuple[Windows, int | None],
         seed: int,
     ) -> None:
+        windows, num_checkpoints = cache
         self.harness = SchedulerHarness(
             num_pages=(24 if num_ranks == 1 else 40) + 16 * (len(windows) - 1),
             context_len=64,
@@ -139,6 +140,7 @@ class ControlMachine(Clients):
             keeps_weights=keeps_weights,
             num_ranks=num_ranks,
             windows=windows,
+            num_checkpoints=num_checkpoints,
         )
         self.begin(self.harness.ranks, seed)
         self.speeds = [self.random.choice([1, 4, 16]) for _ in self.ranks]

@@ -1,0 +1,68 @@
+"""States of requests on null parts: every pass goes on from the state of its own tokens, in overlapping steps too."""
+
+import pytest
+
+from ebbtide.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    PauseMode,
+    Preserve,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
+from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.testing import NullRunner, SchedulerHarness, default_schedule
+
+KV = (MemoryTag.KV_CACHE,)
+
+
+def expected_tokens(seed: int, count: int) -> list[int]:
+    return [NullRunner().token(seed, position, 0) for position in range(count)]
+
+
+@pytest.mark.parametrize("num_checkpoints", [0, 1, 2, 30])
+@pytest.mark.parametrize("chunk", [None, 5, 16])
+def test_prompts_that_share_much_or_little_go_on_from_checkpoints(
+    num_checkpoints: int, chunk: int | None
+) -> None:
+    schedule = default_schedule(chunked_prefill_size=chunk, max_running_requests=3)
+    harness = SchedulerHarness(schedule=schedule, num_checkpoints=num_checkpoints, num_ranks=2)
+    common = list(range(40))
+    prompts = [[*common[: 9 * (index % 5)], *range(500 + index % 2, 520)] for index in range(24)]
+    rids = [
+        harness.generate(ids, seed=index, max_new_tokens=1 + 5 * (index % 7))
+        for index, ids in enumerate(prompts)
+    ]
+    harness.run_until_idle()
+    for index, rid in enumerate(rids):
+        assert harness.outputs[rid].token_ids == expected_tokens(index, 1 + 5 * (index % 7))
+    if num_checkpoints == 30:
+        again = harness.generate(prompts[0], seed=1, max_new_tokens=1)
+        harness.run_until_idle()
+        assert harness.outputs[again].cached_tokens == (len(prompts[0]) - 1) // 4 * 4
+    policy = harness.scheduler.policy
+    states = policy.pages.states
+    assert states is not None
+    policy.cache.flush()
+    assert not policy.allocator.held
+    assert not states.attached
+    assert all(states.take() is not None for _ in range(num_checkpoints))
+    assert states.take() is None
+
+
+@pytest.mark.parametrize("preserve", Preserve)
+def test_a_release_in_the_middle_keeps_no_checkpoint_that_it_has_not_saved(preserve: Preserve) -> None:
+    harness = SchedulerHarness(num_checkpoints=4)
+    rids = [harness.generate(range(first, first + 30), seed=first, max_new_tokens=40) for first in (0, 50)]
+    for turns in (1, 4, 9):
+        harness.turn(turns)
+        harness.call(ReleaseMemoryOccupationReqInput(tags=KV, preserve=preserve))
+        harness.call(ResumeMemoryOccupationReqInput(tags=KV))
+        # It begins with what is still cached.
+        rids.append(harness.generate(range(30), seed=7, max_new_tokens=40))
+    harness.call(PauseGenerationReqInput(mode=PauseMode.RETRACT))
+    harness.call(ContinueGenerationReqInput())
+    harness.run_until_idle()
+    seeds = (0, 50, 7, 7, 7)
+    for seed, rid in zip(seeds, rids, strict=True):
+        assert harness.outputs[rid].token_ids == expected_tokens(seed, 40)
