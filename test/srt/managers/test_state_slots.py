@@ -1,4 +1,4 @@
-"""States of requests on null parts: every pass goes on from the state of its own tokens, in overlapping steps too."""
+"""States on null parts: every pass goes on from the state of its own tokens, in overlapping steps too."""
 
 import pytest
 
