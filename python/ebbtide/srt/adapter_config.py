@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
 
-MAX_TEXT = 200
+MAX_TEXT, MAX_PATTERNS = 200, 1024
+_NAME = re.compile(r"[\w.]+")
+# So few things that can be long take a bounded time; PEFT itself writes patterns such as .*\.gate_up_proj.
+_LITERAL = r"(?:\w|\.(?!\*)|\\\.)*"
+_PATTERN = re.compile(rf"\^?{_LITERAL}(?:(?:\.\*|\\d\+|\([\w.|]+\)){_LITERAL}){{0,4}}\$?")
 # Fields of adapter_config.json that change what an adapter computes, and the values that change nothing.
 PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA", None),
@@ -35,18 +39,14 @@ class AdapterConfig:
     """What an adapter_config.json of PEFT says.
 
     Attributes:
-        rank: r.
-        scaling: what products are multiplied by where no pattern says otherwise.
-        targets: `target_modules` and `target_parameters`, as far as they are lists.
+        rank: r, where no pattern says otherwise.
         alpha, is_rank_stabilized: lora_alpha, and whether it is divided by √r instead of r.
         ranks, alphas: rank_pattern and alpha_pattern: regular expressions for the end of a module's name.
     """
 
     rank: int
-    scaling: float
-    targets: tuple[str, ...]
-    alpha: float = 1.0
-    is_rank_stabilized: bool = False
+    alpha: float
+    is_rank_stabilized: bool
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()
 
@@ -61,7 +61,7 @@ class AdapterConfig:
 
 
 def adapter_config(fields: Mapping[str, object]) -> AdapterConfig:
-    """Read the fields of an adapter_config.json.
+    """Read the fields of an adapter_config.json. Which modules it targets, its tensors show.
 
     Raises RequestRejected, naming the field and what was expected.
     """
@@ -83,8 +83,6 @@ def adapter_config(fields: Mapping[str, object]) -> AdapterConfig:
     )
     return AdapterConfig(
         rank,
-        alpha / (math.sqrt(rank) if is_rank_stabilized else rank),
-        (*_targets(fields, "target_modules"), *_targets(fields, "target_parameters")),
         alpha,
         is_rank_stabilized,
         ranks,
@@ -111,29 +109,17 @@ def _number(value: object, name: str) -> float:
 
 def _patterns(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
     value = fields.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise _refused(name, "an object of names or patterns", value)
+    if not isinstance(value, Mapping) or len(value) > MAX_PATTERNS:
+        raise _refused(name, f"an object of at most {MAX_PATTERNS} names or patterns", value)
     for pattern in value:
-        try:
-            re.compile(_end_pattern(str(pattern)))
-        except re.error:
-            raise _refused(name, "regular expressions for module names", pattern) from None
+        if len(str(pattern)) > MAX_TEXT or not _PATTERN.fullmatch(str(pattern)):
+            expected = r"names of modules, with '.*', '\d+' and '(a|b)' at most four times"
+            raise _refused(name, expected, pattern)
     return value
 
 
-def _targets(fields: Mapping[str, object], name: str) -> tuple[str, ...]:
-    value = fields.get(name)
-    if value is None or isinstance(value, str):
-        # A regular expression, or all-linear: the tensors show what it meant.
-        return ()
-    if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
-        raise _refused(name, "a list of names, or a string", value)
-    return tuple(value)
-
-
-def _end_pattern(pattern: str) -> str:
-    return rf"(.*\.)?({pattern})$"
-
-
 def _ends_in(module: str, pattern: str) -> bool:
-    return re.match(_end_pattern(pattern), module) is not None
+    """As PEFT has it: a regular expression for whole parts of a name at its end."""
+    if _NAME.fullmatch(pattern):
+        return f".{module}".endswith(f".{pattern}")
+    return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None

@@ -149,6 +149,48 @@ def rounded_by_rows(model: Path, folder: Path) -> Path:
     return folder
 
 
+def test_experts_may_have_adapters_one_by_one(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "Qwen3MoeForCausalLM")
+    adapter = merged_adapter(model, rank=4)
+    driver = RunnerDriver(model, device="cpu", **LORA)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in adapter.tensors.items():
+        module, half = name.removesuffix(".weight").split(".lora_")
+        if not module.endswith(("experts", "experts.base_layer")):
+            tensors[name] = tensor
+            continue
+        # As PEFT has them: E·R rows of A, expert after expert; E columns of B for each rank.
+        parts = {"down_proj": slice(None)}
+        if module.endswith(".base_layer"):
+            inner = adapter.tensors[f"{module}.lora_B.weight"].shape[0] // 2
+            parts = {"gate_proj": slice(0, inner), "up_proj": slice(inner, None)}
+        for expert in range(6):
+            for part, rows in parts.items():
+                one = tensor[4 * expert : 4 * expert + 4] if half == "A" else tensor[rows, expert::6]
+                tensors[f"{module.removesuffix('.base_layer')}.{expert}.{part}.lora_{half}.weight"] = one
+    load(driver, 1, Adapter(adapter.fields, tensors, adapter.reference))
+    run = driver.start(PROMPT, logprobs=LogprobSpec(), adapter=1)
+    driver.generate([run], NUM_TOKENS)
+    check(run, adapter.reference)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "is_meant"),
+    [
+        ("q_proj", "model.layers.0.self_attn.q_proj", True),
+        ("q_proj", "model.layers.0.self_attn.qq_proj", False),
+        (r".*\.gate_up_proj", "model.layers.0.mlp.experts.gate_up_proj", True),
+        (r"layers\.(0|2)\..*_proj", "model.layers.2.mlp.up_proj", True),
+        (r"layers\.(0|2)\..*_proj", "model.layers.1.mlp.up_proj", False),
+        (r"^model.layers.\d+.mlp.up_proj$", "model.layers.11.mlp.up_proj", True),
+    ],
+)
+def test_patterns_are_those_of_peft(pattern: str, module: str, is_meant: bool) -> None:
+    config = adapter_config({"r": 8, "lora_alpha": 8, "rank_pattern": {pattern: 4}})
+    assert config.rank_of(module) == (4 if is_meant else 8)
+    assert config.scaling_of(module) == (2 if is_meant else 1)
+
+
 @pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
 def test_adapters_keep_their_precision_over_weights_of_8_bits(tmp_path: Path, quantization: str) -> None:
     model = make_exact_checkpoint(tmp_path / "model", "LlamaForCausalLM")
@@ -287,9 +329,10 @@ def test_only_the_modules_that_were_asked_for_take_adapters(tmp_path: Path) -> N
         ("fan_in_fan_out", True),
         ("peft_type", "IA3"),
         ("rank_pattern", {"(": 4}),
+        ("rank_pattern", {"(a+)+b": 4}),
+        ("rank_pattern", {".*.*.*.*.*x": 4}),
         ("rank_pattern", {"q_proj": 0}),
         ("alpha_pattern", {"q_proj": float("inf")}),
-        ("target_modules", [1]),
     ],
 )
 def test_a_config_that_is_not_plain_lora_is_refused_by_field(field: str, value: object) -> None:
