@@ -12,6 +12,7 @@ import pytest
 import sglang.srt.entrypoints.engine as entrypoint
 import torch
 import torch.distributed as dist
+from fixtures.adapters import make_adapter
 from safetensors.torch import load_file
 from sglang.srt.entrypoints.http_server import _GlobalState, app, health_generate, set_global_state
 from sglang.srt.managers.io_struct import (
@@ -19,6 +20,8 @@ from sglang.srt.managers.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     GenerateReqInput,
     InitWeightsUpdateGroupReqInput,
+    LoadLoRAAdapterFromTensorsReqInput,
+    LoRAUpdateOutput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -26,7 +29,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput,
 )
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
-from sglang.srt.utils import get_open_port, init_custom_process_group
+from sglang.srt.utils import MultiprocessingSerializer, get_open_port, init_custom_process_group
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
 PROMPT = [5, 6, 7]
@@ -51,9 +54,9 @@ def engine(checkpoints: tuple[Path, Path]) -> Iterator[AsyncEngine]:
     # Clients put a function of theirs in the place of this one.
     entrypoint._set_envs_and_config = seen.append
     try:
-        with AsyncEngine(
-            model_path=str(checkpoints[0]), skip_tokenizer_init=True, max_total_tokens=4096
-        ) as engine:
+        arguments: dict[str, Any] = {"skip_tokenizer_init": True, "max_total_tokens": 4096}
+        lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 1}
+        with AsyncEngine(model_path=str(checkpoints[0]), **arguments, **lora) as engine:
             assert seen == [engine.server_args]
             yield engine
     finally:
@@ -144,6 +147,24 @@ def test_engines_of_clients_answer_with_tuples(engine: AsyncEngine, checkpoints:
     assert engine.flush_cache().success
     assert engine.generate(input_ids=PROMPT, sampling_params=GREEDY)["meta_info"]["weight_version"] == "9"
     assert engine.destroy_weights_update_group()[0]
+
+
+def test_adapters_are_loaded_as_sglangs_clients_do(
+    engine: AsyncEngine, manager: TokenizerManager, checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    adapter = make_adapter(checkpoints[0], tmp_path)
+    assert engine.load_lora_adapter("policy", str(tmp_path)).loaded_adapters == {"policy": "1"}
+    payload = MultiprocessingSerializer.serialize(list(adapter.tensors.items()), output_str=True)
+    request = LoadLoRAAdapterFromTensorsReqInput(
+        lora_name="policy", config_dict=adapter.fields, serialized_tensors=payload
+    )
+    loaded = asyncio.run(manager.load_lora_adapter_from_tensors(request))
+    assert loaded == LoRAUpdateOutput(success=True, loaded_adapters={"policy": "2"})
+    answers = [asyncio.run(generate(manager, lora_path=f"policy@{version}")) for version in (1, 2)]
+    assert answers[0]["output_ids"] == answers[1]["output_ids"] == adapter.reference.greedy(PROMPT, 6)
+    assert engine.unload_lora_adapter("policy").success
+    again = engine.unload_lora_adapter("policy")
+    assert (again.success, "not loaded" in (again.error_message or "")) == (False, True)
 
 
 def test_engines_of_clients_take_one_tensor_a_call(engine: AsyncEngine) -> None:

@@ -324,8 +324,7 @@ class EngineService:
         known = {one.rstrip("/") for one in (*model.names_answered, self.state.model_path)}
         if given.rstrip("/") in known:
             return None
-        base, colon, behind = given.partition(":")
-        for asked in (given, behind if colon and base.rstrip("/") in known else given):
+        for asked in (given, *(given.removeprefix(f"{base}:") for base in known)):
             if self.has_adapter(asked):
                 return asked
         if ANY_NAME in known:

@@ -64,6 +64,7 @@ class SchedulerConfig:
     retracts_for_copies: bool = False
     keep_adapter_versions: int = 1
     max_adapters: int | None = None
+    base_names: frozenset[str] = frozenset()
     records_routes: bool = False
 
     @staticmethod
@@ -83,6 +84,7 @@ class SchedulerConfig:
             context_len=config.model.context_len,
             keep_adapter_versions=config.server_args.lora_keep_versions,
             max_adapters=config.server_args.max_loaded_loras,
+            base_names=config.model.names_answered,
             retracts_for_copies=config.update.staging == "always",
             records_routes=config.runtime.records_routes,
         )
@@ -154,6 +156,7 @@ def assemble_scheduler(
         0 if parts.adapters is None else parts.adapters.num_slots,
         config.keep_adapter_versions,
         config.max_adapters,
+        config.base_names,
     )
     policy = SchedulePolicy(config.schedule, pages, book)
     # The ranks of a replica make the same passes: the first one speaks for all.

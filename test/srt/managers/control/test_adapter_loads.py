@@ -8,6 +8,7 @@ import pytest
 from fixtures.control import PROMPT, Harness, updating
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.adapters import AdapterBook
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     Canary,
@@ -354,6 +355,18 @@ def test_names_that_no_request_could_ask_for_are_refused(name: str) -> None:
     harness = AdapterHarness()
     assert harness.refuse(loading(name, 1)).status == 400
     assert harness.loaded == []
+
+
+def test_a_full_shelf_and_the_names_of_the_base_are_refused_by_name() -> None:
+    book = AdapterBook(3, 0, max_names=1, reserved=frozenset({"base"}))
+    book.check_name("a")
+    book.add("a", None, digest="", path="", slot=0, pinned=False)
+    assert book.check_load("a", None, "", pinned=False) is False, "a new version is no further name"
+    with pytest.raises(RequestRejected, match=r"max_loaded_loras is 1.*: a") as refused:
+        book.check_load("b", None, "", pinned=False)
+    assert refused.value.status == 409
+    with pytest.raises(RequestRejected, match="'base' means the base model"):
+        book.check_name("base")
 
 
 def test_a_load_while_the_weights_are_released_is_refused() -> None:

@@ -81,6 +81,7 @@ class AdapterBook:
         num_slots: that forward passes read, 2 or more; 0: there are no adapters.
         keep_versions: earlier versions of a name that may still be asked for.
         max_names: how many adapters there may be; None without limit.
+        reserved: names that mean the base model.
 
     Attributes:
         wanted: what a request waits for, and is to be brought into a slot.
@@ -89,7 +90,14 @@ class AdapterBook:
         is_blocked: a request of this pass waits for room; to be set to False ahead of a pass.
     """
 
-    def __init__(self, num_slots: int, keep_versions: int, max_names: int | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        keep_versions: int,
+        max_names: int | None = None,
+        reserved: frozenset[str] = frozenset(),
+    ) -> None:
+        self._reserved = reserved
         self.num_slots = num_slots
         self.num_active = max(0, num_slots - 1)
         self.wanted: AdapterVersion | None = None
@@ -156,6 +164,8 @@ class AdapterBook:
                 f"lora_name: expected 1 to {MAX_NAME_LENGTH} characters without spaces and '@', "
                 f"got {name[:MAX_NAME_LENGTH]!r}"
             )
+        if name in self._reserved:
+            raise RequestRejected(f"lora_name: {name!r} means the base model, expected another name")
 
     def check_load(self, name: str, version: str | None, digest: str, *, pinned: bool) -> bool:
         """Refuse what cannot be loaded. Returns whether it is there already: the same bytes.

@@ -24,7 +24,8 @@ InFlight: TypeAlias = Literal["stay", "continue", "recompute", "abort"]
 class LoadLoRAAdapterReqOutput(TotalsReply, frozen=True, kw_only=True):
     """`changed` false: this version was loaded before, with the same contents.
 
-    `loaded_adapters`: by name, the version that it means now.
+    `loaded_adapters`: by name, the version that it means now. `checksum`: of config and tensors, where the
+    load named a version.
     """
 
     changed: Annotated[bool, merge.ANY]
