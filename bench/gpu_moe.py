@@ -34,8 +34,6 @@ from ebbtide.srt.layers.kernels.moe_routing import route
 from ebbtide.srt.layers.kernels.tiles import (
     DEFAULTS,
     ONE_BY_ONE,
-    TRANSPOSED,
-    TRANSPOSED_ONE_BY_ONE,
     Layer,
     Plan,
     Tile,
@@ -88,39 +86,6 @@ FEW_ROWS = [
         (128, 128, 8, 3),
     )
 ]
-# For weights whose rows lie side by side.
-ALONE_TRANSPOSED = [
-    Tile(rows, step, warps, 1)
-    for rows, step, warps in (
-        (8, 256, 4),
-        (16, 64, 4),
-        (16, 128, 4),
-        (16, 128, 8),
-        (16, 256, 8),
-        (16, 512, 8),
-        (32, 64, 4),
-        (32, 128, 8),
-        (32, 256, 8),
-        (64, 64, 8),
-    )
-]
-ROWS_TRANSPOSED = [
-    Tile(rows, step, warps, stages)
-    for rows, step, warps, stages in (
-        (16, 64, 4, 5),
-        (32, 32, 4, 5),
-        (32, 64, 4, 3),
-        (32, 64, 4, 5),
-        (32, 64, 4, 8),
-        (64, 32, 4, 5),
-        (64, 64, 4, 3),
-        (64, 64, 4, 5),
-        (64, 64, 8, 4),
-        (128, 32, 8, 4),
-        (128, 64, 8, 3),
-        (128, 64, 8, 4),
-    )
-]
 MANY_ROWS = [
     Tile(rows, 64, warps, stages)
     for rows, warps, stages in ((64, 4, 3), (64, 4, 5), (128, 4, 3), (128, 8, 3), (128, 8, 4), (256, 8, 3))
@@ -157,7 +122,7 @@ class Batch:
         experts = self.layers[call % 2].experts
         if isinstance(experts, BiasedExperts):
             chosen = self.routes[call]
-            return fused_biased_experts(self.inputs[call], *experts.weights, *chosen, *experts.clamp, plan)
+            return fused_biased_experts(self.inputs[call], *experts.weights, *chosen, *experts.clamp)
         weights = (experts.gate_up_proj, experts.down_proj)
         return fused_experts(self.inputs[call], *weights, *self.routes[call], plan)
 
@@ -186,8 +151,7 @@ class Batch:
     @property
     def key(self) -> Layer:
         config = self.config
-        sizes = config.num_experts, config.num_experts_per_token, self.hidden, config.inner_size
-        return Layer(*sizes, is_transposed=config.clamp is not None)
+        return Layer(config.num_experts, config.num_experts_per_token, self.hidden, config.inner_size)
 
     def time_us(self, call: Callable[[int], Tensor], num_runs: int = NUM_RUNS) -> list[float]:
         """Microseconds per call, of so many replays of a graph of all calls."""
@@ -222,16 +186,8 @@ def make_layer(hidden: int, config: MoeConfig) -> MoeMLP:
 def starts(num_tokens: int, config: MoeConfig) -> list[Plan]:
     """Sizes of blocks that may suit so many tokens."""
     share = num_tokens * config.num_experts_per_token / config.num_experts
-    plans, alone = (TRANSPOSED, TRANSPOSED_ONE_BY_ONE) if config.clamp is not None else (DEFAULTS, ONE_BY_ONE)
-    found = [plan for size, plan in plans.items() if size <= max(16, 4 * share) and size >= min(64, share)]
-    return [alone] * (num_tokens <= 8) + found
-
-
-def candidates(size: int, config: MoeConfig) -> list[Tile]:
-    """Tiles that may suit blocks of so many tokens."""
-    if config.clamp is not None:
-        return ALONE_TRANSPOSED if size == 1 else ROWS_TRANSPOSED
-    return ALONE if size == 1 else FEW_ROWS if size <= 32 else MANY_ROWS + FEW_ROWS[4:9:2]
+    found = [plan for size, plan in DEFAULTS.items() if size <= max(16, 4 * share) and size >= min(64, share)]
+    return [ONE_BY_ONE] * (num_tokens <= 8) + found
 
 
 def sweep(batch: Batch) -> tuple[Plan, list[dict[str, Any]]]:
@@ -249,8 +205,9 @@ def sweep(batch: Batch) -> tuple[Plan, list[dict[str, Any]]]:
 
     quickest: list[tuple[float, Plan]] = []
     for start in starts(batch.num_tokens, batch.config):
-        tiles_tried = candidates(start.block_tokens, batch.config)
-        plans = [replace(start, gate_up=tile, down=tile) for tile in tiles_tried]
+        size = start.block_tokens
+        candidates = ALONE if size == 1 else FEW_ROWS if size <= 32 else MANY_ROWS + FEW_ROWS[4:9:2]
+        plans = [replace(start, gate_up=tile, down=tile) for tile in candidates]
         with ThreadPoolExecutor(16) as pool:
             compiled = list(pool.map(lambda plan: _compiles(batch, plan), plans))
         plans = [start, *itertools.compress(plans, compiled)]
@@ -303,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for num_tokens in args.tokens:
             batch = Batch(num_tokens, hidden, config, layers)
             row: dict[str, Any] = {}
-            if args.sweep:
+            # Experts with biases have no plans.
+            if args.sweep and config.clamp is None:
                 best, row["sweep"] = sweep(batch)
                 if args.keep:
                     tiles.keep(batch.key.key, {num_tokens: best}, DEVICE)

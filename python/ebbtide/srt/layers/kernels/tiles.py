@@ -257,12 +257,10 @@ class Layer:
     top_k: int
     hidden: int
     inner: int
-    is_transposed: bool = False
 
     @property
     def key(self) -> str:
-        key = f"experts={self.num_experts},top={self.top_k},hidden={self.hidden},inner={self.inner}"
-        return f"{key},transposed" if self.is_transposed else key
+        return f"experts={self.num_experts},top={self.top_k},hidden={self.hidden},inner={self.inner}"
 
 
 # Up to this many tokens each reads the weights of its experts by itself: few have an expert in common.
@@ -275,14 +273,6 @@ DEFAULTS = {
     32: Plan(32, Tile(32, 128, 4, 4), Tile(128, 64, 8, 5)),
     64: Plan(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: Plan(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4)),
-}
-# The same for weights whose rows lie side by side: of a tile as many are read as make whole cache lines.
-TRANSPOSED_ONE_BY_ONE = Plan(1, Tile(16, 128, 4, 1), Tile(16, 512, 8, 1))
-TRANSPOSED = {
-    16: Plan(16, Tile(32, 64, 4, 6), Tile(64, 64, 4, 6)),
-    32: Plan(32, Tile(32, 64, 4, 6), Tile(64, 64, 4, 6)),
-    64: Plan(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
-    128: Plan(128, Tile(64, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
 # What was measured for a number of tokens serves from a fourth of it on.
 _REACH = 4
@@ -298,11 +288,10 @@ def choose_plan(num_tokens: int, layer: Layer, dtype: torch.dtype, device: torch
         if most_tokens // _REACH < num_tokens <= most_tokens:
             return Plan(fields["block_tokens"], Tile(**fields["gate_up"]), Tile(**fields["down"]))
     if num_tokens <= FEW_TOKENS:
-        return TRANSPOSED_ONE_BY_ONE if layer.is_transposed else ONE_BY_ONE
+        return ONE_BY_ONE
     # Room for half as much again as an expert's share.
     room = 3 * num_tokens * layer.top_k // (2 * layer.num_experts)
-    plans = TRANSPOSED if layer.is_transposed else DEFAULTS
-    return plans[next((size for size in plans if room <= size), 128)]
+    return DEFAULTS[next((size for size in DEFAULTS if room <= size), 128)]
 
 
 @dataclass(frozen=True)
