@@ -45,7 +45,7 @@ help:
 	@echo "make unit     the tests that start no process; make contract, make processes: the others"
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
 	@echo "make test-plugins  verl drives an engine through plugins/ebbtide-verl"
-	@echo "make test-vllm-names  TRL trains against a server and OpenRLHF's actor has an engine, without a vLLM wheel"
+	@echo "make test-vllm-names  TRL, OpenRLHF and SkyRL use a server or an engine, without a vLLM wheel"
 	@echo "make wheel    dist/ebbtide-….whl"
 	@echo "make docs     the documentation as a site, in site/; the gate builds it too, to check its links"
 	@echo "make fuzz     50,000 random sequences of control requests (FUZZ_SEQUENCES)"
@@ -183,18 +183,20 @@ test-plugins: .venv-plugins/.installed
 		--editable python --editable plugins/ebbtide-verl
 	@touch $@
 
-# TRL brings seventy packages. OpenRLHF's would be others that need a GPU: its actor needs but Ray and aiohttp.
+# TRL brings seventy packages. Those of OpenRLHF and SkyRL need a GPU: what is tested needs Ray and aiohttp.
 test-vllm-names: .venv-vllm-names/.installed
 	@PYTHONPATH=compat/vllm-names .venv-vllm-names/bin/python -m pytest --quiet compat/vllm-names/tests
 
 .venv-vllm-names/.installed: python/pyproject.toml
-	@echo "installing TRL and OpenRLHF into .venv-vllm-names (minutes)"
+	@echo "installing TRL, OpenRLHF and SkyRL into .venv-vllm-names (minutes)"
 	@$(PYTHON) -m venv .venv-vllm-names
 	@.venv-vllm-names/bin/pip install --quiet --disable-pip-version-check $(TORCH)
 	@.venv-vllm-names/bin/pip install --quiet --disable-pip-version-check pytest requests aiohttp \
 		"trl>=1.16,<1.17" --editable "python[ray]"
-	@.venv-vllm-names/bin/pip install --quiet --disable-pip-version-check --no-deps "openrlhf>=0.11.2,<0.12" \
-		|| echo "openrlhf is not to be had for this Python: its test is skipped"
+	@for one in "openrlhf>=0.11.2,<0.12" "skyrl>=0.3,<0.4"; do \
+		.venv-vllm-names/bin/pip install --quiet --disable-pip-version-check --no-deps "$$one" \
+			|| echo "$$one is not to be had for this Python: its test is skipped"; \
+	done
 	@touch $@
 
 wheel: $(INSTALLED)

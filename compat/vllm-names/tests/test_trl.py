@@ -7,11 +7,6 @@ Its AsyncGRPOTrainer needs FlashAttention to train: of it what talks to the serv
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,44 +25,6 @@ from trl.generation.vllm_client import VLLMClient
 from ebbtide.srt.hf_folder import folder_of
 
 MODEL = str(folder_of("tiny"))
-START_TIMEOUT_S = 300
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--max-total-tokens", "8192"]
-    command = [
-        sys.executable,
-        "-m",
-        "ebbtide",
-        "serve",
-        MODEL,
-        "--port",
-        str(port),
-        "--log-level",
-        "error",
-        *flags,
-    ]
-    process = subprocess.Popen(command)
-    try:
-        until_s = time.monotonic() + START_TIMEOUT_S
-        while not is_healthy(f"http://127.0.0.1:{port}"):
-            assert process.poll() is None, "the server did not start"
-            assert time.monotonic() < until_s, "the server does not answer"
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def is_healthy(url: str) -> bool:
-    with suppress(requests.ConnectionError):
-        return requests.get(f"{url}/health", timeout=60).ok
-    return False
 
 
 @pytest.fixture(autouse=True)
