@@ -19,7 +19,7 @@ import torch
 
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.arena import Arena, ArenaState, round_up
-from ebbtide.srt.memory_saver.immortal import keep_for_ever
+from ebbtide.srt.memory_saver.graph_pool import keep_for_ever
 from ebbtide.srt.memory_saver.saver import TORCH_GRANULARITY, TorchArena, TorchMemory
 from ebbtide.srt.memory_saver.tags import MemoryTag
 

@@ -344,39 +344,32 @@ class TestGroups:
 class TestSlowRanks:
     """A rank that does not turn at all while the others do."""
 
-    def test_it_holds_up_a_reply_until_the_limit_and_is_named(
-        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        clock = SimpleNamespace(monotonic=lambda: 0.0)
-        monkeypatch.setattr(lockstep, "time", clock)
-        call = harness.call(update(7, timeout_s=0.0))
-        turn_all_but(harness, 1, count=20)
-        assert call not in harness.replies
-        clock.monotonic = lambda: lockstep.ANSWER_GRACE_S
-        turn_all_but(harness, 1, count=1)
-        refusal = harness.refusal(call)
-        assert refusal.status == 500
-        assert refusal.message.startswith("rank 1: no answer within")
-        # It catches up: its late reply goes nowhere, and the replica goes on as one.
-        harness.do(update(8))
-        assert_serve(harness, 8, 8, 8, 8, version="8")
-
     @pytest.mark.parametrize(
-        "request_",
-        [PauseGenerationReqInput(mode=PauseMode.WAIT, timeout_s=PING_TIMEOUT_S), PingReqInput()],
+        ("request_", "limit_s"),
+        [
+            (update(7, timeout_s=0.0), 0.0),
+            # What the first rank has done at once.
+            (PauseGenerationReqInput(mode=PauseMode.WAIT, timeout_s=PING_TIMEOUT_S), PING_TIMEOUT_S),
+            (PingReqInput(), PING_TIMEOUT_S),
+        ],
     )
-    def test_the_limit_holds_for_what_the_first_rank_has_done_at_once(
-        self, request_: AnyControlRequest, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    def test_it_holds_up_a_reply_until_the_limit_and_is_named(
+        self, request_: AnyControlRequest, limit_s: float, harness: Harness, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock = SimpleNamespace(monotonic=lambda: 0.0)
         monkeypatch.setattr(lockstep, "time", clock)
         call = harness.call(request_)
         turn_all_but(harness, 1, count=20)
         assert call not in harness.replies
-        clock.monotonic = lambda: PING_TIMEOUT_S + lockstep.ANSWER_GRACE_S
+        clock.monotonic = lambda: limit_s + lockstep.ANSWER_GRACE_S
         turn_all_but(harness, 1, count=1)
-        assert harness.refusal(call).message.startswith("rank 1: no answer within")
+        refusal = harness.refusal(call)
+        assert refusal.status == 500
+        assert refusal.message.startswith("rank 1: no answer within")
+        # It catches up: its late reply goes nowhere, and the replica goes on as one.
         assert harness.do(ContinueGenerationReqInput()).success
+        harness.do(update(8))
+        assert_serve(harness, 8, 8, 8, 8, version="8")
 
     def test_it_decides_nothing_by_being_late(self, harness: Harness) -> None:
         harness.pause(PauseMode.IN_PLACE)
