@@ -68,6 +68,7 @@ class _Node:
         return len(self.pages[0])
 
 
+@dataclass(slots=True, eq=False)
 class PrefixLease:
     """The cached pages that a request uses, kept in the cache until `release`.
 
@@ -80,22 +81,14 @@ class PrefixLease:
         num_common: pages of tokens that are cached, whether there is a checkpoint or not.
     """
 
-    __slots__ = ("_node", "cache", "checkpoint", "firsts", "namespace", "num_common", "pages", "runs")
-
-    def __init__(
-        self,
-        cache: RadixCache,
-        namespace: Namespace,
-        node: _Node,
-        pages: list[list[int]],
-        firsts: list[int],
-        runs: Runs,
-    ) -> None:
-        self.cache, self.namespace = cache, namespace
-        self._node: _Node | None = node
-        self.pages, self.firsts, self.runs = pages, firsts, runs
-        self.checkpoint: int | None = None
-        self.num_common = len(pages[0])
+    cache: RadixCache
+    namespace: Namespace
+    _node: _Node | None
+    pages: list[list[int]]
+    firsts: list[int]
+    runs: Runs
+    checkpoint: int | None = None
+    num_common: int = 0
 
     def __len__(self) -> int:
         """The pages of tokens."""
@@ -174,7 +167,7 @@ class RadixCache:
         num_pages = num_tokens // self._page_size if self.is_enabled else 0
         if self.windowed:
             num_pages = self._num_usable(namespace, token_ids, num_pages)
-        checkpoint, num_common = None, None
+        checkpoint, num_common = None, 0
         if self._checkpoints is not None:
             segments = self._segments(self._root, namespace, token_ids, 0, num_pages)
             num_pages, checkpoint, num_common = self._checkpoints.last(segments)
@@ -184,8 +177,7 @@ class RadixCache:
         num_tokens = len(pages[0]) * self._page_size
         firsts = [first_needed(num_tokens, window, self._page_size) for window in self._windows]
         lease = self._lease(namespace, node, pages, firsts, runs)
-        if num_common is not None:
-            lease.checkpoint, lease.num_common = checkpoint, num_common
+        lease.checkpoint, lease.num_common = checkpoint, num_common
         return lease
 
     def publish(
