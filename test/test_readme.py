@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 PAGES = ("arguments", "control_plane", "features", "gpus", "operations", "quick_start", "recipes")
 DOCUMENTS = [README, DOCS / "troubleshooting.md", *(DOCS / f"{name}.md" for name in PAGES)]
 # Flags of other programs, of the demo, and of commands that ask a server.
-FOREIGN_FLAGS = {"--client", "--dashboard-port", "--shm-size", "--steps"}
+FOREIGN_FLAGS = {"--client", "--dashboard-port", "--no-compile", "--shm-size", "--steps"}
 FOREIGN_FLAGS |= {"--help", "--json", "--mode", "--update", "--url"}
 
 
