@@ -290,6 +290,18 @@ def chosen_logprobs(reference: Reference) -> Tensor:
     return reference.logprobs(PROMPT)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None]).squeeze(1)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "billions"), [("DeepseekV3ForCausalLM", 671.0), ("Glm4MoeLiteForCausalLM", 29.9)]
+)
+def test_models_have_the_parameters_that_their_publishers_name(architecture: str, billions: float) -> None:
+    """Transformers' defaults are the sizes of DeepSeek-V3 and of GLM-4.7-Flash."""
+    config = ARCHITECTURES[architecture][0]()
+    model = build_model(architecture, config, torch.bfloat16, torch.device("cpu"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(
+        billions * 1e9, rel=2e-3
+    )
+
+
 def test_the_page_of_models_has_a_row_for_each_architecture() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(MODELS)
