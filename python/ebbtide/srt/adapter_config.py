@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
 
+# PEFT's.
+DEFAULT_ALPHA = 8
+MAX_ALPHA = 1e6
 MAX_TEXT, MAX_PATTERNS = 200, 1024
 _NAME = re.compile(r"[\w.]+")
 # So few things that can be long take a bounded time; PEFT itself writes patterns such as .*\.gate_up_proj.
@@ -69,25 +72,19 @@ def adapter_config(fields: Mapping[str, object]) -> AdapterConfig:
         if (value := fields.get(name)) not in plain:
             raise _refused(name, f"{plain[0]!r}: other adapters are not supported", value)
     rank = _whole(fields, "r")
-    alpha = _number(fields.get("lora_alpha", rank), "lora_alpha")
+    alpha = _number(fields.get("lora_alpha", DEFAULT_ALPHA), "lora_alpha")
     is_rank_stabilized = fields.get("use_rslora") or False
     if not isinstance(is_rank_stabilized, bool):
         raise _refused("use_rslora", "true or false", is_rank_stabilized)
     ranks = tuple(
-        (pattern, _whole({"rank_pattern": value}, "rank_pattern"))
+        (str(pattern), _whole({"rank_pattern": value}, "rank_pattern"))
         for pattern, value in _patterns(fields, "rank_pattern").items()
     )
     alphas = tuple(
-        (pattern, _number(value, "alpha_pattern"))
+        (str(pattern), _number(value, "alpha_pattern"))
         for pattern, value in _patterns(fields, "alpha_pattern").items()
     )
-    return AdapterConfig(
-        rank,
-        alpha,
-        is_rank_stabilized,
-        ranks,
-        alphas,
-    )
+    return AdapterConfig(rank, alpha, is_rank_stabilized, ranks, alphas)
 
 
 def _refused(name: str, expected: str, value: object) -> RequestRejected:
@@ -102,9 +99,10 @@ def _whole(fields: Mapping[str, object], name: str) -> int:
 
 
 def _number(value: object, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise _refused(name, "a finite number", value)
-    return float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= MAX_ALPHA:  # type: ignore[arg-type]
+        raise _refused(name, f"a number up to {MAX_ALPHA:g}", value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def _patterns(fields: Mapping[str, object], name: str) -> Mapping[str, object]:

@@ -323,6 +323,7 @@ def test_only_the_modules_that_were_asked_for_take_adapters(tmp_path: Path) -> N
         ("r", 0),
         ("r", "8"),
         ("lora_alpha", float("nan")),
+        ("lora_alpha", 10**400),
         ("use_dora", True),
         ("bias", "all"),
         ("modules_to_save", ["lm_head"]),

@@ -348,47 +348,56 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     ranks = tl.arange(0, BLOCK_R)
     b_places = b_SEOR + outputs[:, None] * RANK + ranks[None, :]
     b_mask = inside[:, None] & (ranks < RANK)[None, :]
+    size: tl.constexpr = NUM_OUTPUTS * RANK
+    lanes = tl.arange(0, BLOCK_N)
     group = tl.load(block_groups + block)
-    ahead = _of_group(b_places, group, b_mask, slot_stride, NUM_GROUPS, NUM_EXPERTS, NUM_OUTPUTS * RANK)
+    rows_ahead = tl.load(block_slots + block * BLOCK_N + lanes)
+    ahead = _of_group(b_places, group, b_mask, slot_stride, NUM_GROUPS, NUM_EXPERTS, size)
+    scaling_ahead = _scaling(scalings_SP + part, group, scaling_stride, NUM_GROUPS, NUM_EXPERTS)
     _follow_late(EARLY, OVERLAPPED)
     # Blocks that nobody needs come last.
     while group >= 0:
         following = block + tl.num_programs(0)
         next_group = tl.load(block_groups + following, mask=following < num_blocks, other=-1)
-        b = ahead
-        ahead = _of_group(
-            b_places, next_group, b_mask, slot_stride, NUM_GROUPS, NUM_EXPERTS, NUM_OUTPUTS * RANK
-        )
+        rows, b, scaling = rows_ahead, ahead, scaling_ahead
+        rows_ahead = tl.load(block_slots + tl.minimum(following, num_blocks - 1) * BLOCK_N + lanes)
+        ahead = _of_group(b_places, next_group, b_mask, slot_stride, NUM_GROUPS, NUM_EXPERTS, size)
+        scaling_ahead = _scaling(scalings_SP + part, next_group, scaling_stride, NUM_GROUPS, NUM_EXPERTS)
         if group < NUM_GROUPS:
-            rows = tl.load(block_slots + block * BLOCK_N + tl.arange(0, BLOCK_N))
             filled = rows < num_rows
             row_places = rows.to(tl.int64)[:, None]
             mask = filled[:, None] & inside[None, :]
             at = out_NO + row_places * NUM_OUTPUTS + outputs[None, :]
-            slot = group // NUM_EXPERTS
-            scaling = tl.load(scalings_SP + slot * scaling_stride + part)
+            # Asked for first: it is on its way while the product is made.
+            before = tl.zeros([BLOCK_N, BLOCK_O], dtype=out_NO.dtype.element_ty)
+            if ADD:
+                before = tl.load(at, mask=mask, other=0.0)
             total = tl.zeros([BLOCK_N, BLOCK_O], dtype=tl.float32)
             for first_rank in tl.static_range(0, RANK, BLOCK_R):
                 real = first_rank + ranks < RANK
                 if first_rank > 0:
+                    more = inside[:, None] & real[None, :]
                     b = _of_group(
-                        b_places + first_rank,
-                        group,
-                        inside[:, None] & real[None, :],
-                        slot_stride,
-                        NUM_GROUPS,
-                        NUM_EXPERTS,
-                        NUM_OUTPUTS * RANK,
+                        b_places + first_rank, group, more, slot_stride, NUM_GROUPS, NUM_EXPERTS, size
                     )
-                places = inner + row_places * NUM_RANKS + part * RANK + (first_rank + ranks)[None, :]
-                value = _added_up(places, filled[:, None] & real[None, :], num_rows * NUM_RANKS, NUM_SPLITS)
+                parts = inner + row_places * NUM_RANKS + part * RANK + (first_rank + ranks)[None, :]
+                value = _added_up(parts, filled[:, None] & real[None, :], num_rows * NUM_RANKS, NUM_SPLITS)
                 total = tl.dot((value * scaling).to(b.dtype), tl.trans(b), total, input_precision="ieee")
             if weights_N is not None:
                 total *= tl.load(weights_N + rows, mask=filled, other=0.0)[:, None]
-            if ADD:
-                total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            total += before.to(tl.float32)
             tl.store(at, total.to(out_NO.dtype.element_ty), mask=mask)
         block, group = following, next_group
+
+
+@triton.jit
+def _scaling(  # type: ignore[no-untyped-def]
+    scalings, group, scaling_stride, NUM_GROUPS: tl.constexpr, NUM_EXPERTS: tl.constexpr
+):
+    """The scaling of a group's adapter; any if it is none."""
+    return tl.load(
+        scalings + tl.minimum(tl.maximum(group, 0), NUM_GROUPS - 1) // NUM_EXPERTS * scaling_stride
+    )
 
 
 @triton.jit
@@ -454,6 +463,10 @@ def _expand_gated_kernel(  # type: ignore[no-untyped-def]
     up_places = gate_places + INNER * RANK
     b_mask = inside[:, None] & (ranks < RANK)[None, :]
     group = tl.load(block_groups + block)
+    lanes = tl.arange(0, BLOCK_N)
+    rows_ahead = tl.load(block_slots + block * BLOCK_N + lanes)
+    gate_scaling_ahead = _scaling(scalings_SP, group, scaling_stride, NUM_GROUPS, 1)
+    up_scaling_ahead = _scaling(scalings_SP + UP_PART, group, scaling_stride, NUM_GROUPS, 1)
     gate_ahead = _of_group(gate_places, group, b_mask, slot_stride, NUM_GROUPS, 1, 0)
     up_ahead = _of_group(up_places, group, b_mask, slot_stride, NUM_GROUPS, 1, 0)
     _follow_late(EARLY, OVERLAPPED)
@@ -461,10 +474,13 @@ def _expand_gated_kernel(  # type: ignore[no-untyped-def]
     while group >= 0:
         following = block + tl.num_programs(0)
         next_group = tl.load(block_groups + following, mask=following < num_blocks, other=-1)
-        b_gate, b_up = gate_ahead, up_ahead
+        rows, b_gate, b_up = rows_ahead, gate_ahead, up_ahead
+        gate_scaling, up_scaling = gate_scaling_ahead, up_scaling_ahead
+        rows_ahead = tl.load(block_slots + tl.minimum(following, num_blocks - 1) * BLOCK_N + lanes)
+        gate_scaling_ahead = _scaling(scalings_SP, next_group, scaling_stride, NUM_GROUPS, 1)
+        up_scaling_ahead = _scaling(scalings_SP + UP_PART, next_group, scaling_stride, NUM_GROUPS, 1)
         gate_ahead = _of_group(gate_places, next_group, b_mask, slot_stride, NUM_GROUPS, 1, 0)
         up_ahead = _of_group(up_places, next_group, b_mask, slot_stride, NUM_GROUPS, 1, 0)
-        rows = tl.load(block_slots + block * BLOCK_N + tl.arange(0, BLOCK_N))
         filled = rows < num_rows
         mask = filled[:, None] & inside[None, :]
         row_places = rows.to(tl.int64)[:, None]
@@ -472,8 +488,6 @@ def _expand_gated_kernel(  # type: ignore[no-untyped-def]
         gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(at + INNER, mask=mask, other=0.0).to(tl.float32)
         if group < NUM_GROUPS:
-            scalings = scalings_SP + group * scaling_stride
-            gate_scaling, up_scaling = tl.load(scalings), tl.load(scalings + UP_PART)
             for first_rank in tl.static_range(0, RANK, BLOCK_R):
                 real = first_rank + ranks < RANK
                 if first_rank > 0:
