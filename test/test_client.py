@@ -37,6 +37,7 @@ def public_methods(kind: type) -> set[str]:
 def test_it_has_the_methods_of_engine() -> None:
     of_the_process = {"serve_dashboard", "serve_http", "shutdown", "async_shutdown"}
     of_the_client = {"close", "tokenize", "async_tokenize", "events", "async_events"}
+    of_the_client |= {"pull_weights", "async_pull_weights"}
     assert public_methods(Engine) - of_the_process == public_methods(Client) - of_the_client
 
 
