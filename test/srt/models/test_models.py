@@ -304,7 +304,8 @@ def test_models_have_the_parameters_that_their_publishers_name(architecture: str
 
 def test_the_page_of_models_has_a_row_for_each_architecture() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(MODELS)
+    first_cells = re.findall(r"^\| (`[^|]*`) \|", page, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(first_cells))) == sorted(MODELS)
 
 
 def test_the_names_of_older_configurations_are_read(tmp_path: Path) -> None:
