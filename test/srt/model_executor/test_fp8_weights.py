@@ -14,6 +14,7 @@ from fixtures.eight_bits import (
     MOE_SHAPE,
     PROJECTIONS,
     SHAPE,
+    STATE_SHAPE,
     SUFFIXES,
     in_eight_bits,
     is_quantized,
@@ -55,9 +56,14 @@ OUTPUT = "model.layers.1.self_attn.o_proj.weight"
 EXPERT_DOWN = "model.layers.0.mlp.experts.2.down_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
 SCALES = DOWN + "_scale_inv"
-# Experts behind attention to keys and values, and to latents.
+# Experts behind attention to keys and values, and to latents, and behind linear attention.
 MODELS = pytest.mark.parametrize(
-    ("architecture", "shape"), [(ARCHITECTURE, MOE_SHAPE), ("DeepseekV3ForCausalLM", LATENT_SHAPE)]
+    ("architecture", "shape"),
+    [
+        (ARCHITECTURE, MOE_SHAPE),
+        ("DeepseekV3ForCausalLM", LATENT_SHAPE),
+        ("Qwen3_5MoeForCausalLM", STATE_SHAPE),
+    ],
 )
 BY_BLOCK_AND_ROW = pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
 
