@@ -44,8 +44,24 @@ PLACEMENT_TIMEOUT_S = 60.0
 class RemoteMethods(EngineMethods):
     """The methods of `Engine`, for one or several that run in actors."""
 
+    _finalizer: weakref.finalize[..., Any]
+
     @abstractmethod
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
+
+    def shutdown(self) -> None:
+        """End it: its processes, its actors, then the bundles that it created. Idempotent."""
+        self._finalizer()
+
+    async def async_shutdown(self) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
     async def _transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = await self.ask("transition", **fields)
         return body
@@ -249,19 +265,6 @@ class RayEngine(RemoteMethods):
         kill_engine(self._nodes)
         self._room.give_back()
         self._runner.end(_nothing, lambda: None)
-
-    def shutdown(self) -> None:
-        """End the engine: its processes, its actors, then the bundles it created. Idempotent."""
-        self._finalizer()
-
-    async def async_shutdown(self) -> None:
-        await asyncio.to_thread(self.shutdown)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
 
     @property
     def _described(self) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -281,19 +281,6 @@ class RayFleet(RemoteMethods):
     def engines(self) -> list[RayEngine]:
         """The replicas' engines, as they are now; one that has died may be among them."""
         return [one.engine for one in self._controller.replicas]
-
-    def shutdown(self) -> None:
-        """End all replicas. Idempotent."""
-        self._finalizer()
-
-    async def async_shutdown(self) -> None:
-        await asyncio.to_thread(self.shutdown)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
 
     wait_for_all = blocking(async_wait_for_all)
 
