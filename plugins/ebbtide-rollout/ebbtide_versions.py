@@ -63,7 +63,7 @@ class VersionedEngine:
     # ---------------------------------------------------------------------------------------------- versions
 
     async def stage(self, manifest: Any, source_dir: str) -> None:
-        """Bring the weights of a version beside those that serve, and check them.
+        """Bring the weights of a version into a second copy, and check them.
 
         Args:
             manifest: its `ref` has `version`, a number, and `identity`, a name.

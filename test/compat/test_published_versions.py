@@ -89,9 +89,9 @@ def store(checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
             folder.mkdir()
             shutil.copy(checkpoints[0] / "config.json", folder)
             save_file(following, folder / "model.safetensors")
-            told = {"metadata": {"version": "000003"}}
-            told["weight_map"] = dict.fromkeys(following, "model.safetensors")
-            (folder / "model.safetensors.index.json").write_text(json.dumps(told))
+            index = {"metadata": {"version": "000003"}}
+            index["weight_map"] = dict.fromkeys(following, "model.safetensors")
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         else:
             publish(store, version, moved(last, 9) if version == 5 else last, following)
         last = following
@@ -207,7 +207,7 @@ def test_control_routes_are_not_for_clients_of_the_service(engine: Any) -> None:
 
 
 class Service:
-    """The rollout service over the server, without a socket. It looks for versions when it is told to."""
+    """The rollout service over the server, without a socket. It looks for versions on request."""
 
     def __init__(self, server: Server, versions: Path) -> None:
         from ebbtide_rollout import RolloutService
@@ -283,9 +283,9 @@ def test_requests_are_answered_by_versions_that_they_accept(service: Any) -> Non
 
 
 def test_what_the_service_cannot_answer_is_refused_in_a_line(service: Any) -> None:
-    told = ("/generate", {"input_ids": PROMPT, "weight_version": {"version": 1}})
+    unknown = ("/generate", {"input_ids": PROMPT, "weight_version": {"version": 1}})
     words = ("/generate", {"input_ids": PROMPT, "weight_version": {"min_version": "1"}})
-    answers = service.play(told, words, ("/generate", [1]), ("/generate", {"stream": True}))
+    answers = service.play(unknown, words, ("/generate", [1]), ("/generate", {"stream": True}))
     assert [answer.status_code for answer in answers] == [400] * 4
     assert "min_version or exact_version" in answers[0].json()["error"]["message"]
 

@@ -306,7 +306,7 @@ def test_skyrl_sends_all_weights_in_a_request(
     address = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
     # Several tensors in each broadcast, and more than one broadcast.
     size = {"packed_buffer_size_bytes": 100_000} if is_packed else {}
-    told = {
+    announced = {
         "names": list(weights),
         "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
         "shapes": [list(weight.shape) for weight in weights.values()],
@@ -314,14 +314,14 @@ def test_skyrl_sends_all_weights_in_a_request(
         **size,
     }
     before = tokens(loop, actor)
-    with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(1) as beside:
-        joining = beside.submit(
+    with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(
             client.post, "/init_weight_transfer_engine", json={"init_info": {**address, "rank_offset": 1}}
         )
         group = NCCLWeightTransferEngine.trainer_init(address)
         assert joining.result().status_code == 200
         client.post("/start_weight_update")
-        taking = beside.submit(client.post, "/update_weights", json={"update_info": told})
+        taking = pool.submit(client.post, "/update_weights", json={"update_info": announced})
         NCCLWeightTransferEngine.trainer_send_weights(
             iter(weights.items()), trainer_args={"group": group, "packed": is_packed, **size}
         )

@@ -75,7 +75,7 @@ class Trainer:
         from skyrl.backends.skyrl_train.weight_sync.base import WeightChunk
 
         weights = load_file(folder_of(model) / "model.safetensors")
-        told = {
+        metadata = {
             "names": list(weights),
             "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
             "shapes": [list(weight.shape) for weight in weights.values()],
@@ -84,7 +84,7 @@ class Trainer:
             WeightChunk(names=[name], dtypes=[str(one.dtype)], shapes=[list(one.shape)], tensors=[one])
             for name, one in weights.items()
         )
-        await self._sender.send_chunks(chunks, weight_metadata=told)
+        await self._sender.send_chunks(chunks, weight_metadata=metadata)
 
 
 async def play(url: str) -> None:
@@ -112,7 +112,7 @@ async def play(url: str) -> None:
     assert not waiting.done()
     await client.resume_generation()
     assert await waiting != before
-    # As it does beside a trainer on the same GPUs.
+    # As it does with a trainer on the same GPUs.
     await client.sleep(level=2)
     await client.wake_up(tags=["weights"])
     await trainer.send("tiny")

@@ -97,12 +97,12 @@ def test_grpo_trains_and_the_server_samples_from_its_weights(url: str, tmp_path:
 def test_async_grpo_sends_weights_at_a_pause(url: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(str(folder_of("tiny-storm")), dtype=torch.float32)
     weights = dict(model.named_parameters())
-    told = {
+    metadata = {
         "names": list(weights),
         "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
         "shapes": [list(weight.shape) for weight in weights.values()],
     }
-    client = WeightTransferClient(AsyncClient(url), told)
+    client = WeightTransferClient(AsyncClient(url), metadata)
     client.init_weight_transfer()
     client.pause()
     client.send_weights((name, weight.data) for name, weight in weights.items())

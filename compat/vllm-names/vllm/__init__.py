@@ -1,4 +1,4 @@
-"""The names of vLLM by which RL trainers talk to a server, and OpenRLHF to its engine. Source: wire_vllm."""
+"""The names of vLLM that RL trainers use to talk to a server, or to an engine. Source: wire_vllm."""
 
 from __future__ import annotations
 

@@ -284,8 +284,8 @@ class _Updates:
         empty_cache: bool = False,
     ) -> None:
         pickled = base64.b64encode(pickle.dumps([dict(ipc_handles)])).decode()
-        told = {**_described(name, dtype, shape), "ipc_handles_pickled": pickled}
-        await self._take(told, is_last=empty_cache)
+        update_info = {**_described(name, dtype, shape), "ipc_handles_pickled": pickled}
+        await self._take(update_info, is_last=empty_cache)
 
     async def _take(self, update_info: dict[str, Any], *, is_last: bool) -> None:
         try:
@@ -355,7 +355,7 @@ def _sample(call: TokensCall, index: int, answer: Mapping[str, Any]) -> Completi
     meta = answer["meta_info"]
     finish = meta["finish_reason"] or {}
     matched = finish.get("matched")
-    is_told = isinstance(matched, str) or matched in call.common.stop_token_ids
+    is_asked_for = isinstance(matched, str) or matched in call.common.stop_token_ids
     logprobs = None
     if call.common.num_logprobs is not None:
         logprobs = _logprobs(
@@ -369,7 +369,7 @@ def _sample(call: TokensCall, index: int, answer: Mapping[str, Any]) -> Completi
         cumulative_logprob=sum(own) if logprobs is not None else None,
         logprobs=logprobs,
         finish_reason=finish.get("type"),
-        stop_reason=matched if is_told else None,
+        stop_reason=matched if is_asked_for else None,
     )
 
 

@@ -123,7 +123,7 @@ class TrainerSide(BaseRollout):  # type: ignore[misc]
 async def _buckets(
     weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], bucket_bytes: int
 ) -> AsyncIterator[FlattenedTensorBucket]:
-    """Buckets of at most so many bytes; a larger tensor has its own. Holds one bucket's tensors at a time."""
+    """Buckets of at most `bucket_bytes`; a larger tensor has its own. Holds one at a time."""
     pending: list[tuple[str, Tensor]] = []
     num_bytes = 0
     async for name, tensor in ensure_async_iterator(weights):

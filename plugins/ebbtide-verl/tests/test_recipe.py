@@ -89,7 +89,7 @@ def settings(folder: Path) -> list[str]:
         "trainer.test_freq=-1",
         "trainer.val_before_train=False",
         "trainer.logger=[console]",
-        # In name: Ray hands out what it is told that there is.
+        # A logical GPU: Ray does not look whether there is one.
         "+ray_kwargs.ray_init.num_gpus=1",
         "ray_kwargs.ray_init.num_cpus=32",
         "+ray_kwargs.ray_init.include_dashboard=False",

@@ -8,9 +8,9 @@ import socket
 
 def get_ip() -> str:
     """Return `VLLM_HOST_IP`, or else the address of the interface that leads outside, or loopback."""
-    told = os.environ.get("VLLM_HOST_IP")
-    if told:
-        return told
+    configured = os.environ.get("VLLM_HOST_IP")
+    if configured:
+        return configured
     for family, outside in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         # Nothing is sent: the system only says from which address it would be.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -24,9 +24,9 @@ def get_ip() -> str:
 
 def get_open_port() -> int:
     """Return `VLLM_PORT`, or else a port that was free just now."""
-    told = os.environ.get("VLLM_PORT")
-    if told:
-        return int(told)
+    configured = os.environ.get("VLLM_PORT")
+    if configured:
+        return int(configured)
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -43,7 +43,7 @@ class NCCLWeightTransferEngine:
     def trainer_send_weights(
         iterator: Iterator[tuple[str, Tensor]], trainer_args: Mapping[str, Any] | NCCLTrainerSendWeightsArgs
     ) -> None:
-        """Broadcast what the engine has been told of, in that order."""
+        """Broadcast the announced tensors, in the announced order."""
         if not isinstance(trainer_args, NCCLTrainerSendWeightsArgs):
             trainer_args = NCCLTrainerSendWeightsArgs(**trainer_args)
         args = trainer_args
