@@ -315,6 +315,20 @@ def test_slots_that_are_all_pinned_refuse_further_adapters_by_name() -> None:
     assert harness.loaded == ["p@1", "a@3"]
 
 
+def test_pinned_adapters_do_not_keep_out_what_was_unloaded_and_still_runs() -> None:
+    harness = AdapterHarness(num_slots=2, num_pages=256)
+    harness.load("a", 1)
+    rids = [harness.ask("a", max_new_tokens=30)]
+    harness.turn(4)
+    harness.do(UnloadLoRAAdapterReqInput(lora_name="a", timeout_s=0))
+    harness.load("p", 2, pinned=True)
+    rids.append(harness.ask("p", max_new_tokens=30))
+    harness.pause(PauseMode.RETRACT)
+    harness.proceed()
+    harness.assert_end(*rids, length=30)
+    harness.assert_true()
+
+
 @pytest.mark.parametrize("step", ["open", "write"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_load_that_fails_on_one_rank_changes_nothing(step: str, rank: int) -> None:

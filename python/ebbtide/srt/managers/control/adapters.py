@@ -66,16 +66,16 @@ class AdapterVersion:
         return f"adapter={self.number}"
 
     @property
-    def is_busy(self) -> bool:
-        """Whether its slot must stay: a request runs on it, waits for it, or it is pinned."""
-        return self.is_pinned or self.is_wanted or self.num_running > 0
+    def is_active(self) -> bool:
+        """Whether a request runs on it, or waits for it to come into a slot."""
+        return self.is_wanted or self.num_running > 0
 
 
 class AdapterBook:
     """The adapters, by name.
 
     At most `num_active` versions run at a time. There is a slot more than that: a version can be loaded while
-    others run.
+    others run, or run beside pinned ones.
 
     Args:
         num_slots: that forward passes read, 2 or more; 0: there are no adapters.
@@ -110,7 +110,8 @@ class AdapterBook:
         self._taken: set[int] = set()
         self._digests: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._num_loads = self._num_admissions = 0
-        self._busy: set[AdapterVersion] = set()
+        self._active: set[AdapterVersion] = set()
+        self._pinned: set[AdapterVersion] = set()
         # While a request waits for a slot, later ones do not begin to run on this version, so that it ends.
         self._leaving: AdapterVersion | None = None
         self.is_blocked = False
@@ -193,7 +194,7 @@ class AdapterBook:
                 f"max_loaded_loras is {limit}, and so many are loaded: {first_few(self.names)}. Unload one",
                 409,
             )
-        others = [one.name for one in self.all() if one.is_pinned and one.name != name]
+        others = sorted(one.name for one in self._pinned if one.name != name)
         if len(others) >= self.num_active:
             raise RequestRejected(
                 f"every slot is taken by a pinned adapter (max_loras_per_batch is {self.num_active}): "
@@ -313,9 +314,11 @@ class AdapterBook:
 
     def admits(self, version: AdapterVersion) -> bool:
         """Whether a request may begin to run on it now; otherwise it is fetched, or room is made for it."""
-        if version not in self._busy and len(self._busy) >= self.num_active:
-            self._make_room()
-            return False
+        if version not in self._active:
+            has_slots = len(self._active | self._pinned | {version}) <= self.num_slots
+            if len(self._active) >= self.num_active or not has_slots:
+                self._make_room()
+                return False
         if self.is_blocked and version is self._leaving:
             return False
         if version.slot is None:
@@ -329,15 +332,16 @@ class AdapterBook:
         """Choose the version whose requests are to come to an end, unless one of them runs still."""
         self.is_blocked = True
         if self._leaving is None or not self._leaving.num_running:
-            running = [one for one in self._busy if one.num_running and not one.is_pinned]
+            running = [one for one in self._active - self._pinned if one.num_running]
             self._leaving = min(running, key=lambda one: (one.num_live, one.number), default=None)
 
     def _weigh(self, version: AdapterVersion) -> None:
-        """Whether it is busy may have changed."""
-        if version.is_busy:
-            self._busy.add(version)
-        else:
-            self._busy.discard(version)
+        """Whether it is active, or pinned, may have changed."""
+        for versions, is_in in ((self._active, version.is_active), (self._pinned, version.is_pinned)):
+            if is_in:
+                versions.add(version)
+            else:
+                versions.discard(version)
 
     def join(self, version: AdapterVersion) -> None:
         """A request is to run on it."""
