@@ -48,7 +48,7 @@ STARTERS = {
     "ebbtide.testing.null_engine",
 }
 STARTERS |= {f"ebbtide.srt.entrypoints.{name}" for name in ("engine", "launch.launcher")}
-STARTERS |= {f"ebbtide.srt.entrypoints.launch.{name}" for name in ("child_process", "early_processes")}
+STARTERS |= {"ebbtide.srt.entrypoints.launch.child_process"}
 STARTERS |= {f"fixtures.{name}" for name in ("broadcasting_trainer", "compat", "rank_processes")}
 STARTERS |= {"fixtures.servers", "fixtures.trainer_process"}
 
