@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from ebbtide.srt.errors import EngineError, RequestRejected, drop_frames, first_few
 from ebbtide.srt.managers.control.pace import Pace, Wake, look_until
@@ -32,9 +32,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightsUpdateGroupReqOutput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.wire.reply_merging import merge_refusals
-
-MAX_ERRORS: Final = 20
+from ebbtide.srt.managers.wire.reply_merging import MAX_ERRORS, merge_refusals
 
 Write: TypeAlias = Callable[[WritePlan], Work[None]]
 # A summary; and of a refusal the message, the status, and the further fields.

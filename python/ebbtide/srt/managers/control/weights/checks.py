@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Final, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -31,12 +31,12 @@ from ebbtide.srt.managers.io_struct import (
     ReadWeightsReqInput,
     ReadWeightsReqOutput,
 )
+from ebbtide.srt.managers.wire.reply_merging import MAX_ERRORS
 from ebbtide.srt.managers.wire.token_columns import LOWEST_LOGPROB
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 T = TypeVar("T")
 
-MAX_ERRORS: Final = 20
 # Calls what it is given while the new weights serve, and brings the old ones back.
 Trial: TypeAlias = Callable[[Callable[[], list[float]]], Work[list[float]]]
 
