@@ -16,7 +16,7 @@ Shapes: N rows, D inputs, O outputs, S slots, E experts, G = S·E groups, P fuse
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -34,7 +34,6 @@ _STEP, _SPLITS = 128, (16, 4, 1)
 _MOST_RANKS_AT_ONCE = 64
 _OUTPUTS_AT_ONCE = 128
 _PROGRAMS_PER_MULTIPROCESSOR = 4
-
 
 # A, B, scalings and ends, as `ProductAdapters` has them.
 Factors: TypeAlias = tuple[Tensor, Tensor, Tensor, tuple[int, ...]]
@@ -96,12 +95,10 @@ def shrink(x_TD: Tensor, factors: Factors, groups: Groups, *, top_k: int = 1) ->
     _, num_experts, num_ranks, num_columns = a_SEPD.shape
     block_ranks = min(triton.next_power_of_2(num_ranks), 32 if groups.block_rows == FEW_BLOCK else 64)
     num_tiles = triton.cdiv(num_ranks, block_ranks)
-    wanted = (
-        2 * num_multiprocessors(x_TD.device) // (num_tiles * triton.cdiv(groups.num_rows, groups.block_rows))
-    )
-    wanted = min(wanted, num_columns // _STEP)
+    num_blocks = triton.cdiv(groups.num_rows, groups.block_rows)
+    wanted = 2 * num_multiprocessors(x_TD.device) // (num_tiles * num_blocks)
     # Each number has kernels of its own.
-    splits = next(number for number in _SPLITS if number <= max(1, wanted))
+    splits = next(each for each in _SPLITS if each <= max(1, min(wanted, num_columns // _STEP)))
     split_columns = triton.cdiv(triton.cdiv(num_columns, splits), _STEP) * _STEP
     num_splits = triton.cdiv(num_columns, split_columns)
     inner = torch.empty((num_splits, groups.num_rows, num_ranks), dtype=torch.float32, device=x_TD.device)
@@ -147,11 +144,10 @@ def expand(
         weights_N: float32 factors of the rows.
     """
     _, b_SEOR, scalings_SP, ends = factors
-    _, num_experts, num_outputs, rank = b_SEOR.shape
+    _, num_experts, num_outputs, _ = b_SEOR.shape
     assert len(ends) <= 3, "a product of more than three fused tensors"
     first, second = ends[0], ends[min(1, len(ends) - 1)]
     sizes = (first, second - first, num_outputs - second)
-    block_ranks = min(triton.next_power_of_2(rank), _MOST_RANKS_AT_ONCE)
     block_outputs = min(_OUTPUTS_AT_ONCE, max(16, triton.next_power_of_2(max(sizes))))
     num_tiles = sum(triton.cdiv(size, block_outputs) for size in sizes)
     _expand_kernel[(_blocks_at_once(groups, num_tiles, out_NO), num_tiles)](
@@ -160,28 +156,14 @@ def expand(
         scalings_SP,
         weights_N,
         out_NO,
-        groups.blocks.experts,
-        groups.blocks.slots,
-        groups.blocks.number,
-        groups.num_rows,
-        b_SEOR.stride(0),
-        scalings_SP.stride(0),
-        NUM_GROUPS=len(b_SEOR) * num_experts,
+        *_numbers(factors, groups),
         NUM_EXPERTS=num_experts,
-        NUM_SPLITS=len(inner),
-        NUM_RANKS=inner.shape[-1],
-        RANK=rank,
         NUM_OUTPUTS=num_outputs,
         FIRST_END=first,
         SECOND_END=second,
-        BLOCK_N=groups.block_rows,
         BLOCK_O=block_outputs,
-        BLOCK_R=block_ranks,
         ADD=add,
-        EARLY=groups.are_early,
-        num_warps=4,
-        num_stages=2,
-        **overlap_options(out_NO),
+        **_constants(inner, factors, groups),
     )
 
 
@@ -202,39 +184,47 @@ def expand_gated(
         activation: silu or gelu_tanh.
     """
     _, b_SEOR, scalings_SP, ends = factors
-    _, num_experts, num_outputs, rank = b_SEOR.shape
-    out_NI = gate_up_N2I.new_empty((len(gate_up_N2I), num_outputs // 2))
-    block_outputs = min(_OUTPUTS_AT_ONCE // 2, max(16, triton.next_power_of_2(num_outputs // 2)))
-    num_tiles = triton.cdiv(num_outputs // 2, block_outputs)
+    num_inner = b_SEOR.shape[2] // 2
+    out_NI = gate_up_N2I.new_empty((len(gate_up_N2I), num_inner))
+    block_outputs = min(_OUTPUTS_AT_ONCE // 2, max(16, triton.next_power_of_2(num_inner)))
+    num_tiles = triton.cdiv(num_inner, block_outputs)
     _expand_gated_kernel[(_blocks_at_once(groups, num_tiles, out_NI), num_tiles)](
         inner,
         b_SEOR,
         scalings_SP,
         gate_up_N2I,
         out_NI,
-        groups.blocks.experts,
-        groups.blocks.slots,
-        groups.blocks.number,
-        groups.num_rows,
-        b_SEOR.stride(0),
-        scalings_SP.stride(0),
-        NUM_GROUPS=len(b_SEOR) * num_experts,
-        NUM_SPLITS=len(inner),
-        NUM_RANKS=inner.shape[-1],
-        RANK=rank,
-        INNER=num_outputs // 2,
+        *_numbers(factors, groups),
+        INNER=num_inner,
         # Gates and ups may be one tensor of the checkpoint.
         UP_PART=len(ends) - 1,
-        BLOCK_N=groups.block_rows,
         BLOCK_O=block_outputs,
-        BLOCK_R=min(triton.next_power_of_2(rank), _MOST_RANKS_AT_ONCE),
         GELU=activation == "gelu_tanh",
-        EARLY=groups.are_early,
-        num_warps=4,
-        num_stages=2,
-        **overlap_options(out_NI),
+        **_constants(inner, factors, groups),
     )
     return out_NI
+
+
+def _numbers(factors: Factors, groups: Groups) -> tuple[Tensor | int, ...]:
+    """What `expand`'s kernels are told of the blocks, and of where slots lie."""
+    blocks, (_, b_SEOR, scalings_SP, _) = groups.blocks, factors
+    counts = (blocks.number, groups.num_rows)
+    return blocks.experts, blocks.slots, *counts, b_SEOR.stride(0), scalings_SP.stride(0)
+
+
+def _constants(inner: Tensor, factors: Factors, groups: Groups) -> dict[str, Any]:
+    """What `expand`'s kernels have in common."""
+    num_slots, num_experts, _, rank = factors[1].shape
+    constants = {
+        "NUM_GROUPS": num_slots * num_experts,
+        "NUM_SPLITS": len(inner),
+        "NUM_RANKS": inner.shape[-1],
+        "RANK": rank,
+        "BLOCK_N": groups.block_rows,
+        "BLOCK_R": min(triton.next_power_of_2(rank), _MOST_RANKS_AT_ONCE),
+        "EARLY": groups.are_early,
+    }
+    return constants | {"num_warps": 4, "num_stages": 2} | overlap_options(inner)
 
 
 @triton.jit
