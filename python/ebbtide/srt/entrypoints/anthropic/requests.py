@@ -72,7 +72,7 @@ def as_chat(fields: Mapping[str, Any], *, has_reasoning: bool) -> Fields:
     """The fields of the chat that a request of `/v1/messages` is.
 
     Args:
-        has_reasoning: whether the server tells reasoning from the rest.
+        has_reasoning: whether the server separates reasoning from the answer.
 
     Raises:
         RequestRejected: 400.

@@ -26,10 +26,10 @@ Given = TypeVar("Given", covariant=True)
 
 # Below this many bytes, handing the buffer over to ZMQ costs more than copying it.
 ZERO_COPY_FROM_BYTES = 1 << 16
-# So many messages are given out before what they ask for is done: one request may bring tens of thousands of
+# Messages that one call returns, before what they ask for is done: one request may bring tens of thousands of
 # prompts, and others' tokens are not to wait until all of them are read.
 MAX_AT_ONCE: Final = 1024
-# So many are taken from ZMQ at once, to find those that overtake. That costs far less than to read them.
+# Frames that one call takes from ZMQ, to find the messages that overtake: far cheaper than decoding them.
 MAX_TAKEN_AT_ONCE: Final = 8 * MAX_AT_ONCE
 
 
