@@ -365,6 +365,7 @@ class SchedulePolicy:
             self.pages.slide(req)
         elif kv.num_computed in kv.checkpoints:
             self.pages.publish(req)
+            kv.commit_starts = self.pages.versions.behind(kv.commit_starts, len(kv.lease) * self.page_size)
 
     def _must_commit_first(self) -> bool:
         """Whether a request's next token depends on the ids of those in flight."""
