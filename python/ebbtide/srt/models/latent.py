@@ -140,7 +140,8 @@ class LatentAttention(nn.Module):
         multiply_heads(q_TNO[..., :key_dim], up_NOC[:, :key_dim], heads_TNH[:, :-1, num_rotated:], step)
         read_TNC = self.attention(heads_TNH, rope, None, step.attention)
         values_TNV = q_TO.new_empty(len(q_TO), num_heads, self.sizes.value_dim)
-        multiply_heads(read_TNC, up_NOC[:, key_dim:].transpose(1, 2), values_TNV, step)
+        # Attention may be a cooperative kernel, with whose end nothing overlaps.
+        multiply_heads(read_TNC, up_NOC[:, key_dim:].transpose(1, 2), values_TNV, step, overlapped=False)
         return self.o_proj.addend(values_TNV.flatten(1), step)
 
     def _fill(self, heads_TNH: Tensor, q_TNO: Tensor, latents_TH: Tensor) -> None:
@@ -163,13 +164,15 @@ class LatentAttention(nn.Module):
         return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
 
 
-def multiply_heads(x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor, step: Step) -> None:
+def multiply_heads(
+    x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor, step: Step, *, overlapped: bool = True
+) -> None:
     """Each head's x by its own matrix."""
     if step.kernels.few:
         from ebbtide.srt.layers.kernels import latent
 
         if len(x_TNK) <= latent.FEW_TOKENS:
-            latent.multiply_heads(x_TNK, weight_NKM, out_TNM)
+            latent.multiply_heads(x_TNK, weight_NKM, out_TNM, overlapped=overlapped)
             return
     torch.bmm(x_TNK.transpose(0, 1), weight_NKM, out=out_TNM.transpose(0, 1))
 

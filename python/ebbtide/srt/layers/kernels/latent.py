@@ -61,8 +61,12 @@ def fill_heads(
     )
 
 
-def multiply_heads(x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor) -> None:
-    """Each head's x by its own matrix, of at most `FEW_TOKENS` tokens. Any strides."""
+def multiply_heads(x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor, *, overlapped: bool = True) -> None:
+    """Each head's x by its own matrix, of at most `FEW_TOKENS` tokens. Any strides.
+
+    Args:
+        overlapped: whether weights are read while the kernel before it ends, on cards that can do that.
+    """
     num_tokens, num_heads, num_inner = x_TNK.shape
     num_columns = weight_NKM.shape[2]
     _multiply_heads[(num_heads, triton.cdiv(num_columns, _COLUMNS))](
@@ -79,7 +83,7 @@ def multiply_heads(x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor) -> None:
         BLOCK_K=triton.next_power_of_2(num_inner),
         COLUMNS=_COLUMNS,
         num_warps=4,
-        **overlap_options(out_TNM),
+        **(overlap_options(out_TNM) if overlapped else {"OVERLAPPED": False}),
     )
 
 
