@@ -1,5 +1,6 @@
 """Versions of adapters on a real model: every token is what PEFT computes with the version named for it."""
 
+import base64
 import json
 import random
 from collections.abc import Callable
@@ -288,3 +289,15 @@ def test_a_storm_of_loads_sleeps_and_aborts_leaves_every_token_true(
     assert all(asked.finish is not None for asked in rank.asked.values()), "a request was lost"
     assert sum(len(asked.token_ids) for asked in rank.asked.values()) > 50
     rank.assert_true()
+
+
+def test_an_engine_of_one_rank_takes_a_single_entry(model: Path, adapters: list[Adapter]) -> None:
+    rank = AdapterRank(model)
+    fields: dict[str, Any] = {"lora_name": "a", "config_dict": adapters[0].fields}
+    with PayloadEncoder(["cpu"], 1).encode(adapters[0].tensors.items()) as payload:
+        entry = base64.b64encode(payload.entries[0]).decode()
+        request = LoadLoRAAdapterFromTensorsReqInput(
+            serialized_tensors=entry, load_format=payload.load_format, **fields
+        )
+        assert rank.apply(request).changed
+    assert "expected tensors, got none" in rank.apply(LoadLoRAAdapterFromTensorsReqInput(**fields)).message

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
+from msgspec import field
+
 from ebbtide.srt.managers.wire import merge_rules as merge
 from ebbtide.srt.managers.wire.control_request import (
     ControlRequest,
@@ -97,12 +99,14 @@ class LoadLoRAAdapterFromTensorsReqInput(LoadRequest, frozen=True, kw_only=True)
     """Load an adapter from serialized named tensors, one entry per rank; in JSON each is base64.
 
     `config_dict`: what PEFT writes to adapter_config.json. `load_format`: as in updates of the weights.
+    `serialized_tensors`: the entry of an engine of one rank, in the place of the list.
     """
 
     row = _load("/load_lora_adapter_from_tensors", per_rank="serialized_named_tensors")
 
     config_dict: dict[str, Any]
-    serialized_named_tensors: list[bytes]
+    serialized_named_tensors: list[bytes] = field(default_factory=list)
+    serialized_tensors: str | None = None
     load_format: str | None = None
     added_tokens_config: Any = None
 

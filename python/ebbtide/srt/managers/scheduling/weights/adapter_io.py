@@ -64,7 +64,10 @@ class EngineAdapters:
                 config = _config_of(folder)
                 return config, (yield from _open_folder(folder))
             case LoadLoRAAdapterFromTensorsReqInput():
-                source = yield from self._reader.open(request.serialized_named_tensors, request.load_format)
+                entries: list[bytes | str] = [*request.serialized_named_tensors]
+                if request.serialized_tensors is not None and not entries:
+                    entries.append(request.serialized_tensors)
+                source = yield from self._reader.open(entries, request.load_format)
                 return request.config_dict, source
             case _:
                 raise RequestRejected(f"{type(request).__name__} is no load of an adapter")
