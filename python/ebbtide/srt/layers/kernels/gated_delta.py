@@ -21,6 +21,10 @@ CONV_CHANNELS, CONV_TOKENS = 128, 16
 # Columns of a matrix that a program holds: few requests then fill a GPU, and it stays in registers.
 COLUMNS = 32
 NORM_ROWS = 16
+# Where the prompts of a pass begin among its requests is no reason to compile a kernel once more.
+_OF_PROMPTS = triton.jit(
+    do_not_specialize=["num_decoding"], do_not_specialize_on_alignment=["indptr_ptr", "num_decoding"]
+)
 
 
 def convolve(
@@ -173,7 +177,7 @@ def _convolve_one(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + request * channels + channel, total * tl.sigmoid(total), mask=inside)
 
 
-@triton.jit
+@_OF_PROMPTS
 def _convolve_piece(  # type: ignore[no-untyped-def]
     x_ptr,
     x_stride,
@@ -227,7 +231,7 @@ def _convolve_piece(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit
+@_OF_PROMPTS
 def _keep_last(  # type: ignore[no-untyped-def]
     x_ptr,
     x_stride,
@@ -393,7 +397,7 @@ def _prepare_piece(  # type: ignore[no-untyped-def]
     tl.store(totals_ptr + token * HEADS + head, total, mask=inside)
 
 
-@triton.jit
+@_OF_PROMPTS
 def _pieces_in_order(  # type: ignore[no-untyped-def]
     qkv_ptr,
     keys_ptr,
@@ -462,7 +466,7 @@ def _pieces_in_order(  # type: ignore[no-untyped-def]
     tl.store(matrix_ptr, matrix, mask=(row < K_DIM)[:, None] & (column < V_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gated_norm(  # type: ignore[no-untyped-def]
     x_ptr,
     gates_ptr,
