@@ -76,5 +76,8 @@ class _NullPlan:
     def write(self, slot: int) -> Slices[None]:
         return self._adapters.write(slot, self._value)
 
+    def detach(self) -> Slices[None]:
+        yield 1
+
     def close(self) -> None:
         """Nobody's memory was borrowed."""

@@ -64,8 +64,12 @@ class AdapterPlan(Protocol):
         """Launch the copies to a slot."""
         ...
 
+    def detach(self) -> Slices[None]:
+        """Every copy has run: as `WritePlan.detach`."""
+        ...
+
     def close(self) -> None:
-        """Give the sender's memory back. Idempotent."""
+        """Give the sender's memory back, wherever the load has got to. Idempotent."""
         ...
 
 
@@ -230,12 +234,18 @@ class AdapterLoads:
             stall = Stall()
             with stall.measure():
                 added, num_moved = commit()
+            self._give_back(plan)
         logger.info(
             "adapter loaded: %s tensors=%d bytes=%d stall_ms=%.1f",
             *(added.label, plan.num_tensors, plan.num_bytes, stall.longest_s * 1e3),
         )
         reply = self._reply(name, added.version, plan, f"Loaded {added.label}.{tried}", is_changed=True)
         return structs.replace(reply, num_moved=num_moved, stall_ms=stall.longest_s * 1e3)
+
+    def _give_back(self, plan: AdapterPlan) -> None:
+        """End the mappings of the sender's memory behind the reply: the driver waits for passes there."""
+        unmapping = self._pace.turns(plan.detach(), Activity.WORKING)
+        self._operations.go_on(_without_result(self._ranks.phase(Activity.WORKING, unmapping)))
 
     def _commit(self, request: LoadRequest, digest: str, slot: int) -> tuple[AdapterVersion, int]:
         """Have the name mean what is in the slot; returns the version, and how many requests moved to it."""
@@ -412,6 +422,10 @@ class AdapterLoads:
             self._operations.cancel(kind, refusal)
         while not self._slots.copies.copies_done():
             time.sleep(1e-4)
+
+
+def _without_result(work: Work[object]) -> Work[None]:
+    yield from work
 
 
 def _launched(act: Callable[[], T]) -> Slices[T]:

@@ -48,7 +48,7 @@ class EngineAdapters:
     def open(self, request: LoadRequest, *, with_digest: bool) -> Slices[AdapterPlan]:
         config, source = yield from self._source(request)
         try:
-            adapter = AdapterPlan(self._slots, adapter_config(config), source)
+            adapter = AdapterPlan(self._slots, adapter_config(config), source, self._device)
             yield from source.open()
             if with_digest:
                 adapter.digest = yield from _digest(config, source, self._device)
@@ -90,19 +90,31 @@ class AdapterPlan:
         RequestRejected: 400, it does not.
     """
 
-    def __init__(self, slots: AdapterSlots, config: AdapterConfig, source: WeightSource) -> None:
+    def __init__(
+        self, slots: AdapterSlots, config: AdapterConfig, source: WeightSource, device: Device
+    ) -> None:
         slots.check(config, [(entry.name, entry.shape, entry.dtype) for entry in source.entries])
         self.digest = ""
         self.num_tensors, self.num_bytes = len(source.entries), source.num_bytes
         self._slots = slots
         self._config = config
         self._source = source
+        self._device = device
+        self._is_read = False
 
     def write(self, slot: int) -> Slices[None]:
+        self._is_read = True
         self._slots.write(slot, self._config, ((name, whole(tensor)) for name, tensor in self._source))
         yield self.num_bytes
 
+    def detach(self) -> Slices[None]:
+        self._is_read = False
+        return self._source.detach()
+
     def close(self) -> None:
+        # After an early end, copies from the sender's memory may still be under way.
+        if self._is_read and not self._device.copies_done():
+            self._device.synchronize()
         self._source.close()
 
 
