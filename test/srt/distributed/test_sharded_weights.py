@@ -172,3 +172,18 @@ def stage_and_commit(
     before = held_by(store)
     store.commit(shadow)
     return before, held_by(store)
+
+
+def test_changes_of_tensors_that_ranks_hold_in_pieces_are_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    path = make(tmp_path, "qwen3.5-with-vision")
+    prefix = "model.language_model.layers.0."
+    names = [prefix + name for name in ("linear_attn.in_proj_qkv.weight", "mlp.experts.gate_up_proj")]
+
+    for reasons in two_ranks.run(refusals, path, [*names, prefix + "linear_attn.in_proj_z.weight"]):
+        assert reasons == ["ranks hold several pieces of it: expected all of it"] * 2 + [None]
+
+
+def refusals(group: ParallelGroup, path: Path, names: list[str]) -> list[str | None]:
+    store = open_store(group, path)
+    problems = [store.check_change(name, torch.float32, of_bits=True) for name in names]
+    return [None if problem is None else problem.reason for problem in problems]
