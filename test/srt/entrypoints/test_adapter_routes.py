@@ -35,7 +35,7 @@ def expected(model: Path, adapters: list[Adapter]) -> list[list[int]]:
     """What each adapter says behind the prompt; the base comes last."""
     references = [*(adapter.reference for adapter in adapters), Reference(model)]
     found = [reference.greedy(PROMPT, 6) for reference in references]
-    assert len(set(map(tuple, found))) == len(found), "they can be told apart"
+    assert len(set(map(tuple, found))) == len(found), "they differ"
     return found
 
 
@@ -66,9 +66,9 @@ def test_a_batch_asks_for_several_and_for_none(
     version = load(server, "second", adapters[1])["lora_version"]
     answers = generate(server, input_ids=[PROMPT] * 3, lora_path=["first", None, "second"])
     assert [one["output_ids"] for one in answers] == [expected[0], expected[3], expected[1]]
-    told = answers[2]["meta_info"]
-    assert (told["lora_name"], told["lora_version"]) == ("second", version)
-    assert told["lora_versions"] == [{"version": version, "start": 0, "end": 6}]
+    meta = answers[2]["meta_info"]
+    assert (meta["lora_name"], meta["lora_version"]) == ("second", version)
+    assert meta["lora_versions"] == [{"version": version, "start": 0, "end": 6}]
     assert "lora_name" not in answers[1]["meta_info"]
     assert 'ebbtide:adapter_generation_tokens_total{adapter="second"} 6.0' in server.get("/metrics").text
 

@@ -185,10 +185,10 @@ def test_what_slots_hold_outlives_a_release_that_keeps_no_weights(
 
 
 def _without(name: str) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], None]:
-    def spoil(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    def change(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         del tensors[next(key for key in tensors if name in key)]
 
-    return spoil
+    return change
 
 
 def _rename(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -205,7 +205,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], None], 
     "another rank": (lambda fields, tensors: fields.update(r=5), "rank 5"),
     "too high a rank": (lambda fields, tensors: fields.update(r=64), "max_lora_rank"),
     "half a pair": (_without("lora_B"), "lora_B"),
-    "a name that the model lacks": (_rename, "layers.99"),
+    "a name that the model does not have": (_rename, "layers.99"),
     "a base of another shape": (_reshape, "expected shape"),
     "a scaling that is none": (lambda fields, tensors: fields.update(lora_alpha=float("nan")), "lora_alpha"),
     "another kind": (lambda fields, tensors: fields.update(peft_type="IA3"), "peft_type"),
@@ -219,10 +219,10 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
 ) -> None:
     rank = AdapterRank(model)
     rank.load("a", adapters[0])
-    spoil, expected = BAD[what]
+    change, expected = BAD[what]
     fields = dict(adapters[1].fields)
     tensors = load_file(adapters[1].folder / "adapter_model.safetensors")
-    spoil(fields, tensors)
+    change(fields, tensors)
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     refusal = rank.apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path)))

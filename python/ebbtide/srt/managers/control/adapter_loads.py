@@ -111,7 +111,8 @@ class AdapterUsers(Protocol):
     def move(self, version: AdapterVersion, in_flight: InFlight) -> int:
         """What was to run on another version of its name runs on this one, where it does not say otherwise.
 
-        Requests that have not begun move in any case, unless they ask for a version. Returns how many.
+        Requests that wait for their first step move in any case, unless they ask for a version. Returns the
+        number of those that moved.
         """
         ...
 
@@ -389,7 +390,7 @@ class AdapterLoads:
             version.copy = copy
 
     def _copied(self, slices: Slices[T]) -> Work[T]:
-        """Copy from or to slots beside forward passes, which write none of them."""
+        """Copy from or to slots while forward passes run, which write none of them."""
         num_releases = self._num_releases
 
         def guarded() -> Slices[T]:

@@ -75,7 +75,7 @@ class AdapterBook:
     """The adapters, by name.
 
     At most `num_active` versions run at a time. There is a slot more than that: a version can be loaded while
-    others run, or run beside pinned ones.
+    others run, or run along with pinned ones.
 
     Args:
         num_slots: that forward passes read, 2 or more; 0: there are no adapters.
@@ -191,7 +191,7 @@ class AdapterBook:
         limit = self._max_names
         if limit is not None and name not in self._versions and len(self._versions) >= limit:
             raise RequestRejected(
-                f"max_loaded_loras is {limit}, and so many are loaded: {first_few(self.names)}. Unload one",
+                f"max_loaded_loras is {limit}: {first_few(self.names)} are loaded. Unload one",
                 409,
             )
         others = sorted(one.name for one in self._pinned if one.name != name)

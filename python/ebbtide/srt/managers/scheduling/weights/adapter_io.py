@@ -128,9 +128,9 @@ def _digest(config: Mapping[str, Any], source: WeightSource, device: Device) -> 
         yield tensor.nbytes
     while not device.copies_done():
         yield 0
-    told = {header.name: f"{header.name} {header.dtype} {header.shape}" for header in source.entries}
+    headers = {header.name: f"{header.name} {header.dtype} {header.shape}" for header in source.entries}
     lines = [json.dumps(config, sort_keys=True, default=str)]
-    lines += [f"{told[name]} {as_hex(int(sums[name]))}" for name in sorted(sums)]
+    lines += [f"{headers[name]} {as_hex(int(sums[name]))}" for name in sorted(sums)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
