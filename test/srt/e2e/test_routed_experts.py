@@ -23,9 +23,13 @@ from ebbtide.srt.managers.io_struct import RoutedExperts
 PROMPT = [(7 * place) % 250 for place in range(45)]
 
 
-# Experts by softmax, and by sigmoids and a bias.
+# Experts by softmax, behind linear attention too, and by sigmoids and a bias.
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {},
+    "Qwen3_5MoeForCausalLM": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "DeepseekV3ForCausalLM": {
         "n_routed_experts": 6,
         "n_group": 1,
