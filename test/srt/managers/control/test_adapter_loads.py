@@ -493,15 +493,16 @@ def test_base_and_adapters_begin_to_serve_in_one_turn(num_ranks: int) -> None:
     harness.begin(session_id="step")
     joining: dict[str, Any] = {"session_id": "step", "in_flight": "continue"}
     second = harness.load("a", 2, lora_version="two", **joining)
-    assert harness.do(loading("a", 2, lora_version="two", **joining)).lora_version == "two"
+    assert harness.do(loading("a", 2, lora_version="two", **joining)).changed is False, "it was asked again"
     assert harness.refuse(loading("a", 3, lora_version="two")).status == 409
+    assert harness.refuse(loading("a", 2, lora_version="two")).status == 409
     harness.update(7, weight_version=7, session_id="step", flush_cache=False)
     harness.turn(5)
     assert harness.loaded == [first], "nothing of it serves before its end"
     harness.end(session_id="step", pause_mode=PauseMode.IN_PLACE)
     harness.run_until_idle()
     output = harness.outputs[rid]
-    assert harness.labels(rid) == [first, second]
+    assert harness.labels(rid) == harness.loaded == [first, second]
     [(_, _), (_, with_adapter)] = output.adapter_starts
     [(_, _), (_, with_base)] = output.version_starts
     assert with_adapter == with_base

@@ -214,6 +214,10 @@ class AdapterLoads:
                 assert version is not None, "only what has a version is known"
                 message = f"{name}@{version} was loaded before."
                 return self._reply(name, version, plan, message, is_changed=False)
+            if version is not None and (name, version) in self.book.staged:
+                if request.session_id is None:
+                    raise RequestRejected(f"{name}@{version} is staged in the open session", 409)
+                return self._reply(name, version, plan, "It was staged before.", is_changed=False)
             held = opened.enter_context(ExitStack())
             slot = yield from self._take_slot(name, held)
             yield from self._copied(plan.write(slot))
