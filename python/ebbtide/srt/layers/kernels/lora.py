@@ -30,10 +30,9 @@ from ebbtide.srt.layers.kernels.moe_routing import Blocks, list_slots
 # Rows of a block: few for decode steps, where a group has few.
 FEW_ROWS, FEW_BLOCK, LARGE_BLOCK = 1024, 16, 64
 # Columns of one product of tiles, and the parts that a sum may be cut into.
-_STEP, _SPLITS = 128, (16, 4, 1)
+_STEP, _SPLITS = 128, (16, 8, 4, 2, 1)
 _MOST_RANKS_AT_ONCE = 64
 _OUTPUTS_AT_ONCE = 128
-_PROGRAMS_PER_MULTIPROCESSOR = 4
 
 # A, B, scalings and ends, as `ProductAdapters` has them.
 Factors: TypeAlias = tuple[Tensor, Tensor, Tensor, tuple[int, ...]]
@@ -150,7 +149,7 @@ def expand(
     sizes = (first, second - first, num_outputs - second)
     block_outputs = min(_OUTPUTS_AT_ONCE, max(16, triton.next_power_of_2(max(sizes))))
     num_tiles = sum(triton.cdiv(size, block_outputs) for size in sizes)
-    _expand_kernel[(_blocks_at_once(groups, num_tiles, out_NO), num_tiles)](
+    _expand_kernel[(groups.blocks.number, num_tiles)](
         inner,
         b_SEOR,
         scalings_SP,
@@ -165,12 +164,6 @@ def expand(
         ADD=add,
         **_constants(inner, factors, groups),
     )
-
-
-def _blocks_at_once(groups: Groups, num_tiles: int, out: Tensor) -> int:
-    """For how many blocks there are programs: there is room for more blocks than most batches have."""
-    programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(out.device)
-    return min(groups.blocks.number, -(-programs // num_tiles))
 
 
 def expand_gated(
@@ -188,7 +181,7 @@ def expand_gated(
     out_NI = gate_up_N2I.new_empty((len(gate_up_N2I), num_inner))
     block_outputs = min(_OUTPUTS_AT_ONCE // 2, max(16, triton.next_power_of_2(num_inner)))
     num_tiles = triton.cdiv(num_inner, block_outputs)
-    _expand_gated_kernel[(_blocks_at_once(groups, num_tiles, out_NI), num_tiles)](
+    _expand_gated_kernel[(groups.blocks.number, num_tiles)](
         inner,
         b_SEOR,
         scalings_SP,
@@ -208,8 +201,7 @@ def expand_gated(
 def _numbers(factors: Factors, groups: Groups) -> tuple[Tensor | int, ...]:
     """What `expand`'s kernels are told of the blocks, and of where slots lie."""
     blocks, (_, b_SEOR, scalings_SP, _) = groups.blocks, factors
-    counts = (blocks.number, groups.num_rows)
-    return blocks.experts, blocks.slots, *counts, b_SEOR.stride(0), scalings_SP.stride(0)
+    return blocks.experts, blocks.slots, groups.num_rows, b_SEOR.stride(0), scalings_SP.stride(0)
 
 
 def _constants(inner: Tensor, factors: Factors, groups: Groups) -> dict[str, Any]:
@@ -276,25 +268,32 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     filled = rows < num_rows
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = ranks < NUM_RANKS
+    columns = tl.arange(0, STEP)
     first = split * SPLIT_COLUMNS
-    columns = first + tl.arange(0, STEP)
     a_start = (group // NUM_EXPERTS).to(tl.int64) * slot_stride
     a_start += (group % NUM_EXPERTS).to(tl.int64) * (NUM_RANKS * NUM_COLUMNS)
     a_pointers = a_SEPD + a_start + ranks[:, None] * NUM_COLUMNS + columns[None, :]
     tokens = tl.where(filled, rows // TOP_K, 0).to(tl.int64)
     x_pointers = x_TD + tokens[:, None] * NUM_COLUMNS + columns[None, :]
+    real = (first + columns)[None, :] < NUM_COLUMNS
+    ahead = tl.load(a_pointers + first, mask=inside[:, None] & real, other=0.0)
     _follow_late(EARLY, OVERLAPPED)
     total = tl.zeros([BLOCK_N, BLOCK_R], dtype=tl.float32)
     for start in range(0, SPLIT_COLUMNS, STEP):
-        real = (start + columns)[None, :] < NUM_COLUMNS
-        x = tl.load(x_pointers + start, mask=filled[:, None] & real, other=0.0)
-        a = tl.load(a_pointers + start, mask=inside[:, None] & real, other=0.0)
+        here = first + start
+        real = (here + columns)[None, :] < NUM_COLUMNS
+        x = tl.load(x_pointers + here, mask=filled[:, None] & real, other=0.0)
+        a = ahead
+        following = here + STEP
+        wanted = (following + columns)[None, :] < NUM_COLUMNS
+        wanted = inside[:, None] & wanted & (start + STEP < SPLIT_COLUMNS)
+        ahead = tl.load(a_pointers + following, mask=wanted, other=0.0)
         total = tl.dot(x.to(a.dtype), tl.trans(a), total, input_precision="ieee")
     places = inner + (split * num_rows + rows).to(tl.int64)[:, None] * NUM_RANKS + ranks[None, :]
     tl.store(places, total, mask=filled[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(  # type: ignore[no-untyped-def]
     inner,
     b_SEOR,
@@ -303,7 +302,6 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     out_NO,
     block_groups,
     block_slots,
-    num_blocks,
     num_rows,
     slot_stride,
     scaling_stride,
@@ -322,9 +320,16 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Some outputs, all of one fused tensor, of every few blocks."""
+    """Some outputs of one block, all of one fused tensor."""
     _start(EARLY, OVERLAPPED)
     block, tile = tl.program_id(0), tl.program_id(1)
+    group = tl.load(block_groups + block)
+    if (group < 0) | (group >= NUM_GROUPS):
+        _follow_late(EARLY, OVERLAPPED)
+        return
+    rows = tl.load(block_slots + block * BLOCK_N + tl.arange(0, BLOCK_N))
+    filled = rows < num_rows
+    slot = group // NUM_EXPERTS
     # Which of the fused tensors the outputs are of.
     first_tiles: tl.constexpr = (FIRST_END + BLOCK_O - 1) // BLOCK_O
     second_tiles: tl.constexpr = first_tiles + (SECOND_END - FIRST_END + BLOCK_O - 1) // BLOCK_O
@@ -336,76 +341,31 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     outputs = start + tl.arange(0, BLOCK_O)
     inside = outputs < end
     ranks = tl.arange(0, BLOCK_R)
-    b_places = b_SEOR + outputs[:, None] * RANK + ranks[None, :]
-    b_mask = inside[:, None] & (ranks < RANK)[None, :]
-    size: tl.constexpr = NUM_OUTPUTS * RANK
-    lanes = tl.arange(0, BLOCK_N)
-    group = tl.load(block_groups + block)
-    rows_ahead = tl.load(block_slots + block * BLOCK_N + lanes)
-    ahead = _of_group(b_places, group, b_mask, slot_stride, NUM_GROUPS, NUM_EXPERTS, size)
-    scaling_ahead = _scaling(scalings_SP + part, group, scaling_stride, NUM_GROUPS, NUM_EXPERTS)
+    b_start = slot.to(tl.int64) * slot_stride
+    b_start += (group % NUM_EXPERTS).to(tl.int64) * (NUM_OUTPUTS * RANK)
+    b_pointers = b_SEOR + b_start + outputs[:, None] * RANK + ranks[None, :]
+    b = tl.load(b_pointers, mask=inside[:, None] & (ranks < RANK)[None, :], other=0.0)
+    scaling = tl.load(scalings_SP + slot * scaling_stride + part)
+    row_places = rows.to(tl.int64)[:, None]
+    at = out_NO + row_places * NUM_OUTPUTS + outputs[None, :]
+    mask = filled[:, None] & inside[None, :]
     _follow_late(EARLY, OVERLAPPED)
-    # Blocks that nobody needs come last.
-    while group >= 0:
-        following = block + tl.num_programs(0)
-        next_group = tl.load(block_groups + following, mask=following < num_blocks, other=-1)
-        rows, b, scaling = rows_ahead, ahead, scaling_ahead
-        rows_ahead = tl.load(block_slots + tl.minimum(following, num_blocks - 1) * BLOCK_N + lanes)
-        ahead = _of_group(b_places, next_group, b_mask, slot_stride, NUM_GROUPS, NUM_EXPERTS, size)
-        scaling_ahead = _scaling(scalings_SP + part, next_group, scaling_stride, NUM_GROUPS, NUM_EXPERTS)
-        if group < NUM_GROUPS:
-            filled = rows < num_rows
-            row_places = rows.to(tl.int64)[:, None]
-            mask = filled[:, None] & inside[None, :]
-            at = out_NO + row_places * NUM_OUTPUTS + outputs[None, :]
-            # Asked for first: it is on its way while the product is made.
-            before = tl.zeros([BLOCK_N, BLOCK_O], dtype=out_NO.dtype.element_ty)
-            if ADD:
-                before = tl.load(at, mask=mask, other=0.0)
-            total = tl.zeros([BLOCK_N, BLOCK_O], dtype=tl.float32)
-            for first_rank in tl.static_range(0, RANK, BLOCK_R):
-                real = first_rank + ranks < RANK
-                if first_rank > 0:
-                    more = inside[:, None] & real[None, :]
-                    b = _of_group(
-                        b_places + first_rank, group, more, slot_stride, NUM_GROUPS, NUM_EXPERTS, size
-                    )
-                parts = inner + row_places * NUM_RANKS + part * RANK + (first_rank + ranks)[None, :]
-                value = _added_up(parts, filled[:, None] & real[None, :], num_rows * NUM_RANKS, NUM_SPLITS)
-                total = tl.dot((value * scaling).to(b.dtype), tl.trans(b), total, input_precision="ieee")
-            if weights_N is not None:
-                total *= tl.load(weights_N + rows, mask=filled, other=0.0)[:, None]
-            total += before.to(tl.float32)
-            tl.store(at, total.to(out_NO.dtype.element_ty), mask=mask)
-        block, group = following, next_group
-
-
-@triton.jit
-def _scaling(  # type: ignore[no-untyped-def]
-    scalings, group, scaling_stride, NUM_GROUPS: tl.constexpr, NUM_EXPERTS: tl.constexpr
-):
-    """The scaling of a group's adapter; any if it is none."""
-    return tl.load(
-        scalings + tl.minimum(tl.maximum(group, 0), NUM_GROUPS - 1) // NUM_EXPERTS * scaling_stride
-    )
-
-
-@triton.jit
-def _of_group(  # type: ignore[no-untyped-def]
-    places,
-    group,
-    mask,
-    slot_stride,
-    NUM_GROUPS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERT_STRIDE: tl.constexpr,
-):
-    """A tile of the B of a group; zeros if it is none."""
-    distance = (group // NUM_EXPERTS).to(tl.int64) * slot_stride
-    distance += (group % NUM_EXPERTS).to(tl.int64) * EXPERT_STRIDE
-    # As a row: the interpreter does not combine a mask with a number.
-    groups = tl.zeros([1, mask.shape[1]], dtype=tl.int32) + group
-    return tl.load(places + distance, mask=mask & (groups >= 0) & (groups < NUM_GROUPS), other=0.0)
+    # Asked for first: it is on its way while the product is made.
+    before = tl.zeros([BLOCK_N, BLOCK_O], dtype=out_NO.dtype.element_ty)
+    if ADD:
+        before = tl.load(at, mask=mask, other=0.0)
+    total = tl.zeros([BLOCK_N, BLOCK_O], dtype=tl.float32)
+    for first_rank in tl.static_range(0, RANK, BLOCK_R):
+        real = first_rank + ranks < RANK
+        if first_rank > 0:
+            b = tl.load(b_pointers + first_rank, mask=inside[:, None] & real[None, :], other=0.0)
+        places = inner + row_places * NUM_RANKS + part * RANK + (first_rank + ranks)[None, :]
+        value = _added_up(places, filled[:, None] & real[None, :], num_rows * NUM_RANKS, NUM_SPLITS)
+        total = tl.dot((value * scaling).to(b.dtype), tl.trans(b), total, input_precision="ieee")
+    if weights_N is not None:
+        total *= tl.load(weights_N + rows, mask=filled, other=0.0)[:, None]
+    total += before.to(tl.float32)
+    tl.store(at, total.to(out_NO.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -417,7 +377,7 @@ def _added_up(places, mask, distance, NUM_SPLITS: tl.constexpr):  # type: ignore
     return value
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_gated_kernel(  # type: ignore[no-untyped-def]
     inner,
     b_SEOR,
@@ -426,7 +386,6 @@ def _expand_gated_kernel(  # type: ignore[no-untyped-def]
     out_NI,
     block_groups,
     block_slots,
-    num_blocks,
     num_rows,
     slot_stride,
     scaling_stride,
@@ -443,58 +402,47 @@ def _expand_gated_kernel(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Some outputs of every few blocks: gates and ups with what adapters add, and their gated product."""
+    """Some outputs of one block: gates and ups with what adapters add, and their gated product."""
     _start(EARLY, OVERLAPPED)
     block, tile = tl.program_id(0), tl.program_id(1)
+    group = tl.load(block_groups + block)
+    if group < 0:
+        _follow_late(EARLY, OVERLAPPED)
+        return
+    rows = tl.load(block_slots + block * BLOCK_N + tl.arange(0, BLOCK_N))
+    filled = rows < num_rows
     outputs = tile * BLOCK_O + tl.arange(0, BLOCK_O)
     inside = outputs < INNER
+    mask = filled[:, None] & inside[None, :]
+    row_places = rows.to(tl.int64)[:, None]
+    at = gate_up_N2I + row_places * (2 * INNER) + outputs[None, :]
     ranks = tl.arange(0, BLOCK_R)
-    gate_places = b_SEOR + outputs[:, None] * RANK + ranks[None, :]
-    up_places = gate_places + INNER * RANK
-    b_mask = inside[:, None] & (ranks < RANK)[None, :]
-    group = tl.load(block_groups + block)
-    lanes = tl.arange(0, BLOCK_N)
-    rows_ahead = tl.load(block_slots + block * BLOCK_N + lanes)
-    gate_scaling_ahead = _scaling(scalings_SP, group, scaling_stride, NUM_GROUPS, 1)
-    up_scaling_ahead = _scaling(scalings_SP + UP_PART, group, scaling_stride, NUM_GROUPS, 1)
-    gate_ahead = _of_group(gate_places, group, b_mask, slot_stride, NUM_GROUPS, 1, 0)
-    up_ahead = _of_group(up_places, group, b_mask, slot_stride, NUM_GROUPS, 1, 0)
+    # Rows without adapter, of the group behind the last one, are activated too: with zeros for A and B.
+    is_adapted = tl.zeros([1, BLOCK_R], dtype=tl.int32) + group < NUM_GROUPS
+    slot = tl.minimum(group, NUM_GROUPS - 1)
+    gate_pointers = b_SEOR + slot.to(tl.int64) * slot_stride + outputs[:, None] * RANK + ranks[None, :]
+    up_pointers = gate_pointers + INNER * RANK
+    b_mask = inside[:, None] & is_adapted & (ranks < RANK)[None, :]
+    b_gate = tl.load(gate_pointers, mask=b_mask, other=0.0)
+    b_up = tl.load(up_pointers, mask=b_mask, other=0.0)
+    scalings = scalings_SP + slot * scaling_stride
+    gate_scaling, up_scaling = tl.load(scalings), tl.load(scalings + UP_PART)
     _follow_late(EARLY, OVERLAPPED)
-    # Blocks that nobody needs come last. Rows without adapter are activated too.
-    while group >= 0:
-        following = block + tl.num_programs(0)
-        next_group = tl.load(block_groups + following, mask=following < num_blocks, other=-1)
-        rows, b_gate, b_up = rows_ahead, gate_ahead, up_ahead
-        gate_scaling, up_scaling = gate_scaling_ahead, up_scaling_ahead
-        rows_ahead = tl.load(block_slots + tl.minimum(following, num_blocks - 1) * BLOCK_N + lanes)
-        gate_scaling_ahead = _scaling(scalings_SP, next_group, scaling_stride, NUM_GROUPS, 1)
-        up_scaling_ahead = _scaling(scalings_SP + UP_PART, next_group, scaling_stride, NUM_GROUPS, 1)
-        gate_ahead = _of_group(gate_places, next_group, b_mask, slot_stride, NUM_GROUPS, 1, 0)
-        up_ahead = _of_group(up_places, next_group, b_mask, slot_stride, NUM_GROUPS, 1, 0)
-        filled = rows < num_rows
-        mask = filled[:, None] & inside[None, :]
-        row_places = rows.to(tl.int64)[:, None]
-        at = gate_up_N2I + row_places * (2 * INNER) + outputs[None, :]
-        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(at + INNER, mask=mask, other=0.0).to(tl.float32)
-        if group < NUM_GROUPS:
-            for first_rank in tl.static_range(0, RANK, BLOCK_R):
-                real = first_rank + ranks < RANK
-                if first_rank > 0:
-                    more = inside[:, None] & real[None, :]
-                    b_gate = _of_group(gate_places + first_rank, group, more, slot_stride, NUM_GROUPS, 1, 0)
-                    b_up = _of_group(up_places + first_rank, group, more, slot_stride, NUM_GROUPS, 1, 0)
-                places = inner + row_places * NUM_RANKS + (first_rank + ranks)[None, :]
-                value_mask, distance = filled[:, None] & real[None, :], num_rows * NUM_RANKS
-                of_gate = _added_up(places, value_mask, distance, NUM_SPLITS)
-                of_up = of_gate
-                if UP_PART > 0:
-                    of_up = _added_up(places + UP_PART * RANK, value_mask, distance, NUM_SPLITS)
-                of_gate = (of_gate * gate_scaling).to(b_gate.dtype)
-                of_up = (of_up * up_scaling).to(b_up.dtype)
-                gate = tl.dot(of_gate, tl.trans(b_gate), gate, input_precision="ieee")
-                up = tl.dot(of_up, tl.trans(b_up), up, input_precision="ieee")
-        value = activate(gate, GELU) * up
-        out_places = out_NI + row_places * INNER + outputs[None, :]
-        tl.store(out_places, value.to(out_NI.dtype.element_ty), mask=mask)
-        block, group = following, next_group
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + INNER, mask=mask, other=0.0).to(tl.float32)
+    for first_rank in tl.static_range(0, RANK, BLOCK_R):
+        real = (first_rank + ranks < RANK)[None, :] & is_adapted
+        if first_rank > 0:
+            b_gate = tl.load(gate_pointers + first_rank, mask=inside[:, None] & real, other=0.0)
+            b_up = tl.load(up_pointers + first_rank, mask=inside[:, None] & real, other=0.0)
+        places = inner + row_places * NUM_RANKS + (first_rank + ranks)[None, :]
+        value_mask, distance = filled[:, None] & real, num_rows * NUM_RANKS
+        of_gate = _added_up(places, value_mask, distance, NUM_SPLITS)
+        of_up = of_gate
+        if UP_PART > 0:
+            of_up = _added_up(places + UP_PART * RANK, value_mask, distance, NUM_SPLITS)
+        of_gate, of_up = (of_gate * gate_scaling).to(b_gate.dtype), (of_up * up_scaling).to(b_up.dtype)
+        gate = tl.dot(of_gate, tl.trans(b_gate), gate, input_precision="ieee")
+        up = tl.dot(of_up, tl.trans(b_up), up, input_precision="ieee")
+    value = activate(gate, GELU) * up
+    tl.store(out_NI + row_places * INNER + outputs[None, :], value.to(out_NI.dtype.element_ty), mask=mask)
