@@ -458,7 +458,8 @@ class ServerArgs(SglangArguments):
         ),
     ] = "auto"
     refuse_nonfinite: Annotated[
-        bool, Arg("Refuse weight updates that hold NaN or Inf, unless they say refuse_nonfinite: false.")
+        bool,
+        Arg("Refuse adapters with NaN or Inf, and weight updates unless they say refuse_nonfinite: false."),
     ] = False
     weight_update_timeout_s: Annotated[float, Arg("Seconds that a weight update or session may take.")] = (
         600.0

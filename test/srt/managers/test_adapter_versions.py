@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -201,6 +202,15 @@ def _reshape(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     tensors[first] = torch.zeros(tensors[first].shape[0], 7)
 
 
+def _spoil(name: str, value: float) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], None]:
+    def change(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][-1, -1] = value
+
+    return change
+
+
+LORA_A = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+LORA_B = "base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"
 BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], None], str]] = {
     "another rank": (lambda fields, tensors: fields.update(r=5), "rank 5"),
     "too high a rank": (lambda fields, tensors: fields.update(r=64), "max_lora_rank"),
@@ -210,6 +220,8 @@ BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], None], 
     "a scaling that is none": (lambda fields, tensors: fields.update(lora_alpha=float("nan")), "lora_alpha"),
     "another kind": (lambda fields, tensors: fields.update(peft_type="IA3"), "peft_type"),
     "no tensors": (lambda fields, tensors: tensors.clear(), "expected tensors"),
+    "NaN in A": (_spoil(LORA_A, float("nan")), f"1 tensors hold NaN or Inf: {LORA_A}"),
+    "Inf in B": (_spoil(LORA_B, float("-inf")), f"1 tensors hold NaN or Inf: {LORA_B}"),
 }
 
 
@@ -217,7 +229,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], None], 
 def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
     model: Path, adapters: list[Adapter], tmp_path: Path, what: str
 ) -> None:
-    rank = AdapterRank(model)
+    rank = AdapterRank(model, refuse_nonfinite=True)
     rank.load("a", adapters[0])
     change, expected = BAD[what]
     fields = dict(adapters[1].fields)
@@ -253,6 +265,13 @@ def test_a_folder_that_is_no_adapter_is_refused(
     refusal = rank.apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path)))
     assert isinstance(refusal, Refusal)
     assert (refusal.status, expected in refusal.message) == (400, True), refusal.message
+
+
+def test_a_pipe_in_the_place_of_a_config_is_not_waited_for(model: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "adapter_config.json")
+    refusal = AdapterRank(model).apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path)))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, "adapter_config.json" in refusal.message) == (400, True), refusal.message
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -165,7 +165,11 @@ def rank_parts(
         memories=_memories(config, runner, device, saver),
         page_store=page_store,
         weights=weights,
-        adapters=None if runner.adapters is None else EngineAdapters(runner.adapters, weights.reader, device),
+        adapters=None
+        if runner.adapters is None
+        else EngineAdapters(
+            runner.adapters, weights.reader, device, refuses_nonfinite=weights.refuses_nonfinite
+        ),
         free_bytes=device.free_bytes,
         device=device.name,
         uuid=device.uuid,

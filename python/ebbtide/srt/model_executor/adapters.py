@@ -24,7 +24,7 @@ from ebbtide.srt.layers.lora import ProductAdapters
 from ebbtide.srt.layers.moe import Experts
 from ebbtide.srt.memory_saver.saver import ArenaSource
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.model_executor.weight_copies import CONVERTIBLE
+from ebbtide.srt.model_executor.weight_copies import CONVERTIBLE, NonFinite
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM
 from ebbtide.srt.models.sharding import Part, Placement
 
@@ -174,8 +174,16 @@ class AdapterSlots:
             shapes[name] = tuple(shape)
         self._pairs(config, shapes)
 
-    def write(self, slot: int, config: AdapterConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def write(
+        self,
+        slot: int,
+        config: AdapterConfig,
+        tensors: Iterable[tuple[str, Tensor]],
+        looked_at: NonFinite | None = None,
+    ) -> None:
         """Write an adapter that `check` accepts into a slot that no request runs on.
+
+        `looked_at` is to say which tensors hold NaN or Inf as they are written.
 
         On a GPU copies are launched beside forward passes and not waited for: the tensors must live until
         `Device.copies_done`, and passes with the slot follow `Device.follow_copies`.
@@ -186,14 +194,21 @@ class AdapterSlots:
         self.generation += 1
         with self._device.copying(beside=False):
             self._values_SN[slot].zero_()
+            names: list[str] = []
             copies: list[tuple[Tensor, Tensor]] = []
             for pair in pairs:
-                copies += self._copies(slot, pair.module, given[pair.a_name], given[pair.b_name])
+                parts = list(self._copies(slot, pair.module, given[pair.a_name], given[pair.b_name]))
+                names += [pair.a_name] + [pair.b_name] * (len(parts) - 1)
+                copies += parts
                 scalings[pair.module.layout.first_scaling + pair.module.part] = pair.scaling
             # At once: one call for each of hundreds of small tensors would take as long as a pass.
             rooms, pieces = [room for room, _ in copies], [piece for _, piece in copies]
             torch._foreach_copy_(rooms, pieces, non_blocking=True)
             self._scalings_SQ[slot].copy_(torch.tensor(scalings), non_blocking=True)
+            if looked_at is not None:
+                for name, room in zip(names, rooms, strict=True):
+                    looked_at.add(name, room)
+                looked_at.finish()
 
     def clear(self, slot: int) -> None:
         """Make a slot's adapter one that adds nothing."""
@@ -234,7 +249,7 @@ class AdapterSlots:
         )
 
     def _copies(self, slot: int, module: _Module, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where the parts of an adapter go that this rank holds, and the parts."""
+        """Where the parts of an adapter go that this rank holds, and the parts: of A one, then those of B."""
         layout = module.layout
         adapters = self._adapters[layout.first_scaling]
         a_EPD, b_EOR = adapters.a_SEPD[slot], adapters.b_SEOR[slot]

@@ -203,6 +203,16 @@ def test_a_version_never_changes_and_a_retry_changes_nothing() -> None:
     harness.assert_true(rid)
 
 
+def test_a_version_whose_contents_nobody_asked_for_is_given_no_others() -> None:
+    book = AdapterBook(num_slots=3, keep_versions=1)
+    version = book.add("a", None, digest="", path="", slot=0, pinned=False).version
+    with pytest.raises(RequestRejected, match="checksum unknown"):
+        book.check_load("a", version, "of others", pinned=False)
+    book.remove("a", None)
+    with pytest.raises(RequestRejected, match="checksum unknown"):
+        book.check_load("a", version, "of others", pinned=False)
+
+
 def test_versions_leave_when_nobody_runs_on_them() -> None:
     harness = AdapterHarness(keep_adapter_versions=0)
     first = harness.load("a", 1)
@@ -368,6 +378,12 @@ def test_a_version_that_cannot_be_brought_in_ends_its_requests_and_no_others() -
 def test_names_that_no_request_could_ask_for_are_refused(name: str) -> None:
     harness = AdapterHarness()
     assert harness.refuse(loading(name, 1)).status == 400
+
+
+@pytest.mark.parametrize("version", ["", "x" * 257, "1\n2026-01-01 adapter loaded"])
+def test_versions_that_would_spoil_a_log_are_refused(version: str) -> None:
+    harness = AdapterHarness()
+    assert "lora_version" in harness.refuse(loading("a", 1, lora_version=version)).message
     assert harness.loaded == []
 
 

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.adapters import AdapterBook, AdapterVersion
+from ebbtide.srt.managers.control.adapters import CONTROL_CHARACTERS, AdapterBook, AdapterVersion
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Line, Operations, in_turn, require_timeout
 from ebbtide.srt.managers.control.pace import Pace, Stall
@@ -61,7 +61,11 @@ class AdapterPlan(Protocol):
     num_bytes: int
 
     def write(self, slot: int) -> Slices[None]:
-        """Launch the copies to a slot."""
+        """Launch the copies to a slot.
+
+        Raises:
+            RequestRejected: 400, what was written holds NaN or Inf, and that is refused.
+        """
         ...
 
     def detach(self) -> Slices[None]:
@@ -311,8 +315,10 @@ class AdapterLoads:
         self.book.check_name(request.lora_name)
         require_timeout(request.timeout_s)
         version = request.version
-        if version is not None and not 0 < len(version) <= 256:
-            raise RequestRejected(f"lora_version: expected 1 to 256 characters, got {len(version)}")
+        if version is not None and (not 0 < len(version) <= 256 or CONTROL_CHARACTERS.search(version)):
+            raise RequestRejected(
+                f"lora_version: expected 1 to 256 characters that print, got {len(version)}: {version[:64]!r}"
+            )
         if getattr(request, "added_tokens_config", None):
             raise RequestRejected("added_tokens_config: adapters that add tokens are not supported")
         if request.canary is not None:

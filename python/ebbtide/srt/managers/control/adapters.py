@@ -21,6 +21,7 @@ MAX_NAME_LENGTH: Final = 256
 # Checksums of versions that have left: a name and a version never come to mean other bytes.
 MAX_REMEMBERED: Final = 1 << 14
 _NAME: Final = re.compile(r"[^\s@\x00-\x1f\x7f]+")
+CONTROL_CHARACTERS: Final = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +176,7 @@ class AdapterBook:
             RequestRejected: 409, other bytes have this version, or there is no room.
         """
         if version is not None:
-            known = self._digests.get((name, version)) or self.staged.get((name, version))
+            known = self._digests.get((name, version), self.staged.get((name, version)))
             if known is not None and known != digest:
                 raise RequestRejected(
                     f"{name}@{version} is there with other contents (checksum {known or 'unknown'}, not "

@@ -6,7 +6,7 @@ Source: control_semantics section 2.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeGuard
@@ -275,6 +275,6 @@ class CommitConditions:
         return self.mode(terms) is PauseMode.WAIT and self._memory.allows_forward
 
 
-def describe_nonfinite(nonfinite: frozenset[str]) -> str:
+def describe_nonfinite(nonfinite: Collection[str]) -> str:
     """Which tensors hold NaN or Inf, as a sentence."""
     return f"{len(nonfinite)} tensors hold NaN or Inf: {first_few(sorted(nonfinite))}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,7 @@ from ebbtide.srt.adapter_config import AdapterConfig, adapter_config
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.control.ports import CopyStream, Slices
+from ebbtide.srt.managers.control.weights.commit_terms import describe_nonfinite
 from ebbtide.srt.managers.io_struct import (
     LoadLoRAAdapterFromTensorsReqInput,
     LoadLoRAAdapterReqInput,
@@ -24,6 +26,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.model_executor.adapters import AdapterSlots, SlotCopy
 from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
+from ebbtide.srt.model_executor.weight_copies import NonFinite
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import PayloadReader
 
@@ -33,11 +36,18 @@ MAX_CONFIG_BYTES: Final = 1 << 20
 
 
 class EngineAdapters:
-    """Opens loads of adapters, and moves what slots hold."""
+    """Opens loads of adapters, and moves what slots hold.
 
-    def __init__(self, slots: AdapterSlots, reader: PayloadReader, device: Device) -> None:
+    Args:
+        refuses_nonfinite: loads that hold NaN or Inf are refused.
+    """
+
+    def __init__(
+        self, slots: AdapterSlots, reader: PayloadReader, device: Device, *, refuses_nonfinite: bool
+    ) -> None:
         self.num_slots = slots.num_slots
         self._slots = slots
+        self._refuses_nonfinite = refuses_nonfinite
         self._reader = reader
         self._device = device
 
@@ -48,7 +58,8 @@ class EngineAdapters:
     def open(self, request: LoadRequest, *, with_digest: bool) -> Slices[AdapterPlan]:
         config, source = yield from self._source(request)
         try:
-            adapter = AdapterPlan(self._slots, adapter_config(config), source, self._device)
+            looked_at = NonFinite() if self._refuses_nonfinite else None
+            adapter = AdapterPlan(self._slots, adapter_config(config), source, self._device, looked_at)
             yield from source.open()
             if with_digest:
                 adapter.digest = yield from _digest(config, source, self._device)
@@ -91,7 +102,12 @@ class AdapterPlan:
     """
 
     def __init__(
-        self, slots: AdapterSlots, config: AdapterConfig, source: WeightSource, device: Device
+        self,
+        slots: AdapterSlots,
+        config: AdapterConfig,
+        source: WeightSource,
+        device: Device,
+        looked_at: NonFinite | None,
     ) -> None:
         slots.check(config, [(entry.name, entry.shape, entry.dtype) for entry in source.entries])
         self.digest = ""
@@ -100,12 +116,19 @@ class AdapterPlan:
         self._config = config
         self._source = source
         self._device = device
+        self._looked_at = looked_at
         self._is_read = False
 
     def write(self, slot: int) -> Slices[None]:
         self._is_read = True
-        self._slots.write(slot, self._config, ((name, whole(tensor)) for name, tensor in self._source))
+        tensors = ((name, whole(tensor)) for name, tensor in self._source)
+        self._slots.write(slot, self._config, tensors, self._looked_at)
         yield self.num_bytes
+        if self._looked_at is not None:
+            while not self._device.copies_done():
+                yield 0
+            if names := sorted(set(self._looked_at.names())):
+                raise RequestRejected(f"refuse_nonfinite: nothing was loaded. {describe_nonfinite(names)}")
 
     def detach(self) -> Slices[None]:
         self._is_read = False
@@ -138,7 +161,8 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
     """What PEFT has written to a folder. Raises RequestRejected: 400."""
     file = folder / CONFIG_FILE
     try:
-        with file.open("rb") as opened:
+        # Opening a pipe would wait for somebody to write to it.
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
             text = opened.read(MAX_CONFIG_BYTES + 1)
         config = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
