@@ -6,7 +6,7 @@ columns are cut into splits, which `expand` adds up in one order: nothing is add
 the number of rows alone, so a CUDA graph can hold all of it.
 
 A and B are asked for before the predecessor has ended: no kernel of a pass writes them. So are the lists of
-tokens, which are made ahead of a pass's first library kernel; those of experts are made just before.
+tokens, which `list_groups` sees written; those of experts are made just before.
 
 Shapes: N rows, D inputs, O outputs, S slots, E experts, G = S·E groups, P fused tensors, R most ranks.
 """
@@ -75,12 +75,16 @@ def list_groups(
     """
     num_groups = num_slots * num_experts
     if experts_TK is None:
-        groups_N = torch.where(slots_T < 0, num_groups, slots_T)
+        groups_N = torch.where(slots_T < 0, num_groups, slots_T).int()
     else:
         slots_T1 = slots_T[:, None]
-        groups_N = torch.where(slots_T1 < 0, num_groups, slots_T1 * num_experts + experts_TK).flatten()
+        groups_TK = torch.where(slots_T1 < 0, num_groups, slots_T1 * num_experts + experts_TK)
+        groups_N = groups_TK.flatten().int()
     block_rows = FEW_BLOCK if len(groups_N) <= FEW_ROWS else LARGE_BLOCK
-    blocks = list_slots(groups_N.int(), num_groups + 1, block_rows)
+    blocks = list_slots(groups_N, num_groups + 1, block_rows)
+    if experts_TK is None:
+        # It waits until the lists are written, and what follows waits for it: so they can be read early.
+        groups_N.zero_()
     return Groups(blocks, block_rows, len(groups_N), are_early=experts_TK is None)
 
 
