@@ -227,6 +227,10 @@ def test_a_missing_tokenizer_folder_is_named_unless_it_is_not_needed(folder: Pat
     [
         ({"model_type": "tidal"}, "tidal"),
         ({"model_type": None}, "config.json"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"intermediate_size": -5}, "intermediate_size"),
+        ({"first_k_dense_replace": -2}, "first_k_dense_replace"),
         ({"architectures": None}, "architectures"),
         ({"dtype": "float64"}, "float64"),
         ({"max_position_embeddings": 0}, "max_position_embeddings"),

@@ -324,6 +324,7 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
     )
     names = hf_folder.architectures(folder, hf_config)
     names_served = [name for name in (args.served_model_name or "").split(",") if name]
+    hf_folder.require_sizes(folder, hf_config)
     num_heads = hf_folder.positive_int(folder, hf_config, "num_attention_heads")
     hidden_size = hf_folder.positive_int(folder, hf_config, "hidden_size")
     longest = hf_folder.positive_int(folder, hf_config, "max_position_embeddings")

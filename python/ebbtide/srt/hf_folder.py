@@ -14,6 +14,7 @@ from ebbtide.version import SOURCE_ROOT
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # Models that come with Ebbtide, which `ebbtide.demo.tiny` made.
 _OWN_MODELS = SOURCE_ROOT / "ebbtide" / "models"
+_SIZE = re.compile(r"_(dim|experts|group|heads|layers|rank|replace|size)$")
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors", "*.bin"]
 # Types of configs that mean the same as one that transformers has.
@@ -112,6 +113,16 @@ def positive_int(folder: Path, hf_config: SimpleNamespace, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{folder}/config.json: expected {name} to be an integer ≥ 1, got {value!r}")
     return value
+
+
+def require_sizes(folder: Path, hf_config: SimpleNamespace) -> None:
+    """Refuse numbers of heads and layers, and sizes, that cannot be. Which of them a model has is its own."""
+    for name, value in vars(hf_config).items():
+        least = 1 if name in ("head_dim", "num_key_value_heads") else 0
+        if _SIZE.search(name) and isinstance(value, int) and value < least:
+            raise ConfigurationError(
+                f"{folder}/config.json: expected {name} to be {least} or more, got {value}"
+            )
 
 
 def declared_dtype(folder: Path, hf_config: SimpleNamespace) -> str:

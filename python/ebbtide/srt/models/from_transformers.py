@@ -325,7 +325,7 @@ def _config(hf_config: Any) -> PreTrainedConfig:
             raise ConfigurationError(f"{name} {fields[name]!r} is not supported")
     ropes = fields.get("rope_parameters") or {}
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
-        if rope.get("rope_type") in _CHANGING_ROPES:
+        if str(rope.get("rope_type")) in _CHANGING_ROPES:
             raise ConfigurationError(f"rope type {rope['rope_type']!r} is not supported")
     if any(getattr(each, "operations", None) for each in get_checkpoint_conversion_mapping(kind) or ()):
         raise ConfigurationError("its checkpoints are converted when transformers loads them")

@@ -1,5 +1,6 @@
 """OpenAI's requests and answers without a server: chat templates, streams, engines without a tokenizer."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -432,6 +433,18 @@ def test_what_asks_for_nothing_passes(kind: str) -> None:
     for tool_choice in (None, "none", "auto"):
         assert call_of(kind, rid="r", tool_choice=tool_choice, **fields).generate == plain
     assert call_of(kind, rid="r", response_format={"type": "text"}).generate == plain
+
+
+@pytest.mark.parametrize("innermost", [None, "x"])
+def test_a_field_that_is_refused_may_be_nested_however_deep(innermost: str | None) -> None:
+    nested: Any = innermost
+    for _ in range(2 * sys.getrecursionlimit()):
+        nested = [nested]
+    if innermost is None:
+        assert call_of("chat", rid="r", stop_regex=nested).generate == call_of("chat", rid="r").generate
+    else:
+        with pytest.raises(RequestRejected, match="stop_regex"):
+            call_of("chat", stop_regex=nested)
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])

@@ -163,10 +163,16 @@ def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
 
 def asks_for_nothing(value: Any) -> bool:
     """Whether a field of this value is as good as not given."""
-    if isinstance(value, list | tuple):
-        return all(asks_for_nothing(item) for item in value)
-    # Not `not value`: a port, room or rank of 0 is a value.
-    return value is None or value is False or value in ("", {})
+    # Not by recursion: a client may nest lists as deep as it likes.
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, list | tuple):
+            left += item
+        # Not `not item`: a port, room or rank of 0 is a value.
+        elif not (item is None or item is False or item in ("", {})):
+            return False
+    return True
 
 
 def split_ids(name: str, ids: list[int | list[int]]) -> tuple[list[list[int]], bool]:
