@@ -540,6 +540,25 @@ def test_a_session_that_is_discarded_takes_its_adapters_with_it() -> None:
     harness.assert_true(*rids)
 
 
+def test_what_is_staged_leaves_a_slot_to_requests() -> None:
+    harness = AdapterHarness(num_slots=3, num_ranks=2)
+    harness.load("a", 1)
+    harness.load("b", 2)
+    harness.begin(session_id="step")
+    fields: dict[str, Any] = {"lora_version": "1", "session_id": "step"}
+    harness.load("c", 3, **fields)
+    harness.load("d", 4, **fields)
+    refusal = harness.refuse(loading("e", 5, **fields))
+    assert refusal.status == 409
+    assert "c@1, d@1 are staged or pinned" in refusal.message
+    assert harness.do(loading("c", 3, **fields)).changed is False
+    rids = [harness.ask("a"), harness.ask("b")]
+    harness.run_until_idle()
+    harness.assert_true(*rids)
+    harness.end(session_id="step", allow_incomplete=True)
+    assert harness.loaded == ["a@1", "b@2", "c@1", "d@1"]
+
+
 def test_a_session_without_an_adapter_that_was_refused_is_incomplete() -> None:
     harness = AdapterHarness()
     harness.begin(session_id="step")

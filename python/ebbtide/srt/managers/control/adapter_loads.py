@@ -222,6 +222,8 @@ class AdapterLoads:
                 if request.session_id is None:
                     raise RequestRejected(f"{name}@{version} is staged in the open session", 409)
                 return self._reply(name, version, plan, "It was staged before.", is_changed=False)
+            if request.session_id is not None:
+                self.book.check_stage(name)
             held = opened.enter_context(ExitStack())
             slot = yield from self._take_slot(name, held)
             yield from self._copied(plan.write(slot))

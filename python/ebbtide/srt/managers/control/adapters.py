@@ -210,6 +210,17 @@ class AdapterBook:
                 409,
             )
 
+    def check_stage(self, name: str) -> None:
+        """Refuse (409) to stage an adapter that would leave no slot to requests until the session ends."""
+        kept = [f"{staged}@{version}" for staged, version in self.staged]
+        kept += sorted(one.label for one in self._pinned if one.name != name)
+        if len(kept) >= self.num_active:
+            raise RequestRejected(
+                f"session_id: no slot would be left for requests (max_loras_per_batch is {self.num_active}): "
+                f"{first_few(kept)} are staged or pinned. End the session first",
+                409,
+            )
+
     def add(
         self, name: str, version: str | None, *, digest: str, path: str, slot: int, pinned: bool
     ) -> AdapterVersion:
