@@ -268,10 +268,15 @@ def test_a_folder_that_is_no_adapter_is_refused(
 
 
 def test_a_pipe_in_the_place_of_a_config_is_not_waited_for(model: Path, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "adapter_config.json")
-    refusal = AdapterRank(model).apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path)))
-    assert isinstance(refusal, Refusal)
-    assert (refusal.status, "adapter_config.json" in refusal.message) == (400, True), refusal.message
+    pipe = tmp_path / "adapter_config.json"
+    os.mkfifo(pipe)
+    rank = AdapterRank(model)
+    refusals = [rank.apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path)))]
+    with pipe.open("r+b", buffering=0):  # somebody could write to it, and does not
+        refusals.append(rank.apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path))))
+    for refusal in refusals:
+        assert isinstance(refusal, Refusal)
+        assert (refusal.status, "adapter_config.json" in refusal.message) == (400, True), refusal.message
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -163,7 +163,7 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
     try:
         # Opening a pipe would wait for somebody to write to it.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
-            text = opened.read(MAX_CONFIG_BYTES + 1)
+            text = opened.read(MAX_CONFIG_BYTES + 1) or b""  # None: a pipe that nobody has written to
         config = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise RequestRejected(f"{file} cannot be read: {error}. Expected a PEFT folder"[:1000]) from error
