@@ -7,6 +7,7 @@ import json
 import random
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,9 @@ from ebbtide.cli.server import DEFAULT_URL, AsJson, Key, Url, asking, console
 from ebbtide.client import Client
 
 Count = Annotated[int, typer.Option(min=1)]
+
+# Until an update is asked for, where not all streams have begun.
+MOST_WAIT_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Figures:
         longest_gap_ms: of a stream, the median over streams.
         update_reply_ms: from the request for an update to its answer; None: there was none.
         update_stall_ms: the longest time without a forward pass, as the server measured it.
-        num_both: streams whose output was sampled by more than one version.
+        streams_of_both_versions: how many had output that more than one version sampled.
     """
 
     tokens_per_s: float
@@ -55,7 +59,7 @@ class Figures:
     longest_gap_ms: float
     update_reply_ms: float | None = None
     update_stall_ms: float | None = None
-    num_both: int = 0
+    streams_of_both_versions: int = 0
 
 
 def bench(
@@ -98,11 +102,15 @@ async def _measure(client: Client, load: Load, runs: int, folder: str | None) ->
 
 async def _round(client: Client, load: Load, vocab_size: int, folder: str | None) -> Figures:
     began_s = time.perf_counter()
-    reading = [asyncio.create_task(_read(client, load, vocab_size)) for _ in range(load.num_streams)]
+    began = asyncio.Semaphore(0)
+    reading = [asyncio.create_task(_read(client, load, vocab_size, began)) for _ in range(load.num_streams)]
     reply_ms = stall_ms = None
     if folder is not None:
-        # In the middle of what the streams bring: each has its first chunk by then, if the server has room.
-        await asyncio.sleep(0.3)
+        # In the middle of what the streams bring. A server without room for all lets some wait.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MOST_WAIT_S):
+                for _ in reading:
+                    await began.acquire()
         asked_s = time.perf_counter()
         version = f"bench-{asked_s:.3f}"
         answer = await client.async_update_weights_from_disk(
@@ -121,12 +129,14 @@ async def _round(client: Client, load: Load, vocab_size: int, folder: str | None
         longest_gap_ms=statistics.median(max(one, default=0.0) for one in gaps),
         update_reply_ms=reply_ms,
         update_stall_ms=stall_ms,
-        num_both=sum(len(versions) > 1 for _, versions in read),
+        streams_of_both_versions=sum(len(versions) > 1 for _, versions in read),
     )
 
 
-async def _read(client: Client, load: Load, vocab_size: int) -> tuple[list[float], set[str]]:
-    """When each chunk of a stream came, and the versions that sampled it."""
+async def _read(
+    client: Client, load: Load, vocab_size: int, began: asyncio.Semaphore
+) -> tuple[list[float], set[str]]:
+    """When each chunk of a stream came, and the versions that sampled it; the first one releases `began`."""
     prompt = [random.randrange(vocab_size) for _ in range(load.prompt_tokens)]
     params: dict[str, Any] = {"max_new_tokens": load.output_tokens, "ignore_eos": True, "temperature": 1.0}
     times: list[float] = []
@@ -134,6 +144,8 @@ async def _read(client: Client, load: Load, vocab_size: int) -> tuple[list[float
     async for chunk in await client.async_generate(
         input_ids=prompt, sampling_params=params, return_logprob=True, stream=True
     ):
+        if not times:
+            began.release()
         times.append(time.perf_counter())
         versions.update(span["version"] for span in chunk["meta_info"]["weight_versions"])
     return times, versions
