@@ -12,14 +12,14 @@ BUDGETS = {
     "idle turn": 8,  # 9
     "first pass of a prompt": 40,  # 40
     "decode step": 27,  # 28
-    "release kv_cache": 22,  # 24
-    "resume kv_cache": 20,  # 24
-    "pause retract": 17,  # 20
-    "tensors": 40,  # 35
-    "bucket": 40,  # 38
-    "folder": 38,  # 36
-    "delta": 40,  # 38
-    "quantised to fp8": 41,  # 40
+    "release kv_cache": 21,  # 24
+    "resume kv_cache": 19,  # 24
+    "pause retract": 16,  # 20
+    "tensors": 36,  # 35
+    "bucket": 37,  # 38
+    "folder": 35,  # 36
+    "delta": 37,  # 38
+    "quantised to fp8": 37,  # 40
 }
 
 

@@ -8,8 +8,9 @@ Shapes: T tensors.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Sequence
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -79,6 +80,58 @@ class _TensorList(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(_TensorList)
 _FORM_DECODER: Final = msgspec.msgpack.Decoder(_Form)
+
+
+class Payload:
+    """What is sent, and the memory behind it for as long as it is open: until the update is answered.
+
+    Args:
+        load_format: with which the entries are sent.
+        memory: held until it is closed.
+        release: called once, when it is closed or lost. Must not refer to the payload.
+        abandon: called instead of closing it where its context is left by something else than an answer
+            (`RequestRejected` is one): the engine may be reading still.
+
+    Attributes:
+        entries: of `serialized_named_tensors`.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[bytes],
+        load_format: str | None = None,
+        *,
+        memory: object = None,
+        release: Callable[[], object] | None = None,
+        abandon: Callable[[Payload], None] | None = None,
+    ) -> None:
+        self.entries = list(entries)
+        self.load_format = load_format
+        self._memory = memory
+        # Also where nobody closes it: a caller that is interrupted may never get to see it.
+        self._release = None if release is None else weakref.finalize(self, release)
+        self._abandon = abandon
+
+    @property
+    def payload(self) -> bytes:
+        """The only entry, for an engine of one rank."""
+        [entry] = self.entries
+        return entry
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._memory = None
+        if self._release is not None:
+            self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._abandon is None or kind is None or issubclass(kind, RequestRejected):
+            self.close()
+        else:
+            self._abandon(self)
 
 
 class Listing:

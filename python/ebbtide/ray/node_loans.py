@@ -16,8 +16,8 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from ebbtide.formats.tensor_list import Payload
 from ebbtide.ray.errors import translated
-from ebbtide.trainer.cuda_ipc import Payload
 from ebbtide.trainer.payload_encoding import PayloadEncoder, serialize_tensors
 
 NamedTensors: TypeAlias = list[tuple[str, torch.Tensor]]

@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self, TypeAlias
@@ -27,9 +27,8 @@ import torch
 from numpy.typing import NDArray
 
 from ebbtide.formats.stored_tensor import COUNTER, HEADER_BYTES, object_path
-from ebbtide.formats.tensor_list import DeviceStorage, Listing
+from ebbtide.formats.tensor_list import DeviceStorage, Listing, Payload
 from ebbtide.formats.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS
-from ebbtide.srt.errors import RequestRejected
 
 NamedTensors: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 
@@ -39,58 +38,6 @@ MAX_STANDING: Final = 192
 _CONTEXT_OF_POINTER: Final = 1
 # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _BUFFER_ID_OF_POINTER: Final = 7
-
-
-class Payload:
-    """What is sent, and the memory behind it for as long as it is open: until the update is answered.
-
-    Args:
-        load_format: with which the entries are sent.
-        memory: held until it is closed.
-        release: called once, when it is closed or lost. Must not refer to the payload.
-        abandon: called instead of closing it where its context is left by something else than an answer
-            (`RequestRejected` is one): the engine may be reading still.
-
-    Attributes:
-        entries: of `serialized_named_tensors`.
-    """
-
-    def __init__(
-        self,
-        entries: Sequence[bytes],
-        load_format: str | None = None,
-        *,
-        memory: object = None,
-        release: Callable[[], object] | None = None,
-        abandon: Callable[[Payload], None] | None = None,
-    ) -> None:
-        self.entries = list(entries)
-        self.load_format = load_format
-        self._memory = memory
-        # Also where nobody closes it: a caller that is interrupted may never get to see it.
-        self._release = None if release is None else weakref.finalize(self, release)
-        self._abandon = abandon
-
-    @property
-    def payload(self) -> bytes:
-        """The only entry, for an engine of one rank."""
-        [entry] = self.entries
-        return entry
-
-    def close(self) -> None:
-        """Give the memory back. Idempotent."""
-        self._memory = None
-        if self._release is not None:
-            self._release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._abandon is None or kind is None or issubclass(kind, RequestRejected):
-            self.close()
-        else:
-            self._abandon(self)
 
 
 class CounterFile:

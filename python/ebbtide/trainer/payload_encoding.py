@@ -39,10 +39,10 @@ from torch.multiprocessing import reductions
 
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.stored_tensor import HEADER_BYTES, SHARED_MEMORY, object_path
-from ebbtide.formats.tensor_list import Listing
+from ebbtide.formats.tensor_list import Listing, Payload
 from ebbtide.formats.tensor_refs import StorageRef
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.trainer.cuda_ipc import IpcExporter, NamedTensors, Payload, remove_own, uuid_of
+from ebbtide.trainer.cuda_ipc import IpcExporter, NamedTensors, remove_own, uuid_of
 
 logger = logging.getLogger(__name__)
 

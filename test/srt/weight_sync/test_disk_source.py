@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ebbtide.formats.stored_tensor import StoredTensor, whole
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
+from ebbtide.srt.model_executor.loader import CheckpointFile
 from ebbtide.srt.weight_sync.disk_source import open_checkpoint
 
 ARCHITECTURE = "Qwen3ForCausalLM"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, ClassVar, Final, Literal, get_args
 
 from ebbtide.srt.managers.wire import merge_rules as merge
 from ebbtide.srt.managers.wire.adapter_requests import (
@@ -27,9 +27,8 @@ from ebbtide.srt.managers.wire.control_request import (
     POST_OR_GET,
     ControlRequest as ControlRequest,
     ControlRow,
+    Deadline,
     Outcome as Outcome,
-    own_deadline,
-    update_deadline,
 )
 from ebbtide.srt.managers.wire.generation import (
     AbortGeneration as AbortGeneration,
@@ -138,7 +137,7 @@ class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
     row = ControlRow(
         *(ReleaseMemoryOccupationReqOutput, "/release_memory_occupation", POST_OR_GET),
         op="release",
-        deadline=update_deadline,
+        deadline=Deadline.UPDATE,
         subject="memory",
     )
 
@@ -170,7 +169,7 @@ class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
     row = ControlRow(
         *(ResumeMemoryOccupationReqOutput, "/resume_memory_occupation", POST_OR_GET),
         op="resume",
-        deadline=update_deadline,
+        deadline=Deadline.UPDATE,
         subject="memory",
     )
 
@@ -225,7 +224,7 @@ class ResizeMemoryOccupationReqInput(ControlRequest, frozen=True):
     row = ControlRow(
         *(ResizeMemoryOccupationReqOutput, "/resize_memory_occupation"),
         op="resize",
-        deadline=update_deadline,
+        deadline=Deadline.UPDATE,
         subject="memory",
     )
 
@@ -253,7 +252,7 @@ class PauseGenerationReqInput(ControlRequest, frozen=True):
     row = ControlRow(
         *(PauseGenerationReqOutput, "/pause_generation"),
         op="pause",
-        deadline=own_deadline,
+        deadline=Deadline.OWN,
         subject="generation",
     )
 
@@ -310,7 +309,7 @@ class FlushCacheReqInput(ControlRequest, frozen=True):
         *(FlushCacheReqOutput, "/flush_cache", POST_OR_GET),
         query_aliases={"timeout": "timeout_s"},
         op="flush",
-        deadline=own_deadline,
+        deadline=Deadline.OWN,
     )
 
     timeout_s: float = 0.0
@@ -344,7 +343,8 @@ class PingReqInput(ControlRequest, frozen=True):
     Its deadline has the rank that does not named before whoever asks gives up.
     """
 
-    row = ControlRow(PingReqOutput, deadline=lambda request, update_timeout_s: PING_TIMEOUT_S)
+    row = ControlRow(PingReqOutput, deadline=Deadline.OWN)
+    timeout_s: ClassVar[float] = PING_TIMEOUT_S
 
 
 # ---------------------------------------------------------------------------------- on the channels

@@ -239,9 +239,7 @@ class Scheduler:
             self._limits.note_queued(req)
         except RequestRejected as error:
             reason = FinishReason("abort", message=error.message, status_code=error.status)
-            output = self._processor.end([(req, reason)])
-            assert output is not None
-            self._outputs.send(output)
+            self._outputs.send(self._processor.end([(req, reason)]))
 
     def _request(self, message: TokenizedGenerateReqInput) -> Req:
         params = message.sampling_params

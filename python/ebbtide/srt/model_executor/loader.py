@@ -1,26 +1,223 @@
-"""Checkpoint folders: what they hold, without reading the data, and their tensors one by one."""
+"""Checkpoints: what files and folders hold by their headers, and their tensors, read and never mapped.
+
+A file may be cut short or replaced while it is read; that is an error like another one.
+"""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import nullcontext
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ebbtide.formats.stored_tensor import StoredTensor
+from ebbtide.formats.stored_tensor import StoredTensor, read_exactly
 from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
 from ebbtide.srt.layers.attention.base import Progress, no_progress
 from ebbtide.srt.layers.fp8 import are_scales
-from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
 from ebbtide.srt.model_executor.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
 from ebbtide.srt.model_executor.weight_store import WeightStore
 
 CHECKPOINT_FORMATS = ("auto", "safetensors", "pt")
 DUMMY_SEED = 0
 DUMMY_SCALE = 0.02
+SAFETENSORS_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# The limit of the format's own library.
+MAX_HEADER_BYTES: Final = 100_000_000
+LENGTH_BYTES: Final = 8
+
+
+class CheckpointFile:
+    """A safetensors file, or a torch file of tensors by name.
+
+    Attributes:
+        path: where it is; also how errors name it.
+        tensors: by name, in the order in which they lie in the file. They can be read inside `open`.
+        metadata: texts that a safetensors file brings along.
+
+    Raises ConfigurationError, naming the path, where the file is damaged or holds something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, str] = {}
+        self._descriptor: int | None = None
+        try:
+            with self._opened():
+                self._state = self._look()
+                read = self._read_safetensors if path.suffix == ".safetensors" else self._read_torch_file
+                self.tensors = dict(sorted(read().items(), key=lambda item: item[1].offset))
+                self._require_unchanged()
+        except RequestRejected as error:
+            raise ConfigurationError(error.message) from error
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, the tensors can be read.
+
+        Raises:
+            RequestRejected: 400, at the beginning or the end: the file is not the one whose header was read.
+        """
+        with self._opened():
+            self._require_unchanged()
+            yield
+            self._require_unchanged()
+
+    def read_into(self, room: memoryview, offset: int) -> None:
+        """Fill `room` with the bytes from `offset` on.
+
+        Raises:
+            RequestRejected: 400, they cannot be read, or the file was cut short.
+        """
+        assert self._descriptor is not None, "tensors are read inside `open`"
+        try:
+            num_bytes = read_exactly(self._descriptor, room, offset)
+        except OSError as error:
+            raise RequestRejected(f"{self.path} cannot be read: {error.strerror}") from error
+        if num_bytes < len(room):
+            raise RequestRejected(
+                f"{self.path} was cut short while it was read: it ends within the {len(room)} bytes from "
+                f"{offset} on"
+            )
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise RequestRejected(f"{self.path} cannot be opened: {error.strerror}") from error
+        self._descriptor = descriptor
+        try:
+            # A hint; not every file system takes it.
+            with suppress(OSError):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            yield
+        finally:
+            self._descriptor = None
+            os.close(descriptor)
+
+    def _look(self) -> tuple[int, int]:
+        """The file's size, and when it was last written."""
+        assert self._descriptor is not None
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+    def _require_unchanged(self) -> None:
+        if self._look() != self._state:
+            raise RequestRejected(f"{self.path} was changed or replaced while the checkpoint was being read")
+
+    # ------------------------------------------------------------------------------------------- safetensors
+
+    def _read_safetensors(self) -> dict[str, StoredTensor]:
+        try:
+            return self._safetensors_header()
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ConfigurationError(f"{self.path} is not a complete safetensors file: {error}") from error
+
+    def _safetensors_header(self) -> dict[str, StoredTensor]:
+        """Source: https://github.com/huggingface/safetensors#format."""
+        num_bytes, _ = self._state
+        header_bytes = int.from_bytes(self._take(0, LENGTH_BYTES), "little")
+        start = LENGTH_BYTES + header_bytes
+        if header_bytes > MAX_HEADER_BYTES:
+            raise ValueError(f"its header says that it has {header_bytes} bytes")
+        header = json.loads(self._take(LENGTH_BYTES, header_bytes))
+        metadata = header.pop("__metadata__", None) or {}
+        self.metadata = {str(name): str(text) for name, text in metadata.items()}
+        tensors = {name: self._safetensors_entry(name, entry, start) for name, entry in header.items()}
+        end = start
+        for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, _num_bytes(tensor))):
+            if tensor.offset != end:
+                raise ValueError(f"no tensor or two begin at byte {end}")
+            end += _num_bytes(tensor)
+        if end != num_bytes:
+            raise ValueError(f"its tensors end at byte {end}, the file at {num_bytes}")
+        return tensors
+
+    def _safetensors_entry(self, name: str, entry: dict[str, Any], start: int) -> StoredTensor:
+        if entry["dtype"] not in SAFETENSORS_DTYPES:
+            raise ConfigurationError(
+                f"{self.path}: {name} has the type {entry['dtype']!r:.50}, which is not supported"
+            )
+        begin, end = entry["data_offsets"]
+        numbers = [begin, end, *entry["shape"]]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"{name[:200]}: expected natural numbers in its shape and its data_offsets")
+        dtype = SAFETENSORS_DTYPES[entry["dtype"]]
+        tensor = StoredTensor.contiguous(self, start + begin, tuple(entry["shape"]), dtype)
+        if _num_bytes(tensor) != end - begin:
+            raise ValueError(f"{name[:200]}: its shape takes {_num_bytes(tensor)} bytes, not {end - begin}")
+        return tensor
+
+    def _take(self, offset: int, num_bytes: int) -> bytes:
+        if offset + num_bytes > self._state[0]:
+            raise ValueError(f"it has only {self._state[0]} bytes")
+        taken = bytearray(num_bytes)
+        self.read_into(memoryview(taken), offset)
+        return bytes(taken)
+
+    # -------------------------------------------------------------------------------------------- torch files
+
+    def _read_torch_file(self) -> dict[str, StoredTensor]:
+        """Has torch's restricted unpickler tell where the storages lie; it reads none of them."""
+        from torch._subclasses.fake_tensor import FakeTensorMode  # takes seconds, and few need it
+
+        try:
+            self._require_uncompressed()
+            with FakeTensorMode():
+                content = torch.load(self.path, map_location="cpu", weights_only=True)
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+            EOFError,
+            pickle.UnpicklingError,
+            zipfile.BadZipFile,
+        ) as error:
+            raise ConfigurationError(f"{self.path} is not a torch file of tensors: {error}") from error
+        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+            raise ConfigurationError(f"{self.path} does not hold a mapping of names to tensors")
+        return {name: self._torch_entry(name, tensor) for name, tensor in content.items()}
+
+    def _require_uncompressed(self) -> None:
+        """Tensors are read from where they lie."""
+        with zipfile.ZipFile(self.path) as archive:
+            packed = [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
+        if packed:
+            raise ValueError(f"its entry {packed[0]} is compressed")
+
+    def _torch_entry(self, name: str, tensor: Tensor) -> StoredTensor:
+        storage: Any = tensor.untyped_storage()
+        offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        start: int = storage._checkpoint_offset  # documented in torch's notes on serialization
+        if start + storage.nbytes() > self._state[0]:
+            raise ConfigurationError(f"{self.path} is not a torch file of tensors: it ends within {name}")
+        return StoredTensor(self, start + offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _num_bytes(tensor: StoredTensor) -> int:
+    return torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
 
 
 class Checkpoint:

@@ -152,6 +152,7 @@ class PayloadReader:
         keeper: KeptMemory | None = None,
     ) -> None:
         self._place = place
+        self._rank, self._num_ranks = place.rank, place.num_ranks
         self._cuda = cuda
         self._cache = PlanCache() if cache is None else cache
         self._keeper = keeper
@@ -233,13 +234,13 @@ class PayloadReader:
     ) -> tuple[bytes | str, BorrowedMemory]:
         """This rank's entry, and what lets go of the memory that it refers to."""
         place, cuda = self._place, self._cuda
-        if len(entries) == place.num_ranks:
-            return entries[place.rank], BorrowedMemory(cuda)
+        if len(entries) == self._num_ranks:
+            return entries[self._rank], BorrowedMemory(cuda)
         if len(entries) == place.tp_size:
             return entries[place.tp_rank], BorrowedMemory(cuda, place.dp_rank, place.dp_size)
         if len(entries) == 1 and load_format == SAFETENSORS:
             return entries[0], BorrowedMemory(cuda)
-        expected = f"{place.num_ranks} (one per rank)"
+        expected = f"{self._num_ranks} (one per rank)"
         if place.dp_size > 1:
             expected += f" or {place.tp_size} (for every replica)"
         raise RequestRejected(f"serialized_named_tensors: expected {expected} entries, got {len(entries)}")
@@ -256,7 +257,7 @@ class PayloadReader:
             entries: for each rank a pickle: a list with the handles of each tensor, or those of a buffer.
             lent: what is behind them.
         """
-        place, cuda = self._place, self._cuda
+        cuda = self._cuda
         if lent is None:
             raise RequestRejected(f"lent: load_format {IPC_HANDLES} needs it, one entry per tensor")
         if cuda is None:
@@ -264,13 +265,13 @@ class PayloadReader:
                 "IPC handles are of memory of CUDA devices, and this engine runs on the CPU: broadcast the "
                 "weights, or send them by update_weights_from_tensor"
             )
-        if len(entries) != place.num_ranks:
+        if len(entries) != self._num_ranks:
             raise RequestRejected(
-                f"serialized_named_tensors: expected {place.num_ranks} (one per rank) entries, got "
+                f"serialized_named_tensors: expected {self._num_ranks} (one per rank) entries, got "
                 f"{len(entries)}"
             )
         headers = [TensorHeader(one.name, one.shape, dtype_named(one.dtype, one.name[:200])) for one in lent]
-        handles = yield from read_by_slices(entries[place.rank], resolve_global)
+        handles = yield from read_by_slices(entries[self._rank], resolve_global)
         memory = BorrowedMemory(cuda, is_kept=isinstance(handles, dict))
         try:
             if isinstance(handles, dict):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from ebbtide.srt.managers.control import kv_cache
+from ebbtide.srt.managers.control.control_plane import limit_s
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,
@@ -196,7 +197,7 @@ class ControlMachine(Clients):
         waiting = [
             call
             for call, request in self.calls.items()
-            if call not in self.harness.replies and request.row.deadline(request, 600.0) is not None
+            if call not in self.harness.replies and limit_s(request, 600.0) is not None
         ]
         if is_session:
             self.harness.deliver(Expire(id=f"weight-session-{number % 3}"))

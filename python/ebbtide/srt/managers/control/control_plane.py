@@ -16,6 +16,7 @@ from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import HandlerTable, Operation, OutOfStep, Ranks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
+    AnyControlRequest,
     AnyReply,
     ControlCall,
     PauseMode,
@@ -25,6 +26,7 @@ from ebbtide.srt.managers.io_struct import (
     StateReport,
     Verdict,
 )
+from ebbtide.srt.managers.wire.control_request import Deadline
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 # A prepared update waits so much longer than its deadline for the verdict before nothing is served. All
@@ -109,7 +111,7 @@ class ControlPlane:
         else:
             self.operations.stalls.note(request, stall)
             self._reply(call.id, outcome)
-        timeout_s = request.row.deadline(request, self.updates.timeout_s)
+        timeout_s = limit_s(request, self.updates.timeout_s)
         # What is done here may not be done on the other ranks, for whose answers there is a limit too.
         is_awaited = self.operations.is_pending(call.id) or not self.ranks.is_one
         if timeout_s is not None and is_awaited:
@@ -179,3 +181,14 @@ class ControlPlane:
             weight_groups=self._weight_groups(),
             adapters=self.adapters.book.reports,
         )
+
+
+def limit_s(request: AnyControlRequest, update_timeout_s: float) -> float | None:
+    """The seconds after which a request is refused that is still pending; None: it is not."""
+    row = request.row
+    if row.deadline is Deadline.NEVER:
+        return None
+    own_s: float | None = getattr(request, "timeout_s", None)
+    if own_s is None:
+        return update_timeout_s if row.deadline is Deadline.UPDATE else None
+    return own_s + row.grace_s

@@ -162,9 +162,8 @@ class LiveRequests:
             self._calibration.settle()
 
     def _send_ended(self, ended: list[tuple[Req, FinishReason]]) -> None:
-        output = self._processor.end(ended)
-        if output is not None:
-            self._outputs.send(output)
+        if ended:
+            self._outputs.send(self._processor.end(ended))
 
 
 class TimeLimits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -244,14 +244,12 @@ class OutputProcessor:
             dp_rank=self._dp_rank,
         )
 
-    def end(self, ended: Iterable[tuple[Req, FinishReason]]) -> TokenOutput | None:
-        """The last outputs of requests that have been ended from outside."""
+    def end(self, ended: Sequence[tuple[Req, FinishReason]]) -> TokenOutput:
+        """The last outputs of requests, one or more, that have been ended from outside."""
         outputs = []
         for req, reason in ended:
             req.finish = reason
             outputs.append(self.output(req))
-        if not outputs:
-            return None
         self.num_aborts += 1
         return TokenOutput(
             weight_version=self._policy.commit.version,

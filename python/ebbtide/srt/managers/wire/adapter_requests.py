@@ -11,9 +11,9 @@ from ebbtide.srt.managers.wire import merge_rules as merge
 from ebbtide.srt.managers.wire.control_request import (
     ControlRequest,
     ControlRow,
+    Deadline,
     Outcome,
     Turn,
-    own_or_update_deadline,
 )
 from ebbtide.srt.managers.wire.message import TotalsReply
 from ebbtide.srt.managers.wire.weight_requests import AbortWeightUpdateReqInput, Canary
@@ -78,7 +78,7 @@ def _load(path: str, per_rank: str | None = None) -> ControlRow:
     """The row of a load."""
     return ControlRow(
         *(LoadLoRAAdapterReqOutput, path),
-        deadline=own_or_update_deadline,
+        deadline=Deadline.UPDATE,
         per_rank=per_rank,
         turn=Turn.SHARED,
         settles=False,
@@ -126,7 +126,7 @@ class UnloadLoRAAdapterReqInput(ControlRequest, frozen=True, kw_only=True):
     """
 
     row = ControlRow(
-        *(UnloadLoRAAdapterReqOutput, "/unload_lora_adapter"), deadline=own_or_update_deadline, is_joint=True
+        *(UnloadLoRAAdapterReqOutput, "/unload_lora_adapter"), deadline=Deadline.UPDATE, is_joint=True
     )
 
     lora_name: str

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, ClassVar, Final, Literal, Protocol, TypeVar
+from typing import ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
@@ -16,39 +16,17 @@ Methods = tuple[Literal["POST", "GET"], ...]
 POST: Final[Methods] = ("POST",)
 POST_OR_GET: Final[Methods] = ("POST", "GET")
 
-# Joining a group ends by itself at its limit, with a better reason; the grace is for a rank that does not.
-JOIN_GRACE_S: Final = 2.0
 
-# Gives the seconds that a request may stay pending, from it and the engine's time limit of updates.
-Deadline = Callable[[Any, float], float | None]
+class Deadline(Enum):
+    """When a request is refused that is still pending.
 
+    NEVER: it is carried out at once, or ends by itself. OWN: at its own `timeout_s`, if it has one. UPDATE:
+    at that, or at the engine's time limit of updates.
+    """
 
-class Timed(Protocol):
-    """A request with a time limit of its own."""
-
-    @property
-    def timeout_s(self) -> float | None: ...
-
-
-def no_deadline(request: object, update_timeout_s: float) -> None:
-    """It is carried out at once, or ends by itself."""
-
-
-def own_deadline(request: Timed, update_timeout_s: float) -> float | None:
-    return request.timeout_s
-
-
-def update_deadline(request: object, update_timeout_s: float) -> float:
-    """The deadline of requests that wait for other ranks only."""
-    return update_timeout_s
-
-
-def own_or_update_deadline(request: Timed, update_timeout_s: float) -> float:
-    return update_timeout_s if request.timeout_s is None else request.timeout_s
-
-
-def joining_deadline(request: Timed, update_timeout_s: float) -> float | None:
-    return None if request.timeout_s is None else request.timeout_s + JOIN_GRACE_S
+    NEVER = auto()
+    OWN = auto()
+    UPDATE = auto()
 
 
 class Turn(Enum):
@@ -76,6 +54,7 @@ class ControlRow:
         body_field: the one field of the reply that is the whole body.
         op: its name as a step of a transition; None: it is none.
         deadline: when it is refused if it is still pending.
+        grace_s: how much later than its own time limit that is: it ends by itself then, with a better reason.
         per_rank: a list with an entry for each rank, of which each rank gets its own alone.
         subject: what it is about, where later requests about the same decide whether it can be undone.
         turn: how it waits for earlier requests about the same subject.
@@ -93,7 +72,8 @@ class ControlRow:
     body_if: str | None = None
     body_field: str | None = None
     op: str | None = None
-    deadline: Deadline = no_deadline
+    deadline: Deadline = Deadline.NEVER
+    grace_s: float = 0.0
     per_rank: str | None = None
     subject: str | None = None
     turn: Turn = Turn.AT_ONCE

@@ -13,11 +13,9 @@ from ebbtide.srt.managers.wire.control_request import (
     POST_OR_GET,
     ControlRequest,
     ControlRow,
+    Deadline,
     Outcome,
     Turn,
-    joining_deadline,
-    own_or_update_deadline,
-    update_deadline,
 )
 from ebbtide.srt.managers.wire.message import Reply, TotalsReply
 from ebbtide.srt.managers.wire.reports import ChecksumAlgorithm, PauseMode, RankChecksums
@@ -26,6 +24,8 @@ from ebbtide.srt.managers.wire.reports import ChecksumAlgorithm, PauseMode, Rank
 DEFAULT_GROUP = "weight_update_group"
 # The format of broadcasts that say by themselves what they are: names, dtypes and shapes are not given then.
 STATE_DICTS: Final = "state_dicts"
+# Joining a group ends by itself at its limit, with a better reason; the grace is for a rank that does not.
+JOIN_GRACE_S: Final = 2.0
 
 
 class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ def _update(path: str, op: str | None = None, per_rank: str | None = None) -> Co
     return ControlRow(
         *(UpdateWeightsReqOutput, path),
         op=op,
-        deadline=own_or_update_deadline,
+        deadline=Deadline.UPDATE,
         per_rank=per_rank,
         subject="session",
         turn=Turn.SHARED,
@@ -192,7 +192,9 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
     `nccl_unique_id`, its communicator's id in base64, then takes the place of the address.
     """
 
-    row = ControlRow(WeightsUpdateGroupReqOutput, "/init_weights_update_group", deadline=joining_deadline)
+    row = ControlRow(
+        WeightsUpdateGroupReqOutput, "/init_weights_update_group", deadline=Deadline.OWN, grace_s=JOIN_GRACE_S
+    )
 
     master_address: str
     master_port: int | str
@@ -216,7 +218,7 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
 class DestroyWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
     """Leave a group, also one that is just being joined; an unknown one is not an error."""
 
-    row = ControlRow(WeightsUpdateGroupReqOutput, "/destroy_weights_update_group", deadline=update_deadline)
+    row = ControlRow(WeightsUpdateGroupReqOutput, "/destroy_weights_update_group", deadline=Deadline.UPDATE)
 
     group_name: str = DEFAULT_GROUP
 
@@ -236,7 +238,7 @@ class BeginWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
 
     row = ControlRow(
         *(WeightSessionReqOutput, "/begin_weight_update"),
-        deadline=own_or_update_deadline,
+        deadline=Deadline.UPDATE,
         subject="session",
         turn=Turn.ALONE,
         settles=False,
@@ -258,7 +260,7 @@ class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
 
     row = ControlRow(
         *(UpdateWeightsReqOutput, "/end_weight_update"),
-        deadline=own_or_update_deadline,
+        deadline=Deadline.UPDATE,
         subject="session",
         turn=Turn.ALONE,
         settles=False,
@@ -308,7 +310,7 @@ class UpdateWeightVersionReqInput(ControlRequest, frozen=True, kw_only=True):
 
     row = ControlRow(
         *(UpdateWeightVersionReqOutput, "/update_weight_version"),
-        deadline=update_deadline,
+        deadline=Deadline.UPDATE,
         subject="session",
         turn=Turn.ALONE,
         settles=False,

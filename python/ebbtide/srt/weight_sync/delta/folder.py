@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 
 if TYPE_CHECKING:
-    from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
+    from ebbtide.srt.model_executor.loader import CheckpointFile
 
 INDEX: Final = "model.safetensors.index.json"
 # A file in the local folder that says which version an update from that folder brings.
@@ -142,7 +142,7 @@ def read_state(local_dir: Path) -> PulledState | None:
 
 def open_files(delta: PublishedDelta) -> dict[str, CheckpointFile]:
     """Its files by name, with the frames in them. RequestRejected (400): one is missing or torn."""
-    from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile  # torch: the API reads only indices
+    from ebbtide.srt.model_executor.loader import CheckpointFile  # torch: the API reads only indices
 
     try:
         files = {name: CheckpointFile(delta.folder / name) for name in sorted(set(delta.weight_map.values()))}

@@ -25,7 +25,7 @@ from ebbtide.srt.managers.io_struct import (
     LoadRequest,
 )
 from ebbtide.srt.model_executor.adapters import AdapterSlots, SlotCopy
-from ebbtide.srt.model_executor.checkpoint_file import CheckpointFile
+from ebbtide.srt.model_executor.loader import CheckpointFile
 from ebbtide.srt.model_executor.weight_copies import NonFinite
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import PayloadReader
