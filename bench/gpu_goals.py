@@ -55,6 +55,7 @@ SHAPE_TITLES = {
     "llama8b": "Llama-3.1-8B",
     "llama8b-fp8": "Llama-3.1-8B in FP8",
     "qwen0.6b": "Qwen3-0.6B",
+    "qwen8b": "Qwen3-8B",
     "qwen7b": "Qwen2.5-7B",
     "qwen32b": "Qwen2.5-32B",
     "qwen30b-a3b": "Qwen3-30B-A3B",
@@ -72,9 +73,12 @@ ROLLOUT_PREFIXES = {
     "qwen0.6b": "qwen",
     "glm4.7-flash": "glm",
     "moonlight": "moonlight",
+    "qwen8b": "qwen8b",
+    "qwen3.5-9b": "qwen3.5",
+    "qwen3.5-35b-a3b": "qwen3.5_moe",
+    "gpt-oss-20b": "gpt-oss",
 }
 """What the rows of a model begin with."""
-LATENT_MODELS = ("glm4.7-flash", "moonlight")
 
 
 def _throughput_goals() -> dict[str, Goal]:
@@ -192,9 +196,10 @@ def _default_goals() -> dict[str, Goal]:
         ("kept_reply_idle", "memory kept mapped, nothing running: reply", None),
     ):
         goals[f"default.moe_{name}"] = Goal("default", f"Qwen3-30B-A3B, {what}", "ms", goal)
-        for model in LATENT_MODELS:
-            title = f"{SHAPE_TITLES[model]}, {what}"
-            goals[f"default.{ROLLOUT_PREFIXES[model]}_{name}"] = Goal("default", title, "ms", None)
+        for model, prefix in ROLLOUT_PREFIXES.items():
+            if prefix not in ("llama", "moe"):
+                title = f"{SHAPE_TITLES[model]}, {what}"
+                goals[f"default.{prefix}_{name}"] = Goal("default", title, "ms", None)
         divided = {"stall_in_place_64": 15.0, "reply_idle": 25.0}.get(name.removeprefix("kept_"))
         for num_ranks in (2, 4):
             goals[f"default.tp{num_ranks}_{name}"] = Goal("default", f"tp={num_ranks}, {what}", "ms", divided)
@@ -387,7 +392,8 @@ GOALS: dict[str, Goal] = {
         f"start.{model}_first_token": Goal(
             "start", f"{SHAPE_TITLES[model]}: start to first token, kernels cached", "s", 20
         )
-        for model in LATENT_MODELS
+        for model in ROLLOUT_PREFIXES
+        if model != "llama8b"
     },
     "start.tp2_first_token": Goal("start", "tp=2: start to first token, kernels cached", "s", 20),
     "start.first_token": Goal(

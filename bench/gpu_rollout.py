@@ -238,7 +238,7 @@ class Bench:
             with self.report.attempt(key):
                 count, long, out = sized(self.args, *sizes)
                 runs = [self.rollouts.decode(count, long, out) for _ in range(self.args.runs)]
-                kv_bytes = count * (long + out / 2) * self.shape.kv_bytes_per_token
+                kv_bytes = count * self.shape.kv_bytes(long + out // 2)
                 step_bytes = self.shape.decode_weight_bytes(count) + kv_bytes
                 self.report.add(
                     key,
