@@ -136,12 +136,12 @@ test-gpu: $(GPU_INSTALLED)
 	@echo "the end-to-end tests on the GPU, in float32"
 	@EBBTIDE_TEST_DEVICE=cuda-float32 $(GPU_PYTEST) -m "not gpu and not multi_gpu" test/srt/e2e
 
-# Two GPUs do for most of it; what needs more is skipped where there are fewer.
+# Two GPUs do for most of it; what needs three is skipped where there are fewer.
 test-multi-gpu: $(GPU_INSTALLED)
 	@echo "pytest -m multi_gpu"
 	@EBBTIDE_TEST_DEVICE=cuda $(GPU_PYTEST) -m multi_gpu $(GPU_ALONE)
 	@EBBTIDE_TEST_DEVICE=cuda $(GPU_PYTEST) -m multi_gpu -n $(GPU_WORKERS) --dist loadfile --durations=15 \
-		--ignore=$(GPU_ALONE) test/srt/distributed test/srt/weight_sync test/srt/e2e
+		--ignore=$(GPU_ALONE) test/srt/distributed test/srt/e2e test/srt/entrypoints test/trainer test/compat
 	@EBBTIDE_TEST_DEVICE=cuda $(GPU_PYTEST) -m multi_gpu test/ray
 
 bench-gpu: $(GPU_INSTALLED)

@@ -98,6 +98,7 @@ def _throughput_goals() -> dict[str, Goal]:
     return goals
 
 
+_TP4 = {1: 562, 32: 10_802, 256: 24_404}
 TP_SIZES = {"llama8b": (1, 2, 4), "llama8b-fp8": (2,), "qwen32b": (2, 4), "qwen30b-a3b": (2,)}
 """Tensor-parallel sizes, by shape."""
 
@@ -109,8 +110,9 @@ def _parallel_goals() -> dict[str, Goal]:
             for batch_size, (prompt_len, output_len) in WORKLOADS.items():
                 sizes = f"batch {batch_size} ({prompt_len} in, {output_len} out)"
                 title = f"{SHAPE_TITLES[shape]}, tp={tp_size}, {sizes}"
+                goal = _TP4[batch_size] if (shape, tp_size) == ("llama8b", 4) else None
                 goals[f"parallel.{shape}.tp{tp_size}.{batch_size}"] = Goal(
-                    "parallel", title, "tok/s", None, True
+                    "parallel", title, "tok/s", goal, True
                 )
     for shape in ("llama8b", "qwen32b"):
         title = f"{SHAPE_TITLES[shape]}, all weights broadcast from a trainer on another GPU"
@@ -121,6 +123,23 @@ def _parallel_goals() -> dict[str, Goal]:
         # Its goal is measured in the same run: the normal gap + 5 ms.
         goals[f"parallel.broadcast_gap.{shape}"] = Goal(
             "parallel", "the same under 64 streams, in_place: longest gap (goal: normal + 5 ms)", "ms", None
+        )
+    for how, what in {
+        "broadcast": "broadcast from a trainer on a third GPU",
+        "broadcast_packed": "the same in buffers of 1 GiB",
+        "vllm": "broadcast from there by vLLM's protocol",
+        "vllm_packed": "the same in buffers of 1 GiB",
+        "vllm_handles": "by vLLM's handles of a buffer of 1 GiB on each of the engine's GPUs",
+    }.items():
+        goals[f"parallel.tp2_{how}.llama8b"] = Goal(
+            "parallel", f"Llama-3.1-8B, tp=2, all weights {what}", "GB/s", None, True
+        )
+    goals["parallel.tp2_broadcast_gap.llama8b"] = Goal(
+        "parallel", "tp=2, the first of these under 64 streams, in_place: longest gap", "ms", None
+    )
+    for layout, (title, goal) in {"tp4": ("tp=4", 16_000), "tp2dp2": ("tp=2, dp=2", 19_200)}.items():
+        goals[f"parallel.grpo.{layout}"] = Goal(
+            "parallel", f"Llama-3.1-8B, {title}, 64 prompts of 512, 8 samples each", "tok/s", goal, True
         )
     return goals
 
@@ -395,7 +414,12 @@ GOALS: dict[str, Goal] = {
         for model in ROLLOUT_PREFIXES
         if model != "llama8b"
     },
-    "start.tp2_first_token": Goal("start", "tp=2: start to first token, kernels cached", "s", 20),
+    **{
+        f"start.tp{num_ranks}_first_token": Goal(
+            "start", f"tp={num_ranks}: start to first token, kernels cached", "s", 20
+        )
+        for num_ranks in (2, 4)
+    },
     "start.first_token": Goal(
         "start", "start to first token, kernels cached", "s", 20, sglang="17-73", vllm="38"
     ),

@@ -6,7 +6,10 @@
 - broadcast: a trainer on the GPU behind those of the engine sends all weights by NCCL, in one request: single
   tensors, or packed into buffers of 1 GiB. Bytes over the time from the call to its reply, nothing running;
   then single tensors under 64 streams, in_place, and the streams' longest gap. The limit is a copy of 4 GiB
-  from one GPU to the other, measured before.
+  from one GPU to the other, measured before;
+- vllm: the same by vLLM's protocol, to a server: NCCL without torch's groups, single tensors and packed; then
+  by handles of a buffer of 1 GiB on each of the engine's GPUs, which a trainer there fills again and again.
+  From the start of an update to the answer of its finish.
 """
 
 from __future__ import annotations
@@ -19,18 +22,28 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
-from gpu_common import SHAPES, Report, checkpoint_shapes, engine_args, model_folder, parse, parser_of
+from gpu_common import (
+    SHAPES,
+    Report,
+    checkpoint_shapes,
+    engine_args,
+    model_folder,
+    parse,
+    parser_of,
+    running_server,
+)
 from gpu_goals import WORKLOADS
 from gpu_machine import GB, GIB, Machine, empty_cache, synchronize
 from gpu_throughput import TINY_WORKLOADS, least_seconds, tokens_per_s
-from gpu_trainer_ranks import Shapes, TrainerRanks
+from gpu_trainer_ranks import BUFFER_BYTES, Shapes, TrainerRanks
 from watched_streams import Streams, repeated, timed
 
 from ebbtide import Engine
 
-PARTS = ("throughput", "broadcast")
+PARTS = ("throughput", "broadcast", "vllm")
 GROUP = "bench"
 NUM_STREAMS = 64
 GAP_BEYOND_MS = 5.0
@@ -103,10 +116,7 @@ class Group:
         self._backend, self._dtype = ("nccl", "bfloat16") if args.device == "cuda" else ("gloo", "float32")
 
     async def join(self, tp_size: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        world_size = tp_size + 1
+        port, world_size = free_port(), tp_size + 1
         await asyncio.gather(
             self._trainer.join(GROUP, port, world_size, self._backend),
             self._engine.async_init_weights_update_group(
@@ -123,6 +133,12 @@ class Group:
             self._trainer.broadcast(load_format),
         )
         return reply
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def copy_gb_per_s(args: argparse.Namespace, there: str) -> list[float]:
@@ -144,10 +160,9 @@ def copy_gb_per_s(args: argparse.Namespace, there: str) -> list[float]:
 
 def measure_broadcast(report: Report, args: argparse.Namespace) -> None:
     tp_size = args.tp[0]
-    there = f"cuda:{tp_size}" if args.device == "cuda" else args.device
-    copies = copy_gb_per_s(args, there)
+    copies = copy_gb_per_s(args, _gpu_behind(args))
     for name in args.shapes:
-        keys = [f"parallel.broadcast{how}.{name}" for how in ("", "_packed", "_gap")]
+        keys = [_sent_key(args, f"broadcast{how}", name) for how in ("", "_packed", "_gap")]
         with report.attempt(*keys), model_folder(args, name) as (shape, folder):
             sizes: dict[str, Any] = {
                 "max_total_tokens": 32_768 if args.tiny else NUM_STREAMS * 2048,
@@ -198,6 +213,110 @@ async def broadcasts(
     return idle, await streams.steady(NUM_STREAMS, update)
 
 
+def _gpu_behind(args: argparse.Namespace) -> str:
+    return f"cuda:{args.tp[0]}" if args.device == "cuda" else args.device
+
+
+def _sent_key(args: argparse.Namespace, how: str, name: str) -> str:
+    ranks = f"tp{args.tp[0]}_" if args.tp[0] > 1 else ""
+    return f"parallel.{ranks}{how}.{name}"
+
+
+# --------------------------------------------------------------------------------------------- vLLM's protocol
+
+
+class VllmUpdates:
+    """Updates of a server as vLLM's trainers make them.
+
+    Args:
+        sender: on the GPU behind those of the server, by NCCL.
+        lenders: on each of its GPUs.
+    """
+
+    def __init__(
+        self, client: httpx.AsyncClient, args: argparse.Namespace, sender: TrainerRanks, lenders: TrainerRanks
+    ) -> None:
+        self._client, self._sender, self._lenders = client, sender, lenders
+        self._world_size = args.tp[0] + 1
+
+    async def post(self, path: str, **body: Any) -> dict[str, Any]:
+        response = await self._client.post(path, json=body, timeout=120)
+        if response.status_code != 200:
+            raise RuntimeError(f"{path}: {response.text[:1000]}")
+        reply: dict[str, Any] = response.json()
+        return reply
+
+    async def join(self) -> None:
+        port = free_port()
+        place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
+        await asyncio.gather(
+            self._sender.join(GROUP, port, self._world_size, "raw_nccl"),
+            self.post("/init_weight_transfer_engine", init_info={**place, "world_size": self._world_size}),
+        )
+
+    async def broadcast(self, shapes: Shapes, load_format: str | None) -> dict[str, Any]:
+        info = {
+            "names": list(shapes),
+            "dtype_names": ["bfloat16"] * len(shapes),
+            "shapes": [list(shape) for shape in shapes.values()],
+            "packed": load_format == "packed",
+            "packed_buffer_size_bytes": BUFFER_BYTES,
+        }
+        await self.post("/start_weight_update")
+        reply, _ = await asyncio.gather(
+            self.post("/update_weights", update_info=info), self._sender.broadcast(load_format)
+        )
+        return reply | await self.post("/finish_weight_update")
+
+    async def lend(self) -> dict[str, Any]:
+        """All tensors through a buffer on each GPU, which is filled once what it held was read."""
+        await self.post("/start_weight_update")
+        handles, num_buffers = await self._lenders.start_handles(), 0
+        while (info := await self._lenders.fill()) is not None:
+            await self.post("/update_weights", update_info={**info, "ipc_handles_pickled": handles})
+            num_buffers += 1
+        return {"message": f"{num_buffers} buffers"} | await self.post("/finish_weight_update")
+
+
+def measure_vllm(report: Report, args: argparse.Namespace) -> None:
+    tp_size = args.tp[0]
+    copies = copy_gb_per_s(args, _gpu_behind(args))
+    for name in args.shapes:
+        keys = [_sent_key(args, how, name) for how in ("vllm", "vllm_packed", "vllm_handles")]
+        with report.attempt(*keys), model_folder(args, name) as (shape, folder):
+            sizes = {"max_total_tokens": 32_768, "tp_size": tp_size}
+            shapes = checkpoint_shapes(shape)
+            with (
+                TrainerRanks(shapes, args.device, tp_size) as lenders,
+                TrainerRanks(shapes, args.device, 1, first_gpu=tp_size) as sender,
+                running_server(engine_args(args, folder, **sizes)) as server,
+            ):
+                server.wait_ready()
+                for key in keys:
+                    with report.attempt(key):
+                        runs = asyncio.run(_by_vllm(args, server.url, sender, lenders, shapes, key))
+                        report.add(
+                            key,
+                            [sender.num_bytes / run["reply_ms"] * 1e3 / GB for run in runs],
+                            limit=max(copies),
+                            limit_basis="a copy of 4 GiB between the two GPUs",
+                            all_runs=runs,
+                        )
+
+
+async def _by_vllm(
+    args: argparse.Namespace, url: str, sender: TrainerRanks, lenders: TrainerRanks, shapes: Shapes, key: str
+) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=url) as client:
+        updates = VllmUpdates(client, args, sender, lenders)
+        if "handles" in key:
+            await updates.post("/init_weight_transfer_engine", init_info={"packed": True})
+            return await repeated(args.runs, lambda: timed(updates.lend))
+        await updates.join()
+        form = "packed" if "packed" in key else None
+        return await repeated(args.runs, lambda: timed(lambda: updates.broadcast(shapes, form)))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -212,6 +331,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure_throughput(report, args, machine)
     if "broadcast" in args.parts:
         measure_broadcast(report, args)
+    if "vllm" in args.parts:
+        measure_vllm(report, args)
     report.finish()
 
 

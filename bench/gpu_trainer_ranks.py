@@ -7,7 +7,11 @@ payloads pass to the process that has the engine, one for each of the engine's r
 from __future__ import annotations
 
 import asyncio
+import base64
+import ctypes
+import itertools
 import multiprocessing
+import pickle
 import time
 import traceback
 from collections import deque
@@ -15,13 +19,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 START_TIMEOUT_S = 400.0
 BUFFER_BYTES = 1 << 30
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class ncclUniqueId(ctypes.Structure):
+    """Pickled under the name by which vLLM's ranks know it."""
+
+    _fields_ = (("internal", ctypes.c_byte * 128),)
 
 
 class TrainerRanks:
@@ -49,7 +59,9 @@ class TrainerRanks:
         indices = range(first_gpu, first_gpu + num_ranks)
         devices = [f"cuda:{index}" if device == "cuda" else device for index in indices]
         per_lender = [devices] if num_lenders == 1 else [[one] for one in devices]
+        self._devices = devices
         self._ranks = [_Rank(dict(shapes), readers) for readers in per_lender]
+        self._lenders = self._ranks
         self.num_bytes = max(rank.wait_started() for rank in self._ranks)
         self._dropped: list[asyncio.Future[Any]] = []
 
@@ -58,23 +70,38 @@ class TrainerRanks:
 
         The tensors are lent until `answered`; `kept` as `keep_mapped` of `Engine`.
         """
-        entries = await asyncio.gather(*(rank.ask("payload", kept) for rank in self._ranks))
+        entries = await asyncio.gather(*(rank.ask("payload", kept) for rank in self._lenders))
         return [one for sent, _ in entries for one in sent], max(encode_ms for _, encode_ms in entries)
 
     async def answered(self) -> None:
-        await asyncio.gather(*(rank.ask("answered") for rank in self._ranks))
+        await asyncio.gather(*(rank.ask("answered") for rank in self._lenders))
+
+    async def lend_from_one(self) -> None:
+        """From here on all of the engine's ranks read the tensors of rank 0."""
+        await self._ranks[0].ask("lend_to", self._devices)
+        self._lenders = self._ranks[:1]
 
     async def join(self, group: str, port: int, world_size: int, backend: str) -> None:
-        """Rank 0 joins a process group as its first member, and owns the store."""
+        """Rank 0 joins a group as its first member, and owns the store; "raw_nccl": as vLLM's trainers do."""
         await self._ranks[0].ask("join", group, port, world_size, backend)
 
     async def broadcast(self, load_format: str | None) -> None:
         """All tensors of rank 0 to its group, one by one or `packed`."""
         await self._ranks[0].ask("broadcast", load_format)
 
+    async def start_handles(self) -> str:
+        """Make a buffer on each GPU, and return their handles as vLLM's trainers send them."""
+        handles = await asyncio.gather(*(rank.ask("start_handles") for rank in self._ranks))
+        return base64.b64encode(pickle.dumps(dict(handles))).decode()
+
+    async def fill(self) -> dict[str, Any] | None:
+        """The next tensors into every buffer; what `update_info` says of them, None behind the last."""
+        infos = await asyncio.gather(*(rank.ask("fill") for rank in self._ranks))
+        return infos[0]  # type: ignore[no-any-return]
+
     async def forget(self) -> None:
         """End what was lent for longer than an update."""
-        await asyncio.gather(*(rank.ask("forget") for rank in self._ranks))
+        await asyncio.gather(*(rank.ask("forget") for rank in self._lenders))
 
     async def start_buckets(self, max_bytes: int) -> None:
         await asyncio.gather(*(rank.ask("start_buckets", max_bytes) for rank in self._ranks))
@@ -243,6 +270,7 @@ class _Worker:
         self._rest: Iterator[Any] = iter(())
         self._buckets: deque[Any] = deque()
         self._group: Any = None
+        self._buffer: Any = None
 
     def payload(self, kept: bool) -> tuple[list[bytes], float]:
         begun = time.perf_counter()
@@ -251,6 +279,11 @@ class _Worker:
 
     def answered(self) -> None:
         self._lent.close()
+
+    def lend_to(self, readers: list[str]) -> None:
+        from ebbtide.trainer.payload_encoding import PayloadEncoder
+
+        self._encoder = PayloadEncoder(readers, len(readers))
 
     def forget(self) -> None:
         self._encoder.close()
@@ -274,10 +307,44 @@ class _Worker:
     def drop_bucket(self) -> None:
         self._buckets.popleft()
 
+    def start_handles(self) -> tuple[str, Any]:
+        import torch
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        if self._buffer is None:
+            self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=self._device)
+        self._rest = iter(self._weights)
+        return str(torch.cuda.get_device_properties(self._device).uuid), reduce_tensor(self._buffer)[1]
+
+    def fill(self) -> dict[str, Any] | None:
+        import torch
+
+        named, sizes = [], []
+        for name, tensor in self._rest:
+            if sum(sizes) + tensor.nbytes > BUFFER_BYTES:
+                self._rest = itertools.chain([(name, tensor)], self._rest)
+                break
+            named.append((name, tensor))
+            sizes.append(tensor.nbytes)
+        if not named:
+            return None
+        flat = [tensor.reshape(-1).view(torch.uint8) for _, tensor in named]
+        torch.cat(flat, out=self._buffer[: sum(sizes)])
+        self._synchronize()
+        return {
+            "names": [name for name, _ in named],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+            "shapes": [list(tensor.shape) for _, tensor in named],
+            "tensor_sizes": sizes,
+        }
+
     def join(self, name: str, port: int, world_size: int, backend: str) -> None:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
+        if backend == "raw_nccl":
+            self._group = self._joined_raw(port, world_size)
+            return
         # As frameworks do it: a group by name, beside a default one or without, by torch's private helper.
         timeout = timedelta(seconds=START_TIMEOUT_S)
         store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
@@ -293,6 +360,17 @@ class _Worker:
         distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}
         self._group = group
 
+    def _joined_raw(self, port: int, world_size: int) -> Any:
+        import torch
+
+        from ebbtide.formats.nccl import RawNccl, make_unique_id
+        from ebbtide.formats.rendezvous import ID_KEY, host_store
+
+        unique_id = make_unique_id()
+        self._store = host_store(port)
+        self._store.set(ID_KEY, pickle.dumps(ncclUniqueId.from_buffer_copy(unique_id)))
+        return RawNccl(unique_id, 0, world_size, torch.device(self._device), START_TIMEOUT_S)
+
     def broadcast(self, load_format: str | None) -> None:
         import torch
         import torch.distributed as dist
@@ -304,7 +382,11 @@ class _Worker:
             flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
             chunks = packed_slices([one.nbytes for one in flat], BUFFER_BYTES)
             tensors = (torch.cat(flat[chunk]) for chunk in chunks)  # type: ignore[assignment]
-        works = [dist.broadcast(tensor, 0, group=self._group, async_op=True) for tensor in tensors]
+        if isinstance(self._group, dist.ProcessGroup):
+            works = [dist.broadcast(tensor, 0, group=self._group, async_op=True) for tensor in tensors]
+        else:
+            options = SimpleNamespace(rootRank=0, timeout=timedelta(seconds=START_TIMEOUT_S))
+            works = [self._group.broadcast([tensor], options) for tensor in tensors]
         for work in works:
             work.wait()
         self._synchronize()
