@@ -222,7 +222,7 @@ def _sent_key(args: argparse.Namespace, how: str, name: str) -> str:
     return f"parallel.{ranks}{how}.{name}"
 
 
-# --------------------------------------------------------------------------------------------- vLLM's protocol
+# -------------------------------------------------------------------------------------------- vLLM's protocol
 
 
 class VllmUpdates:
@@ -238,6 +238,9 @@ class VllmUpdates:
     ) -> None:
         self._client, self._sender, self._lenders = client, sender, lenders
         self._world_size = args.tp[0] + 1
+        self._backend, self._dtype = (
+            ("raw_nccl", "bfloat16") if args.device == "cuda" else ("gloo", "float32")
+        )
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
         response = await self._client.post(path, json=body, timeout=120)
@@ -250,14 +253,14 @@ class VllmUpdates:
         port = free_port()
         place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
         await asyncio.gather(
-            self._sender.join(GROUP, port, self._world_size, "raw_nccl"),
+            self._sender.join(GROUP, port, self._world_size, self._backend),
             self.post("/init_weight_transfer_engine", init_info={**place, "world_size": self._world_size}),
         )
 
     async def broadcast(self, shapes: Shapes, load_format: str | None) -> dict[str, Any]:
         info = {
             "names": list(shapes),
-            "dtype_names": ["bfloat16"] * len(shapes),
+            "dtype_names": [self._dtype] * len(shapes),
             "shapes": [list(shape) for shape in shapes.values()],
             "packed": load_format == "packed",
             "packed_buffer_size_bytes": BUFFER_BYTES,

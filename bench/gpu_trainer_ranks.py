@@ -319,7 +319,8 @@ class _Worker:
     def fill(self) -> dict[str, Any] | None:
         import torch
 
-        named, sizes = [], []
+        named: list[tuple[str, Any]] = []
+        sizes: list[int] = []
         for name, tensor in self._rest:
             if sum(sizes) + tensor.nbytes > BUFFER_BYTES:
                 self._rest = itertools.chain([(name, tensor)], self._rest)
