@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from ebbtide import Engine
-from ebbtide.demo.task import MAX_ANSWER_TOKENS, ProblemSet, encode
+from ebbtide.demo.trainer import MAX_ANSWER_TOKENS, ProblemSet, encode
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as_served": {},

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from common import write_result
 
-from ebbtide.srt.heap import freeze_heap
 from ebbtide.srt.managers.io_struct import (
     ManagerInput,
     PauseGenerationReqInput,
@@ -31,6 +30,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, LogprobArrays, StepResult
 from ebbtide.srt.model_executor.forward_batch import ForwardBatch
 from ebbtide.srt.sampling_params import SamplingParams
+from ebbtide.srt.this_process import freeze_heap
 from ebbtide.testing import FinishedStep, SchedulerHarness, default_schedule
 
 PROMPT_LEN, PAGE_SIZE = 64, 16

@@ -14,10 +14,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from ebbtide.srt.command_line import SECTIONS
-from ebbtide.srt.entrypoints.auth import access_of
+from ebbtide.srt.entrypoints.middleware import access_of
 from ebbtide.srt.entrypoints.openapi import openapi_document
-from ebbtide.srt.server_args import argument_specs
+from ebbtide.srt.server_args import SECTIONS, argument_specs
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")

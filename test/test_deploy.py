@@ -14,7 +14,7 @@ import pytest
 import yaml
 from kubernetes import client
 
-from ebbtide.srt.entrypoints.auth import Access, access_of
+from ebbtide.srt.entrypoints.middleware import Access, access_of
 from ebbtide.srt.server_args import ServerArgs
 
 ROOT = Path(__file__).parent.parent

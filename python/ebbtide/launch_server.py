@@ -9,11 +9,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ebbtide.srt.command_line import ServeParser
 from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
-from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, raising_signals
+from ebbtide.srt.entrypoints.launch.console import Stopped, raising_signals
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
-from ebbtide.srt.without_torch import torch_hidden
+from ebbtide.srt.server_args import ServeParser
+from ebbtide.srt.this_process import torch_hidden
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launch_server") -> int:

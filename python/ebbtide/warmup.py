@@ -20,9 +20,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from ebbtide.srt.command_line import ServeParser
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
-from ebbtide.srt.server_args import ServerArgs
+from ebbtide.srt.server_args import ServeParser, ServerArgs
 
 # Enough for the longest prompt that is run.
 WARMUP_TOKENS = 65536

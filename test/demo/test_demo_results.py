@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.demo.elastic import ElasticRecord, LentTime
-from ebbtide.demo.loop import Exam, Stage, StageRecord, StepRecord
-from ebbtide.demo.memory import MemorySample
+from ebbtide.demo.loop import Exam, Results, Stage, StageRecord, StepRecord, heading, row
+from ebbtide.demo.memory import ElasticRecord, LentTime, MemorySample
 from ebbtide.demo.report import write_report
-from ebbtide.demo.results import Results, heading, row
-from ebbtide.demo.task import Problem
-from ebbtide.demo.trainer import DemoFailed, Ratios
+from ebbtide.demo.trainer import DemoFailed, Problem, Ratios
 
 ASLEEP = (Stage.RELEASE, Stage.TRAIN, Stage.RESUME_WEIGHTS, Stage.UPDATE)
 EXAM = Exam(0.5, [(Problem(10, 11), "12"), (Problem(12, 13), "99")])

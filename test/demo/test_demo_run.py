@@ -12,8 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from ebbtide.demo import run as run_module
 from ebbtide.demo.run import Settings, main, run
-from ebbtide.demo.task import EOS_ID
-from ebbtide.demo.trainer import DemoFailed, Trainer
+from ebbtide.demo.trainer import EOS_ID, DemoFailed, Trainer
 
 TINY = Settings(
     num_steps=2, num_prompts=4, group_size=2, num_disturbed=64, warm_up_goal=1e-9, kv_pool_bytes=16_000_000

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from ebbtide.demo.task import (
+from ebbtide.demo.trainer import (
     EOS,
     EOS_ID,
     MAX_ANSWER_TOKENS,

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ebbtide.demo import trainer as trainer_module
-from ebbtide.demo.task import EOS_ID, Problem, ProblemSet, encode
-from ebbtide.demo.trainer import DemoFailed, Sample, Trainer
+from ebbtide.demo.trainer import EOS_ID, DemoFailed, Problem, ProblemSet, Sample, Trainer, encode
 
 PROBLEM = Problem(37, 58)
 

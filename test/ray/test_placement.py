@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ebbtide.ray.placement import RankShare, Seating, default_bundles, group_by_node, seat_ranks
+from ebbtide.ray.launch import RankShare, Seating, default_bundles, group_by_node, seat_ranks
 from ebbtide.srt.errors import ConfigurationError
 
 WHOLE, HALF, CPU = RankShare(1, 0), RankShare(0.5, 0), RankShare(0, 1)

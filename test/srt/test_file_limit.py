@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.srt import file_limit
-from ebbtide.srt.file_limit import raise_file_limit
+from ebbtide.srt import this_process
+from ebbtide.srt.this_process import raise_file_limit
 
 SYSTEM = 2048
 
@@ -25,7 +25,7 @@ def test_the_limit_is_what_the_system_allows(
         limits.append(wanted)
 
     (tmp_path / "nr_open").write_text(f"{SYSTEM}\n")
-    monkeypatch.setattr(file_limit, "SYSTEM_LIMIT", tmp_path / "nr_open")
+    monkeypatch.setattr(this_process, "SYSTEM_LIMIT", tmp_path / "nr_open")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", set_limits)
     raise_file_limit()

@@ -13,9 +13,16 @@ import numpy as np
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import NullFormatter
 
-from ebbtide.demo.loop import MAX_LOGPROB_DIFFERENCE, Stage, StepRecord
+from ebbtide.demo.loop import (
+    FIRST_REWARD_BELOW,
+    LAST_REWARD_ABOVE,
+    MAX_LOGPROB_DIFFERENCE,
+    MB,
+    Results,
+    Stage,
+    StepRecord,
+)
 from ebbtide.demo.memory import MemorySample
-from ebbtide.demo.results import FIRST_REWARD_BELOW, LAST_REWARD_ABOVE, MB, Results
 from ebbtide.demo.trainer import LARGEST_WEIGHT
 
 _INK, _FAINT, _GRID = "#1b2733", "#66788a", "#e3e8ee"

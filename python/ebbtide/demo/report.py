@@ -14,10 +14,8 @@ from statistics import median
 import psutil
 
 from ebbtide.demo import figures
-from ebbtide.demo.loop import MAX_LOGPROB_DIFFERENCE, Stage
-from ebbtide.demo.results import COLUMNS, MB, Results
-from ebbtide.demo.task import Problem
-from ebbtide.demo.trainer import LARGEST_WEIGHT
+from ebbtide.demo.loop import COLUMNS, MAX_LOGPROB_DIFFERENCE, MB, Results, Stage
+from ebbtide.demo.trainer import LARGEST_WEIGHT, Problem
 
 _PACKAGES = ("ebbtide", "torch", "transformers", "msgspec", "pyzmq", "numpy")
 _NUM_EXAMPLES = 10

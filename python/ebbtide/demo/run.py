@@ -19,11 +19,18 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from ebbtide import Engine
-from ebbtide.demo.loop import Loop, Stage, StepRecord
+from ebbtide.demo.loop import (
+    FIRST_REWARD_BELOW,
+    LAST_REWARD_ABOVE,
+    Loop,
+    Results,
+    Stage,
+    StepRecord,
+    heading,
+    row,
+)
 from ebbtide.demo.report import write_report
-from ebbtide.demo.results import FIRST_REWARD_BELOW, LAST_REWARD_ABOVE, Results, heading, row
-from ebbtide.demo.task import ProblemSet, make_tokenizer
-from ebbtide.demo.trainer import KV_BYTES_PER_TOKEN, DemoFailed, Trainer
+from ebbtide.demo.trainer import KV_BYTES_PER_TOKEN, DemoFailed, ProblemSet, Trainer, make_tokenizer
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ebbtide.srt.managers.io_struct import (
     Refusal,
     Verdict,
 )
-from ebbtide.srt.managers.wire.reply_merging import merge_replica_refusals
+from ebbtide.srt.managers.wire.merging import merge_replica_refusals
 
 # A request may hear of a death sooner than whoever watches for it.
 DEATH_NEWS_S: Final = 5.0

@@ -21,7 +21,9 @@ from ebbtide.ray.joint_engine import Answered
 from ebbtide.ray.launch import (
     OWN_ARGUMENTS,
     NodeSeats,
+    RankShare,
     Room,
+    default_bundles,
     kill_engine,
     make_room,
     start_engine,
@@ -29,7 +31,6 @@ from ebbtide.ray.launch import (
     take_seats,
     wait_for_room,
 )
-from ebbtide.ray.placement import RankShare, default_bundles
 from ebbtide.srt.entrypoints.engine_methods import EngineMethods
 from ebbtide.srt.entrypoints.loop_thread import LoopThread
 from ebbtide.srt.errors import ConfigurationError, EbbtideError

@@ -12,7 +12,7 @@ from ebbtide.srt.errors import ConfigurationError
 from ebbtide.version import SOURCE_ROOT
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-# Models that come with Ebbtide, which `ebbtide.demo.tiny` made.
+# Models that come with Ebbtide.
 _OWN_MODELS = SOURCE_ROOT / "ebbtide" / "models"
 _SIZE = re.compile(r"_(dim|experts|group|heads|layers|rank|replace|size)$")
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]

@@ -17,8 +17,7 @@ from ebbtide.srt.argument_checks import settled
 from ebbtide.srt.config import ANY_NAME, EngineConfig, ModelConfig, resolve_for
 from ebbtide.srt.entrypoints.engine import Engine
 from ebbtide.srt.entrypoints.http_server import serve
-from ebbtide.srt.entrypoints.launch.stop_signals import Stopped
-from ebbtide.srt.entrypoints.log_format import configure_logging
+from ebbtide.srt.entrypoints.launch.console import Stopped, configure_logging
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from ebbtide import Engine
-from ebbtide.srt.managers.api.routed_experts import encoded
+from ebbtide.srt.managers.api.array_forms import encoded
 from ebbtide.srt.managers.io_struct import RoutedExperts
 
 PROMPT = [(7 * place) % 250 for place in range(45)]

@@ -16,7 +16,7 @@ from fixtures.servers import is_alive, wait_until
 from ebbtide import Engine, SamplingParams, ServerArgs
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.heap import NUM_FROZEN_BY_OWNER
+from ebbtide.srt.this_process import NUM_FROZEN_BY_OWNER
 from ebbtide.testing.null_engine import NullEngine
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

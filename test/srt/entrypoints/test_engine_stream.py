@@ -13,8 +13,8 @@ from fixtures.scripted_engine import Engine, start
 
 from ebbtide.srt.entrypoints.engine import EngineStream
 from ebbtide.srt.entrypoints.loop_thread import LoopThread
-from ebbtide.srt.heap import NUM_FROZEN_BY_OWNER, HeapHold
 from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, StreamedTokens, TextOutput
+from ebbtide.srt.this_process import NUM_FROZEN_BY_OWNER, HeapHold
 
 NUM_STREAMS = 64
 RIDS = [str(number) for number in range(NUM_STREAMS)]

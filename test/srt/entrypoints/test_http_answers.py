@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect
 from ebbtide.srt.entrypoints.http_answers import AnswerWriter, answer_events, answer_whole, while_connected
 from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
 from ebbtide.srt.entrypoints.openai.answers import ChunkWriter
-from ebbtide.srt.entrypoints.openai.calls import answer_call
 from ebbtide.srt.entrypoints.openai.requests import completion_call
+from ebbtide.srt.entrypoints.openai.routes import answer_call
 
 
 async def leaving() -> dict[str, Any]:

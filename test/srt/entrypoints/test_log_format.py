@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ebbtide.srt.entrypoints.log_format import configure_logging
+from ebbtide.srt.entrypoints.launch.console import configure_logging
 from ebbtide.srt.server_args import ServerArgs
 
 

@@ -18,7 +18,7 @@ from ebbtide.srt.managers.io_struct import (
     StateReport,
     TagReport,
 )
-from ebbtide.srt.managers.wire.reply_merging import merge_replicas
+from ebbtide.srt.managers.wire.merging import merge_replicas
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 TP2 = ParallelConfig(tp_size=2)

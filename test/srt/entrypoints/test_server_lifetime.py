@@ -24,7 +24,7 @@ from fixtures.servers import (
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.http_server import serve
-from ebbtide.srt.entrypoints.launch.stop_signals import Stopped
+from ebbtide.srt.entrypoints.launch.console import Stopped
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_engine import TARGETS, null_args, null_config

@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.http_server import create_app, serve
+from ebbtide.srt.entrypoints.launch.console import configure_logging
 from ebbtide.srt.entrypoints.launch.launcher import launch_node
-from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EngineError, error_body
 from ebbtide.srt.server_args import bare_host

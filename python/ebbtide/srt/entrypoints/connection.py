@@ -1,14 +1,17 @@
-"""Connections whose requests say what they want within bounds: of bytes, and of time."""
+"""Connections whose requests are bounded in bytes and in time; and a port for an engine in Python."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any, Final
 
 import msgspec
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from ebbtide.srt.errors import error_body
+from ebbtide.srt.errors import ConfigurationError, error_body
 
 # Of the URL and the headers together, as with uvicorn's parser that is written in Python.
 MAX_HEAD_BYTES: Final = 1 << 16
@@ -97,3 +100,37 @@ class BoundedConnection(HttpToolsProtocol):
 
 _TOO_LONG: Final = f"the URL and the headers: expected at most {MAX_HEAD_BYTES} bytes together"
 _TOO_SLOW: Final = f"the URL and the headers: expected within {HEAD_PATIENCE_S:g} s"
+
+
+class Door:
+    """Serves an application in the engine's event loop, at `url`. Port 0: a free one.
+
+    Raises ConfigurationError: the address cannot be had.
+    """
+
+    def __init__(self, application: ASGIApp, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise ConfigurationError(f"port {port} of {host} cannot be had: {error.strerror}") from None
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            application, http=BoundedConnection, lifespan="off", log_config=None, log_level="error"
+        )
+        self._server = uvicorn.Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Serve from here on, in the running loop."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    async def close(self) -> None:
+        """End. The streams of the timeline have been ended before."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await self._serving
+        self._socket.close()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.engine_methods import EngineMethods
 from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
-from ebbtide.srt.entrypoints.launch.stage_line import READING_CONFIG, StageLine
+from ebbtide.srt.entrypoints.launch.console import READING_CONFIG, StageLine
 from ebbtide.srt.entrypoints.loop_thread import LoopThread
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.managers import io_struct
@@ -235,7 +235,7 @@ class Engine(EngineMethods):
         from starlette.middleware.trustedhost import TrustedHostMiddleware
         from starlette.routing import Route
 
-        from ebbtide.srt.entrypoints.dashboard.routes import Dashboard
+        from ebbtide.srt.entrypoints.pages import Dashboard
 
         routes = [Route(path, endpoint) for path, endpoint in Dashboard(self._service).routes().items()]
         # The page of another site could read this one if its own name came to lead here.
@@ -261,7 +261,7 @@ class Engine(EngineMethods):
         return self._wait(self._open_door(application, self.server_args.host, port))
 
     async def _open_door(self, application: ASGIApp, host: str, port: int) -> str:
-        from ebbtide.srt.entrypoints.door import Door
+        from ebbtide.srt.entrypoints.connection import Door
 
         door = Door(application, host, port)
         self._service.at_close.append(door.close)

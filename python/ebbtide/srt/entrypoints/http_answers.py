@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
 from ebbtide.srt.managers.api.ended_outputs import Client
@@ -30,7 +27,6 @@ DIRECT_SEND = "ebbtide.direct_send"
 # A full queue refuses within a turn of the scheduler's loop. That long a stream waits for its first chunk
 # before it answers 200, so that the refusal can still be a status.
 REFUSAL_WAIT_S = 0.5
-_REQUEST_ID = "X-Request-Id"
 
 
 class Json(Response):
@@ -219,36 +215,3 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class RequestIds:
-    """Answers with the `X-Request-Id` of the request, or a new one; 400 to one that cannot be sent back.
-
-    Args:
-        enabled: asked for with each request: the application may be built before it has an engine.
-    """
-
-    def __init__(self, app: ASGIApp, enabled: Callable[[], bool]) -> None:
-        self._app = app
-        self._enabled = enabled
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._enabled():
-            await self._app(scope, receive, send)
-            return
-        request_id = Headers(scope=scope).get(_REQUEST_ID) or uuid.uuid4().hex
-        if re.fullmatch(r"[ -~]{1,128}", request_id) is None:
-            answer = error_answer(
-                f"{_REQUEST_ID}: expected 1 to 128 printable ASCII characters, got {len(request_id)} "
-                f"characters: {request_id[:128]!a}",
-                400,
-            )
-            await answer(scope, receive, send)
-            return
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[_REQUEST_ID] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)

@@ -19,14 +19,12 @@ import uvloop
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
 from ebbtide.srt.entrypoints.anthropic.routes import AnthropicApi, with_own_errors
-from ebbtide.srt.entrypoints.auth import KeyCheck, Keys
 from ebbtide.srt.entrypoints.bodies import DrainRequest, Reply
-from ebbtide.srt.entrypoints.browser_check import FRAMED_BY_NONE, BrowserCheck
 from ebbtide.srt.entrypoints.connection import BoundedConnection
 from ebbtide.srt.entrypoints.control_routes import (
     CONTROL_ROUTES,
@@ -34,13 +32,11 @@ from ebbtide.srt.entrypoints.control_routes import (
     binary_fields,
     control_endpoint,
 )
-from ebbtide.srt.entrypoints.dashboard.routes import Dashboard
 from ebbtide.srt.entrypoints.http_answers import (
     DIRECT_SEND,
     AnswerWriter,
     Endpoint,
     Json,
-    RequestIds,
     answer_events,
     answer_whole,
     client_of,
@@ -48,26 +44,30 @@ from ebbtide.srt.entrypoints.http_answers import (
 )
 from ebbtide.srt.entrypoints.information import WeightVersion, load_summaries
 from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
+from ebbtide.srt.entrypoints.launch.console import (
+    READING_CONFIG,
+    StageLine,
+    Stopped,
+    configure_logging,
+    is_main_thread,
+    raising_signals,
+)
 from ebbtide.srt.entrypoints.launch.launcher import launch_node
-from ebbtide.srt.entrypoints.launch.stage_line import READING_CONFIG, StageLine
-from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, is_main_thread, raising_signals
-from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.entrypoints.metrics.tracing import TraceContext
-from ebbtide.srt.entrypoints.openai.calls import Calls
-from ebbtide.srt.entrypoints.openai.chat_template import read_chat_template
+from ebbtide.srt.entrypoints.middleware import FRAMED_BY_NONE, BrowserCheck, KeyCheck, OneSpelling, RequestIds
 from ebbtide.srt.entrypoints.openai.protocol import parse
-from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
+from ebbtide.srt.entrypoints.openai.routes import Calls, OpenAIApi
+from ebbtide.srt.entrypoints.openai.tokenization import read_chat_template
 from ebbtide.srt.entrypoints.openapi import openapi_document
-from ebbtide.srt.entrypoints.pages import pages
+from ebbtide.srt.entrypoints.pages import Dashboard, pages
 from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.routes import ServerInfoQuery, VllmApi, vllm_sections
 from ebbtide.srt.entrypoints.welcome import show_welcome
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
-from ebbtide.srt.file_limit import raise_file_limit
-from ebbtide.srt.heap import freeze_heap
 from ebbtide.srt.server_args import ServerArgs
+from ebbtide.srt.this_process import freeze_heap, raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +112,10 @@ def create_app(service: EngineService) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
+    # The last one is the first that a request passes.
     app.add_middleware(TraceContext, tracing=lambda: service.tracing)
-    app.add_middleware(KeyCheck, keys=lambda: Keys.of(service.config.server_args))
-    app.add_middleware(BrowserCheck, args=lambda: service.config.server_args)
-    app.add_middleware(OneSpelling, root_path=lambda: service.config.server_args.root_path)
-    app.add_middleware(RequestIds, enabled=lambda: service.config.server_args.enable_request_id_headers)
+    for layer in (KeyCheck, BrowserCheck, OneSpelling, RequestIds):
+        app.add_middleware(layer, service=service)
     return app
 
 
@@ -124,31 +123,6 @@ class _Application(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
         await super().__call__(scope, receive, with_own_errors(scope, send))
-
-
-class OneSpelling:
-    """A path with a slash at its end is the path without it: a redirected request may lose its body.
-
-    So is one with `--root-path`, which a proxy may have cut off or not. Keys are checked behind this.
-
-    Args:
-        root_path: asked for with each request: the application may be built before it has an engine.
-    """
-
-    def __init__(self, app: ASGIApp, root_path: Callable[[], str]) -> None:
-        self._app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            root = self._root_path()
-            if root and scope["path"] == root and scope["method"] in ("GET", "HEAD"):
-                # The links of that page are relative.
-                await RedirectResponse(f"{root}/")(scope, receive, send)
-                return
-            path = scope["path"].removeprefix(root) if scope["path"].startswith(f"{root}/") else scope["path"]
-            scope = {**scope, "path": path.rstrip("/") or "/"}
-        await self._app(scope, receive, send)
 
 
 class _Endpoints:

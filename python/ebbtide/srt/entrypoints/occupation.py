@@ -19,7 +19,7 @@ from ebbtide.srt.entrypoints.bodies import Reply
 from ebbtide.srt.entrypoints.launch.placement import node_of
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.io_struct import RankReport, StateReport, TagReport, TotalsReply
-from ebbtide.srt.managers.wire.merge_rules import merge_rules
+from ebbtide.srt.managers.wire.merging import merge_rules
 
 
 class GenerationState(Struct, kw_only=True):

@@ -1,17 +1,23 @@
-"""What a browser is shown: links at `/`, and the HTTP reference at `/docs`. Neither needs another site."""
+"""What a browser is shown, without another site: links at `/`, the reference at `/docs`, the dashboard."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncIterator
 from importlib import resources
 from pathlib import Path
 from typing import Final
 
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from ebbtide.srt.entrypoints.http_answers import Endpoint
+from ebbtide.srt.entrypoints.http_answers import Endpoint, server_event, while_connected
+from ebbtide.srt.entrypoints.service import EngineService
+
+logger = logging.getLogger(__name__)
 
 _LINKS = (
     ("dashboard", "memory, weights and requests, live"),
@@ -43,6 +49,11 @@ _FROM_HERE_ONLY: Final = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
 }
+# The dashboard has its script and style in itself, and asks its own server alone.
+_NOTHING_FROM_OUTSIDE: Final = (
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "frame-ancestors 'none'"
+)
 
 
 def pages() -> dict[str, Endpoint]:
@@ -73,3 +84,33 @@ async def _asset(request: Request) -> Response:
         raise HTTPException(404)
     # The package's files alone are used.
     return FileResponse(Path(str(resources.files("fastapi_offline"))) / "static" / name)
+
+
+class Dashboard:
+    """The endpoints over the timeline of one engine."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+        self._page = resources.files(__package__).joinpath("dashboard.html").read_text(encoding="utf-8")
+
+    def routes(self) -> dict[str, Endpoint]:
+        """Their paths, all of them GET."""
+        return {"/dashboard": self._show, "/dashboard/events": self._events}
+
+    async def _show(self, request: Request) -> Response:
+        return HTMLResponse(self._page, headers={"Content-Security-Policy": _NOTHING_FROM_OUTSIDE})
+
+    async def _events(self, request: Request) -> Response:
+        return _EventStream(self._encoded(), media_type="text/event-stream")
+
+    async def _encoded(self) -> AsyncIterator[bytes]:
+        async for event in self._service.timeline.events():
+            yield server_event(event)
+
+
+class _EventStream(StreamingResponse):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self.stream_response(send))
+        except ClientDisconnect:
+            logger.debug("a viewer of the dashboard has left")

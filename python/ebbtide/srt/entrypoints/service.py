@@ -36,7 +36,6 @@ from ebbtide.srt.entrypoints.occupation import (
 )
 from ebbtide.srt.entrypoints.transition import Transitions
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, first_few
-from ebbtide.srt.heap import HeapHold
 from ebbtide.srt.managers.api.control_client import Vote
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_fields import build_request
@@ -61,6 +60,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
 from ebbtide.srt.managers.wire.channel import Receiver, Sender
+from ebbtide.srt.this_process import HeapHold
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from ebbtide.srt.managers.io_struct import (
     Verdict,
 )
 from ebbtide.srt.managers.wire.control_request import Turn
-from ebbtide.srt.managers.wire.reply_merging import merge_replica_refusals
+from ebbtide.srt.managers.wire.merging import merge_replica_refusals
 
 
 class Ballot:

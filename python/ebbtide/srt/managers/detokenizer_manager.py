@@ -6,7 +6,6 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.heap import freeze_heap
 from ebbtide.srt.managers.io_struct import (
     DetokenizerInput,
     ManagerInput,
@@ -15,10 +14,9 @@ from ebbtide.srt.managers.io_struct import (
     TextOutput,
     TokenOutput,
 )
-from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopTrimmer
-from ebbtide.srt.managers.text.tokenizer import Tokenizer, load_tokenizer
+from ebbtide.srt.managers.text.tokenizer import IncrementalDetokenizer, StopTrimmer, Tokenizer, load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
-from ebbtide.srt.without_torch import torch_hidden
+from ebbtide.srt.this_process import freeze_heap, torch_hidden
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import EngineConfig

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, ClassVar, Final, Literal, get_args
 
-from ebbtide.srt.managers.wire import merge_rules as merge
+from ebbtide.srt.managers.wire import merging as merge
 from ebbtide.srt.managers.wire.adapter_requests import (
     AnyAdapterReply as AnyAdapterReply,
     AnyAdapterRequest as AnyAdapterRequest,

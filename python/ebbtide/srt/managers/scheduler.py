@@ -33,8 +33,7 @@ from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.running_rows import ScheduledBatch
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.text.grammar import BannedSequences, GrammarShelf, TokenRules
-from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopStringMatcher
-from ebbtide.srt.managers.text.tokenizer import Tokenizer
+from ebbtide.srt.managers.text.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.managers.wire.message import Decision
 from ebbtide.srt.managers.wire.token_columns import MASKS_AT_ONCE

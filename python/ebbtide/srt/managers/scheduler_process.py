@@ -14,8 +14,6 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.distributed.parallel_group import join_parallel_group
-from ebbtide.srt.file_limit import raise_file_limit
-from ebbtide.srt.heap import GcClock, freeze_heap
 from ebbtide.srt.kernel_cache import keep_kernels_in
 from ebbtide.srt.layers.attention.registry import name_of
 from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
@@ -35,6 +33,7 @@ from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
 from ebbtide.srt.model_executor.adapters import AdapterSlots
 from ebbtide.srt.model_executor.builder import build_model_runner, expert_slots
 from ebbtide.srt.model_executor.model_runner import ModelRunner
+from ebbtide.srt.this_process import GcClock, freeze_heap, raise_file_limit
 from ebbtide.srt.weight_sync.custom_loader import import_loaders
 
 logger = logging.getLogger(__name__)

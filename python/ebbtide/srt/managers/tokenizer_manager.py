@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 import msgspec
 
 from ebbtide.srt.errors import EngineDown, RequestRejected
+from ebbtide.srt.managers.api.array_forms import RoutedForm, flat_form
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.data_parallel_controller import OrderedInbox
 from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client
-from ebbtide.srt.managers.api.flat_logprobs import flat_form
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.api.generate_request import (
     GenerationDraft,
@@ -28,11 +28,9 @@ from ebbtide.srt.managers.api.generate_request import (
 from ebbtide.srt.managers.api.grammar_compiling import GrammarCompiling
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState, ResponseStyle
 from ebbtide.srt.managers.api.live_outputs import LiveOutputs
+from ebbtide.srt.managers.api.log import ForgottenPause, RequestLog, WaitWarning
 from ebbtide.srt.managers.api.request_limits import RequestLimits
-from ebbtide.srt.managers.api.request_log import RequestLog
-from ebbtide.srt.managers.api.routed_experts import RoutedForm
 from ebbtide.srt.managers.api.stream_waker import StreamWaker
-from ebbtide.srt.managers.api.wait_warning import ForgottenPause, WaitWarning
 from ebbtide.srt.managers.io_struct import (
     ControlReply,
     LoadGrammar,
@@ -49,7 +47,7 @@ from ebbtide.srt.managers.text.grammar import READ_BYTES_PER_S, RecentGrammars
 from ebbtide.srt.managers.text.grammar_process import CompilerStart
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import AsyncReceiveEnd, SendEnd
-from ebbtide.srt.managers.wire.reply_merging import merge_reports
+from ebbtide.srt.managers.wire.merging import merge_reports
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import EngineConfig

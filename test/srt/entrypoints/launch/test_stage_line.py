@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.srt.entrypoints.launch.stage_line import StageLine
+from ebbtide.srt.entrypoints.launch.console import StageLine
 from ebbtide.srt.managers import scheduler_process
 from ebbtide.srt.managers.scheduler_process import StageReports
 

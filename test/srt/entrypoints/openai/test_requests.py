@@ -18,12 +18,12 @@ from ebbtide.srt.entrypoints.openai.answers import (
     whole_pieces,
     write_answer,
 )
-from ebbtide.srt.entrypoints.openai.chat_template import (
+from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, within_limits
+from ebbtide.srt.entrypoints.openai.tokenization import (
     ChatTemplate,
     read_chat_template,
     recommended_sampling,
 )
-from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, within_limits
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import with_headers
 from ebbtide.srt.errors import ConfigurationError, RequestRejected

@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 
 from ebbtide.srt.entrypoints.http_answers import AnswerWriter
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
-from ebbtide.srt.entrypoints.openai.response_answers import ResponseWriter
-from ebbtide.srt.entrypoints.openai.responses import as_chat, ignored_fields
+from ebbtide.srt.entrypoints.openai.responses import ResponseWriter, as_chat, ignored_fields
 
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
 USER: Any = {"role": "user", "content": "hi"}

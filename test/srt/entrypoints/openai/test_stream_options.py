@@ -8,8 +8,8 @@ import pytest
 from fixtures.checkpoints import make_tokenizer
 
 from ebbtide.srt.entrypoints.openai.answers import ChatWriter, ChunkWriter, CompletionWriter, Writer
-from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, force_usage
+from ebbtide.srt.entrypoints.openai.tokenization import ChatTemplate
 from ebbtide.srt.entrypoints.vllm.generate import TokensWriter, tokens_call
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 

@@ -9,8 +9,7 @@ from fixtures.checkpoints import make_tokenizer
 from fixtures.scripted_engine import LIMITS, Engine, run
 
 from ebbtide.srt.entrypoints.http_server import create_app
-from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate
-from ebbtide.srt.entrypoints.openai.tokenization import Tokenization
+from ebbtide.srt.entrypoints.openai.tokenization import ChatTemplate, Tokenization
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.server_args import ServerArgs

@@ -24,7 +24,7 @@ from ebbtide.srt.managers.io_struct import (
     Refusal,
     Verdict,
 )
-from ebbtide.srt.managers.wire.reply_merging import merge_replicas
+from ebbtide.srt.managers.wire.merging import merge_replicas
 
 
 class Scheduler:

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from ebbtide import SamplingParams, ServerArgs
 from ebbtide.srt.config import resolve
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.array_forms import ExpertSlots
 from ebbtide.srt.managers.api.generate_fields import UNSUPPORTED_FIELDS, GenerateReqInput
 from ebbtide.srt.managers.api.generate_request import GenerationDraft, RequestNormalizer
 from ebbtide.srt.managers.api.request_limits import RequestLimits
-from ebbtide.srt.managers.api.routed_experts import ExpertSlots
 from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from fixtures.scripted_engine import STATE
 
-from ebbtide.srt.managers.api.wait_warning import SILENT_S, ForgottenPause, WaitWarning
+from ebbtide.srt.managers.api.log import SILENT_S, ForgottenPause, WaitWarning
 from ebbtide.srt.managers.io_struct import PauseMode, RankReport, TagReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
 

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ebbtide.demo.task import make_tokenizer
+from ebbtide.demo.trainer import make_tokenizer
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.text import grammar

@@ -6,8 +6,7 @@ import pytest
 from fixtures.tokenizers import byte_fallback, byte_level
 from hypothesis import given, strategies as st
 
-from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer, StopTrimmer
-from ebbtide.srt.managers.text.tokenizer import Tokenizer
+from ebbtide.srt.managers.text.tokenizer import IncrementalDetokenizer, StopTrimmer, Tokenizer
 
 TOKENIZERS = pytest.mark.parametrize("make", [byte_level, byte_fallback])
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\ufffd▁"), max_size=40)

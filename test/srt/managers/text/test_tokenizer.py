@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizer
 
 from ebbtide.srt.config import ModelConfig
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.managers.text.incremental_detokenizer import IncrementalDetokenizer
-from ebbtide.srt.managers.text.tokenizer import LengthBound, Tokenizer, load_tokenizer
+from ebbtide.srt.managers.text.tokenizer import IncrementalDetokenizer, LengthBound, Tokenizer, load_tokenizer
 
 
 def config(path: Path) -> ModelConfig:

@@ -24,7 +24,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightsContent,
 )
 from ebbtide.srt.managers.wire.control_request import ControlRow
-from ebbtide.srt.managers.wire.reply_merging import (
+from ebbtide.srt.managers.wire.merging import (
     merge_ranks,
     merge_refusals,
     merge_replicas,

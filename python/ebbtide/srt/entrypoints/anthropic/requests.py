@@ -18,7 +18,7 @@ from ebbtide.srt.entrypoints.openai.conversation import (
     unsupported,
 )
 from ebbtide.srt.entrypoints.openai.protocol import Fields, parse
-from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_fields
+from ebbtide.srt.entrypoints.openai.shared_fields import refuse_fields
 from ebbtide.srt.errors import RequestRejected
 
 _UNSUPPORTED: Final[Mapping[str, str]] = {

@@ -17,8 +17,8 @@ from ebbtide.srt.entrypoints.anthropic.requests import (
     prompt_fields,
 )
 from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
-from ebbtide.srt.entrypoints.openai.calls import Calls
 from ebbtide.srt.entrypoints.openai.protocol import parse
+from ebbtide.srt.entrypoints.openai.routes import Calls
 from ebbtide.srt.entrypoints.service import EngineService
 
 PATH = "/v1/messages"

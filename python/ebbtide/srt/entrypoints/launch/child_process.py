@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.entrypoints.launch.console import StageLine
 from ebbtide.srt.entrypoints.launch.placement import local_ranks
 from ebbtide.srt.entrypoints.launch.process import (
     DUMP_SIGNAL,
@@ -28,7 +29,6 @@ from ebbtide.srt.entrypoints.launch.process import (
     ProcessStart,
     Pulse,
 )
-from ebbtide.srt.entrypoints.launch.stage_line import StageLine
 from ebbtide.srt.errors import HUNG_EXIT_STATUS, ConfigurationError, EngineError
 from ebbtide.srt.kernel_cache import kernel_variables
 from ebbtide.srt.server_args import ServerArgs

@@ -21,12 +21,10 @@ from ebbtide.srt.entrypoints.launch.child_process import (
     rank_name,
     thread_defaults,
 )
+from ebbtide.srt.entrypoints.launch.console import StageLine, Stopped, configure_logging, raising_signals
 from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
 from ebbtide.srt.entrypoints.launch.placement import SocketFolder, local_ranks
 from ebbtide.srt.entrypoints.launch.process import ProcessStart
-from ebbtide.srt.entrypoints.launch.stage_line import StageLine
-from ebbtide.srt.entrypoints.launch.stop_signals import Stopped, raising_signals
-from ebbtide.srt.entrypoints.log_format import configure_logging
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.server_args import ServerArgs

@@ -65,7 +65,7 @@ def child_main(start: ProcessStart, ready: Connection, pulse: int) -> int:
     multiprocessing.current_process().name = start.name
     # The kernel keeps 15 letters of a name: a rank is "ebb-dp0-tp1".
     Path("/proc/self/comm").write_text(f"ebb-{start.name.removeprefix('scheduler-')}"[:15])
-    from ebbtide.srt.entrypoints.log_format import configure_logging
+    from ebbtide.srt.entrypoints.launch.console import configure_logging
     from ebbtide.srt.errors import EbbtideError
 
     configure_logging(start.config.server_args, start.name)

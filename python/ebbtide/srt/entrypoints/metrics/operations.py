@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from ebbtide.srt.entrypoints.metrics.collectors import OperationStalls, RisingTotals, WeightedHistogram
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers import io_struct
-from ebbtide.srt.managers.api.wait_warning import ForgottenPause
+from ebbtide.srt.managers.api.log import ForgottenPause
 from ebbtide.srt.managers.io_struct import (
     CONTROL_REQUESTS,
     STALL_BOUNDS_S,

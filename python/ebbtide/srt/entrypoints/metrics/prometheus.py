@@ -9,10 +9,16 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from ebbtide.srt.entrypoints.metrics.aliases import SLEEP_STATES, SglangAliases, VllmAliases
-from ebbtide.srt.entrypoints.metrics.collectors import GcPauses, StepTokens, WeightedHistogram
+from ebbtide.srt.entrypoints.metrics.collectors import (
+    SLEEP_STATES,
+    GcPauses,
+    SglangAliases,
+    StepTokens,
+    VllmAliases,
+    WeightedHistogram,
+)
 from ebbtide.srt.entrypoints.metrics.operations import PREFIX as CONTROL_PREFIX, ControlMetrics
-from ebbtide.srt.managers.api.wait_warning import ForgottenPause
+from ebbtide.srt.managers.api.log import ForgottenPause
 from ebbtide.srt.managers.io_struct import Load, StateReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
 

@@ -30,7 +30,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 from ebbtide.srt.entrypoints.openai.tool_use import AnswerReader
-from ebbtide.srt.managers.api.flat_logprobs import flat_top_logprobs
+from ebbtide.srt.managers.api.array_forms import flat_top_logprobs
 from ebbtide.srt.managers.api.live_generation import Triple
 
 # What stands for a token that cannot be chosen.

@@ -11,7 +11,6 @@ from typing import Any, Final, TypeAlias
 
 from msgspec import structs
 
-from ebbtide.srt.entrypoints.openai.chat_template import ChatTemplate, kept_tokens, text_of
 from ebbtide.srt.entrypoints.openai.protocol import (
     NO_STREAM_OPTIONS,
     ChatBatchRequest,
@@ -23,11 +22,11 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     StreamOptions,
     parse,
 )
-from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
+from ebbtide.srt.entrypoints.openai.shared_fields import grammar_params, refuse_unsupported, unknown_fields
+from ebbtide.srt.entrypoints.openai.tokenization import ChatTemplate, kept_tokens, text_of
 from ebbtide.srt.entrypoints.openai.tool_use import NO_PARSERS, AnswerForm, Parsers, answer_form
-from ebbtide.srt.entrypoints.openai.unsupported_fields import refuse_unsupported, unknown_fields
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_form
+from ebbtide.srt.managers.api.array_forms import FlatForm, flat_form
 from ebbtide.srt.managers.api.generate_fields import UNSUPPORTED_FIELDS, PromptFields
 from ebbtide.srt.managers.api.generate_request import Render
 from ebbtide.srt.sampling_params import GRAMMAR_KINDS, OPENAI_FIELDS, params_of

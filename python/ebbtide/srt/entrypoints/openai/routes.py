@@ -1,24 +1,173 @@
-"""OpenAI's endpoints. Source: wire_api section 5."""
+"""OpenAI's endpoints: requests of its dialect, and of those that become chats of it, read and carried out."""
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Mapping
+from typing import Any, cast
 
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ebbtide.srt.entrypoints.http_answers import Endpoint, Json, error_answer
+from ebbtide.srt.entrypoints.http_answers import (
+    AnswerWriter,
+    Endpoint,
+    Json,
+    answer_events,
+    answer_whole,
+    client_of,
+    error_answer,
+)
+from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
 from ebbtide.srt.entrypoints.openai.answers import ChatWriter, ChunkWriter, CompletionWriter
-from ebbtide.srt.entrypoints.openai.calls import Calls
 from ebbtide.srt.entrypoints.openai.protocol import ModelCard, ModelList
-from ebbtide.srt.entrypoints.openai.requests import OpenAICall
-from ebbtide.srt.entrypoints.openai.response_answers import ResponseWriter
-from ebbtide.srt.entrypoints.openai.responses import as_chat, ignored_fields
-from ebbtide.srt.entrypoints.openai.tokenization import Tokenization
-from ebbtide.srt.entrypoints.request_body import BodyReader
+from ebbtide.srt.entrypoints.openai.requests import (
+    OpenAICall,
+    chat_call,
+    completion_call,
+    force_usage,
+    within_limits,
+)
+from ebbtide.srt.entrypoints.openai.responses import ResponseWriter, as_chat, ignored_fields
+from ebbtide.srt.entrypoints.openai.tokenization import (
+    ChatTemplate,
+    Tokenization,
+    read_chat_template,
+    recommended_sampling,
+)
+from ebbtide.srt.entrypoints.openai.tool_use import Parsers
+from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.array_forms import RoutedForm
+
+
+class Calls:
+    """Makes calls of the bodies of requests, as the server's flags and its model have it."""
+
+    def __init__(self, service: EngineService, bodies: BodyReader) -> None:
+        self._service = service
+        self._bodies = bodies
+
+    async def fields_of(self, request: Request) -> dict[str, Any]:
+        """The body, and what headers say; where it says nothing, the server's flags do.
+
+        Raises RequestRejected: the body cannot be read, or it is for another model.
+        """
+        fields = await self._bodies.read(request.stream())
+        service = self._service
+        by_default = {
+            "return_tokens_as_token_ids": service.config.server_args.return_tokens_as_token_ids,
+            "return_routed_experts": service.manager.limits.records_routes,
+        }
+        for name, is_default in by_default.items():
+            if is_default and fields.get(name) is None:
+                fields[name] = True
+        if service.config.server_args.enable_force_include_usage:
+            force_usage(fields)
+        service.require_model(fields.get("model"))
+        return with_headers(fields, request.headers)
+
+    async def completion(self, fields: Mapping[str, Any]) -> OpenAICall:
+        """The call of a completion. Raises RequestRejected: 400."""
+        manager = self._service.manager
+        manager.limits.check_given("prompt", fields.get("prompt"), fields.get("truncate_prompt_tokens"))
+        name, template = self.model_name, self.template
+        return self._within_limits(
+            await manager.worked_on(fields, lambda: completion_call(fields, name, template))
+        )
+
+    async def chat(self, fields: Mapping[str, Any], *, is_batch: bool = False) -> OpenAICall:
+        """The call of a chat, or of several. Raises RequestRejected: 400."""
+        name, template, defaults = self.model_name, self.template, self._recommended
+        return self._within_limits(
+            await self._service.manager.worked_on(
+                fields,
+                lambda: chat_call(fields, name, template, defaults, self._parsers, is_batch=is_batch),
+            )
+        )
+
+    def prompt_ids(self, call: OpenAICall) -> list[int]:
+        """The tokens of a chat's prompt. Takes as long as it is. Raises RequestRejected: 400."""
+        assert callable(call.render), "a chat is rendered"
+        assert self.template is not None, "and that needs a tokenizer"
+        made = call.render()
+        adds_special_tokens = call.generate["add_special_tokens"]
+        if isinstance(made, list):
+            return made
+        return self.template.tokenizer.encode(made, add_special_tokens=adds_special_tokens)
+
+    async def answer(
+        self, request: Request, call: OpenAICall, writer: AnswerWriter, *, wants_meta: bool = False
+    ) -> Response:
+        """As `answer_call`. An answer with SGLang's `meta_info` has routed experts in SGLang's form."""
+        form = "int32" if wants_meta else self._service.config.server_args.routed_experts_format
+        return await answer_call(self._service, request, call, writer, form)
+
+    @property
+    def model_name(self) -> str:
+        return self._service.config.model.served_model_name
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate | None:
+        """None: the engine has no tokenizer."""
+        tokenizer = self._service.manager.tokenizer
+        if tokenizer is None:
+            return None
+        config = self._service.config
+        template = read_chat_template(config.server_args.chat_template)
+        return ChatTemplate(tokenizer, template, config.model.eos_token_ids)
+
+    def _within_limits(self, call: OpenAICall) -> OpenAICall:
+        max_logprobs = self._service.config.server_args.max_logprobs
+        return within_limits(call, max_logprobs, self._service.manager.limits.vocab_size)
+
+    @property
+    def _parsers(self) -> Parsers:
+        args = self._service.config.server_args
+        return Parsers(args.tool_call_parser, args.reasoning_parser)
+
+    @functools.cached_property
+    def _recommended(self) -> Mapping[str, Any]:
+        return recommended_sampling(self._service.config.model.path)
+
+
+async def answer_call(
+    service: EngineService,
+    request: Request,
+    call: OpenAICall,
+    writer: AnswerWriter,
+    routed_form: str,
+) -> Response:
+    """Carry a request out; its answer, or its chunks as events, are as the writer puts them.
+
+    Args:
+        routed_form: how routed experts are encoded.
+
+    Raises:
+        RequestRejected, EngineError, ClientDisconnect: as `answer_whole` and `answer_events`.
+    """
+    adapter = service.require_model(call.model)
+    if adapter is not None:
+        if call.generate.get("lora_path") not in (None, "", adapter):
+            raise RequestRejected(f"lora_path: model names another adapter, {adapter!r}")
+        call.generate["lora_path"] = adapter
+    starting = service.manager.prepare(
+        *(call.generate, call.render),
+        is_incremental=True,
+        routed_form=cast("RoutedForm", routed_form),
+        client=client_of(request),
+    )
+    if call.generate["stream"]:
+        return await answer_events(request.receive, starting, service.metrics.note_chunk, writer)
+    result = await answer_whole(request.receive, starting)
+    await service.metrics.note_all(result)
+    if isinstance(result, list) and len(result) > OUTPUTS_AT_ONCE:
+        # The event loop has its turns between those of the thread.
+        return await service.manager.in_thread(lambda: Json(writer.whole(result)))
+    return Json(writer.whole(result))
 
 
 class OpenAIApi:

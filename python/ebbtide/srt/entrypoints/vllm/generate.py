@@ -18,7 +18,6 @@ from starlette.responses import Response
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.http_answers import client_of
 from ebbtide.srt.entrypoints.openai.answers import ChunkWriter, Piece, known, prompt_logprobs, stop_reason
-from ebbtide.srt.entrypoints.openai.calls import answer_call
 from ebbtide.srt.entrypoints.openai.protocol import (
     NO_STREAM_OPTIONS,
     FinishReasonName,
@@ -27,8 +26,8 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     Usage,
 )
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
-from ebbtide.srt.entrypoints.openai.structured_output import grammar_params
-from ebbtide.srt.entrypoints.openai.unsupported_fields import check_salt
+from ebbtide.srt.entrypoints.openai.routes import answer_call
+from ebbtide.srt.entrypoints.openai.shared_fields import check_salt, grammar_params
 from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import meant_by

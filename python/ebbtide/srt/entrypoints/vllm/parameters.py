@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -18,6 +18,7 @@ from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, PauseMode
 
 P = TypeVar("P", bound=Struct)
 
+PACKED_BYTES: Final = 1 << 30
 # How vLLM calls the ways of pausing.
 VllmPauseMode = Literal["abort", "wait", "keep"]
 
@@ -132,6 +133,58 @@ class RpcParameters(Struct, kw_only=True):
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     timeout: float | None = None
+
+
+class InitInfo(Struct, kw_only=True):
+    """How a trainer is met: by the store at an address, or by the id of its communicator.
+
+    `backend`: our own word; "gloo" and "nccl" are groups of torch's. Without it, raw NCCL between GPUs, and
+    gloo where the engine runs on a CPU.
+    """
+
+    rank_offset: int
+    world_size: int
+    master_address: str | None = None
+    master_port: int | None = None
+    nccl_unique_id_b64: str | None = None
+    packed: bool = False
+    packed_buffer_size_bytes: int = PACKED_BYTES
+    packed_num_buffers: int = 2
+    backend: Literal["gloo", "nccl", "raw_nccl"] | None = None
+    timeout_s: float = 300.0
+
+
+class UpdateInfo(Struct, kw_only=True):
+    """What rank 0 is going to broadcast; three empty lists: as in the update before."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool | None = None
+    packed_buffer_size_bytes: int | None = None
+    packed_num_buffers: int | None = None
+    num_updates_list: list[int] | None = None
+
+
+class LendingInfo(Struct, kw_only=True):
+    """A trainer that lends its memory needs not be met."""
+
+    packed: bool = False
+
+
+class LentInfo(Struct, kw_only=True):
+    """What is behind handles, of each tensor or of one buffer.
+
+    `tensor_sizes`: in bytes, of the tensors in a buffer; `sizes`: SkyRL's word, in elements.
+    """
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    ipc_handles_pickled: str
+    tensor_sizes: list[int] | None = None
+    sizes: list[int] | None = None
+    packed: bool | None = None
 
 
 def pause_mode(mode: VllmPauseMode, clear_cache: bool) -> PauseMode:

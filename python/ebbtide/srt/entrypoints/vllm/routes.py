@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_type_hints
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -15,36 +15,33 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
 from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.entrypoints.vllm.adapters import LoadAdapterParameters, UnloadAdapterParameters, VllmAdapters
 from ebbtide.srt.entrypoints.vllm.generate import TokensApi
 from ebbtide.srt.entrypoints.vllm.occupation import SLEEPING_TAGS, Body, VllmOccupation
 from ebbtide.srt.entrypoints.vllm.parameters import (
     AbortNamedParameters,
     AbortParameters,
-    BroadcasterParameters,
-    CheckerParameters,
     FinishParameters,
-    InitParameters,
     Nothing,
-    PauseParameters,
-    ReceiveParameters,
-    ResetCacheParameters,
     RpcParameters,
-    SleepParameters,
     StartParameters,
     UpdateParameters,
-    WakeUpParameters,
     WorldSizeParameters,
     checked,
     read_parameters,
 )
-from ebbtide.srt.entrypoints.vllm.published import FetchParameters, PullParameters, pull
-from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer
+from ebbtide.srt.entrypoints.vllm.weight_transfer import (
+    FetchParameters,
+    PullParameters,
+    VllmWeightTransfer,
+    pull,
+)
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import (
+    LoadLoRAAdapterReqInput,
     Preserve,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
+    UnloadLoRAAdapterReqInput,
     UpdateWeightFromDiskReqInput,
 )
 from ebbtide.version import __version__
@@ -192,20 +189,67 @@ def _flag(kwargs: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-# A handler takes the parameters and returns the body of the answer, or its text.
-Handler = Callable[[Any], Awaitable[Body | str]]
+class LoadAdapterParameters(Struct, kw_only=True):
+    """`load_inplace`: one of this name may be there; requests that run on it go on with the new one.
+
+    The last two have no meaning here.
+    """
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: Any = None
+    lora_int_id: Any = None
+
+
+class UnloadAdapterParameters(Struct, kw_only=True):
+    lora_name: str
+    lora_int_id: Any = None
+
+
+class VllmAdapters:
+    """What is behind `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`. Answers are texts."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+
+    async def load(self, asked: LoadAdapterParameters) -> str:
+        name = asked.lora_name
+        if not asked.load_inplace and self._service.has_adapter(name):
+            raise RequestRejected(
+                f"the adapter {name[:200]!r} is loaded already: load_inplace=true replaces it",
+                param="body.lora_name",
+            )
+        fields = {"lora_name": name, "lora_path": asked.lora_path, "in_flight": "continue"}
+        await self._service.control(LoadLoRAAdapterReqInput, fields)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def unload(self, asked: UnloadAdapterParameters) -> str:
+        fields = {"lora_name": asked.lora_name, "timeout_s": 0.0}
+        await self._service.control(UnloadLoRAAdapterReqInput, fields)
+        return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
+
+
+# An unbound method: takes its object and the parameters, returns the body of the answer, or a text.
+Handler = Callable[[Any, Any], Awaitable[Body | str]]
 
 
 @dataclass(frozen=True)
 class VllmRoute:
-    """One route of the dialect, for the application and for its document."""
+    """One route of the dialect, for the application and for its document.
+
+    Attributes:
+        part: whose method the handler is.
+        parameters: None: it has none.
+    """
 
     method: Literal["GET", "POST"]
     path: str
     summary: str
-    handler: Callable[[VllmApi], Handler]
-    parameters: type[Struct] | None = None
-    reply: Any = dict[str, Any]
+    part: type
+    handler: Handler
+    parameters: type[Struct] | None
+    reply: Any
 
 
 GENERATE_PATHS = ("/inference/v1/generate", "/skyrl/v1/generate")
@@ -216,28 +260,47 @@ class VllmApi:
 
     def __init__(self, service: EngineService, bodies: BodyReader) -> None:
         self._service = service
-        self.bodies = bodies
-        self.occupation = VllmOccupation(service)
-        self.weights = VllmWeightTransfer(service)
-        self.calls = RemoteCalls(service, self.weights)
-        self.adapters = VllmAdapters(service)
+        self._bodies = bodies
+        self._occupation = VllmOccupation(service)
+        weights = VllmWeightTransfer(service)
+        parts = (self, self._occupation, weights, RemoteCalls(service, weights), VllmAdapters(service))
+        self._parts = {type(part): part for part in parts}
         self._tokens = TokensApi(service, bodies)
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
         """Method, path and endpoint of each."""
         return [
-            *((route.method, route.path, _endpoint(route, self)) for route in ROUTES),
+            *((route.method, route.path, self._endpoint(route)) for route in ROUTES),
             *(("POST", path, self._tokens.generate) for path in GENERATE_PATHS),
         ]
 
+    def _endpoint(self, route: VllmRoute) -> Endpoint:
+        part, kind = self._parts[route.part], route.parameters or Nothing
+
+        async def endpoint(request: Request) -> Response:
+            asked, ignored = await read_parameters(request, kind, self._bodies)
+            answer = await route.handler(part, asked)
+            if isinstance(answer, str):
+                return PlainTextResponse(answer)
+            body = {"success": True, "message": "", **answer}
+            return Json({**body, "ignored_fields": ignored} if ignored else body)
+
+        return endpoint
+
     async def is_paused(self, asked: Nothing) -> Body:
-        return {"is_paused": self.occupation.is_idle}
+        return {"is_paused": self._occupation.is_idle}
 
     async def is_sleeping(self, asked: Nothing) -> Body:
-        return {"is_sleeping": self.occupation.is_idle}
+        return {"is_sleeping": self._occupation.is_idle}
 
     async def abort_named(self, asked: AbortNamedParameters) -> Body:
-        return await self.occupation.abort(AbortParameters(request_ids=asked.request_ids))
+        return await self._occupation.abort(AbortParameters(request_ids=asked.request_ids))
+
+    async def nothing_to_do(self, asked: Nothing) -> Body:
+        return {"message": "There is no such cache."}
+
+    async def no_draft_model(self, asked: Nothing) -> Body:
+        raise RequestRejected("there is no draft model", 409)
 
     async def weight_info(self, asked: Nothing) -> Body:
         return {"weight_version": self._service.state.weight_version}
@@ -260,137 +323,105 @@ class VllmApi:
         return {"status": "ok"}
 
 
-def _endpoint(route: VllmRoute, api: VllmApi) -> Endpoint:
-    handler, kind = route.handler(api), route.parameters or Nothing
-
-    async def endpoint(request: Request) -> Response:
-        asked, ignored = await read_parameters(request, kind, api.bodies)
-        answer = await handler(asked)
-        if isinstance(answer, str):
-            return PlainTextResponse(answer)
-        body = {"success": True, "message": "", **answer}
-        return Json({**body, "ignored_fields": ignored} if ignored else body)
-
-    return endpoint
+def _routes(
+    part: type, method: Literal["GET", "POST"], rows: Mapping[str, tuple[str, Handler]]
+) -> Iterator[VllmRoute]:
+    """Routes by path; what a handler takes and returns, its signature says."""
+    for path, (summary, handler) in rows.items():
+        hints = get_type_hints(handler)
+        parameters = None if hints["asked"] is Nothing else hints["asked"]
+        yield VllmRoute(method, path, summary, part, handler, parameters, hints["return"])
 
 
-async def _nothing_to_do(asked: Nothing) -> Body:
-    return {"message": "There is no such cache."}
-
-
-async def _no_draft_model(asked: Nothing) -> Body:
-    raise RequestRejected("there is no draft model", 409)
-
-
-def _post(
-    path: str, summary: str, handler: Callable[[VllmApi], Handler], parameters: type[Struct] | None = None
-) -> VllmRoute:
-    return VllmRoute("POST", path, summary, handler, parameters)
-
-
-def _get(
-    path: str, summary: str, handler: Callable[[VllmApi], Handler], parameters: type[Struct] | None = None
-) -> VllmRoute:
-    return VllmRoute("GET", path, summary, handler, parameters)
-
+_LOAD_ADAPTER: Final = ("Load a PEFT folder as an adapter.", VllmAdapters.load)
 
 ROUTES: Final = (
-    _post("/pause", "Run no further forward pass.", lambda api: api.occupation.pause, PauseParameters),
-    _post("/resume", "End a pause.", lambda api: api.occupation.resume),
-    _get("/is_paused", "Whether nothing runs.", lambda api: api.is_paused),
-    _post("/sleep", "Pause, and give memory back.", lambda api: api.occupation.sleep, SleepParameters),
-    _post(
-        "/wake_up",
-        "Take memory again; with the last of it generation goes on.",
-        lambda api: api.occupation.wake_up,
-        WakeUpParameters,
+    *_routes(
+        VllmOccupation,
+        "POST",
+        {
+            "/pause": ("Run no further forward pass.", VllmOccupation.pause),
+            "/resume": ("End a pause.", VllmOccupation.resume),
+            "/sleep": ("Pause, and give memory back.", VllmOccupation.sleep),
+            "/wake_up": (
+                "Take memory again; with the last of it generation goes on.",
+                VllmOccupation.wake_up,
+            ),
+            "/release_kv_cache_memory": (
+                "Give the memory of the KV cache back.",
+                VllmOccupation.release_kv_cache,
+            ),
+            "/reset_prefix_cache": ("Empty the prefix cache.", VllmOccupation.reset_prefix_cache),
+            "/abort_requests": ("End these requests, or all.", VllmOccupation.abort),
+        },
     ),
-    _get("/is_sleeping", "Whether memory is released, or generation paused.", lambda api: api.is_sleeping),
-    _post(
-        "/release_kv_cache_memory",
-        "Give the memory of the KV cache back.",
-        lambda api: api.occupation.release_kv_cache,
+    *_routes(
+        VllmWeightTransfer,
+        "POST",
+        {
+            "/init_weight_transfer_engine": ("Join the group of a trainer.", VllmWeightTransfer.init),
+            "/shutdown_weight_transfer_engine": ("Leave the trainer's group.", VllmWeightTransfer.shutdown),
+            "/init_broadcaster": (
+                "Join the group of prime-rl's trainer.",
+                VllmWeightTransfer.init_broadcaster,
+            ),
+            "/start_weight_update": ("Open a session of updates.", VllmWeightTransfer.start),
+            "/update_weights": (
+                "Take weights by broadcast, or out of a folder.",
+                VllmWeightTransfer.update,
+            ),
+            "/receive_weight_update": (
+                "Take weights by PipelineRL's broadcasts.",
+                VllmWeightTransfer.receive,
+            ),
+            "/finish_weight_update": ("Commit the session.", VllmWeightTransfer.finish),
+            "/weight_checker": (
+                "Sum the parameters up, or make them invalid, or compare.",
+                VllmWeightTransfer.check,
+            ),
+            "/fetch_weights": (
+                "Which published version the next update brings, in SkyRL's words.",
+                VllmWeightTransfer.fetch,
+            ),
+        },
     ),
-    _post(
-        "/reset_prefix_cache",
-        "Empty the prefix cache.",
-        lambda api: api.occupation.reset_prefix_cache,
-        ResetCacheParameters,
+    *_routes(
+        VllmAdapters,
+        "POST",
+        {
+            "/v1/load_lora_adapter": _LOAD_ADAPTER,
+            "/skyrl/v1/load_lora_adapter": _LOAD_ADAPTER,
+            "/v1/unload_lora_adapter": ("Remove an adapter.", VllmAdapters.unload),
+        },
     ),
-    _post("/reset_mm_cache", "Nothing: there is no such cache.", lambda api: _nothing_to_do),
-    _post("/reset_encoder_cache", "Nothing: there is no such cache.", lambda api: _nothing_to_do),
-    _post(
-        "/abort_requests", "End these requests, or all.", lambda api: api.occupation.abort, AbortParameters
+    *_routes(
+        RemoteCalls, "POST", {"/collective_rpc": ("One of a few methods, by its name.", RemoteCalls.call)}
     ),
-    _post(
-        "/inference/v1/abort_requests",
-        "End these requests.",
-        lambda api: api.abort_named,
-        AbortNamedParameters,
+    *_routes(
+        VllmApi,
+        "POST",
+        {
+            "/reset_mm_cache": ("Nothing: there is no such cache.", VllmApi.nothing_to_do),
+            "/reset_encoder_cache": ("Nothing: there is no such cache.", VllmApi.nothing_to_do),
+            "/inference/v1/abort_requests": ("End these requests.", VllmApi.abort_named),
+            "/start_draft_weight_update": ("Refused: there is no draft model.", VllmApi.no_draft_model),
+            "/pull_weights": (
+                "Which published version an update from a folder brings.",
+                VllmApi.pull_weights,
+            ),
+        },
     ),
-    _post(
-        "/init_weight_transfer_engine",
-        "Join the group of a trainer.",
-        lambda api: api.weights.init,
-        InitParameters,
+    *_routes(
+        VllmApi,
+        "GET",
+        {
+            "/is_paused": ("Whether nothing runs.", VllmApi.is_paused),
+            "/is_sleeping": ("Whether memory is released, or generation paused.", VllmApi.is_sleeping),
+            "/weight_info": ("The version of the weights.", VllmApi.weight_info),
+            "/get_world_size": ("How many ranks there are.", VllmApi.world_size),
+            "/version": ("The versions of this server and of the dialect.", VllmApi.version),
+            "/load": ("How many requests are answered.", VllmApi.load),
+            "/liveness": ("Whether every process lives.", VllmApi.liveness),
+        },
     ),
-    _post("/shutdown_weight_transfer_engine", "Leave the trainer's group.", lambda api: api.weights.shutdown),
-    _post(
-        "/init_broadcaster",
-        "Join the group of prime-rl's trainer.",
-        lambda api: api.weights.init_broadcaster,
-        BroadcasterParameters,
-    ),
-    _post(
-        "/start_weight_update", "Open a session of updates.", lambda api: api.weights.start, StartParameters
-    ),
-    _post("/start_draft_weight_update", "Refused: there is no draft model.", lambda api: _no_draft_model),
-    _post(
-        "/update_weights",
-        "Take weights by broadcast, or out of a folder.",
-        lambda api: api.weights.update,
-        UpdateParameters,
-    ),
-    _post(
-        "/receive_weight_update",
-        "Take weights by PipelineRL's broadcasts.",
-        lambda api: api.weights.receive,
-        ReceiveParameters,
-    ),
-    _post("/finish_weight_update", "Commit the session.", lambda api: api.weights.finish, FinishParameters),
-    _post(
-        "/weight_checker",
-        "Sum the parameters up, or make them invalid, or compare.",
-        lambda api: api.weights.check,
-        CheckerParameters,
-    ),
-    _post(
-        "/pull_weights",
-        "Which published version an update from a folder brings.",
-        lambda api: api.pull_weights,
-        PullParameters,
-    ),
-    _post(
-        "/fetch_weights",
-        "Which published version the next update brings, in SkyRL's words.",
-        lambda api: api.weights.fetch,
-        FetchParameters,
-    ),
-    *(
-        VllmRoute(
-            *("POST", path, "Load a PEFT folder as an adapter.", lambda api: api.adapters.load),
-            *(LoadAdapterParameters, str),
-        )
-        for path in ("/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
-    ),
-    VllmRoute(
-        *("POST", "/v1/unload_lora_adapter", "Remove an adapter.", lambda api: api.adapters.unload),
-        *(UnloadAdapterParameters, str),
-    ),
-    _get("/weight_info", "The version of the weights.", lambda api: api.weight_info),
-    _get("/get_world_size", "How many ranks there are.", lambda api: api.world_size, WorldSizeParameters),
-    _post("/collective_rpc", "One of a few methods, by its name.", lambda api: api.calls.call, RpcParameters),
-    _get("/version", "The versions of this server and of the dialect.", lambda api: api.version),
-    _get("/load", "How many requests are answered.", lambda api: api.load),
-    _get("/liveness", "Whether every process lives.", lambda api: api.liveness),
 )

@@ -5,14 +5,15 @@ From start to finish is a session: nothing of it serves before the finish, and a
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import Body
@@ -20,14 +21,17 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     BroadcasterParameters,
     CheckerParameters,
     FinishParameters,
+    InitInfo,
     InitParameters,
+    LendingInfo,
+    LentInfo,
     Nothing,
     ReceiveParameters,
     StartParameters,
+    UpdateInfo,
     UpdateParameters,
     checked,
 )
-from ebbtide.srt.entrypoints.vllm.published import FetchInfo, FetchParameters, fetch
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.hf_folder import has_weights
 from ebbtide.srt.managers.io_struct import (
@@ -44,66 +48,14 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.wire.weight_requests import STATE_DICTS
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.weight_sync.delta.folder import PulledState, read_chain, write_state
 
 GROUP: Final = "vllm"
 SESSION: Final = "vllm"
-PACKED_BYTES: Final = 1 << 30
 # The group of prime-rl's trainer, and what it leaves in a folder that it broadcasts instead.
 BROADCASTER: Final = "prime-rl"
 READY_FILE: Final = "NCCL_READY"
 UPDATE_INFO: Final = "body.update_info"
-
-
-class InitInfo(Struct, kw_only=True):
-    """How a trainer is met: by the store at an address, or by the id of its communicator.
-
-    `backend`: our own word; "gloo" and "nccl" are groups of torch's. Without it, raw NCCL between GPUs, and
-    gloo where the engine runs on a CPU.
-    """
-
-    rank_offset: int
-    world_size: int
-    master_address: str | None = None
-    master_port: int | None = None
-    nccl_unique_id_b64: str | None = None
-    packed: bool = False
-    packed_buffer_size_bytes: int = PACKED_BYTES
-    packed_num_buffers: int = 2
-    backend: Literal["gloo", "nccl", "raw_nccl"] | None = None
-    timeout_s: float = 300.0
-
-
-class UpdateInfo(Struct, kw_only=True):
-    """What rank 0 is going to broadcast; three empty lists: as in the update before."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    packed: bool | None = None
-    packed_buffer_size_bytes: int | None = None
-    packed_num_buffers: int | None = None
-    num_updates_list: list[int] | None = None
-
-
-class LendingInfo(Struct, kw_only=True):
-    """A trainer that lends its memory needs not be met."""
-
-    packed: bool = False
-
-
-class LentInfo(Struct, kw_only=True):
-    """What is behind handles, of each tensor or of one buffer.
-
-    `tensor_sizes`: in bytes, of the tensors in a buffer; `sizes`: SkyRL's word, in elements.
-    """
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    ipc_handles_pickled: str
-    tensor_sizes: list[int] | None = None
-    sizes: list[int] | None = None
-    packed: bool | None = None
 
 
 class VllmWeightTransfer:
@@ -438,3 +390,80 @@ def _lent(entries: Sequence[Mapping[str, Any]], num_ranks: int) -> Body:
             for name, dtype, shape, size in rows
         ],
     }
+
+
+# What an engine serves that was not updated.
+FIRST_VERSION = "default"
+# An empty path would be the folder in which the server was started.
+Folder = Annotated[str, Meta(min_length=1)]
+
+
+class PullParameters(Struct, kw_only=True):
+    """`target_version`: 0 is the checkpoint that the engine was started with. The hook is refused."""
+
+    local_checkpoint_dir: Folder
+    source_dir: Folder
+    target_version: int
+    pre_read_hook: str | None = None
+
+
+async def pull(asked: PullParameters, serving: str) -> Body:
+    """Have an update from the local folder bring this version, behind the one that serves.
+
+    RequestRejected: 400, a version is missing or not ready; 409, what serves is none of the trainer's.
+    """
+    if asked.pre_read_hook:
+        raise RequestRejected("pre_read_hook: code of a client's is not run", param="body.pre_read_hook")
+    base = 0 if serving == FIRST_VERSION else int(serving) if serving.isdecimal() else None
+    if base is None:
+        raise RequestRejected(
+            f"the engine serves {serving[:200]!r}, which is no version of a chain: update it whole first", 409
+        )
+    target = max(base, asked.target_version)
+    state = PulledState(Path(asked.source_dir), serving, base, target)
+    chain = await asyncio.to_thread(read_chain, state.source_dir, base, target)
+    await asyncio.to_thread(write_state, Path(asked.local_checkpoint_dir), state)
+    num_tensors = len({name for delta in chain for name in delta.weight_map})
+    return {
+        "message": f"An update from {asked.local_checkpoint_dir} brings version {target}.",
+        "version": f"{target:06d}",
+        "num_deltas": len(chain),
+        "num_tensors": num_tensors,
+    }
+
+
+class FetchInfo(Struct, kw_only=True):
+    """How SkyRL's trainer publishes deltas. What is about a whole local copy has no meaning here."""
+
+    local_checkpoint_dir: Folder
+    base_model_path: str | None = None
+    cloud_download_workers: int | None = None
+    checkpoint_load_format: str | None = None
+    multi_thread_safetensors_max_workers: int | None = None
+
+
+class FetchParameters(Struct, kw_only=True):
+    target_version: int
+    sync_dir: Folder | None = None
+    uri: str | None = None
+
+
+async def fetch(asked: FetchParameters, info: FetchInfo | None, serving: str) -> Body:
+    """Pull, in SkyRL's words.
+
+    RequestRejected: 409, it was not said where to; 501, the folder is a cloud's.
+    """
+    if info is None:
+        raise RequestRejected("call /init_weight_transfer_engine with local_checkpoint_dir first", 409)
+    if asked.sync_dir is None or asked.uri is not None or "://" in asked.sync_dir:
+        raise RequestRejected("sync_dir: expected a folder; those of clouds are not read", 501)
+    parameters = PullParameters(
+        local_checkpoint_dir=info.local_checkpoint_dir,
+        source_dir=asked.sync_dir,
+        target_version=asked.target_version,
+    )
+    pulled = await pull(parameters, serving)
+    if int(pulled["version"]) != asked.target_version:
+        raise RequestRejected(f"target_version: {asked.target_version} is behind what serves, {serving!r}")
+    result = {"status": "ok", "target_version": asked.target_version, "stats": {}}
+    return {**pulled, "status": "ok", "result": [result]}

@@ -30,7 +30,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.wire.channel import AsyncReceiveEnd, SendEnd
 from ebbtide.srt.managers.wire.control_request import dealt, num_entries
-from ebbtide.srt.managers.wire.reply_merging import merge_replicas
+from ebbtide.srt.managers.wire.merging import merge_replicas
 
 SHORTEST_QUEUE: Final = "shortest_queue"
 # A replica that has not done so long after a verdict what it says is given no more prompts.

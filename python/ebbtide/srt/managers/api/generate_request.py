@@ -12,11 +12,18 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.array_forms import namespace_of
 from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client, EndedOutput, EndedOutputs
-from ebbtide.srt.managers.api.generate_fields import GenerateReqInput, check_bounds, parse, split_ids
-from ebbtide.srt.managers.api.per_prompt import PerPrompt, per_prompt, rids_of_outputs
+from ebbtide.srt.managers.api.generate_fields import (
+    GenerateReqInput,
+    PerPrompt,
+    check_bounds,
+    parse,
+    per_prompt,
+    rids_of_outputs,
+    split_ids,
+)
 from ebbtide.srt.managers.api.request_limits import MAX_OUTPUTS, RequestLimits
-from ebbtide.srt.managers.api.routed_experts import namespace_of
 from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput, VersionContract
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.sampling_params import SamplingParams

@@ -12,8 +12,7 @@ from itertools import repeat
 from typing import Any
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.api.flat_logprobs import FlatForm, flat_top_logprobs
-from ebbtide.srt.managers.api.routed_experts import RoutedForm, encoded
+from ebbtide.srt.managers.api.array_forms import FlatForm, RoutedForm, encoded, flat_top_logprobs
 from ebbtide.srt.managers.api.stream_waker import StreamWaker, Waiter
 from ebbtide.srt.managers.io_struct import (
     FinishReason,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.routed_experts import ExpertSlots
+from ebbtide.srt.managers.api.array_forms import ExpertSlots
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

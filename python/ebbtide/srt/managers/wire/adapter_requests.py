@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import field
 
-from ebbtide.srt.managers.wire import merge_rules as merge
+from ebbtide.srt.managers.wire import merging as merge
 from ebbtide.srt.managers.wire.control_request import (
     ControlRequest,
     ControlRow,

@@ -9,7 +9,7 @@ from typing import ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
-from ebbtide.srt.managers.wire.merge_rules import merge_rules
+from ebbtide.srt.managers.wire.merging import merge_rules
 from ebbtide.srt.managers.wire.message import Message, Reply
 
 Methods = tuple[Literal["POST", "GET"], ...]

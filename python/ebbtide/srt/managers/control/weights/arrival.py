@@ -32,7 +32,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightsUpdateGroupReqOutput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.wire.reply_merging import MAX_ERRORS, merge_refusals
+from ebbtide.srt.managers.wire.merging import MAX_ERRORS, merge_refusals
 
 Write: TypeAlias = Callable[[WritePlan], Work[None]]
 # A summary; and of a refusal the message, the status, and the further fields.

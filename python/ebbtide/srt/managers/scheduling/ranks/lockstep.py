@@ -36,8 +36,8 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.wire.channel import ReceiveEnd, SendEnd
 from ebbtide.srt.managers.wire.control_request import dealt, num_entries
+from ebbtide.srt.managers.wire.merging import merge_ranks, merge_refusals
 from ebbtide.srt.managers.wire.message import Decision
-from ebbtide.srt.managers.wire.reply_merging import merge_ranks, merge_refusals
 
 # The answers of all ranks may take so much longer than the request itself.
 ANSWER_GRACE_S: Final = 2.0

@@ -1,6 +1,7 @@
-"""Routed experts in the forms that clients read and give. Source: wire_vllm section 6.1.
+"""Routed experts, and the most likely tokens as arrays, in the forms that clients read and give.
 
-Shapes: T tokens, L hidden layers, K experts per token.
+Shapes: T tokens, L hidden layers, K experts of a token, or most likely tokens listed for it.
+Source: wire_vllm section 6.1; SGLang's `/generate`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,3 +137,34 @@ def _rejected(problem: str) -> RequestRejected:
 
 def _base64(data: memoryview) -> str:
     return base64.b64encode(data).decode("ascii")
+
+
+# "numbers": lists of them; "base64": their bytes.
+FlatForm: TypeAlias = Literal["numbers", "base64"]
+
+
+class _Request(Protocol):
+    return_flat_raw_output_top_logprobs: bool | None
+    return_flat_raw_top_logprobs_b64: bool | None
+
+
+def flat_form(request: _Request) -> FlatForm | None:
+    """The form that a request asks for; None: the usual lists of triples."""
+    if not request.return_flat_raw_output_top_logprobs:
+        return None
+    return "base64" if request.return_flat_raw_top_logprobs_b64 else "numbers"
+
+
+def flat_top_logprobs(positions_TK: Sequence[Sequence[Any]], form: FlatForm) -> dict[str, Any]:
+    """What stands in the place of `output_top_logprobs`, row by row; every token has its row."""
+    shape = [len(positions_TK), len(positions_TK[0]) if positions_TK else 0]
+    fields: dict[str, Any] = {"output_top_logprobs_shape": shape, "output_top_logprobs_null_prefix": 0}
+    for name, place, dtype in (("val", 0, np.float32), ("idx", 1, np.int32)):
+        values = np.array([entry[place] for position in positions_TK for entry in position], dtype=dtype)
+        key = f"output_top_logprobs_{name}_flat"
+        if form == "base64":
+            fields[f"{key}_b64"] = base64.b64encode(values.data).decode("ascii")
+            fields[f"{key}_b64_dtype"] = values.dtype.name
+        else:
+            fields[key] = values.tolist()
+    return fields

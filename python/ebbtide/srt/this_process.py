@@ -1,7 +1,15 @@
-"""Python's garbage collector and what a process holds for good."""
+"""What an engine process is to the system: its open files, its heap, and whether it sees torch."""
+
+from __future__ import annotations
 
 import gc
+import os
+import resource
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 # More than the interpreter freezes by itself: Python 3.12 some hundreds of objects that never die.
@@ -68,3 +76,44 @@ class GcClock:
             self._began_s = time.perf_counter()
         else:
             self.paused_s += time.perf_counter() - self._began_s
+
+
+# The kernel refuses any limit above this one, also a hard limit from before it was lowered.
+SYSTEM_LIMIT = Path("/proc/sys/fs/nr_open")
+
+
+def raise_file_limit() -> None:
+    """Raise it to what the system allows.
+
+    Every client of a server, and every block of shared memory of a payload, is a file that is held open.
+    What is usual, 1024, is less than the streams of a rollout.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    system = int(SYSTEM_LIMIT.read_text())
+    limit = system if hard == resource.RLIM_INFINITY else min(hard, system)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+
+@contextmanager
+def torch_hidden(trust_remote_code: bool) -> Iterator[None]:
+    """Within, torch counts as not installed; transformers, if it is imported here, does without for good.
+
+    To be used in processes of the engine's own. Nothing is hidden where either is imported already, nor from
+    code that comes with a model.
+    """
+    if trust_remote_code or not sys.modules.keys().isdisjoint({"torch", "transformers"}):
+        yield
+        return
+    advice = os.environ.get(_ADVICE)
+    os.environ[_ADVICE] = "1"
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+        del os.environ[_ADVICE]
+        if advice is not None:
+            os.environ[_ADVICE] = advice

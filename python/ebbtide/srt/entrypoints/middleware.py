@@ -1,0 +1,234 @@
+"""What a request passes before its endpoint: keys, other sites, paths, ids. Source: wire_api section 1."""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import ipaddress
+import re
+import uuid
+from collections.abc import Collection
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ebbtide.srt.entrypoints.http_answers import Json, error_answer
+from ebbtide.srt.entrypoints.service import EngineService
+from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS
+from ebbtide.srt.server_args import ServerArgs, is_loopback
+
+
+class Access(enum.Enum):
+    """What a request can do: tell whether the engine is well, use it, or change it."""
+
+    OPEN = "open"
+    NORMAL = "normal"
+    CONTROL = "control"
+
+
+# Pages hold nothing of the engine: what the dashboard shows comes from /dashboard/events.
+_OPEN_PATHS: Final = frozenset(
+    (
+        *("/health", "/health_generate", "/liveness", "/ready", "/metrics", "/openapi.json"),
+        *("/", "/docs", "/dashboard"),
+    )
+)
+_NORMAL_PATHS: Final = frozenset(
+    (
+        *("/generate", "/inference/v1/generate", "/skyrl/v1/generate", "/tokenize", "/detokenize"),
+        *("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/get_load", "/load"),
+        *("/is_paused", "/is_sleeping", "/memory_occupation", "/weight_info", "/get_weight_version"),
+        *("/get_world_size", "/version"),
+        *(kind.row.path for kind in CONTROL_REQUESTS if not kind.row.is_admin),
+    )
+)
+
+
+def access_of(path: str) -> Access:
+    """Everything that is not known to be less is control, paths that do not exist included."""
+    path = path.rstrip("/") or "/"
+    if path in _OPEN_PATHS or path.startswith("/docs/"):
+        return Access.OPEN
+    return Access.NORMAL if path in _NORMAL_PATHS or path.startswith("/v1/") else Access.CONTROL
+
+
+def required_key(args: ServerArgs, path: str) -> str | None:
+    """The key that a request for this path must bring; None where it needs none."""
+    match access_of(path):
+        case Access.OPEN:
+            return None
+        case Access.NORMAL:
+            return args.api_key
+        case Access.CONTROL:
+            return args.admin_api_key if args.admin_api_key is not None else args.api_key
+
+
+class _Middleware:
+    """Looks at HTTP requests alone. The application may be built before its service is there."""
+
+    def __init__(self, app: ASGIApp, service: EngineService) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        layer = self._app if scope["type"] != "http" else self._pass
+        await layer(scope, receive, send)
+
+    @property
+    def _args(self) -> ServerArgs:
+        return self._service.config.server_args
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request, or pass it on."""
+        answer = self._refusal(scope)
+        await (self._app if answer is None else answer)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        return None
+
+
+class KeyCheck(_Middleware):
+    """Answers 401 to a request without its key, before its body is read."""
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        path = scope["path"]
+        key = required_key(self._args, path)
+        if key is None or _brings(Headers(scope=scope), key):
+            return None
+        name = "API key" if key is self._args.api_key else "admin key"
+        answer = error_answer(f"{path} needs the {name}: Authorization: Bearer KEY", 401)
+        answer.headers["WWW-Authenticate"] = "Bearer"
+        return answer
+
+
+def _brings(headers: Headers, key: str) -> bool:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if not scheme:
+        # Anthropic's clients.
+        scheme, given = "bearer", headers.get("x-api-key", "")
+    # The comparison takes no text but ASCII, so it gets bytes. Headers are decoded as latin-1.
+    is_same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+    return is_same and scheme.lower() == "bearer"
+
+
+# Sent with every answer: no page shows another one of this server within itself.
+FRAMED_BY_NONE: Final = ("Content-Security-Policy", "frame-ancestors 'none'")
+
+_REQUEST_ID: Final = "X-Request-Id"
+_PROBES = frozenset({"/health", "/ready"})
+# SGLang's clients ask for these by GET, which should change nothing.
+_ASKED_BY_GET = frozenset(kind.row.path for kind in CONTROL_REQUESTS if "GET" in kind.row.methods)
+
+
+class BrowserCheck(_Middleware):
+    """Answers 403 to what a browser sends for the page of another site, whose user has not asked for it.
+
+    Such a page has no key, but reaches whatever its browser does: this machine, its network. Its requests
+    say where they come from, unless the name of its own site leads here (DNS rebinding): then `Host` says it.
+    """
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        return None if scope["path"] in _PROBES else _browser_refusal(scope, self._args)
+
+
+def _browser_refusal(scope: Scope, args: ServerArgs) -> Json | None:
+    path, method, headers = scope["path"], scope["method"], Headers(scope=scope)
+    is_asked_by_get = path in _ASKED_BY_GET and method != "POST"
+    if is_asked_by_get and method == "HEAD":
+        return error_answer(f"{path} does not take HEAD", 405)
+    if required_key(args, path) is not None:
+        # A page does not know the key: who does may come from anywhere, and by any name.
+        return None
+    allowed, host = [name.lower() for name in args.allowed_hosts or ()], headers.get("host", "")
+    if _is_of_another_site(headers, allowed, is_asked_by_get=is_asked_by_get):
+        return error_answer(
+            f"{path}: a browser asks this for the page of another site; --allowed-hosts names those that may "
+            "send a POST",
+            403,
+        )
+    # Nobody knows all names of a node or a service: whoever reaches one without a key was said to be trusted.
+    is_any = "*" in allowed or (args.allowed_hosts is None and not is_loopback(args.host))
+    if args.api_key is None and host and not is_any and not _is_own(host, [*allowed, args.host.lower()]):
+        return error_answer(
+            f"{path}: this server has no key and is not known as {host[:200]!r}: give it an --api-key, or "
+            "its names by --allowed-hosts",
+            403,
+        )
+    return None
+
+
+def _is_of_another_site(headers: Headers, allowed: Collection[str], *, is_asked_by_get: bool) -> bool:
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    if origin is not None and _name_of(origin) in allowed:
+        return False
+    if site is not None:
+        # "none": the user typed the address.
+        return site not in ("same-origin", "none")
+    if origin is not None:
+        return origin.partition("://")[2] != headers.get("host")
+    # Over plain HTTP to another machine a browser says neither of a GET.
+    return is_asked_by_get and headers.get("user-agent", "").startswith("Mozilla/")
+
+
+def _is_own(host: str, allowed: Collection[str]) -> bool:
+    """Whether this cannot be a name that somebody else has lead to this server."""
+    name = _name_of(f"//{host}")
+    if name in ("localhost", *allowed) or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _name_of(url: str) -> str:
+    """The name of the host in a URL; of what is none, a name that nobody has."""
+    try:
+        return (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:
+        return "?"
+
+
+class OneSpelling(_Middleware):
+    """A path with a slash at its end is the path without it: a redirected request may lose its body.
+
+    So is one with `--root-path`, which a proxy may have cut off or not. Keys are checked behind this.
+    """
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root, path = self._args.root_path, scope["path"]
+        if root and path == root and scope["method"] in ("GET", "HEAD"):
+            # The links of that page are relative.
+            await RedirectResponse(f"{root}/")(scope, receive, send)
+            return
+        path = path.removeprefix(root) if path.startswith(f"{root}/") else path
+        await self._app({**scope, "path": path.rstrip("/") or "/"}, receive, send)
+
+
+class RequestIds(_Middleware):
+    """Answers with the `X-Request-Id` of the request, or a new one; 400 to one that cannot be sent back."""
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._args.enable_request_id_headers:
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get(_REQUEST_ID) or uuid.uuid4().hex
+        if re.fullmatch(r"[ -~]{1,128}", request_id) is None:
+            answer = error_answer(
+                f"{_REQUEST_ID}: expected 1 to 128 printable ASCII characters, got {len(request_id)} "
+                f"characters: {request_id[:128]!a}",
+                400,
+            )
+            await answer(scope, receive, send)
+            return
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_REQUEST_ID] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
