@@ -38,6 +38,16 @@ class Arg:
     also: int | None = None
 
 
+def about(help: str, **facts: Any) -> dict[str, Arg]:
+    """The metadata of a field; `facts` are further attributes of its `Arg`."""
+    return {"arg": Arg(help, **facts)}
+
+
+def arg(default: Any, help: str, **facts: Any) -> Any:
+    """A field of `ServerArgs` with this default; see `about`."""
+    return field(default=default, metadata=about(help, **facts))
+
+
 @dataclass(frozen=True, slots=True)
 class ArgumentSpec:
     """A field of Ebbtide's own as the command line and the checks see it.
@@ -89,15 +99,14 @@ class ArgumentSpec:
 
 
 def argument_spec(entry: dataclasses.Field[Any], hint: Any) -> ArgumentSpec:
-    """The argument of a field with this annotation, `Annotated[type, Arg(...)]`."""
-    plain, arg = get_args(hint)
-    members = get_args(plain) if isinstance(plain, UnionType) else (plain,)
+    """The argument of a field with this annotation."""
+    members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     lists = [member for member in members if get_origin(member) is list]
     scalars = tuple(member for member in members if member is not type(None) and member not in lists)
     items = tuple(get_args(member)[0] for member in lists)
     return ArgumentSpec(
         name=entry.name,
-        arg=arg,
+        arg=entry.metadata["arg"],
         types=scalars or items,
         is_list=bool(lists),
         optional=type(None) in members,

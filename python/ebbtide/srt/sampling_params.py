@@ -339,9 +339,9 @@ class SamplingParams:
     ebnf: str | None = _grammar(_text)
     structural_tag: str | Mapping[str, Any] | None = _grammar(_json_text)
     choice: Sequence[str] | None = _grammar(_choice, openai=None, items=_NOT_EMPTY)
-    stop_regex: Any = _unsupported(_not_supported)  # noqa: RUF009 (a field)
-    beam_width: Any = _unsupported(_beam_width, also=[1])  # noqa: RUF009 (a field)
-    watermark: Any = _unsupported(_not_supported)  # noqa: RUF009 (a field)
+    stop_regex: Any = _unsupported(_not_supported)
+    beam_width: Any = _unsupported(_beam_width, also=[1])
+    watermark: Any = _unsupported(_not_supported)
 
     def __post_init__(self) -> None:
         for name, default, when_null, read in _READERS:

@@ -8,14 +8,15 @@ import difflib
 import functools
 import ipaddress
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Self, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, Self, get_type_hints
 
 from ebbtide.srt.arguments import (
-    Arg,
     ArgumentSpec,
     SglangArgument,
     SglangArguments,
+    about,
+    arg,
     argument_spec,
     sglang_arguments,
 )
@@ -45,479 +46,373 @@ class ServerArgs(SglangArguments):
     Source: wire_api section 7.
     """
 
-    model_path: Annotated[
-        str,
-        Arg("Folder of a Hugging Face checkpoint, or the id of a model on the hub.", aliases=("--model",)),
-    ]
-    model_impl: Annotated[
-        str,
-        Arg(
-            "auto: Ebbtide's code where it has the architecture, else transformers' with Ebbtide's attention;"
-            " transformers: that for every architecture.",
-            choices=("auto", "transformers"),
-        ),
-    ] = "auto"
-    tokenizer_path: Annotated[
-        str | None, Arg("Folder or hub id of the tokenizer (default: the model path).")
-    ] = None
-    tokenizer_mode: Annotated[
-        str,
-        Arg("auto: the fast tokenizer if the model has one; slow: the Python one.", choices=("auto", "slow")),
-    ] = "auto"
-    skip_tokenizer_init: Annotated[bool, Arg("Load no tokenizer: requests and answers are token ids.")] = (
-        False
+    model_path: str = field(
+        metadata=about(
+            "Folder of a Hugging Face checkpoint, or the id of a model on the hub.", aliases=("--model",)
+        )
     )
-    trust_remote_code: Annotated[
-        bool, Arg("Run Python code that comes with the model's config or tokenizer.")
-    ] = False
-    revision: Annotated[str | None, Arg("Branch, tag or commit of a hub id.")] = None
-    context_length: Annotated[
-        int | None, Arg("Longest request, prompt and output, in tokens (default: the model's).", minimum=1)
-    ] = None
-    dtype: Annotated[
-        str, Arg("Type of weights and activations; auto: the checkpoint's.", choices=_DTYPES)
-    ] = "auto"
-    kv_cache_dtype: Annotated[
-        str, Arg("Type of the KV cache; auto: the model's.", choices=(*_DTYPES, "fp8_e4m3", "fp8"))
-    ] = "auto"
-    kv_cache_scales: Annotated[
-        str,
-        Arg(
-            "Scales of a KV cache in FP8: the checkpoint's (1 where it has none), calibrated once"
-            " on the first tokens, or calibrated again after every update.",
-            choices=("checkpoint", "calibrate", "recalibrate"),
-        ),
-    ] = "checkpoint"
-    kv_cache_calibration_tokens: Annotated[
-        int, Arg("Prompt tokens that a calibration measures.", minimum=1)
-    ] = 4096
-    load_format: Annotated[
-        str,
-        Arg(
-            "Files to load weights from: safetensors, pt (.bin), whichever there is (auto); "
-            "dummy: random weights.",
-            choices=("auto", "safetensors", "pt", "dummy"),
-        ),
-    ] = "auto"
-    json_model_override_args: Annotated[str, Arg("JSON object merged into the model's config.")] = "{}"
-    served_model_name: Annotated[
-        str | None,
-        Arg(
-            "Model name shown to clients (default: the model path). Several, divided by commas, are all "
-            "answered to; with * among them, any name is."
-        ),
-    ] = None
-    chat_template: Annotated[
-        str | None, Arg("Chat template: a file, or the Jinja text itself (default: the tokenizer's).")
-    ] = None
-    weight_version: Annotated[str, Arg("Version of the weights at start, as answers report it.")] = "default"
-
-    host: Annotated[str, Arg("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Arg("TCP port to listen on.", minimum=1)] = 30000
-    api_key: Annotated[str | None, Arg("Key that generation requests must send (default: none needed).")] = (
-        None
+    model_impl: str = arg(
+        "auto",
+        "auto: Ebbtide's code where it has the architecture, else transformers' with Ebbtide's attention;"
+        " transformers: that for every architecture.",
+        choices=("auto", "transformers"),
     )
-    admin_api_key: Annotated[
-        str | None,
-        Arg(
-            "Key that control requests must send (default: the api-key, if any; "
-            "a server without an admin key listens on loopback only)."
-        ),
-    ] = None
-    allow_unauthenticated_control: Annotated[
-        bool,
-        Arg(
-            "Listen beyond loopback without an admin key, although anyone who reaches the port "
-            "then controls the engine."
-        ),
-    ] = False
-    allowed_hosts: Annotated[
-        list[str] | None,
-        Arg(
-            "Names by which clients reach a server without an API key, besides addresses and "
-            "localhost; *: any (default: none on loopback, else any). Web pages of the hosts "
-            "named may also send it requests."
-        ),
-    ] = None
-    root_path: Annotated[
-        str,
-        Arg(
-            "Path of a proxy below which this server is, such as /engines/a, whether or not the proxy "
-            "cuts it off."
-        ),
-    ] = ""
-    enable_request_id_headers: Annotated[
-        bool, Arg("Answer with the X-Request-Id of the request, or a new one where it has none.")
-    ] = False
-    enable_force_include_usage: Annotated[
-        bool, Arg("End every stream of /v1 with the usage, whatever its stream_options say.")
-    ] = False
+    tokenizer_path: str | None = arg(None, "Folder or hub id of the tokenizer (default: the model path).")
+    tokenizer_mode: str = arg(
+        "auto",
+        "auto: the fast tokenizer if the model has one; slow: the Python one.",
+        choices=("auto", "slow"),
+    )
+    skip_tokenizer_init: bool = arg(False, "Load no tokenizer: requests and answers are token ids.")
+    trust_remote_code: bool = arg(False, "Run Python code that comes with the model's config or tokenizer.")
+    revision: str | None = arg(None, "Branch, tag or commit of a hub id.")
+    context_length: int | None = arg(
+        None, "Longest request, prompt and output, in tokens (default: the model's).", minimum=1
+    )
+    dtype: str = arg("auto", "Type of weights and activations; auto: the checkpoint's.", choices=_DTYPES)
+    kv_cache_dtype: str = arg(
+        "auto", "Type of the KV cache; auto: the model's.", choices=(*_DTYPES, "fp8_e4m3", "fp8")
+    )
+    kv_cache_scales: str = arg(
+        "checkpoint",
+        "Scales of a KV cache in FP8: the checkpoint's (1 where it has none), calibrated once"
+        " on the first tokens, or calibrated again after every update.",
+        choices=("checkpoint", "calibrate", "recalibrate"),
+    )
+    kv_cache_calibration_tokens: int = arg(4096, "Prompt tokens that a calibration measures.", minimum=1)
+    load_format: str = arg(
+        "auto",
+        "Files to load weights from: safetensors, pt (.bin), whichever there is (auto); "
+        "dummy: random weights.",
+        choices=("auto", "safetensors", "pt", "dummy"),
+    )
+    json_model_override_args: str = arg("{}", "JSON object merged into the model's config.")
+    served_model_name: str | None = arg(
+        None,
+        "Model name shown to clients (default: the model path). Several, divided by commas, are all "
+        "answered to; with * among them, any name is.",
+    )
+    chat_template: str | None = arg(
+        None, "Chat template: a file, or the Jinja text itself (default: the tokenizer's)."
+    )
+    weight_version: str = arg("default", "Version of the weights at start, as answers report it.")
 
-    tp_size: Annotated[
-        int,
-        Arg(
-            "Ranks that divide each replica of the model (tensor parallelism).",
-            aliases=("--tensor-parallel-size", "--tp"),
-            minimum=1,
-        ),
-    ] = 1
-    dp_size: Annotated[
-        int,
-        Arg(
-            "Replicas of the model behind one address (data parallelism).",
-            aliases=("--data-parallel-size", "--dp"),
-            minimum=1,
-        ),
-    ] = 1
-    load_balance_method: Annotated[
-        str,
-        Arg(
-            "Which replica gets a request: round_robin, in turn (also auto, "
-            "follow_bootstrap_room, total_requests); shortest_queue, the one with the fewest "
-            "tokens to process (also total_tokens).",
-            choices=(
-                *("auto", "round_robin", "shortest_queue"),
-                *("follow_bootstrap_room", "total_requests", "total_tokens"),
-            ),
-        ),
-    ] = "auto"
-    nnodes: Annotated[int, Arg("Number of nodes that the ranks are on.", minimum=1)] = 1
-    node_rank: Annotated[int, Arg("Number of this node, from 0; node 0 serves requests.", minimum=0)] = 0
-    dist_init_addr: Annotated[
-        str | None,
-        Arg(
-            "host:port of node 0, where the nodes meet; not needed with one node.",
-            aliases=("--nccl-init-addr",),
-        ),
-    ] = None
-    dist_timeout: Annotated[
-        int | None,
-        Arg("Seconds that nodes and ranks wait for each other at start (default: 600).", minimum=1),
-    ] = None
-    nccl_port: Annotated[
-        int | None,
-        Arg(
-            "Port on which the ranks of replica 0 meet, with several nodes (default: a free one).", minimum=1
-        ),
-    ] = None
-    base_gpu_id: Annotated[int, Arg("GPU of the node's first rank.", minimum=0)] = 0
-    gpu_id_step: Annotated[int, Arg("Distance between the GPUs of neighbouring ranks.", minimum=1)] = 1
-    disable_custom_all_reduce: Annotated[
-        bool, Arg("Use NCCL for all sums over ranks, and never kernels that write to another GPU's memory.")
-    ] = False
-    device: Annotated[
-        str | None,
-        Arg("Device to run on (default: cuda if torch sees a GPU, else cpu).", choices=("cuda", "cpu")),
-    ] = None
-    random_seed: Annotated[int | None, Arg("Seed of sampling (default: drawn at start).")] = None
-
-    mem_fraction_static: Annotated[
-        float | None,
-        Arg("Share of the memory free at start that weights and KV cache take (default: 0.85 on a GPU)."),
-    ] = None
-    max_total_tokens: Annotated[
-        int | None,
-        Arg("Size of the KV cache in tokens (default: what mem-fraction-static leaves).", minimum=1),
-    ] = None
-    page_size: Annotated[int | None, Arg("Tokens per page of the KV cache (default: 16).", minimum=1)] = None
-    max_running_requests: Annotated[
-        int | None, Arg("Largest batch, in requests (default: 512 on a GPU, 64 on a CPU).", minimum=1)
-    ] = None
-    max_queued_requests: Annotated[
-        int | None, Arg("Requests that may wait; further ones get 503 (default: no limit).", minimum=0)
-    ] = None
-    chunked_prefill_size: Annotated[
-        int | None,
-        Arg(
-            "Most prompt tokens of one forward pass; longer prompts are prefilled in chunks; -1: "
-            "no limit (default: 8192 on a GPU, 512 on a CPU).",
-            minimum=1,
-            also=-1,
-        ),
-    ] = None
-    max_prefill_tokens: Annotated[
-        int, Arg("Most prompt tokens of all requests in one forward pass.", minimum=1)
-    ] = 16384
-    prefill_share: Annotated[
-        float | None,
-        Arg(
-            "Largest share of a forward pass's prompt tokens for a single prompt, so that short "
-            "prompts do not wait for long ones, and a third of what all prompts get of a pass that "
-            "streams wait for; 1: one prompt after the other (default: 1/16, but at least 512 "
-            "tokens, 1024 for models with experts)."
-        ),
-    ] = None
-    schedule_policy: Annotated[
-        str,
-        Arg(
-            "Order of waiting requests: fcfs, arrival; lpm, longest cached prefix; dfs-weight, "
-            "prefixes that most requests share; lof, longest output; priority, the request's "
-            "field of this name; random. The other names mean fcfs.",
-            choices=(*OWN_SCHEDULE_POLICIES, *_OTHER_SCHEDULE_POLICIES),
-        ),
-    ] = "fcfs"
-    enable_priority_scheduling: Annotated[
-        bool,
-        Arg(
-            "Take waiting requests by their field priority, equal ones in the order of --schedule-policy "
-            "(fcfs or lof); requests that run are not interrupted."
-        ),
-    ] = False
-    schedule_low_priority_values_first: Annotated[
-        bool, Arg("Take requests of low priority values first, where priorities count.")
-    ] = False
-    default_priority_value: Annotated[
-        int | None, Arg("Priority of requests that bring none (default: 0).")
-    ] = None
-    disable_radix_cache: Annotated[bool, Arg("Turn the prefix cache off.")] = False
-    prefix_cache_scope: Annotated[
-        str,
-        Arg(
-            "Which requests may use a cached prefix: any, or only those of the weight version "
-            "that computed it.",
-            choices=("any", "version"),
-        ),
-    ] = "any"
-    enable_return_routed_experts: Annotated[
-        bool, Arg("Record which experts each token goes through, for requests that ask for it.")
-    ] = False
-    return_sampling_mask: Annotated[
-        bool, Arg("Return sampling masks with every answer of /inference unless the request says otherwise.")
-    ] = False
-    routed_experts_format: Annotated[
-        str,
-        Arg(
-            "Form of routed experts in /v1 and /inference: a numpy file, or bytes with shape and "
-            "dtype, both in base64.",
-            choices=("npy", "packed"),
-        ),
-    ] = "npy"
-    quantization: Annotated[
-        str | None,
-        Arg(
-            "Quantize weights to FP8 (e4m3): fp8, one scale per block of 128 x 128; w8a8_fp8, one"
-            " per row (default: as in the checkpoint).",
-            choices=("fp8", "w8a8_fp8"),
-        ),
-    ] = None
-    quantization_exclude: Annotated[
-        list[str] | None,
-        Arg(
-            "Modules not to quantize, by checkpoint name or pattern, such as o_proj or "
-            "model.layers.0.* (never quantized: lm_head, embeddings, routers, norms)."
-        ),
-    ] = None
-    enable_lora: Annotated[
-        bool, Arg("Serve LoRA adapters beside the model: memory is taken for max-loras-per-batch of them.")
-    ] = False
-    max_lora_rank: Annotated[
-        int | None,
-        Arg("Highest rank of an adapter, at most 256; memory is taken for it (default: 64).", minimum=8),
-    ] = None
-    max_loras_per_batch: Annotated[
-        int,
-        Arg(
-            "Adapters that a batch may have. There is memory for one more, so that one loads beside them.",
-            aliases=("--max-loras",),
-            minimum=1,
-        ),
-    ] = 8
-    lora_target_modules: Annotated[
-        list[str] | None,
-        Arg("Modules that adapters may have, such as q_proj; all: every one (default: every one)."),
-    ] = None
-    lora_paths: Annotated[
-        list[str] | None, Arg("Adapters to load at the start: folders, or name=folder (default: none).")
-    ] = None
-    max_loaded_loras: Annotated[
-        int | None,
-        Arg("Adapters that may be loaded, in device and host memory (default: no limit).", minimum=1),
-    ] = None
-    lora_keep_versions: Annotated[
-        int,
-        Arg("Earlier versions of an adapter that requests may still ask for, as name@version.", minimum=0),
-    ] = 1
-    enable_fp32_lm_head: Annotated[bool, Arg("Compute logits in float32.")] = False
-    disable_cuda_graph: Annotated[bool, Arg("Turn CUDA graphs off.")] = False
-    cuda_graph_bs: Annotated[
-        list[int] | None,
-        Arg("Batch sizes to capture CUDA graphs for (default: a list up to cuda-graph-max-bs)."),
-    ] = None
-    cuda_graph_max_bs: Annotated[
-        int | None,
-        Arg("Largest batch size to capture (default: 512, at most max-running-requests).", minimum=1),
-    ] = None
-    disable_overlap_schedule: Annotated[
-        bool, Arg("Process the results of a step before launching the next one.")
-    ] = False
-    attention_backend: Annotated[
-        str | None,
-        Arg("flashinfer, triton or torch_native (default: the first that works with this device and model)."),
-    ] = None
-    kernel_cache_dir: Annotated[
-        str | None,
-        Arg(
-            "Folder for compiled kernels; it can be copied to machines with the same GPU and "
-            "packages (default: each library's own)."
-        ),
-    ] = None
-    logprobs_mode: Annotated[
-        str,
-        Arg(
-            "Scores that logprobs are computed from: scaled, after penalties and temperature; "
-            "raw_logprobs, the model's logits; processed_logprobs, after top-k, top-p and min-p "
-            "too.",
-            choices=("scaled", "raw_logprobs", "processed_logprobs"),
-        ),
-    ] = "scaled"
-    nonfinite_logits: Annotated[
-        str,
-        Arg(
-            "What becomes of a request whose logits hold NaN or +Inf: abort, it ends with the tokens before "
-            "them; continue, it goes on and meta_info.num_nonfinite counts them.",
-            choices=("abort", "continue"),
-        ),
-    ] = "abort"
-    max_logprobs: Annotated[
-        int,
-        Arg(
-            "Most logprobs per token that /v1 and /inference return; -1: no limit.",
-            minimum=0,
-            also=-1,
-        ),
-    ] = 20
-    return_tokens_as_token_ids: Annotated[
-        bool, Arg('Name tokens as "token_id:5" in the logprobs of /v1, unless the request says otherwise.')
-    ] = False
-    paused_requests: Annotated[
-        str,
-        Arg(
-            "What happens to requests that arrive while generation is paused by abort or wait: "
-            "queue, they wait; reject, they get 503.",
-            choices=("queue", "reject"),
-        ),
-    ] = "queue"
-    tool_call_parser: Annotated[
-        str | None,
-        Arg(
-            "Format in which the model writes tool calls (default: calls stay in the text).",
-            choices=TOOL_CALL_PARSERS,
-        ),
-    ] = None
-    reasoning_parser: Annotated[
-        str | None,
-        Arg(
-            "Format in which the model marks its reasoning (default: it stays in the answer).",
-            choices=REASONING_PARSERS,
-        ),
-    ] = None
-    constrained_json_disable_any_whitespace: Annotated[
-        bool, Arg("JSON that a schema makes has one space behind each comma and colon, and no other.")
-    ] = False
-    constrained_json_max_whitespace_cnt: Annotated[
-        int | None,
-        Arg("Most characters of whitespace in a row in JSON that a schema makes (default: any).", minimum=1),
-    ] = None
-    stream_interval: Annotated[int, Arg("Tokens per chunk of a stream.", minimum=1)] = 1
-    incremental_streaming_output: Annotated[
-        bool, Arg("Chunks of a /generate stream hold the new tokens only, not all so far.")
-    ] = False
-
-    enable_memory_saver: Annotated[
-        bool,
-        Arg("Allow memory to be released and resumed (default: on; memory-saver-backend none turns it off)."),
-    ] = True
-    memory_saver_backend: Annotated[
-        str,
-        Arg(
-            "How memory is released: auto, the engine's own arenas; torch_memory_saver, that "
-            "library; none, never.",
-            choices=("auto", "torch_memory_saver", "none"),
-        ),
-    ] = "auto"
-    enable_weights_cpu_backup: Annotated[
-        bool, Arg("Keep a copy of the weights in host memory, so that they survive a release.")
-    ] = False
-    kv_park_bytes: Annotated[
-        int | None,
-        Arg(
-            "Host memory per rank, in bytes, for KV kept by a release or resize with preserve; "
-            "taken at start if given (default: an eighth of the host's memory, shared by its "
-            "ranks).",
-            minimum=0,
-        ),
-    ] = None
-    custom_weight_loader: Annotated[
-        str | list[str] | None, Arg("Import paths of functions that updates may name as load_format.")
-    ] = None
-    update_staging: Annotated[
-        str,
-        Arg(
-            "Whether an update is first written to a second copy of the weights: auto, if there "
-            "is memory for it and a direct write would stall requests; always, or the update is "
-            "refused; never.",
-            choices=("auto", "always", "never"),
-        ),
-    ] = "auto"
-    refuse_nonfinite: Annotated[
-        bool,
-        Arg("Refuse adapters with NaN or Inf, and weight updates unless they say refuse_nonfinite: false."),
-    ] = False
-    weight_update_timeout_s: Annotated[float, Arg("Seconds that a weight update or session may take.")] = (
-        600.0
+    host: str = arg("127.0.0.1", "Address to listen on.")
+    port: int = arg(30000, "TCP port to listen on.", minimum=1)
+    api_key: str | None = arg(None, "Key that generation requests must send (default: none needed).")
+    admin_api_key: str | None = arg(
+        None,
+        "Key that control requests must send (default: the api-key, if any; "
+        "a server without an admin key listens on loopback only).",
+    )
+    allow_unauthenticated_control: bool = arg(
+        False,
+        "Listen beyond loopback without an admin key, although anyone who reaches the port "
+        "then controls the engine.",
+    )
+    allowed_hosts: list[str] | None = arg(
+        None,
+        "Names by which clients reach a server without an API key, besides addresses and "
+        "localhost; *: any (default: none on loopback, else any). Web pages of the hosts "
+        "named may also send it requests.",
+    )
+    root_path: str = arg(
+        "",
+        "Path of a proxy below which this server is, such as /engines/a, whether or not the proxy "
+        "cuts it off.",
+    )
+    enable_request_id_headers: bool = arg(
+        False, "Answer with the X-Request-Id of the request, or a new one where it has none."
+    )
+    enable_force_include_usage: bool = arg(
+        False, "End every stream of /v1 with the usage, whatever its stream_options say."
     )
 
-    enable_trace: Annotated[bool, Arg("Send OpenTelemetry traces of control operations and outputs.")] = False
-    otlp_traces_endpoint: Annotated[str, Arg("host:port of the trace collector (OTLP over gRPC).")] = (
-        "localhost:4317"
+    tp_size: int = arg(
+        1,
+        "Ranks that divide each replica of the model (tensor parallelism).",
+        aliases=("--tensor-parallel-size", "--tp"),
+        minimum=1,
     )
-    otlp_service_name: Annotated[str, Arg("Name of this server in traces.")] = "ebbtide"
-    watchdog_timeout: Annotated[
-        float,
-        Arg(
-            "Seconds that a forward pass, or one turn of a control request, may take; after that "
-            "the engine ends and logs the stacks of all threads. So it does when a process has been stopped "
-            "for four fifths of it."
+    dp_size: int = arg(
+        1,
+        "Replicas of the model behind one address (data parallelism).",
+        aliases=("--data-parallel-size", "--dp"),
+        minimum=1,
+    )
+    load_balance_method: str = arg(
+        "auto",
+        "Which replica gets a request: round_robin, in turn (also auto, "
+        "follow_bootstrap_room, total_requests); shortest_queue, the one with the fewest "
+        "tokens to process (also total_tokens).",
+        choices=(
+            *("auto", "round_robin", "shortest_queue"),
+            *("follow_bootstrap_room", "total_requests", "total_tokens"),
         ),
-    ] = 300.0
-    soft_watchdog_timeout: Annotated[
-        float | None, Arg("Seconds after which those stacks are only logged (default: never).")
-    ] = None
-    pause_warning_s: Annotated[
-        float,
-        Arg(
-            "Seconds without running, paused or asleep, after which a warning is logged, again "
-            "and again (0: never).",
-            minimum=0,
-        ),
-    ] = 1800.0
-    drain_timeout_s: Annotated[
-        float, Arg("Seconds after SIGTERM in which accepted requests may finish (0: end at once).", minimum=0)
-    ] = 0.0
-    skip_server_warmup: Annotated[bool, Arg("Do not generate a test token before serving.")] = False
-    log_level: Annotated[str, Arg("Least severe log lines to write.", choices=_LOG_LEVELS)] = "info"
-    log_level_http: Annotated[
-        str | None, Arg("The same for the HTTP server's lines (default: log-level).", choices=_LOG_LEVELS)
-    ] = None
-    log_format: Annotated[
-        str, Arg("Log as lines of text, or as one JSON object per line.", choices=("text", "json"))
-    ] = "text"
-    log_requests: Annotated[bool, Arg("Log each request when it arrives and when it ends.")] = False
-    log_requests_level: Annotated[
-        int,
-        Arg(
-            "What log-requests writes: 0, counts and times; 1 or 2, also sampling parameters; 3, "
-            "also prompts.",
-            minimum=0,
-        ),
-    ] = 2
-    decode_log_interval: Annotated[
-        int | None, Arg("Forward passes between two status lines in the log; 0: none.", minimum=0)
-    ] = 40
-    enable_metrics: Annotated[bool, Arg("Serve Prometheus metrics at /metrics.")] = False
-    metrics_aliases: Annotated[
-        str | None, Arg("Serve metrics under this engine's names as well.", choices=("sglang", "vllm"))
-    ] = None
+    )
+    nnodes: int = arg(1, "Number of nodes that the ranks are on.", minimum=1)
+    node_rank: int = arg(0, "Number of this node, from 0; node 0 serves requests.", minimum=0)
+    dist_init_addr: str | None = arg(
+        None,
+        "host:port of node 0, where the nodes meet; not needed with one node.",
+        aliases=("--nccl-init-addr",),
+    )
+    dist_timeout: int | None = arg(
+        None, "Seconds that nodes and ranks wait for each other at start (default: 600).", minimum=1
+    )
+    nccl_port: int | None = arg(
+        None,
+        "Port on which the ranks of replica 0 meet, with several nodes (default: a free one).",
+        minimum=1,
+    )
+    base_gpu_id: int = arg(0, "GPU of the node's first rank.", minimum=0)
+    gpu_id_step: int = arg(1, "Distance between the GPUs of neighbouring ranks.", minimum=1)
+    disable_custom_all_reduce: bool = arg(
+        False, "Use NCCL for all sums over ranks, and never kernels that write to another GPU's memory."
+    )
+    device: str | None = arg(
+        None, "Device to run on (default: cuda if torch sees a GPU, else cpu).", choices=("cuda", "cpu")
+    )
+    random_seed: int | None = arg(None, "Seed of sampling (default: drawn at start).")
+
+    mem_fraction_static: float | None = arg(
+        None, "Share of the memory free at start that weights and KV cache take (default: 0.85 on a GPU)."
+    )
+    max_total_tokens: int | None = arg(
+        None, "Size of the KV cache in tokens (default: what mem-fraction-static leaves).", minimum=1
+    )
+    page_size: int | None = arg(None, "Tokens per page of the KV cache (default: 16).", minimum=1)
+    max_running_requests: int | None = arg(
+        None, "Largest batch, in requests (default: 512 on a GPU, 64 on a CPU).", minimum=1
+    )
+    max_queued_requests: int | None = arg(
+        None, "Requests that may wait; further ones get 503 (default: no limit).", minimum=0
+    )
+    chunked_prefill_size: int | None = arg(
+        None,
+        "Most prompt tokens of one forward pass; longer prompts are prefilled in chunks; -1: "
+        "no limit (default: 8192 on a GPU, 512 on a CPU).",
+        minimum=1,
+        also=-1,
+    )
+    max_prefill_tokens: int = arg(16384, "Most prompt tokens of all requests in one forward pass.", minimum=1)
+    prefill_share: float | None = arg(
+        None,
+        "Largest share of a forward pass's prompt tokens for a single prompt, so that short "
+        "prompts do not wait for long ones, and a third of what all prompts get of a pass that "
+        "streams wait for; 1: one prompt after the other (default: 1/16, but at least 512 "
+        "tokens, 1024 for models with experts).",
+    )
+    schedule_policy: str = arg(
+        "fcfs",
+        "Order of waiting requests: fcfs, arrival; lpm, longest cached prefix; dfs-weight, "
+        "prefixes that most requests share; lof, longest output; priority, the request's "
+        "field of this name; random. The other names mean fcfs.",
+        choices=(*OWN_SCHEDULE_POLICIES, *_OTHER_SCHEDULE_POLICIES),
+    )
+    enable_priority_scheduling: bool = arg(
+        False,
+        "Take waiting requests by their field priority, equal ones in the order of --schedule-policy "
+        "(fcfs or lof); requests that run are not interrupted.",
+    )
+    schedule_low_priority_values_first: bool = arg(
+        False, "Take requests of low priority values first, where priorities count."
+    )
+    default_priority_value: int | None = arg(None, "Priority of requests that bring none (default: 0).")
+    disable_radix_cache: bool = arg(False, "Turn the prefix cache off.")
+    prefix_cache_scope: str = arg(
+        "any",
+        "Which requests may use a cached prefix: any, or only those of the weight version that computed it.",
+        choices=("any", "version"),
+    )
+    enable_return_routed_experts: bool = arg(
+        False, "Record which experts each token goes through, for requests that ask for it."
+    )
+    return_sampling_mask: bool = arg(
+        False, "Return sampling masks with every answer of /inference unless the request says otherwise."
+    )
+    routed_experts_format: str = arg(
+        "npy",
+        "Form of routed experts in /v1 and /inference: a numpy file, or bytes with shape and "
+        "dtype, both in base64.",
+        choices=("npy", "packed"),
+    )
+    quantization: str | None = arg(
+        None,
+        "Quantize weights to FP8 (e4m3): fp8, one scale per block of 128 x 128; w8a8_fp8, one"
+        " per row (default: as in the checkpoint).",
+        choices=("fp8", "w8a8_fp8"),
+    )
+    quantization_exclude: list[str] | None = arg(
+        None,
+        "Modules not to quantize, by checkpoint name or pattern, such as o_proj or "
+        "model.layers.0.* (never quantized: lm_head, embeddings, routers, norms).",
+    )
+    enable_lora: bool = arg(
+        False, "Serve LoRA adapters beside the model: memory is taken for max-loras-per-batch of them."
+    )
+    max_lora_rank: int | None = arg(
+        None, "Highest rank of an adapter, at most 256; memory is taken for it (default: 64).", minimum=8
+    )
+    max_loras_per_batch: int = arg(
+        8,
+        "Adapters that a batch may have. There is memory for one more, so that one loads beside them.",
+        aliases=("--max-loras",),
+        minimum=1,
+    )
+    lora_target_modules: list[str] | None = arg(
+        None, "Modules that adapters may have, such as q_proj; all: every one (default: every one)."
+    )
+    lora_paths: list[str] | None = arg(
+        None, "Adapters to load at the start: folders, or name=folder (default: none)."
+    )
+    max_loaded_loras: int | None = arg(
+        None, "Adapters that may be loaded, in device and host memory (default: no limit).", minimum=1
+    )
+    lora_keep_versions: int = arg(
+        1, "Earlier versions of an adapter that requests may still ask for, as name@version.", minimum=0
+    )
+    enable_fp32_lm_head: bool = arg(False, "Compute logits in float32.")
+    disable_cuda_graph: bool = arg(False, "Turn CUDA graphs off.")
+    cuda_graph_bs: list[int] | None = arg(
+        None, "Batch sizes to capture CUDA graphs for (default: a list up to cuda-graph-max-bs)."
+    )
+    cuda_graph_max_bs: int | None = arg(
+        None, "Largest batch size to capture (default: 512, at most max-running-requests).", minimum=1
+    )
+    disable_overlap_schedule: bool = arg(
+        False, "Process the results of a step before launching the next one."
+    )
+    attention_backend: str | None = arg(
+        None, "flashinfer, triton or torch_native (default: the first that works with this device and model)."
+    )
+    kernel_cache_dir: str | None = arg(
+        None,
+        "Folder for compiled kernels; it can be copied to machines with the same GPU and "
+        "packages (default: each library's own).",
+    )
+    logprobs_mode: str = arg(
+        "scaled",
+        "Scores that logprobs are computed from: scaled, after penalties and temperature; "
+        "raw_logprobs, the model's logits; processed_logprobs, after top-k, top-p and min-p "
+        "too.",
+        choices=("scaled", "raw_logprobs", "processed_logprobs"),
+    )
+    nonfinite_logits: str = arg(
+        "abort",
+        "What becomes of a request whose logits hold NaN or +Inf: abort, it ends with the tokens before "
+        "them; continue, it goes on and meta_info.num_nonfinite counts them.",
+        choices=("abort", "continue"),
+    )
+    max_logprobs: int = arg(
+        20, "Most logprobs per token that /v1 and /inference return; -1: no limit.", minimum=0, also=-1
+    )
+    return_tokens_as_token_ids: bool = arg(
+        False, 'Name tokens as "token_id:5" in the logprobs of /v1, unless the request says otherwise.'
+    )
+    paused_requests: str = arg(
+        "queue",
+        "What happens to requests that arrive while generation is paused by abort or wait: "
+        "queue, they wait; reject, they get 503.",
+        choices=("queue", "reject"),
+    )
+    tool_call_parser: str | None = arg(
+        None,
+        "Format in which the model writes tool calls (default: calls stay in the text).",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str | None = arg(
+        None,
+        "Format in which the model marks its reasoning (default: it stays in the answer).",
+        choices=REASONING_PARSERS,
+    )
+    constrained_json_disable_any_whitespace: bool = arg(
+        False, "JSON that a schema makes has one space behind each comma and colon, and no other."
+    )
+    constrained_json_max_whitespace_cnt: int | None = arg(
+        None, "Most characters of whitespace in a row in JSON that a schema makes (default: any).", minimum=1
+    )
+    stream_interval: int = arg(1, "Tokens per chunk of a stream.", minimum=1)
+    incremental_streaming_output: bool = arg(
+        False, "Chunks of a /generate stream hold the new tokens only, not all so far."
+    )
+
+    enable_memory_saver: bool = arg(
+        True, "Allow memory to be released and resumed (default: on; memory-saver-backend none turns it off)."
+    )
+    memory_saver_backend: str = arg(
+        "auto",
+        "How memory is released: auto, the engine's own arenas; torch_memory_saver, that "
+        "library; none, never.",
+        choices=("auto", "torch_memory_saver", "none"),
+    )
+    enable_weights_cpu_backup: bool = arg(
+        False, "Keep a copy of the weights in host memory, so that they survive a release."
+    )
+    kv_park_bytes: int | None = arg(
+        None,
+        "Host memory per rank, in bytes, for KV kept by a release or resize with preserve; "
+        "taken at start if given (default: an eighth of the host's memory, shared by its "
+        "ranks).",
+        minimum=0,
+    )
+    custom_weight_loader: str | list[str] | None = arg(
+        None, "Import paths of functions that updates may name as load_format."
+    )
+    update_staging: str = arg(
+        "auto",
+        "Whether an update is first written to a second copy of the weights: auto, if there "
+        "is memory for it and a direct write would stall requests; always, or the update is "
+        "refused; never.",
+        choices=("auto", "always", "never"),
+    )
+    refuse_nonfinite: bool = arg(
+        False, "Refuse adapters with NaN or Inf, and weight updates unless they say refuse_nonfinite: false."
+    )
+    weight_update_timeout_s: float = arg(600.0, "Seconds that a weight update or session may take.")
+
+    enable_trace: bool = arg(False, "Send OpenTelemetry traces of control operations and outputs.")
+    otlp_traces_endpoint: str = arg("localhost:4317", "host:port of the trace collector (OTLP over gRPC).")
+    otlp_service_name: str = arg("ebbtide", "Name of this server in traces.")
+    watchdog_timeout: float = arg(
+        300.0,
+        "Seconds that a forward pass, or one turn of a control request, may take; after that "
+        "the engine ends and logs the stacks of all threads. So it does when a process has been stopped "
+        "for four fifths of it.",
+    )
+    soft_watchdog_timeout: float | None = arg(
+        None, "Seconds after which those stacks are only logged (default: never)."
+    )
+    pause_warning_s: float = arg(
+        1800.0,
+        "Seconds without running, paused or asleep, after which a warning is logged, again "
+        "and again (0: never).",
+        minimum=0,
+    )
+    drain_timeout_s: float = arg(
+        0.0, "Seconds after SIGTERM in which accepted requests may finish (0: end at once).", minimum=0
+    )
+    skip_server_warmup: bool = arg(False, "Do not generate a test token before serving.")
+    log_level: str = arg("info", "Least severe log lines to write.", choices=_LOG_LEVELS)
+    log_level_http: str | None = arg(
+        None, "The same for the HTTP server's lines (default: log-level).", choices=_LOG_LEVELS
+    )
+    log_format: str = arg(
+        "text", "Log as lines of text, or as one JSON object per line.", choices=("text", "json")
+    )
+    log_requests: bool = arg(False, "Log each request when it arrives and when it ends.")
+    log_requests_level: int = arg(
+        2,
+        "What log-requests writes: 0, counts and times; 1 or 2, also sampling parameters; 3, also prompts.",
+        minimum=0,
+    )
+    decode_log_interval: int | None = arg(
+        40, "Forward passes between two status lines in the log; 0: none.", minimum=0
+    )
+    enable_metrics: bool = arg(False, "Serve Prometheus metrics at /metrics.")
+    metrics_aliases: str | None = arg(
+        None, "Serve metrics under this engine's names as well.", choices=("sglang", "vllm")
+    )
 
     def __post_init__(self) -> None:
         """Nothing: frameworks patch this method, and build arguments on machines that never run them."""
@@ -558,7 +453,7 @@ def is_loopback(host: str) -> bool:
 @functools.cache
 def argument_specs() -> tuple[ArgumentSpec, ...]:
     """Ebbtide's own fields, in the order of the class; `sglang_arguments` has the others."""
-    hints = get_type_hints(ServerArgs, include_extras=True)
+    hints = get_type_hints(ServerArgs)
     others = sglang_arguments()
     return tuple(
         argument_spec(entry, hints[entry.name])
