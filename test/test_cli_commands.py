@@ -11,7 +11,7 @@ from fixtures.servers import ENVIRONMENT, Server, free_port, null_server, runnin
 from safetensors.torch import load_file
 
 from ebbtide import Client, cli
-from ebbtide.cli.talk import Answer
+from ebbtide.cli.talk import ColouredAnswer
 from ebbtide.cli.watch import Picture
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.hf_folder import folder_of
@@ -113,7 +113,7 @@ def test_tokens_have_the_colour_of_their_version(capsys: pytest.CaptureFixture[s
     def chunk(text: str, *versions: str) -> dict[str, Any]:
         return {"text": text, "meta_info": {"weight_versions": [{"version": one} for one in versions]}}
 
-    answer = Answer()
+    answer = ColouredAnswer()
     assert answer.show(iter([chunk("calm", "1"), chunk("calm storm", "1", "2")])) == "calm storm"
     printed = capsys.readouterr()
     assert printed.out == "calm storm\n"

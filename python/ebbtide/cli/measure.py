@@ -26,7 +26,7 @@ MOST_WAIT_S = 0.3
 
 
 @dataclass(frozen=True)
-class Load:
+class StreamLoad:
     """Streams that begin together.
 
     Attributes:
@@ -76,7 +76,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure a server: tokens per second, gaps of streams, and with --update what an update adds to them."""
-    load = Load(streams, prompt_tokens, output_tokens)
+    load = StreamLoad(streams, prompt_tokens, output_tokens)
     folder = str(Path(update).resolve()) if update is not None and Path(update).exists() else update
     with asking(url, key) as client:
         rows = asyncio.run(_measure(client, load, runs, folder))
@@ -89,7 +89,9 @@ def bench(
             console.print(_table(rows))
 
 
-async def _measure(client: Client, load: Load, runs: int, folder: str | None) -> dict[str, list[Figures]]:
+async def _measure(
+    client: Client, load: StreamLoad, runs: int, folder: str | None
+) -> dict[str, list[Figures]]:
     """All runs, by what was measured. The first round of each kind warms up and is not counted."""
     vocab_size = (await client.async_model_info())["vocab_size"]
     rows = {}
@@ -100,7 +102,7 @@ async def _measure(client: Client, load: Load, runs: int, folder: str | None) ->
     return rows
 
 
-async def _round(client: Client, load: Load, vocab_size: int, folder: str | None) -> Figures:
+async def _round(client: Client, load: StreamLoad, vocab_size: int, folder: str | None) -> Figures:
     began_s = time.perf_counter()
     began = asyncio.Semaphore(0)
     reading = [asyncio.create_task(_read(client, load, vocab_size, began)) for _ in range(load.num_streams)]
@@ -134,7 +136,7 @@ async def _round(client: Client, load: Load, vocab_size: int, folder: str | None
 
 
 async def _read(
-    client: Client, load: Load, vocab_size: int, began: asyncio.Semaphore
+    client: Client, load: StreamLoad, vocab_size: int, began: asyncio.Semaphore
 ) -> tuple[list[float], set[str]]:
     """When each chunk of a stream came, and the versions that sampled it; the first one releases `began`."""
     prompt = [random.randrange(vocab_size) for _ in range(load.prompt_tokens)]

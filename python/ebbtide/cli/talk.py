@@ -35,7 +35,7 @@ def generate(
         if as_json:
             console.print_json(json.dumps(client.generate(text, params)))
         else:
-            Answer().show(client.generate(text, params, stream=True))
+            ColouredAnswer().show(client.generate(text, params, stream=True))
 
 
 def chat(
@@ -51,7 +51,7 @@ def chat(
         model = client.model_info()
         told = f"{model['served_model_name']}, weights {model['weight_version']}"
         print_note(f"{told}. Ctrl-C ends an answer, Ctrl-D the conversation.")
-        answer = Answer()
+        answer = ColouredAnswer()
         while (question := _ask()) is not None:
             if not question:
                 continue
@@ -83,7 +83,7 @@ def _next_line() -> str | None:
     return line.strip() if line else None
 
 
-class Answer:
+class ColouredAnswer:
     """Shows a stream, each token in the colour of the weights that sampled it."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from ebbtide.srt.managers.api.live_generation import Triple
 Positions = list[list[Triple] | None]
 
 
-class Reply(Struct, kw_only=True):
+class AnswerBody(Struct, kw_only=True):
     """What every body has."""
 
     success: bool = True
@@ -27,7 +27,7 @@ class ErrorDetail(Struct, kw_only=True):
     code: int
 
 
-class Error(Reply, kw_only=True):
+class Error(AnswerBody, kw_only=True):
     """Any refusal or failure. Some have further fields."""
 
     error: ErrorDetail
@@ -39,7 +39,7 @@ class DrainRequest(Struct, kw_only=True):
     timeout_s: float | None = None
 
 
-class DrainReply(Reply, kw_only=True):
+class DrainReply(AnswerBody, kw_only=True):
     """`num_live`: requests that are still served."""
 
     num_live: int
@@ -48,7 +48,7 @@ class DrainReply(Reply, kw_only=True):
 # ---------------------------------------------------------------------------------------------- generation
 
 
-class FinishReason(Struct, kw_only=True):
+class FinishReasonBody(Struct, kw_only=True):
     """`stop` comes with `matched`, `length` with its `length`, `abort` and `stale` with the `message`."""
 
     type: Literal["stop", "length", "abort", "stale"]
@@ -76,7 +76,7 @@ class MetaInfo(Struct, kw_only=True):
     """
 
     id: str
-    finish_reason: FinishReason | None
+    finish_reason: FinishReasonBody | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int

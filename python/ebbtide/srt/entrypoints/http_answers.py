@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
-from ebbtide.srt.managers.api.ended_outputs import Client
+from ebbtide.srt.managers.api.ended_outputs import Caller
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ def error_answer(message: str, status: int, **fields: Any) -> Json:
     return Json(error_body(message, status, **fields), status)
 
 
-def client_of(request: Request) -> Client:
+def client_of(request: Request) -> Caller:
     """Who asks."""
     host = "" if request.client is None else request.client.host
-    return Client(host, request.headers.get("authorization") or request.headers.get("x-api-key", ""))
+    return Caller(host, request.headers.get("authorization") or request.headers.get("x-api-key", ""))
 
 
 async def answer_whole(receive: Receive, starting: Coroutine[Any, Any, LiveGeneration]) -> Any:

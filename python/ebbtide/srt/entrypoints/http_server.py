@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
 from ebbtide.srt.entrypoints.anthropic.routes import AnthropicApi, with_own_errors
-from ebbtide.srt.entrypoints.bodies import DrainRequest, Reply
+from ebbtide.srt.entrypoints.bodies import AnswerBody, DrainRequest
 from ebbtide.srt.entrypoints.connection import BoundedConnection
 from ebbtide.srt.entrypoints.control_routes import (
     CONTROL_ROUTES,
@@ -180,7 +180,7 @@ class _Endpoints:
 
     async def _ready(self, request: Request) -> Response:
         reason = self._service.not_ready
-        return error_answer(reason, 503) if reason else Json(Reply())
+        return error_answer(reason, 503) if reason else Json(AnswerBody())
 
     async def _metrics_text(self, request: Request) -> Response:
         if not self._service.config.server_args.enable_metrics:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, convert, field
 
 from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.entrypoints.bodies import Reply
+from ebbtide.srt.entrypoints.bodies import AnswerBody
 from ebbtide.srt.entrypoints.occupation import EngineState, num_gpus, total_tags
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import Load, StateReport, TagReport
@@ -30,7 +30,7 @@ _SUMMABLE = (
     "lent_bytes",
 )
 # This version has no speculative decoding, LoRA or disaggregation: their sections are empty.
-SECTIONS = ("core", "memory", "queues", "spec", "lora", "disagg", "all")
+LOAD_SECTIONS = ("core", "memory", "queues", "spec", "lora", "disagg", "all")
 
 
 class LoadSummary(Struct, kw_only=True):
@@ -114,10 +114,10 @@ def wanted_sections(given: Sequence[str]) -> frozenset[str]:
     Raises RequestRejected: 400, there is no such section.
     """
     names = frozenset(name.strip() for value in given for name in value.split(","))
-    unknown = sorted(names.difference(SECTIONS))
+    unknown = sorted(names.difference(LOAD_SECTIONS))
     if unknown:
-        raise RequestRejected(f"include: unknown section {unknown[0]!r}; expected {', '.join(SECTIONS)}")
-    return frozenset(SECTIONS) if "all" in names else names
+        raise RequestRejected(f"include: unknown section {unknown[0]!r}; expected {', '.join(LOAD_SECTIONS)}")
+    return frozenset(LOAD_SECTIONS) if "all" in names else names
 
 
 def loads_of_rank(loads: Sequence[Load], dp_rank: int | str | None) -> list[Load]:
@@ -171,11 +171,11 @@ def _replica(load: Load, sections: frozenset[str]) -> ReplicaLoad:
 KEY_FIELDS: Final = ("api_key", "admin_api_key")
 
 
-class WeightVersion(Reply, kw_only=True):
+class WeightVersion(AnswerBody, kw_only=True):
     weight_version: str
 
 
-class ModelInfo(Reply, kw_only=True):
+class ModelInfo(AnswerBody, kw_only=True):
     """`weight_versions`: of several replicas, what each serves."""
 
     model_path: str
@@ -225,7 +225,7 @@ class StartupTime(Struct, kw_only=True):
     tokenizer_e2e: float
 
 
-class ServerInfo(Reply, kw_only=True):
+class ServerInfo(AnswerBody, kw_only=True):
     """Holds every argument of the server besides, as given, or as it was chosen; keys as `***`."""
 
     version: str

@@ -15,7 +15,7 @@ from msgspec import UNSET, Struct
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device.host import host_memory_info
 from ebbtide.srt.device.nvml import device_memory_bytes, process_bytes
-from ebbtide.srt.entrypoints.bodies import Reply
+from ebbtide.srt.entrypoints.bodies import AnswerBody
 from ebbtide.srt.entrypoints.launch.placement import node_of
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.io_struct import RankReport, StateReport, TagReport, TotalsReply
@@ -39,7 +39,7 @@ class RankOccupation(RankReport, frozen=True, kw_only=True):
     device_bytes: DeviceMemory | None
 
 
-class EngineState(Reply, kw_only=True):
+class EngineState(AnswerBody, kw_only=True):
     generation: GenerationState
     can_run: bool
     reason: str
@@ -47,7 +47,7 @@ class EngineState(Reply, kw_only=True):
     device: DeviceMemory
 
 
-class MemoryOccupation(EngineState, kw_only=True):
+class MemoryOccupationBody(EngineState, kw_only=True):
     ranks: list[RankOccupation]
 
 
@@ -59,7 +59,7 @@ def engine_state(state: StateReport, parallel: ParallelConfig) -> EngineState:
     return _engine_state(state, _measured_ranks(state, parallel), parallel)
 
 
-def memory_occupation(state: StateReport, parallel: ParallelConfig) -> MemoryOccupation:
+def memory_occupation(state: StateReport, parallel: ParallelConfig) -> MemoryOccupationBody:
     """The same, and that of every rank: the body of `GET /memory_occupation`.
 
     Raises EngineError: the process of a rank has ended.
@@ -70,7 +70,7 @@ def memory_occupation(state: StateReport, parallel: ParallelConfig) -> MemoryOcc
         RankOccupation(**msgspec.structs.asdict(rank), device_bytes=device)
         for rank, device in zip(state.ranks, devices, strict=True)
     ]
-    return MemoryOccupation(**msgspec.structs.asdict(whole), ranks=ranks)
+    return MemoryOccupationBody(**msgspec.structs.asdict(whole), ranks=ranks)
 
 
 def total_tags(ranks: Sequence[RankReport]) -> dict[str, TagReport]:

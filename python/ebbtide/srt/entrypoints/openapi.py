@@ -9,11 +9,11 @@ from typing import Any, Final, get_type_hints
 import msgspec
 
 from ebbtide.srt.entrypoints import bodies
-from ebbtide.srt.entrypoints.anthropic.answers import ErrorResponse, Message, TokenCount
+from ebbtide.srt.entrypoints.anthropic.answers import ErrorResponse, MessageBody, TokenCount
 from ebbtide.srt.entrypoints.anthropic.requests import CountTokensRequest, MessagesRequest
 from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES
 from ebbtide.srt.entrypoints.information import (
-    SECTIONS,
+    LOAD_SECTIONS,
     Loads,
     LoadSummary,
     ModelInfo,
@@ -21,7 +21,7 @@ from ebbtide.srt.entrypoints.information import (
     WeightVersion,
 )
 from ebbtide.srt.entrypoints.middleware import Access, access_of
-from ebbtide.srt.entrypoints.occupation import MemoryOccupation
+from ebbtide.srt.entrypoints.occupation import MemoryOccupationBody
 from ebbtide.srt.entrypoints.openai.protocol import (
     ChatBatchRequest,
     ChatCompletion,
@@ -105,7 +105,7 @@ _ROUTES = (
         *(ResponsesRequest, ResponseBody, "Events of OpenAI's Responses."),
     ),
     Route(
-        *("/v1/messages", POST, "Anthropic", "Answer a conversation.", MessagesRequest, Message),
+        *("/v1/messages", POST, "Anthropic", "Answer a conversation.", MessagesRequest, MessageBody),
         event="Events of Anthropic's Messages.",
         error=ErrorResponse,
     ),
@@ -127,7 +127,7 @@ _ROUTES = (
     Route("/v1/models/{model}", GET, "OpenAI", "The model of this name.", None, ModelCard),
     Route("/health", GET, "information", "Whether every process lives and turns, asleep or not."),
     Route("/health_generate", GET, "information", "As /health; an idle engine also generates a token."),
-    Route("/ready", GET, "information", "Whether a request would run now.", None, bodies.Reply),
+    Route("/ready", GET, "information", "Whether a request would run now.", None, bodies.AnswerBody),
     Route(
         *("/metrics", GET, "information", "Prometheus metrics; needs --enable-metrics.", None, str),
         media_type="text/plain",
@@ -141,7 +141,7 @@ _ROUTES = (
         ServerInfoQuery,
         ServerInfo,
     ),
-    Route("/memory_occupation", GET, "information", "Memory by tag.", None, MemoryOccupation),
+    Route("/memory_occupation", GET, "information", "Memory by tag.", None, MemoryOccupationBody),
     Route("/v1/loads", GET, "information", "What every replica has to do.", LoadsQuery, Loads),
     Route("/get_load", GET, "information", "The same in short.", None, list[LoadSummary]),
     Route("/get_weight_version", GET, "information", "The weights' version.", None, WeightVersion),
@@ -338,12 +338,12 @@ _GROUP: Final[dict[str, Schema]] = {
     "rank_offset": FROM_1,
     "world_size": {"minimum": 2},
 }
-_SECTION: Final = rf"\s*({'|'.join(SECTIONS)})\s*"
+_SECTION: Final = rf"\s*({'|'.join(LOAD_SECTIONS)})\s*"
 _IDS: Final[Schema] = {"type": "array", "items": {"type": "integer"} | FROM_0}
 _LISTS_OF_IDS: Final[Schema] = {"type": "array", "items": _IDS}
 
 # By type of the request, and field.
-FIELDS: Final[dict[str, dict[str, Schema]]] = {
+FIELD_SCHEMAS: Final[dict[str, dict[str, Schema]]] = {
     "SamplingParams": {field.name: dict(field.check.schema) for field in SAMPLING_FIELDS},
     "CompletionRequest": {
         "prompt": {
@@ -397,7 +397,7 @@ def _one_of(*names: str) -> Schema:
 
 
 # By type of the request: what one field has to do with another.
-BODIES: Final[dict[str, Schema]] = {
+BODY_SCHEMAS: Final[dict[str, Schema]] = {
     "GenerateReqInput": {"anyOf": [given("text"), given("input_ids", minItems=1), given("continue_from")]},
     "ChatCompletionRequest": {"anyOf": [given("messages", minItems=1), given("input_ids", minItems=1)]},
     "TokensRequest": {"anyOf": [given("token_ids", minItems=1), given("continue_from")]},
@@ -417,12 +417,12 @@ BODIES: Final[dict[str, Schema]] = {
 
 def refine(components: Mapping[str, Schema]) -> None:
     """Say in the schemas of requests what their types do not."""
-    for kind, fields in FIELDS.items():
+    for kind, fields in FIELD_SCHEMAS.items():
         properties = components[kind]["properties"]
         for name, keywords in fields.items():
             overlaps = properties[name].keys() & keywords.keys()
             properties[name] |= {"allOf": [keywords]} if overlaps else keywords
-    for kind, whole in BODIES.items():
+    for kind, whole in BODY_SCHEMAS.items():
         components[kind].update(whole)
     forms = ("InitInfo", "LendingInfo", "FetchInfo")
     for kind in forms:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct, field
 
-from ebbtide.srt.entrypoints.bodies import Reply
+from ebbtide.srt.entrypoints.bodies import AnswerBody
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
 from ebbtide.srt.managers.api.request_fields import MAX_CHARACTERS, build_request
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
@@ -51,7 +51,7 @@ class StepOutcome(Struct, kw_only=True):
     reply: dict[str, Any]
 
 
-class TransitionReply(Reply, kw_only=True):
+class TransitionReply(AnswerBody, kw_only=True):
     """The body of the answer. `replayed`: it had been run before."""
 
     op_id: str

@@ -117,13 +117,13 @@ class Preserve(StrEnum):
 class ReleaseMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
     changed: Annotated[bool, merge.ANY]
     tags: Annotated[list[MemoryTag], merge.SAME]
-    freed_bytes: Annotated[dict[MemoryTag, int], merge.SHARE_PER_TAG]
+    freed_bytes: Annotated[dict[MemoryTag, int], merge.SUM_PER_TAG]
     num_retracted: Annotated[int, merge.PER_REPLICA]
     num_parked: Annotated[int, merge.PER_REPLICA] = 0
-    parked_bytes: Annotated[int, merge.SHARE] = 0
+    parked_bytes: Annotated[int, merge.SUM] = 0
     device_free_bytes_before: Annotated[int | None, merge.DEVICE_LEAST]
     device_free_bytes_after: Annotated[int | None, merge.DEVICE_MOST]
-    duration_ms: Annotated[float, merge.LARGEST]
+    duration_ms: Annotated[float, merge.MAX]
 
 
 class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
@@ -152,11 +152,11 @@ class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
 class ResumeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
     changed: Annotated[bool, merge.ANY]
     tags: Annotated[list[MemoryTag], merge.SAME]
-    mapped_bytes: Annotated[dict[MemoryTag, int], merge.SHARE_PER_TAG]
+    mapped_bytes: Annotated[dict[MemoryTag, int], merge.SUM_PER_TAG]
     weights: Annotated[WeightsContent, merge.WORSE]
     device_free_bytes_before: Annotated[int | None, merge.DEVICE_MOST]
     device_free_bytes_after: Annotated[int | None, merge.DEVICE_LEAST]
-    duration_ms: Annotated[float, merge.LARGEST]
+    duration_ms: Annotated[float, merge.MAX]
 
 
 class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
@@ -200,16 +200,16 @@ class ResizeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
 
     changed: Annotated[bool, merge.ANY]
     num_tokens: Annotated[int, merge.PER_REPLICA]
-    num_bytes: Annotated[int, merge.SHARE]
+    num_bytes: Annotated[int, merge.SUM]
     chunk_tokens: Annotated[int, merge.SAME]
     chunk_bytes: Annotated[int, merge.SAME]
-    moved_bytes: Annotated[int, merge.SHARE]
+    moved_bytes: Annotated[int, merge.SUM]
     num_retracted: Annotated[int, merge.PER_REPLICA]
     num_parked: Annotated[int, merge.PER_REPLICA] = 0
-    parked_bytes: Annotated[int, merge.SHARE] = 0
+    parked_bytes: Annotated[int, merge.SUM] = 0
     device_free_bytes_before: Annotated[int | None, merge.DEVICE_LEAST]
     device_free_bytes_after: Annotated[int | None, merge.DEVICE_MOST]
-    duration_ms: Annotated[float, merge.LARGEST]
+    duration_ms: Annotated[float, merge.MAX]
 
 
 class ResizeMemoryOccupationReqInput(ControlRequest, frozen=True):

@@ -17,7 +17,7 @@ from ebbtide.srt.errors import EngineDown, RequestRejected
 from ebbtide.srt.managers.api.array_forms import RoutedForm, flat_form
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.data_parallel_controller import OrderedInbox
-from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client
+from ebbtide.srt.managers.api.ended_outputs import NOBODY, Caller
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.api.generate_request import (
     GenerationDraft,
@@ -170,7 +170,7 @@ class TokenizerManager:
         *,
         is_incremental: bool | None = None,
         routed_form: RoutedForm = "int32",
-        client: Client = NOBODY,
+        client: Caller = NOBODY,
     ) -> LiveGeneration:
         """Check a request and start it. Read the returned `LiveGeneration` to its end, or `close()` it.
 

@@ -10,13 +10,13 @@ from msgspec import UNSET, Struct, UnsetType, to_builtins
 
 from ebbtide.srt.entrypoints.openai.answers import Piece
 from ebbtide.srt.entrypoints.openai.blocks import (
-    Added,
-    Block,
+    AnswerBlock,
+    BlockClosed,
+    BlockGrown,
     BlockKind,
+    BlockOpened,
+    BlockStep,
     BlockWriter,
-    Closed,
-    Opened,
-    Step,
     encoded,
 )
 from ebbtide.srt.entrypoints.openai.protocol import Fields
@@ -51,7 +51,7 @@ class MessageUsage(Struct, kw_only=True):
     output_tokens: int
 
 
-class Message(Struct, kw_only=True):
+class MessageBody(Struct, kw_only=True):
     """An answer of `/v1/messages`. `metadata`: the versions of its weights, as in a chat."""
 
     id: str
@@ -80,7 +80,7 @@ class MessageWriter(BlockWriter):
         self._call = call
         self._ignored = ignored
 
-    def answer(self, piece: Piece) -> Message:
+    def answer(self, piece: Piece) -> MessageBody:
         """Raises RequestRejected: 503, the request was aborted."""
         message = self._message(piece)
         message.content = [_content(block, block.text) for block in self.blocks]
@@ -93,17 +93,17 @@ class MessageWriter(BlockWriter):
     def begin(self, piece: Piece) -> list[Fields]:
         return [{"type": "message_start", "message": self._message(piece)}]
 
-    def events(self, step: Step) -> list[Fields]:
+    def events(self, step: BlockStep) -> list[Fields]:
         block = step.block
         match step:
-            case Opened():
+            case BlockOpened():
                 content = _content(block, "")
                 return [{"type": "content_block_start", "index": block.index, "content_block": content}]
-            case Added(text=text):
+            case BlockGrown(text=text):
                 kind, name = _DELTAS[block.kind]
                 delta = {"type": kind, name: text}
                 return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
-            case Closed():
+            case BlockClosed():
                 return [{"type": "content_block_stop", "index": block.index}]
 
     def finish(self, piece: Piece) -> list[Fields]:
@@ -117,10 +117,12 @@ class MessageWriter(BlockWriter):
     def failure(self, error: Mapping[str, Any]) -> bytes:
         return encoded([error_body(error["message"], error["code"])])
 
-    def _message(self, piece: Piece) -> Message:
+    def _message(self, piece: Piece) -> MessageBody:
         call = self._call
         ignored = self._ignored or UNSET
-        return Message(id=call.id, model=call.model, content=[], usage=_usage(piece), ignored_fields=ignored)
+        return MessageBody(
+            id=call.id, model=call.model, content=[], usage=_usage(piece), ignored_fields=ignored
+        )
 
     def _stop_reason(self, piece: Piece) -> StopReason:
         assert piece.finish is not None, "it has ended"
@@ -143,7 +145,7 @@ _DELTAS: Final = {
 }
 
 
-def _content(block: Block, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
+def _content(block: AnswerBlock, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
     if block.call is not None:
         return ToolUseBlock(block.call.id, block.call.function.name, msgspec.json.decode(text or "{}"))
     return ThinkingBlock(text) if block.kind is BlockKind.REASONING else TextBlock(text)

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 from msgspec import Struct
 
 from ebbtide.srt.entrypoints.openai.conversation import (
-    Conversation,
+    ChatBuilder,
     not_known,
     passed_on,
     shown,
@@ -113,7 +113,7 @@ def ignored_fields(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _messages(request: CountTokensRequest) -> list[Fields]:
-    conversation = Conversation()
+    conversation = ChatBuilder()
     if request.system:
         conversation.system(text_in(request.system, "system", ("text",)))
     for index, message in enumerate(request.messages):
@@ -128,7 +128,7 @@ def _messages(request: CountTokensRequest) -> list[Fields]:
     return conversation.messages
 
 
-def _add_text(conversation: Conversation, role: str, text: str) -> None:
+def _add_text(conversation: ChatBuilder, role: str, text: str) -> None:
     if role == "assistant":
         conversation.say(text)
     elif role == "system":
@@ -137,7 +137,7 @@ def _add_text(conversation: Conversation, role: str, text: str) -> None:
         conversation.add("user", text)
 
 
-def _add_block(conversation: Conversation, role: str, block: Fields, where: str) -> None:
+def _add_block(conversation: ChatBuilder, role: str, block: Fields, where: str) -> None:
     kind = block.get("type")
     if kind not in _BLOCKS[role]:
         raise unsupported(where, block, _BLOCKS[role])

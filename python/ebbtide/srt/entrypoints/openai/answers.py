@@ -21,7 +21,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     CompletionChoice,
     CompletionLogprobs,
     PromptLogprob,
-    PromptLogprobs,
+    PromptLogprobList,
     PromptTokensDetails,
     TokenLogprob,
     ToolCallBody,
@@ -268,7 +268,7 @@ def _with(top: Sequence[Triple], chosen: Sequence[Triple]) -> list[Triple]:
     return [*top, *(triple for triple in chosen if triple[1] not in known_ids)]
 
 
-def prompt_logprobs(call: OpenAICall, piece: Piece) -> PromptLogprobs | None:
+def prompt_logprobs(call: OpenAICall, piece: Piece) -> PromptLogprobList | None:
     """vLLM's `prompt_logprobs`: each position's own token, then the most likely ones; None: not asked."""
     num_top, meta = call.num_prompt_logprobs, piece.meta
     if num_top is None:

@@ -21,7 +21,7 @@ class BlockKind(Enum):
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """A part of an answer.
 
     Attributes:
@@ -43,28 +43,28 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Opened:
+class BlockOpened:
     """A block begins; it is empty still."""
 
-    block: Block
+    block: AnswerBlock
 
 
 @dataclass(frozen=True)
-class Added:
+class BlockGrown:
     """A block has grown by a text."""
 
-    block: Block
+    block: AnswerBlock
     text: str
 
 
 @dataclass(frozen=True)
-class Closed:
+class BlockClosed:
     """A block is whole."""
 
-    block: Block
+    block: AnswerBlock
 
 
-Step: TypeAlias = Opened | Added | Closed
+BlockStep: TypeAlias = BlockOpened | BlockGrown | BlockClosed
 
 
 class BlockWriter(AnswerWriter):
@@ -76,10 +76,10 @@ class BlockWriter(AnswerWriter):
     """
 
     def __init__(self, call: OpenAICall) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[AnswerBlock] = []
         self.finish_reason: str | None = None
         self._reader = AnswerReader(call.forms[0])
-        self._open: Block | None = None
+        self._open: AnswerBlock | None = None
         self._is_first = True
 
     def whole(self, result: Any) -> Any:
@@ -109,7 +109,7 @@ class BlockWriter(AnswerWriter):
         """What a stream begins with. The `type` of an event is its name."""
         raise NotImplementedError
 
-    def events(self, step: Step) -> list[Fields]:
+    def events(self, step: BlockStep) -> list[Fields]:
         """What a step becomes."""
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class BlockWriter(AnswerWriter):
         """What a stream ends with."""
         raise NotImplementedError
 
-    def _steps(self, piece: Piece) -> Iterator[Step]:
+    def _steps(self, piece: Piece) -> Iterator[BlockStep]:
         self.finish_reason = piece.finish_reason
         is_last = piece.finish is not None
         reasoning, text, calls = self._reader.push(piece.text, is_last=is_last)
@@ -132,21 +132,21 @@ class BlockWriter(AnswerWriter):
         if is_last:
             yield from self._close()
 
-    def _next(self, kind: BlockKind, call: ToolCallBody | None = None) -> Iterator[Step]:
+    def _next(self, kind: BlockKind, call: ToolCallBody | None = None) -> Iterator[BlockStep]:
         yield from self._close()
-        self._open = Block(len(self.blocks), kind, call=call)
+        self._open = AnswerBlock(len(self.blocks), kind, call=call)
         self.blocks.append(self._open)
-        yield Opened(self._open)
+        yield BlockOpened(self._open)
 
-    def _add(self, text: str) -> Iterator[Step]:
+    def _add(self, text: str) -> Iterator[BlockStep]:
         assert self._open is not None, "it has been opened"
         self._open.pieces.append(text)
-        yield Added(self._open, text)
+        yield BlockGrown(self._open, text)
 
-    def _close(self) -> Iterator[Step]:
+    def _close(self) -> Iterator[BlockStep]:
         if self._open is not None:
             self._open.is_open = False
-            yield Closed(self._open)
+            yield BlockClosed(self._open)
         self._open = None
 
 

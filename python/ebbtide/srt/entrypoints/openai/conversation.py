@@ -20,7 +20,7 @@ PASSED_ON: Final = frozenset(
 _ADDED: Final = frozenset(("return_tokens_as_token_ids", "return_routed_experts", "stream_options"))
 
 
-class Conversation:
+class ChatBuilder:
     """Puts the messages of a chat together. What an assistant says in several pieces is one message.
 
     Attributes:

@@ -188,7 +188,7 @@ class PromptLogprob(Struct, kw_only=True):
 
 
 # Per position, by the ids as text; null where nothing predicts the token.
-PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
+PromptLogprobList: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
 class AnswerMetadata(Struct, kw_only=True):
@@ -242,7 +242,7 @@ class CompletionChoice(Choice, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReasonName | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobList | None = None
 
 
 class Answer(Struct, kw_only=True):
@@ -326,7 +326,7 @@ class ChatCompletion(Answer, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobList | None = None
     prompt_token_ids: list[int] | UnsetType | None = None
 
 

@@ -12,17 +12,17 @@ from msgspec import UNSET, Struct, UnsetType, to_builtins
 
 from ebbtide.srt.entrypoints.openai.answers import Piece
 from ebbtide.srt.entrypoints.openai.blocks import (
-    Added,
-    Block,
+    AnswerBlock,
+    BlockClosed,
+    BlockGrown,
     BlockKind,
+    BlockOpened,
+    BlockStep,
     BlockWriter,
-    Closed,
-    Opened,
-    Step,
     encoded,
 )
 from ebbtide.srt.entrypoints.openai.conversation import (
-    Conversation,
+    ChatBuilder,
     not_known,
     passed_on,
     shown,
@@ -111,7 +111,7 @@ def ignored_fields(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _messages(request: ResponsesRequest) -> list[Fields]:
-    conversation = Conversation()
+    conversation = ChatBuilder()
     if request.instructions:
         conversation.system(request.instructions)
     if isinstance(request.input, str):
@@ -122,7 +122,7 @@ def _messages(request: ResponsesRequest) -> list[Fields]:
     return conversation.messages
 
 
-def _add_item(conversation: Conversation, item: Fields, where: str) -> None:
+def _add_item(conversation: ChatBuilder, item: Fields, where: str) -> None:
     match item.get("type", "message"):
         case "message":
             text = text_in(item.get("content"), f"{where}.content", _TEXTS)
@@ -189,7 +189,7 @@ def _response_format(text: Mapping[str, Any]) -> Any:
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputText(Struct, tag="output_text", tag_field="type"):
+class OutputTextPart(Struct, tag="output_text", tag_field="type"):
     text: str
     annotations: tuple[()] = ()
     logprobs: tuple[()] = ()
@@ -203,7 +203,7 @@ class MessageItem(Struct, tag="message", tag_field="type", kw_only=True):
     id: str
     role: Literal["assistant"] = "assistant"
     status: Status
-    content: list[OutputText]
+    content: list[OutputTextPart]
 
 
 class CallItem(Struct, tag="function_call", tag_field="type", kw_only=True):
@@ -305,14 +305,14 @@ class ResponseWriter(BlockWriter):
         body = self._body("in_progress")
         return [self._event("created", response=body), self._event("in_progress", response=body)]
 
-    def events(self, step: Step) -> list[Fields]:
+    def events(self, step: BlockStep) -> list[Fields]:
         block, item = step.block, self._item(step.block)
         at = {"output_index": block.index}
         of_item = at | {"item_id": item.id}
         of_part = of_item if isinstance(item, CallItem) else of_item | {"content_index": 0}
         kind, logprobs = _EVENTS[block.kind]
         match step:
-            case Opened():
+            case BlockOpened():
                 if isinstance(item, CallItem):
                     return [self._event("output_item.added", **at, item=item)]
                 bare = {**to_builtins(item), "content": []}
@@ -320,9 +320,9 @@ class ResponseWriter(BlockWriter):
                     self._event("output_item.added", **at, item=bare),
                     self._event("content_part.added", **of_part, part=item.content[0]),
                 ]
-            case Added(text=text):
+            case BlockGrown(text=text):
                 return [self._event(f"{kind}.delta", **of_part, delta=text, **logprobs)]
-            case Closed():
+            case BlockClosed():
                 if isinstance(item, CallItem):
                     return [
                         self._event(f"{kind}.done", **of_part, name=item.name, arguments=item.arguments),
@@ -350,7 +350,7 @@ class ResponseWriter(BlockWriter):
         number, self._num_events = self._num_events, self._num_events + 1
         return {"type": f"response.{kind}", "sequence_number": number, **fields}
 
-    def _item(self, block: Block) -> MessageItem | CallItem | ReasoningItem:
+    def _item(self, block: AnswerBlock) -> MessageItem | CallItem | ReasoningItem:
         is_cut = block is self.blocks[-1] and self.finish_reason in ("length", "abort", "stale")
         status: Status = "in_progress" if block.is_open else "incomplete" if is_cut else "completed"
         if block.call is not None:
@@ -365,7 +365,7 @@ class ResponseWriter(BlockWriter):
         if block.kind is BlockKind.REASONING:
             thought = [ReasoningText(block.text)]
             return ReasoningItem(id=f"rs_{self._call.id}_{block.index}", content=thought, status=status)
-        text = [OutputText(block.text)]
+        text = [OutputTextPart(block.text)]
         return MessageItem(id=f"msg_{self._call.id}_{block.index}", content=text, status=status)
 
     def _body(self, status: Literal["in_progress", "completed", "incomplete", "failed"]) -> ResponseBody:

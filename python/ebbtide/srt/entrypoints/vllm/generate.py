@@ -21,7 +21,7 @@ from ebbtide.srt.entrypoints.openai.answers import ChunkWriter, Piece, known, pr
 from ebbtide.srt.entrypoints.openai.protocol import (
     NO_STREAM_OPTIONS,
     FinishReasonName,
-    PromptLogprobs,
+    PromptLogprobList,
     StreamOptions,
     Usage,
 )
@@ -115,7 +115,7 @@ class TokensAnswer(Struct, kw_only=True):
     output_mode: str
     choices: list[TokensOutput]
     usage: Usage | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobList | None = None
     prompt_token_ids: list[int] | None = None
 
 

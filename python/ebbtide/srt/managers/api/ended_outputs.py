@@ -19,14 +19,14 @@ MAX_KEPT_TOKENS: Final = 8 << 20
 
 
 @dataclass(frozen=True)
-class Client:
+class Caller:
     """Who asks: the host that requests come from, and the key that they bring, right or not."""
 
     host: str = ""
     key: str = field(default="", repr=False)
 
 
-NOBODY: Final = Client()
+NOBODY: Final = Caller()
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class EndedOutputs:
         self,
         request: TokenizedGenerateReqInput,
         output_ids: Sequence[int],
-        client: Client = NOBODY,
+        client: Caller = NOBODY,
         adapter: str | None = None,
     ) -> None:
         """An output has ended, of a request that this client made, on this version of an adapter."""
@@ -121,7 +121,7 @@ class EndedOutputs:
         for old in list(self._too_much()):
             self._forget(old)
 
-    def get(self, rid: str, client: Client = NOBODY) -> EndedOutput:
+    def get(self, rid: str, client: Caller = NOBODY) -> EndedOutput:
         """The output of this rid; refused (400) if it still runs, or nothing is known of it any more."""
         if self._is_live(rid):
             raise RequestRejected(f"continue_from: {rid!r} is still running: abort it first")
@@ -133,7 +133,7 @@ class EndedOutputs:
             f"{KEPT_S:g} s, for those who send the key of their requests"
         )
 
-    def find(self, rids: Sequence[str], client: Client = NOBODY) -> str | None:
+    def find(self, rids: Sequence[str], client: Caller = NOBODY) -> str | None:
         """The first of these rids that an output is kept under."""
         oldest_s = self._clock() - KEPT_S
         kept = ((rid, self._kept.get((client.key, rid))) for rid in rids)

@@ -13,7 +13,7 @@ import msgspec
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.array_forms import namespace_of
-from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client, EndedOutput, EndedOutputs
+from ebbtide.srt.managers.api.ended_outputs import NOBODY, Caller, EndedOutput, EndedOutputs
 from ebbtide.srt.managers.api.generate_fields import (
     GenerateReqInput,
     PerPrompt,
@@ -101,7 +101,7 @@ class RequestNormalizer:
         self,
         given: GenerateReqInput | Mapping[str, Any],
         render: Render | Sequence[Render] | None = None,
-        client: Client = NOBODY,
+        client: Caller = NOBODY,
     ) -> GenerationDraft:
         """Check everything that needs no tokens, and give the outputs their names and seeds.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.ended_outputs import NOBODY, Client, EndedOutputs
+from ebbtide.srt.managers.api.ended_outputs import NOBODY, Caller, EndedOutputs
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState
 from ebbtide.srt.managers.io_struct import RequestOutput, StreamedTokens
 from ebbtide.srt.managers.wire.token_columns import LogprobRows
@@ -29,7 +29,7 @@ class _Entry:
 
     index: int
     group: str | None
-    client: Client
+    client: Caller
     output: OutputState | None = None
     generation: LiveGeneration | None = None
     is_sent: bool = False
@@ -58,7 +58,7 @@ class LiveOutputs:
         return len(self._entries)
 
     def claim(
-        self, rids: Sequence[str], groups: Mapping[str, Iterable[str]], client: Client = NOBODY
+        self, rids: Sequence[str], groups: Mapping[str, Iterable[str]], client: Caller = NOBODY
     ) -> None:
         """Take the rids of a request that has come in.
 

@@ -35,9 +35,9 @@ class LoadLoRAAdapterReqOutput(TotalsReply, frozen=True, kw_only=True):
     lora_version: Annotated[str, merge.AGREED]
     checksum: Annotated[str, merge.SAME]
     num_tensors: Annotated[int, merge.SAME]
-    num_bytes: Annotated[int, merge.SHARE]
+    num_bytes: Annotated[int, merge.SUM]
     num_moved: Annotated[int, merge.PER_REPLICA]
-    stall_ms: Annotated[float, merge.LARGEST]
+    stall_ms: Annotated[float, merge.MAX]
     loaded_adapters: Annotated[dict[str, str], merge.SAME]
 
 

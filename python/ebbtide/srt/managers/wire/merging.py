@@ -26,7 +26,7 @@ UNRULED = frozenset({"message", "ranks"})
 
 @dataclass(frozen=True)
 class Merge:
-    """The rules of one field, as `Annotated[int, SHARE]`.
+    """The rules of one field, as `Annotated[int, SUM]`.
 
     Attributes:
         is_share: every rank has a part of its own, which `TotalsReply.ranks` lists.
@@ -65,7 +65,7 @@ def _sum_per_tag(values: list[dict[Any, int]]) -> dict[Any, int]:
 SAME = Merge(first, first)
 ANY = Merge(any, any)
 ALL = Merge(all, all)
-LARGEST = Merge(max, max)
+MAX = Merge(max, max)
 # "stale" comes before "valid" in the alphabet.
 STALER = Merge(min, min)
 WORSE = Merge(_worse, _worse)
@@ -74,11 +74,11 @@ AGREED = Merge(agreed, agreed)
 PER_REPLICA = Merge(first, sum)
 LISTED_OF_FIRST_REPLICA = Merge(_joined, first)
 LISTED_PER_REPLICA = Merge(first, _joined)
-SHARE = Merge(sum, sum, is_share=True)
+SUM = Merge(sum, sum, is_share=True)
 # Ranks that share a device do not act at the same instant: the least, or the most, shows all of the change.
 DEVICE_LEAST = Merge(sum, sum, is_share=True, on_device=min)
 DEVICE_MOST = Merge(sum, sum, is_share=True, on_device=max)
-SHARE_PER_TAG = Merge(_sum_per_tag, _sum_per_tag, is_share=True)
+SUM_PER_TAG = Merge(_sum_per_tag, _sum_per_tag, is_share=True)
 
 
 @functools.cache

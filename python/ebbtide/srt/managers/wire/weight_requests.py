@@ -40,12 +40,12 @@ class UpdateWeightsReqOutput(TotalsReply, frozen=True, kw_only=True):
     staged: Annotated[bool, merge.ALL]
     num_tensors: Annotated[int, merge.SAME]
     num_ignored: Annotated[int, merge.SAME]
-    num_bytes: Annotated[int, merge.SHARE]
-    stall_ms: Annotated[float, merge.LARGEST]
+    num_bytes: Annotated[int, merge.SUM]
+    stall_ms: Annotated[float, merge.MAX]
     num_paused_requests: Annotated[int, merge.PER_REPLICA]
     content: Annotated[Literal["valid", "stale"], merge.STALER]
-    num_missing: Annotated[int, merge.LARGEST]
-    num_nonfinite: Annotated[int, merge.LARGEST] = 0
+    num_missing: Annotated[int, merge.MAX]
+    num_nonfinite: Annotated[int, merge.MAX] = 0
     base_checked: Annotated[bool | UnsetType, merge.AGREED] = UNSET
     stages_ms: Annotated[dict[str, float], merge.SAME] = field(default_factory=dict)
 
