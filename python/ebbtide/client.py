@@ -7,7 +7,7 @@ import contextlib
 import json
 import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 import msgspec
@@ -59,18 +59,6 @@ class Client(EngineMethods):
             trust_env=not self._is_local,
         )
         self._finalizer = weakref.finalize(self, self._runner.end, self._http.aclose, lambda: None)
-
-    async def async_memory_occupation(self) -> dict[str, Any]:
-        return await self._read("/memory_occupation")
-
-    async def async_model_info(self) -> dict[str, Any]:
-        return await self._read("/model_info")
-
-    async def async_server_info(self) -> dict[str, Any]:
-        return await self._read("/server_info")
-
-    async def async_loads(self, include: str = "core", dp_rank: int | None = None) -> dict[str, Any]:
-        return await self._read("/v1/loads", include=include, dp_rank=dp_rank)
 
     async def async_metrics(self) -> dict[str, float]:
         from prometheus_client.parser import text_string_to_metric_families
@@ -129,26 +117,12 @@ class Client(EngineMethods):
         refuse_in_event_loop("async_events")
         return self._runner.iterate(self._events("GET", "/dashboard/events"))
 
-    @property
-    def weight_version(self) -> str:
-        version: str = self.model_info()["weight_version"]
-        return version
-
     def close(self) -> None:
         self._finalizer()
         self.forget_mapped()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def _end(self) -> None:
         self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await asyncio.to_thread(self.close)
 
     # ---------------------------------------------------------------------------------------- how it is asked
 
@@ -188,7 +162,8 @@ class Client(EngineMethods):
                 self._encoder = PayloadEncoder(gpus, args["tp_size"])
         return self._encoder
 
-    async def _read(self, path: str, **query: Any) -> dict[str, Any]:
+    async def _read(self, what: str, **query: Any) -> dict[str, Any]:
+        path = "/v1/loads" if what == "loads" else f"/{what}"
         given = {name: value for name, value in query.items() if value is not None}
         body: dict[str, Any] = json.loads(await self._runner.run(self._send("GET", path, params=given)))
         return body

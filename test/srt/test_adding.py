@@ -21,7 +21,7 @@ ADDITIONS = {
 @@
 +class CountQueuedReqOutput(Reply, frozen=True, kw_only=True):
 +    num_queued: Annotated[int, merge.PER_REPLICA]
-+    num_ranks: Annotated[int, merge.SHARE]
++    num_ranks: Annotated[int, merge.SUM]
 +
 +
 +class CountQueuedReqInput(ControlRequest, frozen=True):

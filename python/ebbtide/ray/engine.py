@@ -9,7 +9,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -57,11 +57,12 @@ class RemoteMethods(EngineMethods):
     async def async_shutdown(self) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def _end(self) -> None:
         self.shutdown()
+
+    async def _read(self, what: str, **query: Any) -> dict[str, Any]:
+        body: dict[str, Any] = await self.ask(what, **query)
+        return body
 
     async def _transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = await self.ask("transition", **fields)
@@ -73,31 +74,6 @@ class RemoteMethods(EngineMethods):
 
             self._encoder = StoreEncoder()
         return self._encoder
-
-    async def async_memory_occupation(self) -> dict[str, Any]:
-        body: dict[str, Any] = await self.ask("memory_occupation")
-        return body
-
-    async def async_model_info(self) -> dict[str, Any]:
-        body: dict[str, Any] = await self.ask("model_info")
-        return body
-
-    async def async_server_info(self) -> dict[str, Any]:
-        body: dict[str, Any] = await self.ask("server_info")
-        return body
-
-    async def async_loads(self, include: str = "core", dp_rank: int | None = None) -> dict[str, Any]:
-        body: dict[str, Any] = await self.ask("loads", include, dp_rank)
-        return body
-
-    async def async_metrics(self) -> dict[str, float]:
-        body: dict[str, float] = await self.ask("metrics")
-        return body
-
-    @property
-    def weight_version(self) -> str:
-        version: str = self.model_info()["weight_version"]
-        return version
 
 
 class RayEngine(RemoteMethods):

@@ -245,10 +245,12 @@ class JointEngine(Engine):
         Each request waits for the forward pass under way, and for its turn among the answers of all that
         run: one for each parameter would take minutes of a replica that is at work.
         """
-        runs = await self._read(index, 0)
+        runs = await self._read_pieces(index, 0)
         heads = [[run[0]] for run in runs]
         while any(len(pieces[-1].data) == PIECE_BYTES for pieces in heads):
-            for pieces, run in zip(heads, await self._read(index, PIECE_BYTES * len(heads[0])), strict=True):
+            for pieces, run in zip(
+                heads, await self._read_pieces(index, PIECE_BYTES * len(heads[0])), strict=True
+            ):
                 pieces.append(run[0])
         if any(len({piece.generation for piece in pieces}) > 1 for pieces in heads):
             raise RequestRejected(CHANGED, 409)
@@ -259,7 +261,7 @@ class JointEngine(Engine):
             for pieces, run in zip(heads, runs, strict=True)
         ]
 
-    async def _read(self, index: int, first_byte: int) -> list[list[WeightPiece]]:
+    async def _read_pieces(self, index: int, first_byte: int) -> list[list[WeightPiece]]:
         """Pieces from there on, of every rank."""
         request = ReadWeightsReqInput(index=index, first_byte=first_byte, num_bytes=PIECE_BYTES)
         reply = await self._in_loop(self._service.manager.control.call(request))

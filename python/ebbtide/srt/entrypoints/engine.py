@@ -196,25 +196,11 @@ class Engine(EngineMethods):
             )
         return self._encoder
 
-    async def async_memory_occupation(self) -> dict[str, Any]:
-        return await self._in_loop(self._service.memory_occupation())
-
-    async def async_model_info(self) -> dict[str, Any]:
-        self._runner.check_open()
-        return self._service.model_info()
-
-    async def async_server_info(self) -> dict[str, Any]:
-        return await self._in_loop(self._service.server_info())
-
-    async def async_loads(self, include: str = "core", dp_rank: int | None = None) -> dict[str, Any]:
-        return await self._in_loop(self._service.loads_body([include], dp_rank))
-
-    async def async_metrics(self) -> dict[str, float]:
-        return await self._in_loop(self._service.metric_values())
+    async def _read(self, what: str, **query: Any) -> dict[str, Any]:
+        return await self._in_loop(self._service.read(what, **query))
 
     @property
     def weight_version(self) -> str:
-        """The version of the serving weights."""
         self._runner.check_open()
         return self._service.state.weight_version
 
@@ -289,17 +275,8 @@ class Engine(EngineMethods):
         """Like `shutdown`."""
         await asyncio.to_thread(self.shutdown)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def _end(self) -> None:
         self.shutdown()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.async_shutdown()
 
     # -------------------------------------------------------------------------------------------- internals
 

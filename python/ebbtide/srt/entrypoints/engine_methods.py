@@ -10,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.managers import io_struct
@@ -64,6 +64,10 @@ class EngineMethods(ABC):
         """Carry out a control request; returns the body of its answer."""
 
     @abstractmethod
+    async def _read(self, what: str, **query: Any) -> dict[str, Any]:
+        """Answer a request for information, by the name of its method; the query may hold None."""
+
+    @abstractmethod
     async def _transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out `POST /transition`, given its fields."""
 
@@ -76,6 +80,22 @@ class EngineMethods(ABC):
     @abstractmethod
     async def _payload_encoder(self) -> PayloadEncoder:
         """What makes payloads that the engine's ranks can read."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End it, behind a `with` block. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self._end)
 
     # ------------------------------------------------------------------------------------------ generation
 
@@ -577,19 +597,24 @@ class EngineMethods(ABC):
 
     # ------------------------------------------------------------------------------------------ information
 
-    @abstractmethod
+    @property
+    def weight_version(self) -> str:
+        """The version of the serving weights."""
+        version: str = self.model_info()["weight_version"]
+        return version
+
     async def async_memory_occupation(self) -> dict[str, Any]:
         """Which tags are resident, and if nothing can run, why. Answers at once, whatever the engine does."""
+        return await self._read("memory_occupation")
 
-    @abstractmethod
     async def async_model_info(self) -> dict[str, Any]:
         """The model's path, name and limits, and the version of its weights."""
+        return await self._read("model_info")
 
-    @abstractmethod
     async def async_server_info(self) -> dict[str, Any]:
         """Every argument, as given or chosen, and the state of the engine."""
+        return await self._read("server_info")
 
-    @abstractmethod
     async def async_loads(self, include: str = "core", dp_rank: int | None = None) -> dict[str, Any]:
         """Running and waiting requests and tokens of every replica, as `/v1/loads` reports them.
 
@@ -597,10 +622,11 @@ class EngineMethods(ABC):
             include: which section to report, see `/v1/loads`.
             dp_rank: one replica only; None: all.
         """
+        return await self._read("loads", include=include, dp_rank=dp_rank)
 
-    @abstractmethod
     async def async_metrics(self) -> dict[str, float]:
         """Every sample of `GET /metrics`, by `name{label="value"}`."""
+        return await self._read("metrics")
 
     async def async_get_model_info(self) -> dict[str, Any]:
         """`model_info` under SGLang's name."""

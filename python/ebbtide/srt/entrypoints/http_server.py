@@ -188,7 +188,7 @@ class _Endpoints:
         return Response(await self._service.metrics_text(), media_type=Metrics.content_type)
 
     async def _model_info(self, request: Request) -> Response:
-        return Json(self._service.model_info())
+        return Json(await self._service.model_info())
 
     async def _server_info(self, request: Request) -> Response:
         config_format = request.query_params.get("config_format", ServerInfoQuery().config_format)

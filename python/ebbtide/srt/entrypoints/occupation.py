@@ -51,26 +51,26 @@ class MemoryOccupationBody(EngineState, kw_only=True):
     ranks: list[RankOccupation]
 
 
-def engine_state(state: StateReport, parallel: ParallelConfig) -> EngineState:
-    """The state and the memory of the whole engine. Reads /proc: milliseconds where much is mapped.
-
-    Raises EngineError: the process of a rank has ended.
-    """
-    return _engine_state(state, _measured_ranks(state, parallel), parallel)
-
-
 def memory_occupation(state: StateReport, parallel: ParallelConfig) -> MemoryOccupationBody:
-    """The same, and that of every rank: the body of `GET /memory_occupation`.
+    """The body of `GET /memory_occupation`. Reads /proc: milliseconds where much is mapped.
 
     Raises EngineError: the process of a rank has ended.
     """
-    devices = _measured_ranks(state, parallel)
-    whole = _engine_state(state, devices, parallel)
-    ranks = [
-        RankOccupation(**msgspec.structs.asdict(rank), device_bytes=device)
-        for rank, device in zip(state.ranks, devices, strict=True)
-    ]
-    return MemoryOccupationBody(**msgspec.structs.asdict(whole), ranks=ranks)
+    devices = [_measured(rank, parallel) for rank in state.ranks]
+    return MemoryOccupationBody(
+        generation=GenerationState(
+            state="running" if state.paused is None else "paused",
+            mode=None if state.paused is None else state.paused.value,
+        ),
+        can_run=state.can_run,
+        reason=state.reason,
+        tags=total_tags(state.ranks),
+        device=_total_device(state.ranks, devices, parallel),
+        ranks=[
+            RankOccupation(**msgspec.structs.asdict(rank), device_bytes=device)
+            for rank, device in zip(state.ranks, devices, strict=True)
+        ],
+    )
 
 
 def total_tags(ranks: Sequence[RankReport]) -> dict[str, TagReport]:
@@ -122,25 +122,6 @@ def _total(reports: Sequence[TagReport]) -> TagReport:
         num_missing=worst.num_missing,
         missing=worst.missing,
     )
-
-
-def _engine_state(
-    state: StateReport, devices: Sequence[DeviceMemory | None], parallel: ParallelConfig
-) -> EngineState:
-    return EngineState(
-        generation=GenerationState(
-            state="running" if state.paused is None else "paused",
-            mode=None if state.paused is None else state.paused.value,
-        ),
-        can_run=state.can_run,
-        reason=state.reason,
-        tags=total_tags(state.ranks),
-        device=_total_device(state.ranks, devices, parallel),
-    )
-
-
-def _measured_ranks(state: StateReport, parallel: ParallelConfig) -> list[DeviceMemory | None]:
-    return [_measured(rank, parallel) for rank in state.ranks]
 
 
 def _measured(rank: RankReport, parallel: ParallelConfig) -> DeviceMemory | None:

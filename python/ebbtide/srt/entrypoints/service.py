@@ -24,14 +24,15 @@ from ebbtide.srt.entrypoints.information import (
     wanted_sections,
 )
 from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
-from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
+from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.entrypoints.metrics.operations import OPERATIONS, TRANSITION
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.entrypoints.metrics.timeline import Timeline
 from ebbtide.srt.entrypoints.metrics.tracing import open_tracing
 from ebbtide.srt.entrypoints.occupation import (
+    EngineState,
+    MemoryOccupationBody,
     count_devices_once,
-    engine_state,
     memory_occupation,
 )
 from ebbtide.srt.entrypoints.transition import Transitions
@@ -95,7 +96,7 @@ class EngineService:
     belong to one event loop; `shutdown` to no loop, and to any thread.
 
     Args:
-        targets: the processes, if not those that the config asks for; see `EngineProcesses`.
+        targets: the processes, if not those that the config asks for; see `NodeProcesses`.
         early: those of them that are there already.
 
     Attributes:
@@ -116,6 +117,11 @@ class EngineService:
         targets: Mapping[str, str] | None = None,
         early: EarlyProcesses | None = None,
     ) -> None:
+        if config.parallel.node_rank != 0:
+            raise ConfigurationError(
+                f"node_rank={config.parallel.node_rank}: requests come to node 0; the others only lend their "
+                "ranks, by `python -m ebbtide.launch_server`"
+            )
         self.config = config
         self._started_s = time.monotonic()
         self._scheduler_s = self._open_s = 0.0
@@ -137,7 +143,7 @@ class EngineService:
         if self.tracing is not None:
             self.metrics.control.observers.append(self.tracing)
         self._transitions = Transitions(self.control)
-        self._processes = EngineProcesses(config, targets, early)
+        self._processes = NodeProcesses(config, targets, early)
         try:
             # This runs while the scheduler loads the weights.
             self._tokenizer = (
@@ -421,6 +427,14 @@ class EngineService:
 
     # ------------------------------------------------------------------------------------------ information
 
+    async def read(self, what: str, **query: Any) -> dict[str, Any]:
+        """What the method of `EngineMethods` of this name returns."""
+        if what == "loads":
+            return await self.loads_body([query["include"]], query["dp_rank"])
+        method = self.metric_values if what == "metrics" else getattr(self, what)
+        body: dict[str, Any] = await method()
+        return body
+
     async def loads(self) -> list[Load]:
         """What every replica has to do, by dp_rank."""
         reply = await self.manager.control.call(GetLoadReqInput(), HEALTH_TIMEOUT_S)
@@ -451,8 +465,7 @@ class EngineService:
 
     async def _sample(self) -> dict[str, Any]:
         """What the dashboard shows of one moment. Without a load where the schedulers do not answer."""
-        state = self.state
-        occupation = await asyncio.to_thread(engine_state, state, self.config.parallel)
+        occupation = await self._occupation()
         try:
             loads = await self.loads()
         except EngineError:
@@ -462,25 +475,27 @@ class EngineService:
             "backup_bytes": {tag: report.backup_bytes for tag, report in occupation.tags.items()},
             "device": msgspec.to_builtins(occupation.device),
             "reason": self.not_ready,
-            "weight_version": state.weight_version,
+            "weight_version": self.state.weight_version,
             "num_live": self.manager.num_live,
             "load": load_totals(loads),
         }
 
     async def memory_occupation(self) -> dict[str, Any]:
         """The body of `GET /memory_occupation`. Never waits for the engine."""
-        occupation = await asyncio.to_thread(memory_occupation, self.state, self.config.parallel)
-        body: dict[str, Any] = msgspec.to_builtins(occupation)
+        body: dict[str, Any] = msgspec.to_builtins(await self._occupation())
         return body
 
-    def model_info(self) -> dict[str, Any]:
+    async def _occupation(self) -> MemoryOccupationBody:
+        return await asyncio.to_thread(memory_occupation, self.state, self.config.parallel)
+
+    async def model_info(self) -> dict[str, Any]:
         """The body of `GET /model_info`."""
         body: dict[str, Any] = msgspec.to_builtins(model_info(self.config, self.state, self._reports))
         return body
 
     async def server_info(self) -> dict[str, Any]:
         """The body of `GET /server_info`."""
-        occupation = await asyncio.to_thread(engine_state, self.state, self.config.parallel)
+        occupation = msgspec.convert(await self._occupation(), EngineState, from_attributes=True)
         loads = await self.loads()
         startup_time = StartupTime(scheduler_e2e=self._scheduler_s, tokenizer_e2e=self._open_s)
         return server_info(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from fixtures.servers import ENVIRONMENT, environment_of, is_alive, wait_until
 
-from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
+from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver import torch_memory_saver_adapter
 from ebbtide.srt.server_args import ServerArgs
@@ -43,14 +43,14 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def processes() -> Iterator[EngineProcesses]:
-    started = EngineProcesses(CONFIG, targets(scheduler="report_size", detokenizer="report_nothing"))
+def processes() -> Iterator[NodeProcesses]:
+    started = NodeProcesses(CONFIG, targets(scheduler="report_size", detokenizer="report_nothing"))
     yield started
     started.shutdown()
 
 
 def test_ready_processes_report_what_the_engine_has_and_end_with_shutdown(
-    processes: EngineProcesses, folder: Path
+    processes: NodeProcesses, folder: Path
 ) -> None:
     assert processes.wait_ready() == {"max_total_num_tokens": 64}
     pids = processes.pids
@@ -58,7 +58,7 @@ def test_ready_processes_report_what_the_engine_has_and_end_with_shutdown(
     assert all(is_alive(pid) for pid in pids.values())
     [sockets] = left_in(folder)
     assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
-    assert processes.addresses.scheduler == f"ipc://{sockets}/scheduler"
+    assert processes.replicas[0].scheduler == f"ipc://{sockets}/scheduler"
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
     processes.watch(deaths.put)
     processes.shutdown()
@@ -80,7 +80,7 @@ def test_ready_processes_report_what_the_engine_has_and_end_with_shutdown(
 def test_a_start_that_fails_says_why_and_leaves_nothing(
     script: str, error: type[Exception], message: str
 ) -> None:
-    started = EngineProcesses(CONFIG, targets(scheduler=script, detokenizer="report_nothing"))
+    started = NodeProcesses(CONFIG, targets(scheduler=script, detokenizer="report_nothing"))
     pids = started.pids.values()
     with pytest.raises(error) as raised:
         started.wait_ready()
@@ -95,7 +95,7 @@ def test_stages_are_shown_on_a_terminal_and_nowhere_else(
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", stream)
-    started = EngineProcesses(CONFIG, targets(scheduler="report_stages"))
+    started = NodeProcesses(CONFIG, targets(scheduler="report_stages"))
     try:
         assert started.wait_ready()["max_total_num_tokens"] == 64
     finally:
@@ -105,7 +105,7 @@ def test_stages_are_shown_on_a_terminal_and_nowhere_else(
         assert stream.getvalue() == ""
 
 
-def test_a_death_is_reported_with_name_and_signal(processes: EngineProcesses) -> None:
+def test_a_death_is_reported_with_name_and_signal(processes: NodeProcesses) -> None:
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
     processes.wait_ready()
     processes.watch(deaths.put)
@@ -115,7 +115,7 @@ def test_a_death_is_reported_with_name_and_signal(processes: EngineProcesses) ->
 
 def test_a_death_by_an_error_is_reported_with_that_error() -> None:
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
-    started = EngineProcesses(CONFIG, targets(scheduler="crash_when_ready"))
+    started = NodeProcesses(CONFIG, targets(scheduler="crash_when_ready"))
     started.wait_ready()
     # It may be dead already: that is reported all the same.
     started.watch(deaths.put)
@@ -134,7 +134,7 @@ def test_torch_memory_saver_is_preloaded_where_it_is_asked_for(
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setenv("EBBTIDE_TMS_HOOK_MODE", mode)
     config = replace(CONFIG, memory=replace(CONFIG.memory, backend=backend))
-    started = EngineProcesses(config, targets(scheduler="report_size", detokenizer="report_nothing"))
+    started = NodeProcesses(config, targets(scheduler="report_size", detokenizer="report_nothing"))
     try:
         started.wait_ready()
         found = {name: environment_of(pid).get("LD_PRELOAD") for name, pid in started.pids.items()}
@@ -146,10 +146,10 @@ def test_torch_memory_saver_is_preloaded_where_it_is_asked_for(
 def test_a_hook_mode_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EBBTIDE_TMS_HOOK_MODE", "prelaod")
     with pytest.raises(ConfigurationError, match="EBBTIDE_TMS_HOOK_MODE: expected torch or preload"):
-        EngineProcesses(CONFIG, targets(scheduler="report_size"))
+        NodeProcesses(CONFIG, targets(scheduler="report_size"))
 
 
-def test_signals_are_left_to_the_parent_and_a_fork_of_it_ends_nothing(processes: EngineProcesses) -> None:
+def test_signals_are_left_to_the_parent_and_a_fork_of_it_ends_nothing(processes: NodeProcesses) -> None:
     processes.wait_ready()
     for pid in processes.pids.values():
         status = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -171,19 +171,19 @@ def test_a_temporary_folder_too_deep_for_sockets_is_refused(
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with pytest.raises(ConfigurationError, match="TMPDIR is too long for sockets"):
-        EngineProcesses(CONFIG, targets(scheduler="report_size"))
+        NodeProcesses(CONFIG, targets(scheduler="report_size"))
     assert left_in(deep) == []
 
 
 # No guard against a second import of `__main__`: starting a process by multiprocessing would run it again.
 SCRIPT = """
 import threading
-from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses
+from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_engine import null_config
 
 config = null_config(ServerArgs(model_path="none", log_level="critical", device="cpu"))
-processes = EngineProcesses(config, {"scheduler": "fixtures.scripted_processes:report_size"})
+processes = NodeProcesses(config, {"scheduler": "fixtures.scripted_processes:report_size"})
 processes.wait_ready()
 print(processes.pids["scheduler"], flush=True)
 threading.Event().wait()

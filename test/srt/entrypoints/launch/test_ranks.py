@@ -16,9 +16,10 @@ import pytest
 from fixtures.servers import environment_of, free_port, is_alive, wait_until
 
 from ebbtide.srt.config import EngineConfig, ParallelConfig
-from ebbtide.srt.entrypoints.launch.launcher import EngineProcesses, NodeProcesses
+from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.entrypoints.launch.node_link import meet
 from ebbtide.srt.entrypoints.launch.placement import NodeAddress, local_ranks, num_ports, place_replicas
+from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver
 from ebbtide.srt.server_args import ServerArgs
@@ -104,7 +105,7 @@ def test_the_port_where_ranks_meet_can_be_chosen() -> None:
 def test_there_is_a_process_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
-    processes = EngineProcesses(config_of(tp_size=2, dp_size=2), target("report_rank"))
+    processes = NodeProcesses(config_of(tp_size=2, dp_size=2), target("report_rank"))
     with running(processes):
         # Of two replicas, a request may come to the smaller.
         assert processes.wait_ready() == {"max_total_num_tokens": 63}
@@ -114,13 +115,12 @@ def test_there_is_a_process_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> N
         assert names == ["ebb-dp0-tp0", "ebb-dp0-tp1", "ebb-dp1-tp0", "ebb-dp1-tp1"]
         assert {environment_of(pid)["OMP_NUM_THREADS"] for pid in pids.values()} == {"2"}
         assert len(processes.replicas) == 2
-        assert processes.addresses == processes.replicas[0]
     assert not any(is_alive(pid) for pid in pids.values())
 
 
 def test_a_rank_that_dies_takes_the_others_along() -> None:
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with running(EngineProcesses(config_of(tp_size=3), target("report_rank"))) as processes:
+    with running(NodeProcesses(config_of(tp_size=3), target("report_rank"))) as processes:
         processes.wait_ready()
         processes.watch(deaths.put)
         os.kill(processes.pids["scheduler-tp1"], signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_a_rank_that_dies_takes_the_others_along() -> None:
 
 def test_not_the_rank_that_fails_for_another_is_named() -> None:
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with running(EngineProcesses(config_of(tp_size=2), target("fail_after_the_others"))) as processes:
+    with running(NodeProcesses(config_of(tp_size=2), target("fail_after_the_others"))) as processes:
         processes.wait_ready()
         os.kill(processes.pids["scheduler-tp1"], signal.SIGKILL)
         wait_until(lambda: not is_alive(processes.pids["scheduler-tp0"]), "rank 0 has failed, too")
@@ -140,9 +140,7 @@ def test_not_the_rank_that_fails_for_another_is_named() -> None:
 
 
 def test_a_start_of_which_one_rank_is_stopped_fails_and_leaves_none() -> None:
-    processes = EngineProcesses(
-        config_of(tp_size=2, watchdog_timeout=1, dist_timeout=1), target("report_rank")
-    )
+    processes = NodeProcesses(config_of(tp_size=2, watchdog_timeout=1, dist_timeout=1), target("report_rank"))
     pids = processes.pids
     os.kill(pids["scheduler-tp1"], signal.SIGSTOP)
     with pytest.raises(
@@ -157,7 +155,7 @@ def test_a_rank_that_is_stopped_ends_the_engine_and_not_the_one_that_waits_for_i
     function: str,
 ) -> None:
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with running(EngineProcesses(config_of(tp_size=2, watchdog_timeout=2), target(function))) as processes:
+    with running(NodeProcesses(config_of(tp_size=2, watchdog_timeout=2), target(function))) as processes:
         processes.wait_ready()
         pids = processes.pids
         # Ahead of the watch: however busy the machine is, the other is not silent for longer.
@@ -172,7 +170,7 @@ def test_a_rank_that_is_stopped_ends_the_engine_and_not_the_one_that_waits_for_i
 
 def test_a_start_that_one_rank_refuses_leaves_none() -> None:
     with pytest.raises(ConfigurationError, match=r"^rank 1 has too little memory$"):
-        EngineProcesses(config_of(tp_size=2), target("refuse_on_rank_1")).wait_ready()
+        NodeProcesses(config_of(tp_size=2), target("refuse_on_rank_1")).wait_ready()
 
 
 # ------------------------------------------------------------------------------------------- on several nodes
@@ -200,7 +198,7 @@ class Nodes:
 
     def _run(self, config: EngineConfig) -> dict[str, Any]:
         rank = config.parallel.node_rank
-        processes = (EngineProcesses if rank == 0 else NodeProcesses)(config, target(self._function))
+        processes = NodeProcesses(config, target(self._function))
         self._stack.callback(processes.shutdown)
         facts = processes.wait_ready()
         ends = self.ends[rank] = queue.SimpleQueue()
@@ -381,4 +379,4 @@ def test_node_0_says_where_it_cannot_listen(nodes: Callable[..., Nodes]) -> None
 def test_requests_come_to_node_0() -> None:
     config = config_of(tp_size=2, nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:5")
     with pytest.raises(ConfigurationError, match="node_rank=1: requests come to node 0"):
-        EngineProcesses(config)
+        EngineService(config)

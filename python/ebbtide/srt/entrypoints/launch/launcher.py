@@ -26,7 +26,6 @@ from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
 from ebbtide.srt.entrypoints.launch.placement import SocketFolder, local_ranks
 from ebbtide.srt.entrypoints.launch.process import ProcessStart
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
-from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.server_args import ServerArgs
 
 # They are named by strings: this process need not import what only the others run.
@@ -292,22 +291,6 @@ class NodeProcesses:
                 reason = pulses.lost or _cause(failed, pulses)
                 links.send_end(reason)
                 return Ended(reason)
-
-
-class EngineProcesses(NodeProcesses):
-    def __init__(
-        self,
-        config: EngineConfig,
-        targets: Mapping[str, str] | None = None,
-        early: EarlyProcesses | None = None,
-    ) -> None:
-        if config.parallel.node_rank != 0:
-            raise ConfigurationError(
-                f"node_rank={config.parallel.node_rank}: requests come to node 0; the others only lend their "
-                "ranks, by `python -m ebbtide.launch_server`"
-            )
-        super().__init__(config, targets, early)
-        self.addresses: ChannelAddresses = self.replicas[0]
 
 
 def _config_of_rank(config: EngineConfig, index: int, dp_rank: int, tp_rank: int) -> EngineConfig:
