@@ -77,12 +77,8 @@ def warm_up(args: ServerArgs, progress: Callable[[str, int, int], None] | None =
     """Build the model with random weights and a small KV pool, and run it. False where there is no GPU.
 
     Of a model that ranks divide the first rank's part is built: kernels are compiled for its shapes.
-
-    Args:
-        progress: called with what is compiled, how much is done and how much there is; None: the log is.
-
-    Raises:
-        ConfigurationError: an argument, the model or the machine does not do.
+    `progress`: called with what is compiled, how much is done and how much there is; None: the log is. Raises
+    ConfigurationError: an argument, the model or the machine does not do.
     """
     from ebbtide.srt.config import resolve  # seconds of imports: not for a usage error
     from ebbtide.srt.device.choose import open_device, open_memory_saver

@@ -131,9 +131,8 @@ class Loop:
     def run(self, num_steps: int) -> Iterator[StepRecord]:
         """Yields each step when it is done.
 
-        Raises:
-            DemoFailed: trainer and engine disagree on a log-probability, or the engine has other weights than
-                it should.
+        Raises DemoFailed: trainer and engine disagree on a log-probability, or the engine has other weights
+        than it should.
         """
         for step in range(num_steps):
             yield self._step(step)

@@ -93,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(settings: Settings, seed: int, out: Path, console: Console) -> Results:
     """Run the demo; writes its report, also if it fails on the way, and the trained model.
 
-    Raises:
-        DemoFailed: something that it is to show does not hold.
+    Raises DemoFailed: something that it is to show does not hold.
     """
     start = time.perf_counter()
     _use_one_thread()

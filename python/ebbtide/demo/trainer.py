@@ -118,11 +118,7 @@ class Sample:
 
 
 class Trainer:
-    """A model, and what improves it.
-
-    Args:
-        num_steps: GRPO steps to come; the learning rates fall over them.
-    """
+    """A model, and what improves it. `num_steps`: GRPO steps to come; the learning rates fall over them."""
 
     def __init__(self, num_steps: int, seed: int) -> None:
         torch.manual_seed(seed)
@@ -134,11 +130,8 @@ class Trainer:
     def warm_up(self, problems: ProblemSet, goal: float) -> Iterator[float]:
         """Learn from written-out sums until a sampled answer would be right with probability `goal`.
 
-        Yields:
-            That probability, on sums not seen before in this phase, after each step.
-
-        Raises:
-            DemoFailed: no such luck in 400 steps.
+        Yields that probability, on sums not seen before in this phase, after each step. Raises DemoFailed: no
+        such luck in 400 steps.
         """
         optimizers = _Optimizers(self.model, muon_lr=0.02, adamw_lr=0.002)
         probability = 0.0
@@ -165,10 +158,9 @@ class Trainer:
     def learn(self, samples: Sequence[Sample], anchors: Sequence[list[float]] | None = None) -> None:
         """One GRPO step: two updates on halves of the samples, against the logprobs of the engine.
 
-        Args:
-            anchors: this model's logprobs of the samples, where the engine's are those of rounded weights.
-                Then what is clipped is the ratio to these, and a token weighs as much as these are likelier
-                than the engine's, up to `LARGEST_WEIGHT`.
+        `anchors`: this model's logprobs of the samples, where the engine's are those of rounded weights. Then
+        what is clipped is the ratio to these, and a token weighs as much as these are likelier than the
+        engine's, up to `LARGEST_WEIGHT`.
 
         Advantages are not divided by the deviation of their group, which would favour the easiest and the
         hardest questions. Source: arXiv 2503.20783.

@@ -44,11 +44,7 @@ PER_PROMPT: Final = (
 
 @dataclass(frozen=True)
 class OutputSoFar:
-    """What an engine needs to know of an output to go on behind it.
-
-    Attributes:
-        params: with the seed.
-    """
+    """What an engine needs to know of an output to go on behind it. `params`: with the seed."""
 
     rid: str
     prompt_ids: list[int]
@@ -63,8 +59,7 @@ class Continuation:
         fields: of the request; one prompt, one output.
         is_incremental: answers hold what is new alone.
 
-    Attributes:
-        num_moves: how many replicas have died of those that worked on it.
+    `num_moves`: how many replicas have died of those that worked on it.
     """
 
     def __init__(self, fields: Mapping[str, Any], *, is_incremental: bool = False) -> None:

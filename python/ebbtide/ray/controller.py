@@ -120,11 +120,8 @@ class _Call:
 class FleetController:
     """Carries control requests out on all replicas that live, as a `DataParallelController` does.
 
-    Args:
-        replicas: by slot; a successor takes its place by `admit`.
-
-    Attributes:
-        has_committed: whether the weights are others than at the start.
+    `replicas`: by slot; a successor takes its place by `admit`. `has_committed`: whether the weights are
+    others than at the start.
     """
 
     def __init__(self, replicas: list[Replica]) -> None:

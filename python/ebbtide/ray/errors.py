@@ -14,8 +14,7 @@ class ActorDied(EngineError):
 def translated(error: RayError, who: str) -> Exception:
     """What a call raised, out of Ray's wrapping.
 
-    Args:
-        who: the engine or the part of it that was called, for messages.
+    `who`: the engine or the part of it that was called, for messages.
     """
     if isinstance(error, RayTaskError):
         cause = error.cause

@@ -97,11 +97,7 @@ class Answered:
 
 
 class JointEngine(Engine):
-    """As `Engine`.
-
-    Args:
-        others: the actors of its other nodes, in order.
-    """
+    """As `Engine`. `others`: the actors of its other nodes, in order."""
 
     def __init__(self, others: Sequence[Any] = (), **arguments: Any) -> None:
         self._verdicts: dict[str, concurrent.futures.Future[str | None]] = {}

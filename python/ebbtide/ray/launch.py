@@ -76,8 +76,7 @@ def seat_ranks(
         indices: which of them may be used; None: any, from the first on.
         ranks_per_node: at most so many go into a bundle.
 
-    Raises:
-        ConfigurationError: there is no room for all; it says what is needed and what there is.
+    Raises ConfigurationError: there is no room for all; it says what is needed and what there is.
     """
     usable = list(range(len(bundles))) if indices is None else list(indices)
     unknown = [index for index in usable if not 0 <= index < len(bundles)]
@@ -221,8 +220,7 @@ class NodeSeats:
 def make_room(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> Room:
     """Reserve bundles for an engine.
 
-    Raises:
-        ConfigurationError: the cluster has no room for them; it says what is needed and what there is.
+    Raises ConfigurationError: the cluster has no room for them; it says what is needed and what there is.
     """
     group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
     room = Room(group, None, is_own=True)
@@ -281,9 +279,8 @@ def take_seats(
 ) -> list[NodeSeats]:
     """Start an actor in each bundle that is needed, and group them by node.
 
-    Raises:
-        ConfigurationError: the bundles have no room for the ranks.
-        EngineError: an actor did not start. In either case none is left.
+    Raises ConfigurationError: the bundles have no room for the ranks; EngineError: an actor did not start. In
+    either case none is left.
     """
     ranks_per_node = None if nnodes is None else max(1, num_ranks // nnodes)
     seatings = seat_ranks(room.group.bundle_specs, room.indices, num_ranks, share, ranks_per_node)
@@ -306,12 +303,8 @@ def start_engine(
 ) -> None:
     """Start the processes of all nodes; returns when the engine is ready.
 
-    Args:
-        abandoned: when it is set, the start is given up.
-
-    Raises:
-        ConfigurationError: the engine cannot start so.
-        EngineError: a process failed, or an actor or its node has gone; it is named. No actor is left.
+    `abandoned`: when it is set, the start is given up. Raises ConfigurationError: the engine cannot start so;
+    EngineError: a process failed, or an actor or its node has gone; it is named. No actor is left.
     """
     together: dict[str, Any] = {**arguments, "nnodes": len(nodes)}
     try:

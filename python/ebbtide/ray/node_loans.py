@@ -38,11 +38,8 @@ class NodeLender:
             tensors: by a key of the caller's.
             takers: the key of what each rank of this node takes.
 
-        Returns:
-            An entry for each of them.
-
-        Raises:
-            RequestRejected: shared memory is short, or they are no plain tensors; nothing is lent.
+        Returns an entry for each of them. Raises RequestRejected: shared memory is short, or they are no
+        plain tensors; nothing is lent.
         """
         shared: dict[int, Payload] = {}
         try:

@@ -112,8 +112,7 @@ class Supervisor:
     async def _replace(self, dead: Replica) -> None:
         """Start a replica in the place of another one, and let it serve what the others serve.
 
-        Raises:
-            EbbtideError: it does not start, or has died again, or nobody is left who has the weights.
+        Raises EbbtideError: it does not start, or has died again, or nobody is left who has the weights.
         """
         # The weights come from those that live; only where nothing was ever changed are the first ones those.
         from_peer = {"load_format": "dummy"} if self._controller.living else {}
@@ -165,13 +164,9 @@ class Supervisor:
 async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> str:
     """Give a new replica the weights of a living one, and bring it into the same state.
 
-    Updates have to wait meanwhile: that is the caller's affair.
-
-    Returns:
-        What it has to wait for; empty: nothing, it is done.
-
-    Raises:
-        EngineError: nobody lives, or the new replica has died, or holds other weights in spite of it all.
+    Updates have to wait meanwhile: that is the caller's affair. Returns what it has to wait for; empty:
+    nothing, it is done. Raises EngineError: nobody lives, or the new replica has died, or holds other weights
+    in spite of it all.
     """
     if not living:
         raise EngineError("no replica is left to take the weights from")

@@ -32,8 +32,7 @@ _KV_CACHE_DTYPES = {**_DTYPES, "fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3"}
 def settled(args: ServerArgs) -> ServerArgs:
     """The arguments with the values of aliases under what those stand for, and each dtype by its one name.
 
-    Raises:
-        ConfigurationError: an alias and what it stands for were given different values.
+    Raises ConfigurationError: an alias and what it stands for were given different values.
     """
     changes: dict[str, Any] = {
         "dtype": _dtype_name(args.dtype, _DTYPES),
@@ -61,8 +60,7 @@ def _dtype_name(given: object, others: Mapping[str, str]) -> str:
 def check_arguments(args: ServerArgs) -> None:
     """Check everything that the arguments alone can tell, and warn once about each that is ignored.
 
-    Raises:
-        ConfigurationError: names the argument, what was expected and what was given.
+    Raises ConfigurationError: names the argument, what was expected and what was given.
     """
     for spec in argument_specs():
         _check_value(spec, getattr(args, spec.name))
@@ -173,8 +171,7 @@ def _check_nodes(args: ServerArgs) -> None:
 def split_address(address: str) -> tuple[str, int]:
     """`host:port` or `[host]:port` as host, without brackets, and port.
 
-    Raises:
-        ConfigurationError: it is neither.
+    Raises ConfigurationError: it is neither.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not bare_host(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:

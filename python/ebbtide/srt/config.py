@@ -284,8 +284,7 @@ class EngineConfig:
 def resolve(args: ServerArgs) -> EngineConfig:
     """Check the arguments, read the model's config, choose what was left open.
 
-    Raises:
-        ConfigurationError: names the argument or file, what was expected and what was found.
+    Raises ConfigurationError: names the argument or file, what was expected and what was found.
     """
     args = settled(args)
     check_arguments(args)

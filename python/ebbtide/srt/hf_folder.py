@@ -147,10 +147,8 @@ def quantization(
 ) -> tuple[str | None, tuple[str, ...]]:
     """How weights are kept, as `--quantization` calls it, and the modules that a checkpoint keeps otherwise.
 
-    MXFP4 is widened as it is read.
-
-    Args:
-        wanted: what was asked for: it is done with weights that are not quantised yet.
+    MXFP4 is widened as it is read. `wanted`: what was asked for: it is done with weights that are not
+    quantised yet.
 
     Raises ConfigurationError for a checkpoint in anything but e4m3 with a scale for each block of 128 × 128
     or each row, and activations that are quantised as they come; or where another form was asked for.

@@ -59,8 +59,7 @@ class HeapHold:
 class GcClock:
     """How long the collector has stopped this process since `start`.
 
-    Attributes:
-        paused_s: in seconds, all pauses together.
+    `paused_s`: in seconds, all pauses together.
     """
 
     def __init__(self) -> None:

@@ -39,8 +39,7 @@ TARGETS = {"scheduler": "ebbtide.testing.null_engine:run_null_scheduler"}
 class NullEngine(Engine):
     """An `Engine` without a model. Starts in about a second.
 
-    Args:
-        **kwargs: fields of `ServerArgs`; those about the model and its tokenizer have no effect.
+    `**kwargs`: fields of `ServerArgs`; those about the model and its tokenizer have no effect.
     """
 
     def __init__(self, **kwargs: Any) -> None:

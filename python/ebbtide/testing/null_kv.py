@@ -28,9 +28,7 @@ class NullKV:
     """What pages hold: the group of layers and the tokens whose KV it would be.
 
     A pass over tokens that attend to others is an AssertionError, and so is one behind another state.
-
-    Attributes:
-        states: what the pages of slots hold: the tokens behind which the state would be; None: nothing.
+    `states`: what the pages of slots hold: the tokens behind which the state would be; None: nothing.
     """
 
     def __init__(
@@ -83,11 +81,7 @@ class NullKV:
 
 
 class NullPageStore:
-    """Host memory for `max_pages`.
-
-    Attributes:
-        faults: what saving and moving pages fails with, once.
-    """
+    """Host memory for `max_pages`. `faults`: what saving and moving pages fails with, once."""
 
     num_bytes = 0
     page_s: float | None = None

@@ -61,9 +61,7 @@ class NullWeights:
     integer is added to all parameters), and `nonfinite` (of the names, those that hold NaN).
 
     An `UpdateWeightsFromIPCReqInput` may have any handles. What its sender says is put into `sender.says`.
-
-    Args:
-        num_staged: copies that there is room for; with 0 every update is in place.
+    `num_staged`: copies that there is room for; with 0 every update is in place.
 
     Attributes:
         faults: what this rank fails with, once, at which steps of updates (`STEPS`).

@@ -52,9 +52,8 @@ def client_of(request: Request) -> Caller:
 async def answer_whole(receive: Receive, starting: Coroutine[Any, Any, LiveGeneration]) -> Any:
     """The result of a generation. It is aborted when the client disconnects.
 
-    Raises:
-        RequestRejected, EngineError: the generation was refused, or failed.
-        ClientDisconnect: the client has left.
+    Raises RequestRejected, EngineError: the generation was refused, or failed; ClientDisconnect: the client
+    has left.
     """
     return await while_connected(receive, _finish(starting))
 
@@ -85,11 +84,7 @@ class AnswerWriter:
         return b"data: [DONE]\n\n"
 
     def failure(self, error: Mapping[str, Any]) -> bytes:
-        """What a stream ends with that has failed.
-
-        Args:
-            error: as in the body of an error.
-        """
+        """What a stream ends with that has failed. `error`: as in the body of an error."""
         return server_event({"error": error}) + AnswerWriter.end(self)
 
 
@@ -101,12 +96,8 @@ async def answer_events(
 ) -> Response:
     """A generation as server-sent events. It is aborted when the client disconnects.
 
-    Args:
-        note_chunk: called with each chunk.
-
-    Raises:
-        RequestRejected, EngineError: the generation was refused, or failed, before it began.
-        ClientDisconnect: the client has left.
+    `note_chunk`: called with each chunk. Raises RequestRejected, EngineError: the generation was refused, or
+    failed, before it began; ClientDisconnect: the client has left.
     """
     events = _Events(note_chunk, writer)
     try:
@@ -187,10 +178,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await something for a client; if that leaves, the work is cancelled.
 
     The caller goes on in the turn of the loop after the one in which the work ends, and no later: a reply
-    that is read from the engine after the end of a generation is then not sent before its answer.
-
-    Raises:
-        ClientDisconnect: it has left.
+    that is read from the engine after the end of a generation is then not sent before its answer. Raises
+    ClientDisconnect: it has left.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))

@@ -267,8 +267,7 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
 def launch_server(server_args: ServerArgs, early: EarlyProcesses | None = None) -> None:
     """Serve until SIGINT or SIGTERM; returns then, with no process left. Other nodes than 0 lend their ranks.
 
-    Args:
-        early: processes of the engine that are there already.
+    `early`: processes of the engine that are there already.
 
     Raises:
         Stopped: a signal came before the server was ready. No process is left either.
@@ -322,8 +321,7 @@ async def _serve(
 ) -> str | None:
     """Serve until a signal comes (returns None), or the engine dies (returns how).
 
-    Raises:
-        Stopped: the signal came before the server was ready.
+    Raises Stopped: the signal came before the server was ready.
     """
     server = _Server(
         uvicorn.Config(

@@ -240,11 +240,7 @@ class ServerInfo(AnswerBody, kw_only=True):
 
 
 def model_info(config: EngineConfig, state: StateReport, reports: Sequence[StateReport]) -> ModelInfo:
-    """The body of `GET /model_info`.
-
-    Args:
-        reports: the replicas' own, by dp_rank.
-    """
+    """The body of `GET /model_info`. `reports`: the replicas' own, by dp_rank."""
     model = config.model
     return ModelInfo(
         model_path=state.model_path,

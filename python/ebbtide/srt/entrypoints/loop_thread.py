@@ -22,10 +22,8 @@ T = TypeVar("T")
 class LoopThread:
     """An event loop in a daemon thread.
 
-    What belongs to it can be asked for from any other loop, and from threads without one.
-
-    Args:
-        owner: whose it is, for messages.
+    What belongs to it can be asked for from any other loop, and from threads without one. `owner`: whose it
+    is, for messages.
     """
 
     def __init__(self, owner: str = "engine") -> None:
@@ -87,8 +85,7 @@ class LoopThread:
     async def stream(self, chunks: AsyncGenerator[T, None], close: Callable[[], object]) -> AsyncGenerator[T]:
         """What a generator of the loop yields, for any loop.
 
-        Args:
-            close: called in the loop when nobody reads on.
+        `close`: called in the loop when nobody reads on.
         """
         try:
             while (chunk := await self.run(_next(chunks))) is not None:
@@ -126,8 +123,7 @@ class LoopThread:
     def end(self, last: Callable[[], Coroutine[Any, Any, None]], then: Callable[[], None]) -> None:
         """As `close`, from wherever the garbage collector runs: in this thread too. In a fork nothing ends.
 
-        Args:
-            then: called behind it.
+        `then`: called behind it.
         """
         if not self._is_ours:
             return

@@ -56,9 +56,8 @@ class BodyReader:
             binary_fields: fields that are lists of base64; they come out as bytes.
             max_bytes: how long the body may be; it is not read any further.
 
-        Raises:
-            RequestRejected: 400, the body is no JSON object; 408, it does not come; 413, it is too long; 503,
-                with others it is too much for now.
+        Raises RequestRejected: 400, the body is no JSON object; 408, it does not come; 413, it is too long;
+        503, with others it is too much for now.
         """
         body = bytearray()
         try:
@@ -184,11 +183,8 @@ _NUMBERS: Final = {"X-data-parallel-rank": "routed_dp_rank", "X-Request-Priority
 def with_headers(fields: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
     """A request's fields, and what its headers say. Of numbers the body's win, of ids the header's does.
 
-    Args:
-        headers: by their names in lower case, or in any.
-
-    Raises:
-        RequestRejected: 400, a header that is no number.
+    `headers`: by their names in lower case, or in any. Raises RequestRejected: 400, a header that is no
+    number.
     """
     merged = dict(fields)
     for header, name in _NUMBERS.items():

@@ -80,8 +80,7 @@ _LOGGED: Final = (
 class ControlAnswer(NamedTuple):
     """What a control request is answered with.
 
-    Attributes:
-        remark: the reply's message, where one field of the reply is the whole body.
+    `remark`: the reply's message, where one field of the reply is the whole body.
     """
 
     body: Any
@@ -106,9 +105,8 @@ class EngineService:
         at_close: called when the service closes.
         tracing: None unless it was asked for.
 
-    Raises:
-        ConfigurationError: the model, the tokenizer or the machine does not do.
-        EngineError: a process died. In either case none is left.
+    Raises ConfigurationError: the model, the tokenizer or the machine does not do; EngineError: a process
+    died. In either case none is left.
     """
 
     def __init__(
@@ -246,8 +244,7 @@ class EngineService:
     def drain(self, timeout_s: float | None = None) -> DrainReply:
         """Serve what is in, refuse new generations with 503, and then end. A second drain sets a new limit.
 
-        Args:
-            timeout_s: how long; None without limit.
+        `timeout_s`: how long; None without limit.
         """
         if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 0):
             raise RequestRejected(f"timeout_s: expected a number of seconds from 0 on, got {timeout_s}")
@@ -352,8 +349,7 @@ class EngineService:
     async def control(self, kind: type[Any], fields: Mapping[str, Any], vote: Vote | None = None) -> Any:
         """Carry out a control request given as loose fields; returns the body of the reply.
 
-        Args:
-            vote: see `ControlClient.call`.
+        `vote`: see `ControlClient.call`.
 
         Raises RequestRejected: refused, nothing has changed; EngineError: the engine failed.
         """
@@ -406,10 +402,8 @@ class EngineService:
     async def generate_one_token(self) -> None:
         """The shortest way through every process: one token on each replica.
 
-        Draws no seed, and leaves nothing in the prefix cache.
-
-        Raises:
-            EngineError: there is no answer, although the engine can run.
+        Draws no seed, and leaves nothing in the prefix cache. Raises EngineError: there is no answer,
+        although the engine can run.
         """
         params = {"max_new_tokens": 1, "temperature": 0.0, "sampling_seed": 0}
         generations = [

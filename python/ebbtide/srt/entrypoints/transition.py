@@ -63,8 +63,7 @@ class TransitionReply(AnswerBody, kw_only=True):
 class Transitions:
     """Carries transitions out, and remembers their outcomes by `op_id`.
 
-    Args:
-        control: carries one control request out, given as loose fields.
+    `control`: carries one control request out, given as loose fields.
     """
 
     def __init__(self, control: Callable[[type[Any], Mapping[str, Any]], Awaitable[Any]]) -> None:
@@ -74,11 +73,9 @@ class Transitions:
     async def run(self, fields: Mapping[str, Any]) -> Body:
         """Carry the steps out in order, up to the first refusal; all are checked before the first runs.
 
-        Returns the body of the answer, a `TransitionReply`. A caller that goes away does not end it.
-
-        Raises:
-            RequestRejected: malformed (400), nothing ran; or the refusal of a step, with the whole answer.
-            EngineError: the engine failed in a step.
+        Returns the body of the answer, a `TransitionReply`. A caller that goes away does not end it. Raises
+        RequestRejected: malformed (400), nothing ran; or the refusal of a step, with the whole answer;
+        EngineError: the engine failed in a step.
         """
         request = _request(fields)
         op_id = request.op_id if request.op_id is not None else uuid.uuid4().hex

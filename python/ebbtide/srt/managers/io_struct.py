@@ -410,9 +410,8 @@ class Expire(Message, frozen=True, kw_only=True):
 class ControlReply(Message, frozen=True, kw_only=True):
     """The one reply to the control request `id` of all ranks of a replica.
 
-    Attributes:
-        aborts_before: how many messages with aborted requests the replica had sent by then. They take a
-            longer way, and nobody is to have the reply before them.
+    `aborts_before`: how many messages with aborted requests the replica had sent by then. They take a longer
+    way, and nobody is to have the reply before them.
     """
 
     dp_rank: int = 0

@@ -61,8 +61,7 @@ class Scheduler:
         pace: is told how long forward passes take.
         step_log: is told when none may run.
 
-    Attributes:
-        activity: what the loop is doing, and since when; None: it waits for messages. Its watchdog reads it.
+    `activity`: what the loop is doing, and since when; None: it waits for messages. Its watchdog reads it.
     """
 
     def __init__(

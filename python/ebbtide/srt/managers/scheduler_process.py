@@ -51,9 +51,8 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
             leaves room for an output token; `attention_backend`, the name of the one that serves; `experts`,
             how many a token takes of which in which layers; None where the model has none.
 
-    Raises:
-        ConfigurationError: the model, the checkpoint, a size or a custom weight loader does not do.
-        EngineError: the other ranks of the replica have not come in time.
+    Raises ConfigurationError: the model, the checkpoint, a size or a custom weight loader does not do;
+    EngineError: the other ranks of the replica have not come in time.
     """
     stages = StageReports(ready)
     stages("starting the device")
@@ -140,8 +139,7 @@ def rank_parts(
 ) -> RankParts:
     """What the scheduler of a rank works with, over a model runner.
 
-    Args:
-        park_bytes: host memory for KV that outlives a release of the pool.
+    `park_bytes`: host memory for KV that outlives a release of the pool.
     """
     arena = runner.kv_pool.arena
     page_store = HostPageStore(runner.kv_pool, park_bytes, device.host_pinning())

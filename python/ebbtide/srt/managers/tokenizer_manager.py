@@ -184,9 +184,8 @@ class TokenizerManager:
             client: who asks: grammars of different hosts are compiled in turns, and outputs are continued by
                 those who bring the same key.
 
-        Raises:
-            RequestRejected: 400; nothing runs. 503: no requests are taken, or none while it is paused.
-            EngineDown: the engine is gone.
+        Raises RequestRejected: 400; nothing runs. 503: no requests are taken, or none while it is paused;
+        EngineDown: the engine is gone.
         """
         self._check_alive()
         if self._refusal is not None:

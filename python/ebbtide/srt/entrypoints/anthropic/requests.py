@@ -71,11 +71,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 def as_chat(fields: Mapping[str, Any], *, has_reasoning: bool) -> Fields:
     """The fields of the chat that a request of `/v1/messages` is.
 
-    Args:
-        has_reasoning: whether the server separates reasoning from the answer.
-
-    Raises:
-        RequestRejected: 400.
+    `has_reasoning`: whether the server separates reasoning from the answer. Raises RequestRejected: 400.
     """
     request = parse(MessagesRequest, fields)
     own = {

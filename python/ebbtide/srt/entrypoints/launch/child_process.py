@@ -208,11 +208,8 @@ class PulseWatch:
     """Looks at the signs of life of an engine's processes.
 
     It counts looks and not seconds: where everything is frozen together, and goes on after hours, nobody is
-    at fault.
-
-    Args:
-        limit_s: how long others wait for one of these; a process is given up a little earlier. `flag`: its
-            name.
+    at fault. `limit_s`: how long others wait for one of these; a process is given up a little earlier.
+    `flag`: its name.
     """
 
     def __init__(self, children: Sequence[ChildProcess], limit_s: float, flag: str) -> None:

@@ -53,12 +53,8 @@ class NodeProcesses:
             as the config asks.
         early: processes that are there already.
 
-    Attributes:
-        replicas: where the processes of each replica, and the API process, listen; by dp_rank.
-
-    Raises:
-        ConfigurationError: the nodes do not find each other, or differ.
-        EngineError: another node has gone.
+    `replicas`: where the processes of each replica, and the API process, listen; by dp_rank. Raises
+    ConfigurationError: the nodes do not find each other, or differ; EngineError: another node has gone.
     """
 
     def __init__(
@@ -351,10 +347,8 @@ def _error_of(end: Ended) -> EbbtideError:
 def launch_node(server_args: ServerArgs, early: EarlyProcesses | None = None) -> None:
     """Lend this node's ranks until node 0 stops or a signal comes; returns then, with no process left.
 
-    Raises:
-        ConfigurationError: the engine cannot start so, or node 0 is not found.
-        EngineError: a process, or another node, has ended by itself.
-        Stopped: a signal came before the ranks were ready.
+    Raises ConfigurationError: the engine cannot start so, or node 0 is not found; EngineError: a process, or
+    another node, has ended by itself; Stopped: a signal came before the ranks were ready.
     """
     configure_logging(server_args, f"node-{server_args.node_rank}")
     serve_node(lambda: resolve(server_args), early=early)

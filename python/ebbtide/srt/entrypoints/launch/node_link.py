@@ -85,8 +85,7 @@ _decoder: msgspec.msgpack.Decoder[Ready | Ended] = msgspec.msgpack.Decoder(Ready
 class NodeLinks:
     """The connections of this node: node 0 has one to each other node, these have one to node 0.
 
-    Args:
-        reserved: ports that belong to this engine as long as the links are open.
+    `reserved`: ports that belong to this engine as long as the links are open.
     """
 
     def __init__(self, node_rank: int, nodes: Mapping[Connection, int], reserved: ReservedPorts) -> None:
@@ -147,10 +146,8 @@ class Meeting:
 def meet(config: EngineConfig, folder: str) -> Meeting:
     """Wait until all nodes are there. `folder` is this node's, for sockets.
 
-    Raises:
-        ConfigurationError: node 0's address does not do, nodes are missing when the time is up, or this one
-            was started otherwise.
-        EngineError: node 0 has gone.
+    Raises ConfigurationError: node 0's address does not do, nodes are missing when the time is up, or this
+    one was started otherwise; EngineError: node 0 has gone.
     """
     parallel = config.parallel
     if parallel.nnodes == 1:

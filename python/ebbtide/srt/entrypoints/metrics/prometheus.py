@@ -86,11 +86,7 @@ OTHER_ADAPTERS: Final = "@other"
 class Metrics:
     """Counts what was answered, over HTTP and in Python; the state is read when it is asked for.
 
-    Args:
-        aliases: whose names the text also has them under: sglang or vllm.
-
-    Attributes:
-        content_type: of the text.
+    `aliases`: whose names the text also has them under: sglang or vllm. `content_type`: of the text.
     """
 
     content_type = CONTENT_TYPE_LATEST

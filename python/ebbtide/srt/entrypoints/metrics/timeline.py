@@ -33,10 +33,8 @@ class Timeline:
     """The recent past of an engine, and a stream of events for each page that shows it.
 
     Everything belongs to one event loop. Without viewers it costs a record for each control operation.
-
-    Args:
-        sample: measures now: the fields of a sample beside its time and the tokens by version. Where it
-            raises EngineError there is no sample of that moment.
+    `sample`: measures now: the fields of a sample beside its time and the tokens by version. Where it raises
+    EngineError there is no sample of that moment.
     """
 
     def __init__(self, sample: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:

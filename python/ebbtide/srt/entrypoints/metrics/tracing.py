@@ -29,10 +29,8 @@ class Tracing:
 
     A span's parent is the context of whoever asked: the caller's own in Python, over HTTP that of the span of
     the request (`TraceContext`); the steps of a transition, and the stages of an update, are children of its
-    span. An output is linked to the updates that were committed while it was generated.
-
-    Args:
-        provider: makes the spans; ended by `close`.
+    span. An output is linked to the updates that were committed while it was generated. `provider`: makes the
+    spans; ended by `close`.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -120,10 +118,8 @@ class TraceContext:
     """Makes a span of each request that asks for something, the parent of what is done for it.
 
     Its own parent is the `traceparent` that the request brings; the answer tells of the span in
-    `traceresponse`. Source: W3C Trace Context, and its draft of headers of responses.
-
-    Args:
-        tracing: asked with each request: the application may be built before it has an engine.
+    `traceresponse`. Source: W3C Trace Context, and its draft of headers of responses. `tracing`: asked with
+    each request: the application may be built before it has an engine.
     """
 
     def __init__(self, app: ASGIApp, tracing: Callable[[], Tracing | None]) -> None:

@@ -174,8 +174,7 @@ class ChunkWriter(AnswerWriter):
 def _head(call: OpenAICall, piece: Piece | None = None) -> dict[str, Any]:
     """What all answers and chunks have.
 
-    Args:
-        piece: the one that it is about, or its first one; None: it is about the usage alone.
+    `piece`: the one that it is about, or its first one; None: it is about the usage alone.
     """
     head: dict[str, Any] = {"id": call.id, "created": call.created, "model": call.model}
     if piece is None:
@@ -346,8 +345,7 @@ def stop_reason(call: OpenAICall, piece: Piece) -> int | str | None:
 class ChatWriter:
     """Writes answers of `/v1/chat/completions`.
 
-    Args:
-        return_meta_info: whether an answer that is not streamed has `/generate`'s `meta_info` too.
+    `return_meta_info`: whether an answer that is not streamed has `/generate`'s `meta_info` too.
     """
 
     def __init__(self, call: OpenAICall, *, return_meta_info: bool) -> None:

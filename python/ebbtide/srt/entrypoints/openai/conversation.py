@@ -23,8 +23,7 @@ _ADDED: Final = frozenset(("return_tokens_as_token_ids", "return_routed_experts"
 class ChatBuilder:
     """Puts the messages of a chat together. What an assistant says in several pieces is one message.
 
-    Attributes:
-        messages: so far.
+    `messages`: so far.
     """
 
     def __init__(self) -> None:
@@ -51,11 +50,7 @@ class ChatBuilder:
         answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
     def call(self, call_id: str, name: str, arguments: Any) -> None:
-        """A call of a tool.
-
-        Args:
-            arguments: an object, or JSON.
-        """
+        """A call of a tool. `arguments`: an object, or JSON."""
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._answer().setdefault("tool_calls", []).append(call)
 
@@ -72,8 +67,7 @@ def text_in(content: Any, where: str, kinds: Collection[str]) -> str:
         where: its name in a refusal.
         kinds: the types that parts with text have.
 
-    Raises:
-        RequestRejected: 400; a part is no text.
+    Raises RequestRejected: 400; a part is no text.
     """
     if content is None or isinstance(content, str):
         return content or ""

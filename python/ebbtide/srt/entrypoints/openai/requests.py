@@ -80,11 +80,7 @@ def completion_call(
 ) -> OpenAICall:
     """A request of `/v1/completions`.
 
-    Args:
-        template: with the tokenizer of the engine; None if it has none.
-
-    Raises:
-        RequestRejected: 400.
+    `template`: with the tokenizer of the engine; None if it has none. Raises RequestRejected: 400.
     """
     request = parse(CompletionRequest, fields)
     refuse_unsupported(fields, is_chat=False)
@@ -121,8 +117,7 @@ def chat_call(
         parsers: the server's.
         is_batch: `messages` are those of several conversations, each of which is answered.
 
-    Raises:
-        RequestRejected: 400.
+    Raises RequestRejected: 400.
     """
     kind = ChatBatchRequest if is_batch else ChatCompletionRequest
     request = parse(kind, fields)
@@ -180,8 +175,7 @@ def _render(
 ) -> Render:
     """What makes the prompt of a conversation, and then knows how its answer begins.
 
-    Args:
-        messages, given: the same ones: checked, and with all that the template may want to know.
+    `messages`, `given`: the same ones: checked, and with all that the template may want to know.
     """
     continues = bool(request.continue_final_message)
     make = functools.partial(
@@ -239,11 +233,7 @@ def _call(
 def within_limits(call: OpenAICall, max_logprobs: int, vocab_size: int) -> OpenAICall:
     """The call with -1 logprobs, which are all, in numbers; ids that it names come in their place.
 
-    Args:
-        max_logprobs: -1: any number may be asked for.
-
-    Raises:
-        RequestRejected: 400, it asks for more.
+    `max_logprobs`: -1: any number may be asked for. Raises RequestRejected: 400, it asks for more.
     """
     counts = {}
     for name, number in (("logprobs", call.num_logprobs), ("prompt_logprobs", call.num_prompt_logprobs)):

@@ -143,11 +143,8 @@ async def answer_call(
 ) -> Response:
     """Carry a request out; its answer, or its chunks as events, are as the writer puts them.
 
-    Args:
-        routed_form: how routed experts are encoded.
-
-    Raises:
-        RequestRejected, EngineError, ClientDisconnect: as `answer_whole` and `answer_events`.
+    `routed_form`: how routed experts are encoded. Raises RequestRejected, EngineError, ClientDisconnect: as
+    `answer_whole` and `answer_events`.
     """
     adapter = service.require_model(call.model)
     if adapter is not None:

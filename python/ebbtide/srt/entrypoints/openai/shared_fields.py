@@ -61,11 +61,7 @@ def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
 def refuse_fields(fields: Mapping[str, Any], unsupported: Mapping[str, str]) -> None:
     """Refuse those that ask for something.
 
-    Args:
-        unsupported: their names, and what there is instead.
-
-    Raises:
-        RequestRejected: 400.
+    `unsupported`: their names, and what there is instead. Raises RequestRejected: 400.
     """
     for name in sorted(unsupported.keys() & fields.keys()):
         if not asks_for_nothing(fields[name]):

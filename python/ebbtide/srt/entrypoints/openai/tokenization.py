@@ -41,8 +41,7 @@ def kept_tokens(
         required: those of the messages up to the last answer; None: as the last answer that has any tells.
         continues: the final message is to go on.
 
-    Raises:
-        RequestRejected: 400; they are required of a message that goes on.
+    Raises RequestRejected: 400; they are required of a message that goes on.
     """
     answers = [index for index, message in enumerate(messages, 1) if message.role == "assistant"]
     if required:
@@ -71,8 +70,7 @@ def begin_with(
         prompt: the ids of all messages.
         ends: the ids that end a message.
 
-    Raises:
-        RequestRejected: 400; the template ends messages with none of them.
+    Raises RequestRejected: 400; the template ends messages with none of them.
     """
     num_ends = sum(token_id in ends for token_id in history)
     places = [place for place, token_id in enumerate(prompt) if token_id in ends]
@@ -310,8 +308,7 @@ class Texts(Struct, kw_only=True):
 class Tokenization:
     """Answers of `/tokenize` and `/detokenize`. Both take long for long texts, and may run in any thread.
 
-    Args:
-        template: with the engine's tokenizer.
+    `template`: with the engine's tokenizer.
     """
 
     def __init__(self, template: ChatTemplate, limits: RequestLimits) -> None:

@@ -49,8 +49,7 @@ class AnswerForm:
     def read_prompt(self, end: str, continued: str = "") -> None:
         """Find out where the answer begins, by how the prompt ends, before any of the answer is read.
 
-        Args:
-            continued: the beginning of the answer, if the prompt has one.
+        `continued`: the beginning of the answer, if the prompt has one.
         """
         if self.reasoning is None:
             return

@@ -43,8 +43,7 @@ class _Part(NamedTuple):
 class ControlClient:
     """Sends control requests and hands each caller the reply with its id. Lives in one event loop.
 
-    Args:
-        live: the outputs on their way. What aborts requests ends those too that schedulers do not know yet.
+    `live`: the outputs on their way. What aborts requests ends those too that schedulers do not know yet.
     """
 
     def __init__(

@@ -41,8 +41,7 @@ Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 def said(description: str | None = None, expected: str = "", **schema: Any) -> msgspec.Meta:
     """What is declared of a field in addition to its type: words and bounds for the OpenAPI document.
 
-    Args:
-        expected: what a refusal says that was; bounds that have it are checked by `check_bounds`.
+    `expected`: what a refusal says that was; bounds that have it are checked by `check_bounds`.
     """
     return msgspec.Meta(description=description, extra_json_schema=schema, extra={"expected": expected})
 

@@ -109,9 +109,8 @@ class CompilerProcess:
     async def compile(self, spec: GrammarSpec, continued_ids: Sequence[int], limit_s: float) -> bytes | None:
         """What ranks load; None: it takes longer than that.
 
-        Raises:
-            RequestRejected: 400, as `GrammarCompiler.compile`, or the compiler was ended by its limits.
-            EngineError: the process does not start.
+        Raises RequestRejected: 400, as `GrammarCompiler.compile`, or the compiler was ended by its limits;
+        EngineError: the process does not start.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -198,8 +197,7 @@ class GrammarCompiling:
             continued_ids: an output that the ranks will go through before they go on with it.
             client: who asks.
 
-        Raises:
-            RequestRejected, EngineError: as `CompilerProcess.compile`; or it takes too long.
+        Raises RequestRejected, EngineError: as `CompilerProcess.compile`; or it takes too long.
         """
         kept = self._kept.get(spec.key)
         if kept is not None and not continued_ids:

@@ -383,9 +383,8 @@ class LiveGeneration:
     async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
         """The whole answer. Cancelling this aborts the request.
 
-        Raises:
-            RequestRejected: the engine would not take it after all (503, the queue is full).
-            EngineError: the engine failed.
+        Raises RequestRejected: the engine would not take it after all (503, the queue is full); EngineError:
+        the engine failed.
         """
         answers: dict[int, dict[str, Any]] = {}
         try:

@@ -62,11 +62,8 @@ class LiveOutputs:
     ) -> None:
         """Take the rids of a request that has come in.
 
-        Args:
-            groups: a rid that was posted for several outputs → theirs.
-
-        Raises:
-            RequestRejected: 400, one of them is taken.
+        `groups`: a rid that was posted for several outputs → theirs. Raises RequestRejected: 400, one of them
+        is taken.
         """
         claimed = [*rids, *groups]
         for rid in claimed:

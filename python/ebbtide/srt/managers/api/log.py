@@ -23,8 +23,7 @@ PROMPTS: Final = 3
 class RequestLog:
     """Writes the lines.
 
-    Args:
-        level: how much they tell: counts and times, sampling parameters too, or the prompts as well.
+    `level`: how much they tell: counts and times, sampling parameters too, or the prompts as well.
     """
 
     def __init__(self, level: int) -> None:

@@ -32,10 +32,8 @@ def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str
     """Build a control request from loose fields: a JSON body, or keyword arguments.
 
     Null means "not given". Unknown fields are ignored; up to a hundred are returned, sorted, for
-    `ignored_fields`. In Python, a torch.dtype may stand for its name.
-
-    Raises:
-        RequestRejected: 400, with the field's path and what was expected.
+    `ignored_fields`. In Python, a torch.dtype may stand for its name. Raises RequestRejected: 400, with the
+    field's path and what was expected.
     """
     known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
     try:

@@ -18,10 +18,8 @@ Waiter: TypeAlias = asyncio.Future[None] | concurrent.futures.Future[None]
 class StreamWaker:
     """Queues of readers to be woken, one for each event loop that has any.
 
-    Whatever arrives for all readers of another loop before it has its turn wakes that loop once.
-
-    Attributes:
-        lock: held by whoever delivers to streams, or takes from them.
+    Whatever arrives for all readers of another loop before it has its turn wakes that loop once. `lock`: held
+    by whoever delivers to streams, or takes from them.
     """
 
     def __init__(self) -> None:

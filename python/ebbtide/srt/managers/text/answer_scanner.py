@@ -36,8 +36,7 @@ _CLOSERS: Final = {"(": ")", "[": "]", "{": "}"}
 class ReasoningFormat:
     """How a family of models marks its reasoning.
 
-    Attributes:
-        is_open: answers begin in the middle of reasoning, unless the prompt says otherwise.
+    `is_open`: answers begin in the middle of reasoning, unless the prompt says otherwise.
     """
 
     begin: str
@@ -173,8 +172,7 @@ class AnswerScanner:
         tool_calls, reasoning: formats by name; None: there is none of it.
         is_open: whether the answer begins in the middle of reasoning; None: as its format does.
 
-    Raises:
-        ValueError: a format is not known.
+    Raises ValueError: a format is not known.
     """
 
     def __init__(

@@ -107,8 +107,7 @@ class JsonWhitespace:
 class GrammarCompiler:
     """Compiles grammars, in a process that may be ended meanwhile: see `grammar_process`.
 
-    Args:
-        whitespace: of what a JSON schema makes.
+    `whitespace`: of what a JSON schema makes.
     """
 
     def __init__(self, vocabulary: Vocabulary, whitespace: JsonWhitespace = JsonWhitespace()) -> None:
@@ -122,13 +121,9 @@ class GrammarCompiler:
     def compile(self, spec: GrammarSpec, continued_ids: Sequence[int] = ()) -> bytes:
         """What ranks load.
 
-        Args:
-            continued_ids: an output that the ranks will go through before they go on with it.
-
-        Raises:
-            RequestRejected: 400, it does not compile, is too large, too ambiguous for what is continued, or
-                no token can begin it.
-            MemoryError: there is not enough to compile it.
+        `continued_ids`: an output that the ranks will go through before they go on with it. Raises
+        RequestRejected: 400, it does not compile, is too large, too ambiguous for what is continued, or no
+        token can begin it; MemoryError: there is not enough to compile it.
         """
         import xgrammar
 
@@ -245,11 +240,7 @@ class GrammarShelf:
         self._grammars[message.key] = self._thread.submit(self._read, message.compiled)
 
     def mask(self, key: str, note_slow: Callable[[], None]) -> GrammarMask:
-        """The state of a request that begins to follow a grammar.
-
-        Args:
-            note_slow: see `GrammarMask`.
-        """
+        """The state of a request that begins to follow a grammar. `note_slow`: see `GrammarMask`."""
         return GrammarMask(self._grammars[key].result(), self._filler, note_slow)
 
     def _read(self, compiled: bytes) -> xgrammar.CompiledGrammar:
@@ -261,8 +252,7 @@ class GrammarShelf:
 class MaskFiller:
     """Fills the masks of many outputs, by several threads where there is enough for each.
 
-    Args:
-        num_threads: one or fewer: the caller's own does it.
+    `num_threads`: one or fewer: the caller's own does it.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -295,11 +285,7 @@ class MaskFiller:
 class GrammarMask:
     """Where one output stands in its grammar. Implements `batch_plan.TokenMask`.
 
-    Args:
-        note_slow: called once its tokens have taken longer than they may.
-
-    Attributes:
-        matcher: the library's state.
+    `note_slow`: called once its tokens have taken longer than they may. `matcher`: the library's state.
     """
 
     def __init__(
@@ -370,8 +356,7 @@ class BannedSequences:
 class TokenRules:
     """What one output keeps to. Implements `batch_plan.TokenMask`.
 
-    Args:
-        grammar, banned: one of them, or both.
+    `grammar`, `banned`: one of them, or both.
     """
 
     def __init__(self, grammar: GrammarMask | None, banned: BannedSequences | None) -> None:

@@ -116,8 +116,7 @@ def _work(compiler: GrammarCompiler, memory_bytes: int, connection: socket.socke
 def _limit(limit_s: float, memory_bytes: int, connection: socket.socket) -> int:
     """Have the kernel end this process at its limits, or when nobody waits for it any more.
 
-    Returns:
-        The flags that the connection had: while it sends, it would be ended too.
+    Returns the flags that the connection had: while it sends, it would be ended too.
     """
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     status = Path("/proc/self/status").read_text().split()

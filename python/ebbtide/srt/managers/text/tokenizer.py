@@ -43,11 +43,7 @@ class Tokenizer:
         self.byte_values = self._find_byte_values()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text.
-
-        Args:
-            add_special_tokens: with those that the tokenizer adds to a text by itself.
-        """
+        """The ids of a text. `add_special_tokens`: with those that the tokenizer adds to a text by itself."""
         encoding = self.hf(
             text, add_special_tokens=add_special_tokens, verbose=False, return_attention_mask=False
         )
@@ -119,8 +115,7 @@ class Tokenizer:
 class LengthBound:
     """The least number of tokens that a text of some length can become.
 
-    Args:
-        backend: a tokenizer of the `tokenizers` library.
+    `backend`: a tokenizer of the `tokenizers` library.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -183,8 +178,7 @@ def _knows_every_character(model: Any, steps: list[dict[str, Any]], vocabulary: 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> Tokenizer:
     """Load the model's tokenizer through transformers.
 
-    Raises:
-        ConfigurationError: there is none, or it cannot be read; the message names the folder.
+    Raises ConfigurationError: there is none, or it cannot be read; the message names the folder.
     """
     from transformers import AutoTokenizer
 
@@ -219,10 +213,8 @@ class IncrementalDetokenizer:
     The pieces joined are what decoding prompt and output at once adds to the text of the prompt, and no piece
     ends in half a character. Where the bytes are not UTF-8 at all, U+FFFD stands for them; a character that
     the prompt leaves unfinished belongs to the output. A push costs the decoding of the new ids and of at
-    most 16 before them, however long the output is.
-
-    Args:
-        prompt_tail: the last ids of the prompt, so that the first word keeps its space.
+    most 16 before them, however long the output is. `prompt_tail`: the last ids of the prompt, so that the
+    first word keeps its space.
     """
 
     def __init__(
@@ -305,10 +297,8 @@ class StopTrimmer:
     """Passes one request's text on up to its first stop string; what may be the beginning of one waits.
 
     The first stop string is the one that is complete first; of two that end together, the longer. So the text
-    may arrive in any pieces: the result is the same.
-
-    Args:
-        keep_match: let the stop string itself through, instead of cutting it off.
+    may arrive in any pieces: the result is the same. `keep_match`: let the stop string itself through,
+    instead of cutting it off.
     """
 
     def __init__(self, stop_strings: Sequence[str], keep_match: bool = False) -> None:

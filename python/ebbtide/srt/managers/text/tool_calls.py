@@ -80,8 +80,7 @@ def _call(name: Any, given: Any, tools: Tools) -> ToolCall:
 def tool_specs(tools: Sequence[Any]) -> list[ToolSpec]:
     """The functions among tools as OpenAI writes them: objects, or JSON.
 
-    Raises:
-        ValueError: one has no name.
+    Raises ValueError: one has no name.
     """
     specs = []
     for tool in tools:
@@ -106,8 +105,7 @@ def json_calls(text: str, tools: Sequence[ToolSpec]) -> list[ToolCall]:
 def calls_schema(tools: Sequence[ToolSpec], *, most: int | None) -> dict[str, Any]:
     """The JSON schema of one call or more of these tools, as `json_calls` reads them.
 
-    Raises:
-        ValueError: parameters are nested too deeply.
+    Raises ValueError: parameters are nested too deeply.
     """
     kinds = [
         {

@@ -141,8 +141,7 @@ class FinishReason(Struct, frozen=True, array_like=True, omit_defaults=True):
 class RequestStart(Struct, frozen=True, array_like=True):
     """Goes out once per request, with its first output: what does not change afterwards.
 
-    Attributes:
-        input_logprobs: from the first prompt position that was asked for; None when not asked for.
+    `input_logprobs`: from the first prompt position that was asked for; None when not asked for.
     """
 
     prompt_tokens: int
@@ -194,9 +193,8 @@ class RequestOutput(Struct, frozen=True, array_like=True, omit_defaults=True):
 class StreamedTokens(Struct, frozen=True, array_like=True):
     """One more token of each of many streams, of which nothing else is new.
 
-    Attributes:
-        logprobs: a position of each, and all of them ask for as much; of streams that asked for none it says
-            nothing. None: none did.
+    `logprobs`: a position of each, and all of them ask for as much; of streams that asked for none it says
+    nothing. None: none did.
     """
 
     rids: list[str]

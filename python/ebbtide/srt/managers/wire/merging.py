@@ -83,11 +83,7 @@ SUM_PER_TAG = Merge(_sum_per_tag, _sum_per_tag, is_share=True)
 
 @functools.cache
 def merge_rules(kind: type[Reply]) -> Mapping[str, Merge]:
-    """The rule of every field.
-
-    Raises:
-        TypeError: a field has none.
-    """
+    """The rule of every field. Raises TypeError: a field has none."""
     rules: dict[str, Merge] = {"success": ALL}
     for name, annotation in get_type_hints(kind, include_extras=True).items():
         rule = next((one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Merge)), None)

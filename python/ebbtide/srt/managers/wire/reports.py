@@ -133,8 +133,7 @@ class RetractCause(StrEnum):
 class StallCounts(Struct, frozen=True, kw_only=True):
     """How long the control requests of one kind kept forward passes from running.
 
-    Attributes:
-        counts: of requests, one for each bucket.
+    `counts`: of requests, one for each bucket.
     """
 
     counts: list[int]
