@@ -86,7 +86,7 @@ ADDITIONS = {
 @@
              num_nonfinite=req.num_nonfinite,
 +            num_evens=sum(token % 2 == 0 for token in req.spec.output_ids),
---- managers/api/live_generation.py
+--- managers/api/output_state.py
 @@
          self._num_nonfinite = 0
 +        self._num_evens = 0

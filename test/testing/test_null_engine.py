@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from ebbtide import Client
-from ebbtide.srt.entrypoints.welcome import welcome
+from ebbtide.srt.entrypoints.http_server import welcome
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.testing import NullRunner
 from ebbtide.testing.null_engine import NullEngine

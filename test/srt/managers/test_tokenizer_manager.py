@@ -14,8 +14,7 @@ from fixtures.scripted_engine import STATE, Engine, scripted, start
 from fixtures.tokenizers import byte_level
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.api.live_generation import LiveGeneration
-from ebbtide.srt.managers.api.stream_waker import STREAMS_PER_TURN
+from ebbtide.srt.managers.api.live_generation import STREAMS_PER_TURN, LiveGeneration
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,

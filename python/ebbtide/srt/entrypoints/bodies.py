@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from ebbtide.srt.managers.api.live_generation import Triple
+from ebbtide.srt.managers.api.output_state import Triple
 
 Positions = list[list[Triple] | None]
 

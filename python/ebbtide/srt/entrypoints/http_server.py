@@ -9,6 +9,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
@@ -17,6 +18,9 @@ from typing import Any
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -64,10 +68,10 @@ from ebbtide.srt.entrypoints.pages import Dashboard, pages
 from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.routes import ServerInfoQuery, VllmApi, vllm_sections
-from ebbtide.srt.entrypoints.welcome import show_welcome
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.srt.this_process import freeze_heap, raise_file_limit
+from ebbtide.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -434,3 +438,37 @@ def _cannot_listen(http: HttpConfig, error: OSError) -> ConfigurationError:
     return ConfigurationError(
         f"cannot listen on {http.host} port {http.port} (--host, --port): {error.strerror}"
     )
+
+
+MB = 1e6
+
+
+def show_welcome(service: EngineService) -> None:
+    """Print model, device, memory by tag and addresses to standard error, if that is a terminal."""
+    if sys.stderr.isatty():
+        Console(stderr=True).print(welcome(service))
+
+
+def welcome(service: EngineService) -> Panel:
+    """The model that is served, where it is, and what to do next."""
+    config, state = service.config, service.state
+    url = config.server_args.url()
+    memory = ", ".join(
+        f"{tag} {sum(rank.tags[tag].resident_bytes for rank in state.ranks) / MB:,.0f} MB"
+        for tag in state.ranks[0].tags
+        if any(rank.tags[tag].virtual_bytes for rank in state.ranks)
+    )
+    parallel = config.parallel
+    device = config.runtime.device.partition(":")[0]
+    table = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("model", f"{config.model.served_model_name} (weights {state.weight_version}, {config.model.dtype})"),
+        ("device", device if parallel.num_ranks == 1 else f"{parallel.num_ranks} x {device}"),
+        ("memory", memory),
+        ("server", url),
+        ("dashboard", f"{url}/dashboard"),
+        ("HTTP API", f"{url}/docs"),
+        ("try", "ebbtide chat · ebbtide status · ebbtide top"),
+    ):
+        table.add_row(f"[dim]{name}[/]", value)
+    return Panel.fit(table, title=f"Ebbtide {__version__}", border_style="cyan")

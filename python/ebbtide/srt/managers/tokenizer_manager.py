@@ -26,11 +26,10 @@ from ebbtide.srt.managers.api.generate_request import (
     RequestNormalizer,
 )
 from ebbtide.srt.managers.api.grammar_compiling import GrammarCompiling
-from ebbtide.srt.managers.api.live_generation import LiveGeneration, OutputState, ResponseStyle
-from ebbtide.srt.managers.api.live_outputs import LiveOutputs
+from ebbtide.srt.managers.api.live_generation import LiveGeneration, LiveOutputs, StreamWaker
 from ebbtide.srt.managers.api.log import ForgottenPause, RequestLog, WaitWarning
+from ebbtide.srt.managers.api.output_state import OutputState, ResponseStyle
 from ebbtide.srt.managers.api.request_limits import RequestLimits
-from ebbtide.srt.managers.api.stream_waker import StreamWaker
 from ebbtide.srt.managers.io_struct import (
     ControlReply,
     LoadGrammar,

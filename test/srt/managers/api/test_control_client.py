@@ -9,7 +9,7 @@ from fixtures.scripted_engine import as_tests
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
-from ebbtide.srt.managers.api.live_outputs import LiveOutputs
+from ebbtide.srt.managers.api.live_generation import LiveOutputs
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AbortReqOutput,

@@ -11,7 +11,7 @@ from fixtures.scripted_engine import STATE, as_tests, updated
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.control_client import ControlClient
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController, OrderedInbox
-from ebbtide.srt.managers.api.live_outputs import LiveOutputs
+from ebbtide.srt.managers.api.live_generation import LiveOutputs
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,

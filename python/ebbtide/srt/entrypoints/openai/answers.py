@@ -31,7 +31,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 from ebbtide.srt.entrypoints.openai.tool_use import AnswerReader
 from ebbtide.srt.managers.api.array_forms import flat_top_logprobs
-from ebbtide.srt.managers.api.live_generation import Triple
+from ebbtide.srt.managers.api.output_state import Triple
 
 # What stands for a token that cannot be chosen.
 NEVER_LOGPROB: Final = -9999.0

@@ -34,7 +34,7 @@ from ebbtide.srt.entrypoints.vllm.occupation import meant_by
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import as_int, read_losslessly
 from ebbtide.srt.managers.api.generate_fields import CommonFields
-from ebbtide.srt.managers.api.live_generation import Triple
+from ebbtide.srt.managers.api.output_state import Triple
 from ebbtide.srt.sampling_params import VLLM_FIELDS, SamplingParams, params_of
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from ebbtide.srt.errors import EngineDown, EngineError, RequestRejected
-from ebbtide.srt.managers.api.live_outputs import LiveOutputs
+from ebbtide.srt.managers.api.live_generation import LiveOutputs
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,

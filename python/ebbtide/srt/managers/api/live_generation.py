@@ -1,343 +1,20 @@
-"""One `/generate` request while it runs: what has arrived of each output, and the answers made of it."""
+"""`/generate` requests while they run: whose each output is, and the answers that their readers get."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import time
-from array import array
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.api.array_forms import FlatForm, RoutedForm, encoded, flat_top_logprobs
-from ebbtide.srt.managers.api.stream_waker import StreamWaker, Waiter
-from ebbtide.srt.managers.io_struct import (
-    FinishReason,
-    LogprobColumns,
-    LogprobList,
-    RequestOutput,
-    RequestStart,
-    RoutedExperts,
-    TokenizedGenerateReqInput,
-)
-from ebbtide.srt.managers.wire.token_columns import LOWEST_LOGPROB, LogprobRows, SupportList, finite, masks_of
-
-# Logprob, token id, text. No list: one per token would keep the garbage collector busy.
-Triple = tuple[float | None, int, str | None]
-
-
-@dataclass(frozen=True)
-class ResponseStyle:
-    """What the answers to one request look like.
-
-    Attributes:
-        is_incremental: chunks hold what is new, instead of everything so far.
-        routed_form: how routed experts are encoded.
-        token_text: the text of a single token, for logprobs; None leaves it null.
-        flat_top: the form of the most likely tokens; None: as lists of triples.
-        precision: what the engine computes with, see `MetaInfo`.
-    """
-
-    is_incremental: bool
-    return_prompt_token_ids: bool
-    token_text: Callable[[int], str] | None
-    flat_top: FlatForm | None = None
-    routed_form: RoutedForm = "int32"
-    precision: Mapping[str, str] = field(default_factory=dict)
-
-
-class LogprobTable:
-    """The logprob lists of one output, or of its prompt, under the names they have in the answer.
-
-    What arrives stays numbers until an answer asks for `columns`.
-    """
-
-    def __init__(self, side: str, request: TokenizedGenerateReqInput, style: ResponseStyle) -> None:
-        self._chosen_ids = request.token_ids_logprob
-        self._token_text = style.token_text
-        self._token, self._top = f"{side}_token_logprobs", f"{side}_top_logprobs"
-        self._chosen = f"{side}_token_ids_logprobs"
-        wanted = {self._token: True, self._top: request.top_logprobs_num > 0, self._chosen: self._chosen_ids}
-        names = [name for name, is_wanted in wanted.items() if is_wanted]
-        self._columns: dict[str, list[Any]] = {name: [] for name in names}
-        self._is_narrow = names == [self._token]
-        self._new = LogprobList(request.top_logprobs_num, len(self._chosen_ids))
-        self._new_ids: list[int] = []
-
-    def add(self, positions: LogprobColumns, token_ids: Sequence[int]) -> None:
-        """Further positions, with the tokens at them."""
-        self._new.add(positions)
-        self._new_ids += token_ids
-
-    def add_token(self, rows: LogprobRows, place: int, token_id: int) -> None:
-        """One more position of a stream: what is in this row."""
-        if self._is_narrow and not self._new_ids and not self._columns[self._token]:
-            # The first since the last chunk: mostly it is the only one of the next.
-            value = rows.tokens[place]
-            logprob = value if value >= LOWEST_LOGPROB else finite(value)
-            text = None if self._token_text is None else self._token_text(token_id)
-            self._columns[self._token].append((logprob, token_id, text))
-            return
-        self._new.append(rows, place)
-        self._new_ids.append(token_id)
-
-    def columns(self) -> dict[str, list[Any]]:
-        """The lists as they stand, which will grow."""
-        columns, new = self._columns, self._new
-        if columns and self._new_ids:
-            # No call for each token: a call's prompts may have hundreds of thousands.
-            columns[self._token] += zip(new.tokens, self._new_ids, self._texts(self._new_ids), strict=False)
-            if self._top in columns:
-                columns[self._top] += map(self._triples, new.tops())
-            if self._chosen in columns:
-                columns[self._chosen] += (
-                    self._triples(None if row is None else zip(row, self._chosen_ids, strict=True))
-                    for row in new.chosen()
-                )
-            new.clear()
-            self._new_ids = []
-        return columns
-
-    def forget(self) -> None:
-        """The lists have been handed out: others begin."""
-        self._columns = {self._token: []} if self._is_narrow else {name: [] for name in self._columns}
-
-    def end(self) -> None:
-        """The lists have been handed out, and there will be no others."""
-        self._columns = {}
-
-    def _texts(self, token_ids: Sequence[int]) -> Iterable[str | None]:
-        """One for each of these, or more where all are null."""
-        return repeat(None) if self._token_text is None else map(self._token_text, token_ids)
-
-    def _triples(self, pairs: Iterable[tuple[float, int]] | None) -> list[Triple] | None:
-        return None if pairs is None else [self._triple(logprob, token_id) for logprob, token_id in pairs]
-
-    def _triple(self, logprob: float, token_id: int) -> Triple:
-        # `max` would let NaN through; this comparison does not.
-        if not logprob >= LOWEST_LOGPROB:
-            logprob = LOWEST_LOGPROB
-        return logprob, token_id, self._token_text(token_id) if self._token_text is not None else None
-
-
-class OutputState:
-    """One output: what has arrived of it, and the answer that this makes. Source: wire_api section 2.3."""
-
-    def __init__(self, request: TokenizedGenerateReqInput, style: ResponseStyle) -> None:
-        self.request = request
-        self.finish: FinishReason | None = None
-        self._style = style
-        self._text: list[str] | None = None
-        self._output_ids: list[int] = []
-        self._handed_out_ids = array("i")
-        self._num_tokens = 0
-        self._logprobs = self._input_logprobs = None
-        if request.return_logprob:
-            self._logprobs = LogprobTable("output", request, style)
-            self._input_logprobs = LogprobTable("input", request, style)
-        self._first_input = request.logprob_start or 0
-        self._start: RequestStart | None = None
-        # What `apply` brings. A chunk for each token of a stream copies it, and adds what the token changes.
-        self._meta: dict[str, Any] = {
-            "id": request.rid,
-            "finish_reason": None,
-            "prompt_tokens": len(request.input_ids) + len(request.continued_ids),
-            "completion_tokens": 0,
-            "cached_tokens": 0,
-            "reasoning_tokens": 0,
-            "num_retractions": 0,
-            "dp_rank": request.dp_rank if request.dp_rank is not None else 0,
-            "weight_version": "",
-            "weight_versions": [],
-            "kv_weight_versions": [],
-            "prefill_weight_versions": [],
-        }
-        # Of tokens of the same weights: the runs that have ended, and the version and start of the last one.
-        self._ended_spans: list[dict[str, Any]] = []
-        self._last_span: tuple[str, int] | None = None
-        # (label, first token) per version of its adapter.
-        self._adapter_starts: list[tuple[str, int]] = []
-        self._num_nonfinite = 0
-        self._routed_experts: RoutedExperts | None = None
-        self._wants_supports = request.wants_supports
-        self._supports = SupportList()
-        self._masks: list[list[int]] = []
-        self._first_token_s: float | None = None
-        self._finished_s = 0.0
-
-    def apply(self, output: RequestOutput, text: str | None, weight_version: str) -> None:
-        """Take in what is new. `text` is None where there is no tokenizer."""
-        meta = self._meta
-        if output.start is not None:
-            self._start = output.start
-            meta["cached_tokens"] = output.start.cached_tokens
-            if self._input_logprobs is not None and output.start.input_logprobs is not None:
-                self._input_logprobs.add(
-                    output.start.input_logprobs, self.request.input_ids[self._first_input :]
-                )
-        if text is not None:
-            self._text = [] if self._text is None else self._text
-            self._text.append(text)
-        if output.token_ids:
-            if self._num_tokens == 0:
-                self._first_token_s = time.monotonic()
-            self._num_tokens += len(output.token_ids)
-            self._output_ids += output.token_ids
-        if self._logprobs is not None and output.logprobs is not None:
-            self._logprobs.add(output.logprobs, output.token_ids)
-        if output.version_starts:
-            self._last_span = output.version_starts[-1]
-            self._ended_spans = _spans(output.version_starts[:-1], self._last_span[1])
-        if output.adapter_starts is not None:
-            self._adapter_starts = output.adapter_starts
-        if output.kv_versions is not None:
-            meta["kv_weight_versions"] = output.kv_versions
-        if output.prefill_starts is not None:
-            meta["prefill_weight_versions"] = _spans(output.prefill_starts, len(self.request.input_ids))
-        self._num_nonfinite = output.num_nonfinite
-        self._routed_experts = output.routed_experts
-        if output.supports is not None:
-            self._supports.add(output.supports)
-            if self.request.return_sampling_mask:
-                self._masks += masks_of(output.supports)
-        meta["num_retractions"] = output.num_retractions
-        meta["weight_version"] = weight_version
-        if output.finish is not None:
-            self.finish = output.finish
-            meta["finish_reason"] = output.finish.to_dict()
-            self._finished_s = time.monotonic()
-
-    def apply_token(
-        self, token_id: int, rows: LogprobRows | None, place: int, text: str | None, weight_version: str
-    ) -> None:
-        """Take in one more token of a stream, whose logprobs are in this row; nothing else is new. Such
-        streams begin with `apply`."""
-        if text is not None:
-            self._text = [] if self._text is None else self._text
-            self._text.append(text)
-        self._num_tokens += 1
-        self._output_ids.append(token_id)
-        if self._logprobs is not None:
-            assert rows is not None, "some stream of the step asked for logprobs"
-            self._logprobs.add_token(rows, place, token_id)
-        self._meta["weight_version"] = weight_version
-
-    def response(self) -> dict[str, Any]:
-        """The answer as it stands, or, incrementally, what is new in it since the last call."""
-        body: dict[str, Any] = {}
-        if self._text is not None:
-            text = body["text"] = "".join(self._text)
-            self._text = [] if self._style.is_incremental else [text]
-        body["output_ids"] = self._handed_out(self._output_ids)
-        if self._style.return_prompt_token_ids:
-            body["prompt_token_ids"] = self.request.input_ids + self.request.continued_ids
-        meta = body["meta_info"] = self.meta_info()
-        if self._logprobs is not None and self._input_logprobs is not None:
-            self._add_logprobs(meta, self._logprobs, self._input_logprobs)
-        if self._wants_supports:
-            meta.update(self._sampling_masks())
-        if self._routed_experts is not None:
-            meta["routed_experts"] = encoded(
-                self._routed_experts, self._style.routed_form, self.request.routed_experts_start or 0
-            )
-            if self.request.routed_experts_start:
-                meta["routed_experts_start_len"] = self.request.routed_experts_start
-        if self._style.is_incremental:
-            self._handed_out_ids.extend(self._output_ids)
-            self._output_ids = []
-            if self._wants_supports:
-                self._supports.clear()
-                self._masks = []
-        return body
-
-    def _handed_out(self, values: list[Any]) -> list[Any]:
-        """A list that will not grow any more."""
-        is_ours_no_more = self._style.is_incremental or self.finish is not None
-        return values if is_ours_no_more else values.copy()
-
-    @property
-    def all_ids(self) -> list[int]:
-        """The output's token ids, those included that have been handed out."""
-        return [*self._handed_out_ids, *self._output_ids]
-
-    @property
-    def adapter(self) -> str | None:
-        """The version of its adapter that it has come to, as a request names it; None: it has none."""
-        return self._adapter_starts[-1][0] if self._adapter_starts else None
-
-    def meta_info(self) -> dict[str, Any]:
-        """What the answer says of the output apart from its tokens."""
-        meta = self._meta.copy()
-        meta["completion_tokens"] = self._num_tokens
-        meta["weight_versions"] = self._version_spans()
-        if self._adapter_starts:
-            starts = [(label.partition("@")[2], start) for label, start in self._adapter_starts]
-            meta["lora_name"] = self._adapter_starts[-1][0].partition("@")[0]
-            meta["lora_version"] = starts[-1][0]
-            meta["lora_versions"] = _spans(starts, self._num_tokens)
-        if self.finish is not None:
-            meta.update(self._latencies())
-            meta["num_nonfinite"] = self._num_nonfinite
-            meta["precision"] = self._style.precision
-        return meta
-
-    def _version_spans(self) -> list[dict[str, Any]]:
-        if self._last_span is not None and self._last_span[1] < self._num_tokens:
-            version, start = self._last_span
-            return [*self._ended_spans, {"version": version, "start": start, "end": self._num_tokens}]
-        return self._ended_spans or [{"version": self._meta["weight_version"], "start": 0, "end": 0}]
-
-    def _add_logprobs(self, meta: dict[str, Any], outputs: LogprobTable, inputs: LogprobTable) -> None:
-        columns = outputs.columns()
-        if self._style.is_incremental:
-            meta.update(columns)
-            outputs.forget()
-        else:
-            meta.update({name: self._handed_out(entries) for name, entries in columns.items()})
-        if self._style.flat_top is not None and "output_top_logprobs" in meta:
-            meta |= flat_top_logprobs(meta.pop("output_top_logprobs"), self._style.flat_top)
-        meta["output_token_logprobs_length"] = self._num_tokens
-        meta.update(inputs.columns())
-        if self._style.is_incremental:
-            inputs.end()
-
-    def _sampling_masks(self) -> dict[str, Any]:
-        """The masks in the forms that were asked for. Source: wire_vllm section 6.2."""
-        meta: dict[str, Any] = {}
-        if self.request.return_sampling_mask:
-            meta["output_token_sampling_mask"] = self._handed_out(self._masks)
-            meta["output_token_sampling_logprobs"] = self._supports.logprobs
-            meta["output_token_sampling_mask_length"] = len(self._supports)
-        if self.request.sampling_params.returns_top_p_ids:
-            meta["top_p_token_ids"], meta["top_p_token_offsets"] = self._supports.encoded()
-        return meta
-
-    def _latencies(self) -> dict[str, float]:
-        """Seconds since arrival. What never came (a first run, a first token) counts up to the end."""
-        arrival_s, start = self.request.arrival_s, self._start
-        e2e_s = self._finished_s - arrival_s
-        first_token_s = e2e_s if self._first_token_s is None else self._first_token_s - arrival_s
-        if start is not None and start.first_token_latency_s is not None:
-            # Outputs that are not streamed arrive here whole: only the scheduler saw the first token.
-            first_token_s = start.first_token_latency_s
-        return {
-            "e2e_latency": e2e_s,
-            "queue_time": start.queue_time_s if start is not None else e2e_s,
-            "first_token_latency": first_token_s,
-        }
-
-
-def _spans(starts: Sequence[tuple[str, int]], num_tokens: int) -> list[dict[str, Any]]:
-    """One for each run of tokens of the same weights, from where the runs start."""
-    ends = [start for _, start in starts[1:]] + [num_tokens]
-    return [
-        {"version": version, "start": start, "end": end}
-        for (version, start), end in zip(starts, ends, strict=False)
-        if start < end
-    ]
+from ebbtide.srt.managers.api.ended_outputs import NOBODY, Caller, EndedOutputs
+from ebbtide.srt.managers.api.output_state import OutputState
+from ebbtide.srt.managers.io_struct import RequestOutput, StreamedTokens
+from ebbtide.srt.managers.wire.token_columns import LogprobRows
 
 
 class LiveGeneration:
@@ -506,3 +183,219 @@ class LiveGeneration:
 def _failure(message: str, status: int) -> Exception:
     """The error behind an abort that the engine caused."""
     return EngineError(message) if status == 500 else RequestRejected(message, status)
+
+
+# What an event loop may run of them before it looks at anything else: a millisecond.
+STREAMS_PER_TURN: Final = 32
+
+# What a reader waits for: in its event loop, or in a thread without one.
+Waiter: TypeAlias = asyncio.Future[None] | concurrent.futures.Future[None]
+
+
+class StreamWaker:
+    """Queues of readers to be woken, one for each event loop that has any.
+
+    Whatever arrives for all readers of another loop before it has its turn wakes that loop once. `lock`: held
+    by whoever delivers to streams, or takes from them.
+    """
+
+    def __init__(self) -> None:
+        # Finalizers that the collector runs may ask for it again.
+        self.lock = threading.RLock()
+        self._waiting: dict[asyncio.AbstractEventLoop, list[Waiter]] = {}
+
+    def wake_later(self, waiter: Waiter) -> None:
+        """Wake a reader in one of the next turns of its event loop. Needs the lock."""
+        if isinstance(waiter, concurrent.futures.Future):
+            waiter.set_result(None)
+            return
+        loop = waiter.get_loop()
+        if (waiting := self._waiting.get(loop)) is not None:
+            waiting.append(waiter)
+            return
+        # The readers of loops that have been closed have gone.
+        self._waiting = {one: queue for one, queue in self._waiting.items() if not one.is_closed()}
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._turn, loop)
+            self._waiting[loop] = [waiter]
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self.lock:
+            waiting = self._waiting[loop]
+            woken = waiting[:STREAMS_PER_TURN]
+            del waiting[:STREAMS_PER_TURN]
+            if waiting:
+                loop.call_soon(self._turn, loop)
+            else:
+                del self._waiting[loop]
+        for waiter in woken:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One output.
+
+    Attributes:
+        group: the rid that was posted for it and others.
+        client: who asked for it.
+        output: what has arrived of it; None before it is about to be sent.
+        generation: whose it is; None before that too, and once its reader has gone, when only its last output
+            is awaited.
+        is_sent: whether the scheduler knows it.
+        abort_message: set of an output that is to be aborted as soon as it has been sent.
+    """
+
+    index: int
+    group: str | None
+    client: Caller
+    output: OutputState | None = None
+    generation: LiveGeneration | None = None
+    is_sent: bool = False
+    abort_message: str | None = None
+
+
+class LiveOutputs:
+    """The outputs that have not ended yet, from when their request comes in.
+
+    A rid stays taken until its last output arrives, read or not: so what is still on its way for a request
+    that was abandoned never reaches a new one of the same name.
+
+    Attributes:
+        none_left: set while there are none.
+        ended: those that have, for a while.
+    """
+
+    def __init__(self) -> None:
+        self.ended = EndedOutputs(lambda rid: rid in self._entries or rid in self._groups)
+        self.none_left = asyncio.Event()
+        self.none_left.set()
+        self._entries: dict[str, _Entry] = {}
+        self._groups: dict[str, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def claim(
+        self, rids: Sequence[str], groups: Mapping[str, Iterable[str]], client: Caller = NOBODY
+    ) -> None:
+        """Take the rids of a request that has come in.
+
+        `groups`: a rid that was posted for several outputs → theirs. Raises RequestRejected: 400, one of them
+        is taken.
+        """
+        claimed = [*rids, *groups]
+        for rid in claimed:
+            if rid in self._entries or rid in self._groups:
+                raise RequestRejected(f"rid: {rid!r} belongs to a request that is still running")
+        if len(set(claimed)) < len(claimed):
+            raise RequestRejected("rid: the ids of the outputs are not distinct")
+        group_of = {rid: group for group, members in groups.items() for rid in members}
+        for index, rid in enumerate(rids):
+            self._entries[rid] = _Entry(index, group_of.get(rid), client)
+        for group, members in groups.items():
+            self._groups[group] = set(members)
+        self.none_left.clear()
+
+    def release(self, rids: Iterable[str]) -> None:
+        """Give back what was claimed for outputs that will not be sent."""
+        for rid in rids:
+            if (entry := self._entries.get(rid)) is not None:
+                self._remove(rid, entry)
+
+    def attach(self, generation: LiveGeneration) -> None:
+        """Have this request wait for its outputs, which are about to be sent."""
+        for output in generation.outputs:
+            entry = self._entries[output.request.rid]
+            entry.output, entry.generation = output, generation
+
+    def note_sent(self, rid: str) -> str | None:
+        """The scheduler knows an output from now on. Returns why it is to be aborted, if it is."""
+        entry = self._entries[rid]
+        entry.is_sent = True
+        return entry.abort_message
+
+    @property
+    def unsent(self) -> list[str]:
+        """The rids of outputs that the scheduler does not know yet."""
+        return [rid for rid, entry in self._entries.items() if not entry.is_sent]
+
+    def abort(self, rids: Iterable[str], message: str) -> list[str]:
+        """End these outputs. Returns those of them that the scheduler has to be asked for now."""
+        sent: list[str] = []
+        for rid in rids:
+            entry = self._entries.get(rid)
+            if entry is not None and not entry.is_sent:
+                entry.abort_message = message
+            elif entry is not None:
+                sent.append(rid)
+        return sent
+
+    def deliver(self, output: RequestOutput, text: str | None, weight_version: str) -> OutputState | None:
+        """Hand an output to whoever waits for it. Returns it if it has ended."""
+        entry = self._entries.get(output.rid)
+        if entry is None:
+            return None
+        if output.finish is not None:
+            self._remove(output.rid, entry)
+        state = entry.output
+        if state is None:
+            return None
+        state.apply(output, text, weight_version)
+        if output.finish is not None and output.finish.status_code is None:
+            self.ended.keep(state.request, state.all_ids, entry.client, state.adapter)
+        if entry.generation is None:
+            return None
+        entry.generation.note(entry.index)
+        return state if output.finish is not None else None
+
+    def deliver_tokens(
+        self, streamed: StreamedTokens, texts: Sequence[str] | None, weight_version: str
+    ) -> None:
+        """Hand one more token of each stream to whoever reads it."""
+        rows = None if streamed.logprobs is None else LogprobRows(streamed.logprobs)
+        # This runs for each token of each stream.
+        entries, token_ids = self._entries, streamed.token_ids
+        for place, rid in enumerate(streamed.rids):
+            entry = entries.get(rid)
+            if entry is None or (state := entry.output) is None:
+                continue
+            text = None if texts is None else texts[place]
+            state.apply_token(token_ids[place], rows, place, text, weight_version)
+            if entry.generation is not None:
+                entry.generation.note_token(entry.index)
+
+    def rids_of(self, generation: LiveGeneration) -> list[str]:
+        """Outputs of a request that are still to come."""
+        rids = (output.request.rid for output in generation.outputs)
+        return [rid for rid in rids if (entry := self._entries.get(rid)) and entry.generation is generation]
+
+    def abandon(self, generation: LiveGeneration) -> list[str]:
+        """Nobody reads this request any more. Returns what is still to come of it."""
+        rids = self.rids_of(generation)
+        for rid in rids:
+            self._entries[rid].generation = None
+        return rids
+
+    def expand(self, rid: str) -> list[str]:
+        """The outputs that a posted rid stands for: the one of that id, or every one of its batch."""
+        return sorted(self._groups.get(rid, (rid,)))
+
+    def clear(self) -> list[LiveGeneration]:
+        """Forget everything. Returns the requests that were still read."""
+        generations = {id(entry.generation): entry.generation for entry in self._entries.values()}
+        self._entries.clear()
+        self._groups.clear()
+        self.none_left.set()
+        return [generation for generation in generations.values() if generation is not None]
+
+    def _remove(self, rid: str, entry: _Entry) -> None:
+        del self._entries[rid]
+        if entry.group is not None:
+            members = self._groups[entry.group]
+            members.discard(rid)
+            if not members:
+                del self._groups[entry.group]
+        if not self._entries:
+            self.none_left.set()

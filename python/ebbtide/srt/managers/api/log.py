@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol, TypeAlias
 
-from ebbtide.srt.managers.api.live_generation import OutputState
+from ebbtide.srt.managers.api.output_state import OutputState
 from ebbtide.srt.managers.io_struct import StateReport
 from ebbtide.srt.managers.wire.generation import TokenizedGenerateReqInput
 from ebbtide.srt.memory_saver.tags import MemoryTag
