@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from ebbtide.cli import control, measure, talk, watch
+from ebbtide.cli import measure, server, talk, watch
 from ebbtide.version import __version__
 
 ON_THIS_MACHINE = "Run it on this machine"
@@ -88,10 +88,10 @@ app.command("chat", rich_help_panel=ASK)(talk.chat)
 app.command("generate", rich_help_panel=ASK)(talk.generate)
 app.command("bench", rich_help_panel=ASK)(measure.bench)
 app.command("top", rich_help_panel=ASK)(watch.top)
-app.command("status", rich_help_panel=ASK)(control.status)
-app.command("pause", rich_help_panel=CONTROL)(control.pause)
-app.command("continue", rich_help_panel=CONTROL)(control.go_on)
-app.command("release", rich_help_panel=CONTROL)(control.release)
-app.command("resume", rich_help_panel=CONTROL)(control.resume)
-app.command("park", rich_help_panel=CONTROL)(control.park)
-app.command("update", rich_help_panel=CONTROL)(control.update)
+app.command("status", rich_help_panel=ASK)(server.status)
+app.command("pause", rich_help_panel=CONTROL)(server.pause)
+app.command("continue", rich_help_panel=CONTROL)(server.go_on)
+app.command("release", rich_help_panel=CONTROL)(server.release)
+app.command("resume", rich_help_panel=CONTROL)(server.resume)
+app.command("park", rich_help_panel=CONTROL)(server.park)
+app.command("update", rich_help_panel=CONTROL)(server.update)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ebbtide.srt.managers.wire.token_columns import LOWEST_LOGPROB
+from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB
 from ebbtide.srt.model_executor.batch_plan import (
     SAMPLED_BEFORE,
     BatchPlan,

@@ -8,7 +8,7 @@ from fixtures.logprobs import PositionLogprobs, columns
 from fixtures.scripted_engine import Engine, run, scripted, start
 
 from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, StreamedTokens, TextOutput
-from ebbtide.srt.managers.wire.token_columns import LOWEST_LOGPROB
+from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB
 
 LENGTH = FinishReason("length", length=3)
 

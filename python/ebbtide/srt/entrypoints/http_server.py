@@ -57,8 +57,8 @@ from ebbtide.srt.entrypoints.launch.console import (
     raising_signals,
 )
 from ebbtide.srt.entrypoints.launch.launcher import launch_node
+from ebbtide.srt.entrypoints.metrics.observers import TraceContext
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
-from ebbtide.srt.entrypoints.metrics.tracing import TraceContext
 from ebbtide.srt.entrypoints.middleware import FRAMED_BY_NONE, BrowserCheck, KeyCheck, OneSpelling, RequestIds
 from ebbtide.srt.entrypoints.openai.protocol import parse
 from ebbtide.srt.entrypoints.openai.routes import Calls, OpenAIApi

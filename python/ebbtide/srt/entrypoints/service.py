@@ -25,10 +25,9 @@ from ebbtide.srt.entrypoints.information import (
 )
 from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
+from ebbtide.srt.entrypoints.metrics.observers import Timeline, open_tracing
 from ebbtide.srt.entrypoints.metrics.operations import OPERATIONS, TRANSITION
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
-from ebbtide.srt.entrypoints.metrics.timeline import Timeline
-from ebbtide.srt.entrypoints.metrics.tracing import open_tracing
 from ebbtide.srt.entrypoints.occupation import (
     EngineState,
     MemoryOccupationBody,

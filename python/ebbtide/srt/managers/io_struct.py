@@ -34,6 +34,8 @@ from ebbtide.srt.managers.wire.generation import (
     AbortGeneration as AbortGeneration,
     FinishReason as FinishReason,
     LoadGrammar as LoadGrammar,
+    LogprobColumns as LogprobColumns,
+    LogprobList as LogprobList,
     RequestOutput as RequestOutput,
     RequestStart as RequestStart,
     RoutedExperts as RoutedExperts,
@@ -44,33 +46,27 @@ from ebbtide.srt.managers.wire.generation import (
     VersionContract as VersionContract,
 )
 from ebbtide.srt.managers.wire.message import (
-    GivenUp as GivenUp,
-    Message as Message,
-    Prepared as Prepared,
-    Refusal as Refusal,
-    Reply as Reply,
-    TotalsReply as TotalsReply,
-    Verdict as Verdict,
-)
-from ebbtide.srt.managers.wire.reports import (
     STALL_BOUNDS_S as STALL_BOUNDS_S,
     STEP_BOUNDS as STEP_BOUNDS,
     AdapterReport as AdapterReport,
     ChecksumAlgorithm as ChecksumAlgorithm,
+    GivenUp as GivenUp,
     Load as Load,
+    Message as Message,
     PauseMode as PauseMode,
+    Prepared as Prepared,
     RankChecksums as RankChecksums,
     RankReport as RankReport,
+    Refusal as Refusal,
+    Reply as Reply,
     RetractCause as RetractCause,
     SessionReport as SessionReport,
     StallCounts as StallCounts,
     StateReport as StateReport,
     TagReport as TagReport,
+    TotalsReply as TotalsReply,
+    Verdict as Verdict,
     WeightsContent as WeightsContent,
-)
-from ebbtide.srt.managers.wire.token_columns import (
-    LogprobColumns as LogprobColumns,
-    LogprobList as LogprobList,
 )
 from ebbtide.srt.managers.wire.weight_requests import (
     DEFAULT_GROUP as DEFAULT_GROUP,

@@ -35,8 +35,8 @@ from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.text.grammar import BannedSequences, GrammarShelf, TokenRules
 from ebbtide.srt.managers.text.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
+from ebbtide.srt.managers.wire.generation import MASKS_AT_ONCE
 from ebbtide.srt.managers.wire.message import Decision
-from ebbtide.srt.managers.wire.token_columns import MASKS_AT_ONCE
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PendingStep, Runner, SampleSpec
 
 

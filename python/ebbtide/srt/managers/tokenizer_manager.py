@@ -25,7 +25,7 @@ from ebbtide.srt.managers.api.generate_request import (
     Render,
     RequestNormalizer,
 )
-from ebbtide.srt.managers.api.grammar_compiling import GrammarCompiling
+from ebbtide.srt.managers.api.grammar_compiling import CompilerStart, GrammarCompiling
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, LiveOutputs, StreamWaker
 from ebbtide.srt.managers.api.log import ForgottenPause, RequestLog, WaitWarning
 from ebbtide.srt.managers.api.output_state import OutputState, ResponseStyle
@@ -43,7 +43,6 @@ from ebbtide.srt.managers.io_struct import (
     TokenOutput,
 )
 from ebbtide.srt.managers.text.grammar import READ_BYTES_PER_S, RecentGrammars
-from ebbtide.srt.managers.text.grammar_process import CompilerStart
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import AsyncReceiveEnd, SendEnd
 from ebbtide.srt.managers.wire.merging import merge_reports

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from fixtures.servers import running_server, url_of
 
-from ebbtide.srt.entrypoints.metrics import timeline as module
+from ebbtide.srt.entrypoints.metrics import observers as module
+from ebbtide.srt.entrypoints.metrics.observers import MAX_UNREAD, Timeline
 from ebbtide.srt.entrypoints.metrics.operations import EndedOperation
-from ebbtide.srt.entrypoints.metrics.timeline import MAX_UNREAD, Timeline
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.testing.null_engine import NullEngine
 

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
+from ebbtide.srt.entrypoints.metrics.observers import TraceContext, Tracing, open_tracing
 from ebbtide.srt.entrypoints.metrics.operations import EndedOperation
-from ebbtide.srt.entrypoints.metrics.tracing import TraceContext, Tracing, open_tracing
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_engine import NullEngine

@@ -15,10 +15,14 @@ from fixtures.servers import wait_until
 
 from ebbtide.srt.config import EngineConfig, resolve
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.api.grammar_compiling import CompilerProcess, FairTurns, GrammarCompiling
+from ebbtide.srt.managers.api.grammar_compiling import (
+    CompilerProcess,
+    CompilerStart,
+    FairTurns,
+    GrammarCompiling,
+)
 from ebbtide.srt.managers.text import grammar
 from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
-from ebbtide.srt.managers.text.grammar_process import CompilerStart
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.generation import LoadGrammar
 from ebbtide.srt.sampling_params import GrammarSpec, SamplingParams

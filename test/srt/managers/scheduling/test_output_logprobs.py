@@ -11,7 +11,7 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from ebbtide.srt.managers.wire.token_columns import LogprobRows
+from ebbtide.srt.managers.wire.generation import LogprobRows
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, LogprobArrays
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.testing import SchedulerHarness, default_schedule

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, to_builtins
 
 from ebbtide.srt.entrypoints.openai.answers import Piece
-from ebbtide.srt.entrypoints.openai.blocks import (
+from ebbtide.srt.entrypoints.openai.chat_dialects import (
     AnswerBlock,
     BlockClosed,
     BlockGrown,

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from ebbtide.srt.entrypoints.openai.conversation import (
+from ebbtide.srt.entrypoints.openai.chat_dialects import (
     ChatBuilder,
     not_known,
     passed_on,

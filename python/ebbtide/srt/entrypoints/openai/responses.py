@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import UNSET, Struct, UnsetType, to_builtins
 
 from ebbtide.srt.entrypoints.openai.answers import Piece
-from ebbtide.srt.entrypoints.openai.blocks import (
+from ebbtide.srt.entrypoints.openai.chat_dialects import (
     AnswerBlock,
     BlockClosed,
     BlockGrown,
@@ -19,10 +19,8 @@ from ebbtide.srt.entrypoints.openai.blocks import (
     BlockOpened,
     BlockStep,
     BlockWriter,
-    encoded,
-)
-from ebbtide.srt.entrypoints.openai.conversation import (
     ChatBuilder,
+    encoded,
     not_known,
     passed_on,
     shown,

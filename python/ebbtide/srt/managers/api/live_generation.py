@@ -14,7 +14,7 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.api.ended_outputs import NOBODY, Caller, EndedOutputs
 from ebbtide.srt.managers.api.output_state import OutputState
 from ebbtide.srt.managers.io_struct import RequestOutput, StreamedTokens
-from ebbtide.srt.managers.wire.token_columns import LogprobRows
+from ebbtide.srt.managers.wire.generation import LogprobRows
 
 
 class LiveGeneration:

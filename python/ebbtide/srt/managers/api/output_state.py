@@ -19,7 +19,7 @@ from ebbtide.srt.managers.io_struct import (
     RoutedExperts,
     TokenizedGenerateReqInput,
 )
-from ebbtide.srt.managers.wire.token_columns import LOWEST_LOGPROB, LogprobRows, SupportList, finite, masks_of
+from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB, LogprobRows, SupportList, finite, masks_of
 
 # Logprob, token id, text. No list: one per token would keep the garbage collector busy.
 Triple = tuple[float | None, int, str | None]

@@ -14,8 +14,7 @@ from ebbtide.srt.managers.io_struct import FinishReason, LogprobList, RetractCau
 from ebbtide.srt.managers.scheduling.routes import RouteRows
 from ebbtide.srt.managers.scheduling.versions import NO_CONTRACT, Commit
 from ebbtide.srt.managers.text.tokenizer import StopStringMatcher
-from ebbtide.srt.managers.wire.generation import VersionContract
-from ebbtide.srt.managers.wire.token_columns import SupportList
+from ebbtide.srt.managers.wire.generation import SupportList, VersionContract
 from ebbtide.srt.mem_cache.radix_cache import Namespace, PrefixLease
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, SampleSpec
 

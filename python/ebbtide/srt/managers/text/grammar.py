@@ -105,7 +105,7 @@ class JsonWhitespace:
 
 
 class GrammarCompiler:
-    """Compiles grammars, in a process that may be ended meanwhile: see `grammar_process`.
+    """Compiles grammars, in a process that may be ended meanwhile: see `grammar_compiling`.
 
     `whitespace`: of what a JSON schema makes.
     """

@@ -13,8 +13,14 @@ from typing import Any, Final, Literal, TypeVar, get_type_hints
 
 from msgspec import UNSET
 
-from ebbtide.srt.managers.wire.message import GivenUp, Refusal, Reply, TotalsReply
-from ebbtide.srt.managers.wire.reports import StateReport, WeightsContent
+from ebbtide.srt.managers.wire.message import (
+    GivenUp,
+    Refusal,
+    Reply,
+    StateReport,
+    TotalsReply,
+    WeightsContent,
+)
 
 T = TypeVar("T")
 

@@ -17,8 +17,7 @@ from ebbtide.srt.managers.wire.control_request import (
     Outcome,
     Turn,
 )
-from ebbtide.srt.managers.wire.message import Reply, TotalsReply
-from ebbtide.srt.managers.wire.reports import ChecksumAlgorithm, PauseMode, RankChecksums
+from ebbtide.srt.managers.wire.message import ChecksumAlgorithm, PauseMode, RankChecksums, Reply, TotalsReply
 
 # A weight update group has this name where none is given.
 DEFAULT_GROUP = "weight_update_group"

@@ -31,8 +31,8 @@ from ebbtide.srt.managers.io_struct import (
     ReadWeightsReqInput,
     ReadWeightsReqOutput,
 )
+from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB
 from ebbtide.srt.managers.wire.merging import MAX_ERRORS
-from ebbtide.srt.managers.wire.token_columns import LOWEST_LOGPROB
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.weight_ports import Snapshot
 from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, RankChecksums, WeightPiece
-from ebbtide.srt.managers.wire.reports import Parallelism
+from ebbtide.srt.managers.wire.message import Parallelism
 from ebbtide.srt.model_executor.weight_store import WeightStore
 
 # What is read at once: intermediate results take twice as much beside it.
