@@ -87,8 +87,8 @@ def _packages() -> Iterator[Finding]:
         yield Finding(name, fault, "the engine does not start without it", Bearing.MISSING)
     present = [f"{one.name} {metadata.version(one.name)}" for one in needed if one.name not in wrong]
     yield Finding("packages", ", ".join(present), "in the versions that Ebbtide was built for")
-    lacking = [one for one in requirements if one.marker and one.marker.evaluate({"extra": "demo"})]
-    if any(_fault(one) is not None for one in lacking):
+    demo = [one for one in requirements if one.marker and one.marker.evaluate({"extra": "demo"})]
+    if any(_fault(one) is not None for one in demo):
         yield Finding("demo", "matplotlib is not installed", "only `ebbtide demo` needs it", Bearing.NOTE)
 
 
@@ -195,7 +195,7 @@ def _visible_gpus() -> int:
 
 
 def _gpus(num_visible: int, devices: Path, nvml: Any = None) -> Finding:
-    """What torch sees, beside what the machine has.
+    """What torch sees, next to what the machine has.
 
     Args:
         devices: /dev.

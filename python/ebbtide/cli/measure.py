@@ -21,7 +21,7 @@ from ebbtide.client import Client
 
 Count = Annotated[int, typer.Option(min=1)]
 
-# Until an update is asked for, where not all streams have begun.
+# Until an update is asked for, where not all streams have started.
 MOST_WAIT_S = 0.3
 
 
@@ -81,9 +81,9 @@ def bench(
     with asking(url, key) as client:
         rows = asyncio.run(_measure(client, load, runs, folder))
         if as_json:
-            told = {name: [asdict(one) for one in figures] for name, figures in rows.items()}
+            lists = {name: [asdict(one) for one in figures] for name, figures in rows.items()}
             console.print_json(
-                json.dumps({"server": client.model_info(), "load": asdict(load), "runs": told})
+                json.dumps({"server": client.model_info(), "load": asdict(load), "runs": lists})
             )
         else:
             console.print(_table(rows))

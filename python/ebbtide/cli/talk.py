@@ -49,8 +49,8 @@ def chat(
     said: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     with asking(url, key) as client:
         model = client.model_info()
-        told = f"{model['served_model_name']}, weights {model['weight_version']}"
-        print_note(f"{told}. Ctrl-C ends an answer, Ctrl-D the conversation.")
+        server = f"{model['served_model_name']}, weights {model['weight_version']}"
+        print_note(f"{server}. Ctrl-C ends an answer, Ctrl-D the conversation.")
         answer = ColouredAnswer()
         while (question := _ask()) is not None:
             if not question:

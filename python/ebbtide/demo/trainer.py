@@ -156,7 +156,7 @@ class Trainer:
         return [row[mask].tolist() for row, mask in zip(logprobs_RT, batch.mask_RT.bool(), strict=True)]
 
     def learn(self, samples: Sequence[Sample], anchors: Sequence[list[float]] | None = None) -> None:
-        """One GRPO step: two updates on halves of the samples, against the logprobs of the engine.
+        """One GRPO step: two updates on one half of the samples each, against the logprobs of the engine.
 
         `anchors`: this model's logprobs of the samples, where the engine's are those of rounded weights. Then
         what is clipped is the ratio to these, and a token weighs as much as these are likelier than the

@@ -2,7 +2,7 @@
 
 A replica that dies takes the state of its requests along. What the caller, or this process, was given of an
 output is not lost: another replica goes on behind it, with the tokens of a request that was never cut. Where
-text or records beside the tokens would have a gap, the output begins anew instead; if some of it has been
+text or records next to the tokens would have a gap, the output begins anew instead; if some of it has been
 streamed by then, the request ends with an error.
 """
 
@@ -26,7 +26,7 @@ CHECKPOINT_TOKENS: Final = 64
 # Lists in `meta_info` that grow by what is new, and those that come once, with the prompt.
 OUTPUT_LISTS: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 INPUT_LISTS: Final = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
-# Told of the first replica's work.
+# Taken from the first replica's work.
 OF_THE_FIRST: Final = (
     *("prompt_tokens", "cached_tokens", "queue_time", "first_token_latency", "prefill_weight_versions"),
     *INPUT_LISTS,
@@ -98,7 +98,7 @@ class Continuation:
 
     @property
     def obstacle(self) -> str:
-        """What stands against going on behind the tokens that there are; empty if nothing does."""
+        """What prevents going on after the tokens that there are; empty if nothing does."""
         params, fields = self._params, self._fields
         wholes = [name for name in WHOLE_FIELDS if fields.get(name)]
         if wholes:

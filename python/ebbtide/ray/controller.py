@@ -148,9 +148,9 @@ class FleetController:
     @asynccontextmanager
     async def without_updates(self) -> AsyncGenerator[None, None]:
         """While no weights change: those updates that come meanwhile wait."""
-        name, begun = uuid.uuid4().hex, asyncio.Event()
-        self._committee.hold(name, "session", begun.set)
-        await begun.wait()
+        name, is_held = uuid.uuid4().hex, asyncio.Event()
+        self._committee.hold(name, "session", is_held.set)
+        await is_held.wait()
         try:
             yield
         finally:

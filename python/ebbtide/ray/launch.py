@@ -56,7 +56,7 @@ class RankShare:
 
 @dataclass(frozen=True)
 class Seating:
-    """So many ranks in one bundle."""
+    """How many ranks a bundle holds."""
 
     bundle: int
     num_ranks: int
@@ -74,7 +74,7 @@ def seat_ranks(
     Args:
         bundles: the resources of all bundles of the group.
         indices: which of them may be used; None: any, from the first on.
-        ranks_per_node: at most so many go into a bundle.
+        ranks_per_node: the most ranks that go into a bundle.
 
     Raises ConfigurationError: there is no room for all; it says what is needed and what there is.
     """

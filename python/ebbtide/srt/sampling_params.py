@@ -389,7 +389,7 @@ class SamplingParams:
 
     @property
     def returns_top_p_ids(self) -> bool:
-        """Whether the answer tells which tokens could have been sampled, as slime asks for it."""
+        """Whether the answer lists which tokens could have been sampled, as slime asks for it."""
         return self.custom_params is not None and TOP_P_IDS in self.custom_params
 
     @property

@@ -20,7 +20,7 @@ PAGE_IDS = PageIds(per_chunk=4, stride=5)
 NUM_WEIGHT_CHUNKS = 2
 CHUNK_BYTES = 300
 _NOTHING = -1
-# What tells the groups of layers apart.
+# What distinguishes the groups of layers.
 _GROUP = 1 << 32
 
 

@@ -23,7 +23,7 @@ from ebbtide.testing.null_kv import NullKV, NullMemory
 class NullRunner:
     """Samples without a model: the next token is a function of the weights' value, the seed and the position.
 
-    So an output tells which weights sampled which of its tokens, and does not depend on how it was batched.
+    So an output shows which weights sampled which of its tokens, and does not depend on how it was batched.
 
     A forward pass over memory that is not there, over weights that are not whole, or over other tokens than
     the requests', is an AssertionError.

@@ -56,7 +56,7 @@ class NullWeights:
     """Weights that are one integer per parameter; None where it was lost or is being overwritten.
 
     An update is an `UpdateWeightFromDiskReqInput` whose `model_path` is the integer to write. Its `manifest`
-    may hold `names` (parameters to write, all by default), `fail_after` (raise after so many of them),
+    may hold `names` (parameters to write, all by default), `fail_after` (raise after this many of them),
     `is_sent` (it arrives through a group), `near_bytes` (it may be written in a burst), `needs_copy` (the
     integer is added to all parameters), and `nonfinite` (of the names, those that hold NaN).
 

@@ -84,7 +84,7 @@ ONE_STOP_S = 1.0
 # Longer than clients' libraries keep a connection that they do not use (httpx 5 s, aiohttp 15 s): one that is
 # closed just as a request is on its way leaves its client without an answer.
 KEEP_ALIVE_S = 75
-# A client that was refused for lack of room, or by a server that drains, is told to come back after so long.
+# A client that was refused for lack of room, or by a server that drains, is asked to come back this late.
 RETRY_AFTER_S = 1
 
 
@@ -137,7 +137,7 @@ class _Endpoints:
         self._bodies = bodies
 
     def information(self) -> dict[str, Endpoint]:
-        """The paths that only tell something."""
+        """The paths that only report something."""
         return {
             "/health": self._health,
             "/health_generate": self._health_generate,
@@ -378,7 +378,7 @@ async def _serve(
             raise
     finally:
         await service.close()
-        # While the loop still runs: a process that is seen to die now has someone to tell.
+        # While the loop still runs: a process that is seen to die now can still be reported.
         await asyncio.to_thread(service.shutdown)
     if not deaths and not is_ready:
         raise Stopped

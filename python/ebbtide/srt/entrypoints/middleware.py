@@ -22,7 +22,7 @@ from ebbtide.srt.server_args import ServerArgs, is_loopback
 
 
 class Access(enum.Enum):
-    """What a request can do: tell whether the engine is well, use it, or change it."""
+    """What a request can do: ask whether the engine is well, use it, or change it."""
 
     OPEN = "open"
     NORMAL = "normal"

@@ -36,8 +36,8 @@ from ebbtide.version import SOURCE_ROOT
 
 logger = logging.getLogger(__name__)
 
-# So many looks in a row without a sign, and the process is given up: before those that wait for it reach the
-# limit, which may be on another node.
+# After this many looks in a row without a sign the process is given up: before those that wait for it reach
+# the limit, which may be on another node.
 _LOOKS_UNTIL_LOST: Final = 8
 # After this many it is taken for the cause, where another process has given up already.
 _LOOKS_UNTIL_SUSPECT: Final = 2

@@ -225,7 +225,7 @@ class SglangAliases(Collector):
 
 
 class VllmAliases(Collector):
-    """Families of a registry under vLLM's names, and what only its engines tell of.
+    """Families of a registry under vLLM's names, and what only its engines report.
 
     Attributes:
         sleep_state: one of `SLEEP_STATES`.

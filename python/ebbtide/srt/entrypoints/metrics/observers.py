@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 MAX_OPERATIONS: Final = 512
 MAX_SAMPLES: Final = 1800
 SAMPLE_INTERVAL_S: Final = 1.0
-# How many of the versions that outputs have met lately a sample tells of.
+# How many of the versions that outputs have met lately a sample lists.
 MAX_TOLD: Final = 8
 # A viewer with this many unread events does not read: a page that was left open on a sleeping machine.
 MAX_UNREAD: Final = 256
-# What a reply tells that is worth a line on the page.
+# What a reply has that is worth a line on the page.
 _REPLY_FIELDS: Final = (
     *("stall_ms", "num_bytes", "staged", "weight_version", "new_version"),
     *("num_retracted", "num_parked", "num_aborted", "freed_bytes", "mapped_bytes", "moved_bytes"),
@@ -43,7 +43,7 @@ class Timeline:
     """The recent past of an engine, and a stream of events for each page that shows it.
 
     Everything belongs to one event loop. Without viewers it costs a record for each control operation.
-    `sample`: measures now: the fields of a sample beside its time and the tokens by version. Where it raises
+    `sample`: measures now: the fields of a sample besides its time and the tokens by version. Where it raises
     EngineError there is no sample of that moment.
     """
 
@@ -171,7 +171,7 @@ class Tracing:
 
         def end(ended: EndedOperation) -> None:
             context.detach(token)
-            span.set_attributes({"ebbtide.outcome": ended.outcome, **_told(ended.reply)})
+            span.set_attributes({"ebbtide.outcome": ended.outcome, **_attributes(ended.reply)})
             if ended.outcome != "done":
                 span.set_status(trace.StatusCode.ERROR, ended.message)
             reply = ended.reply
@@ -241,7 +241,7 @@ class Tracing:
 class TraceContext:
     """Makes a span of each request that asks for something, the parent of what is done for it.
 
-    Its own parent is the `traceparent` that the request brings; the answer tells of the span in
+    Its own parent is the `traceparent` that the request brings; the answer names the span in
     `traceresponse`. Source: W3C Trace Context, and its draft of headers of responses. `tracing`: asked with
     each request: the application may be built before it has an engine.
     """
@@ -260,7 +260,7 @@ class TraceContext:
 
         span = tracing.serve(scope)
 
-        async def tell(message: Message) -> None:
+        async def observe(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["traceresponse"] = _traceparent(span)
                 span.set_attribute("http.response.status_code", message["status"])
@@ -270,7 +270,7 @@ class TraceContext:
 
         token = context.attach(trace.set_span_in_context(span))
         try:
-            await self._app(scope, receive, tell)
+            await self._app(scope, receive, observe)
         finally:
             context.detach(token)
             span.end()
@@ -301,7 +301,7 @@ def _traceparent(span: Span) -> str:
     return f"00-{of_span.trace_id:032x}-{of_span.span_id:016x}-{of_span.trace_flags:02x}"
 
 
-def _told(reply: io_struct.Reply | None) -> dict[str, str | bool | int | float]:
+def _attributes(reply: io_struct.Reply | None) -> dict[str, str | bool | int | float]:
     """What the reply says in numbers and words, its message apart."""
     if reply is None:
         return {}

@@ -329,8 +329,8 @@ def _choice_fields(call: OpenAICall, piece: Piece, absent: UnsetType | None) -> 
 def _prompt_token_ids(
     call: OpenAICall, piece: Piece, absent: UnsetType | None
 ) -> list[int] | UnsetType | None:
-    is_told = call.return_prompt_token_ids and piece.is_first and piece.prompt_token_ids is not None
-    return piece.prompt_token_ids if is_told else absent
+    is_wanted = call.return_prompt_token_ids and piece.is_first and piece.prompt_token_ids is not None
+    return piece.prompt_token_ids if is_wanted else absent
 
 
 def stop_reason(call: OpenAICall, piece: Piece) -> int | str | None:

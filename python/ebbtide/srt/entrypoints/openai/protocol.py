@@ -23,9 +23,9 @@ Fields: TypeAlias = dict[str, Any]
 
 
 class StreamOptions(Struct, kw_only=True):
-    """`include_usage`: a last chunk without choices tells the tokens of the whole request.
+    """`include_usage`: a last chunk without choices has the usage of the whole request.
 
-    `continuous_usage_stats`: every other chunk tells those of its choice so far.
+    `continuous_usage_stats`: every other chunk has that of its choice so far.
     """
 
     include_usage: bool | None = None
@@ -43,7 +43,7 @@ class OpenAIRequest(PromptFields, kw_only=True):
     `response_format`, vLLM's `structured_outputs`, or one of `regex`, `ebnf`, `json_schema` and
     `structural_tag` says what the answer keeps to.
     `include_stop_str_in_output` is another name of `no_stop_trim`. `return_tokens_as_token_ids`: logprobs
-    tell tokens as "token_id:5" instead of their texts. `prompt_logprobs`: how many of the most likely tokens
+    show tokens as "token_id:5" instead of their texts. `prompt_logprobs`: how many of the most likely tokens
     are listed at each position of the prompt. `request_id`: the answer's id ends with it; `rid` if there is
     none.
     """

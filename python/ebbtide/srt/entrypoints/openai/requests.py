@@ -47,13 +47,13 @@ class OpenAICall:
         generate: the fields for `/generate`.
         render: makes the prompt, or those of a batch, where those fields do not hold one.
         num_samples: per prompt.
-        stream_options: which chunks of a stream tell the tokens.
+        stream_options: which chunks of a stream have the usage.
         num_logprobs, num_prompt_logprobs: how many of the most likely tokens are listed; None: no logprobs.
         stop_token_ids: those that the request itself brought.
         forms: how the text of a chat's answers is taken apart; of each conversation of a batch.
-        flat_top: how the `meta_info` of a chat tells the most likely tokens.
+        flat_top: how the `meta_info` of a chat lists the most likely tokens.
         ignored_fields: those of the request that nothing is known of.
-        echo: tells what is to be put in front of a prompt's samples; None if nothing is.
+        echo: returns what is to be put in front of a prompt's samples; None if nothing is.
     """
 
     id: str

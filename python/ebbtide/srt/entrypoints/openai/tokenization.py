@@ -38,7 +38,7 @@ def kept_tokens(
     NeMo-Gym leaves them. Source: wire_vllm 3.6.
 
     Args:
-        required: those of the messages up to the last answer; None: as the last answer that has any tells.
+        required: those of the messages up to the last answer; None: as the last answer that has any shows.
         continues: the final message is to go on.
 
     Raises RequestRejected: 400; they are required of a message that goes on.

@@ -68,7 +68,7 @@ class ControlClient:
             timeout_s: how long to wait for the reply; None for ever.
             vote: says whether to commit what other engines commit too; not asked about what commits nothing.
         """
-        request, unsent, message = self._told(request)
+        request, unsent, message = self._distribute(request)
         reply = await self._reply_to(request, timeout_s, vote)
         self.abort(unsent, message)
         return _with_more_aborted(reply, len(unsent))
@@ -79,7 +79,7 @@ class ControlClient:
             for rid in self._live.abort(rids, message):
                 self._scheduler.send(AbortGeneration(rid=rid, message=message))
 
-    def _told(self, request: AnyControlRequest) -> tuple[AnyControlRequest, list[str], str]:
+    def _distribute(self, request: AnyControlRequest) -> tuple[AnyControlRequest, list[str], str]:
         """The request as the schedulers understand it; the outputs that they do not know, and their end."""
         match request:
             case AbortReq():
@@ -114,7 +114,7 @@ class ControlClient:
         return _accepted(reply)
 
     async def _take_part(self, call_id: str, reply: asyncio.Future[AnyReply], vote: Vote) -> None:
-        """Wait until the engine can commit, or has replied without that, and tell it the verdict."""
+        """Wait until the engine can commit, or has replied without that, and send it the verdict."""
         loop = asyncio.get_running_loop()
         part = self._parts[call_id] = _Part(loop.create_future(), loop.create_future())
         # A caller that goes away here commits nothing: nobody would hear of it.

@@ -57,7 +57,7 @@ _ENDED: Final = "grammars cannot be compiled: the process that does it has ended
 
 
 class FairTurns:
-    """So many at once; of those that wait, one of each client after the other, its smallest first."""
+    """Limits what is compiled at once; of the rest, one of each client in turn, its smallest first."""
 
     def __init__(self, num_at_once: int) -> None:
         self._num_free = num_at_once
@@ -141,7 +141,7 @@ class CompilerProcess:
                 msgspec.msgpack.encode(CompileJob(spec.kind, spec.text, list(continued_ids), limit_s))
             )
             writer.write_eof()
-            if await _read(reader, 1) != BEGUN:
+            if await _read(reader, 1) != STARTED:
                 raise EngineError(_ENDED)
             began_s = time.monotonic()
             kind, answer = await _read(reader, 1), await _read(reader)
@@ -250,7 +250,7 @@ class GrammarCompiling:
 
 
 # The first byte of a message about a job: it has started; then its result, which follows.
-BEGUN: Final = b"b"
+STARTED: Final = b"b"
 COMPILED: Final = b"c"
 REFUSED: Final = b"r"
 # Requests that run are more urgent.
@@ -315,7 +315,7 @@ def _work(compiler: GrammarCompiler, memory_bytes: int, connection: socket.socke
     try:
         with connection.makefile("rb") as given:
             job = msgspec.msgpack.decode(given.read(), type=CompileJob)
-        connection.sendall(BEGUN)
+        connection.sendall(STARTED)
         flags = _limit(job.limit_s, memory_bytes, connection)
         try:
             compiled = compiler.compile(GrammarSpec(job.kind, job.text), job.continued_ids)

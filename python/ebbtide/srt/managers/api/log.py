@@ -23,7 +23,7 @@ PROMPTS: Final = 3
 class RequestLog:
     """Writes the lines.
 
-    `level`: how much they tell: counts and times, sampling parameters too, or the prompts as well.
+    `level`: how much they say: counts and times, sampling parameters too, or the prompts as well.
     """
 
     def __init__(self, level: int) -> None:
@@ -41,7 +41,7 @@ class RequestLog:
                 facts["sampling_params"] = _changed(output.sampling_params)
             if self._level >= PROMPTS:
                 facts["input_ids"] = output.input_ids
-            logger.info("request %r arrived: %s", output.rid, _told(facts))
+            logger.info("request %r arrived: %s", output.rid, _as_text(facts))
 
     def ended(self, output: OutputState) -> None:
         """An output has ended that somebody waits for."""
@@ -51,7 +51,10 @@ class RequestLog:
         times = ("queue_time", "first_token_latency", "e2e_latency")
         facts |= {name: f"{meta[name]:.3f}" for name in times}
         logger.info(
-            "request %r ended: finish_reason=%s %s", meta["id"], meta["finish_reason"]["type"], _told(facts)
+            "request %r ended: finish_reason=%s %s",
+            meta["id"],
+            meta["finish_reason"]["type"],
+            _as_text(facts),
         )
 
     def left(self, rid: str) -> None:
@@ -59,7 +62,7 @@ class RequestLog:
         logger.info("request %r is aborted: its client has disconnected", rid)
 
 
-def _told(facts: dict[str, Any]) -> str:
+def _as_text(facts: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in facts.items())
 
 
@@ -103,14 +106,14 @@ class WaitWarning:
         self._num_waiting = num_waiting
         self._call_later = call_later
         self._timer: Timer | None = None
-        self._told_reason: str | None = None
+        self._logged_reason: str | None = None
 
     def note(self) -> None:
         """A request has been sent, or a state reported."""
         if self._can_run():
             self.cancel()
-            self._told_reason = None
-        elif self._timer is None and self._num_waiting() and self._reason() != self._told_reason:
+            self._logged_reason = None
+        elif self._timer is None and self._num_waiting() and self._reason() != self._logged_reason:
             self._timer = self._call_later(SILENT_S, self._tell)
 
     def cancel(self) -> None:
@@ -128,7 +131,7 @@ class WaitWarning:
         state, num_waiting = self._state(), self._num_waiting()
         if state is None or state.can_run or not num_waiting:
             return
-        self._told_reason = state.reason
+        self._logged_reason = state.reason
         logger.warning(
             "%d requests have waited for %g s or longer: %s. To go on: %s",
             num_waiting,

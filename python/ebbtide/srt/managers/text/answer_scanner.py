@@ -70,7 +70,7 @@ def _any(patterns: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(filter(None, patterns)) or "(?!)")
 
 
-def _begun(marker: Atoms) -> str:
+def _start_of(marker: Atoms) -> str:
     """Matches what may become the marker."""
     return functools.reduce(lambda rest, atom: f"{atom}(?:{rest})?" if rest else atom, marker[-2::-1], "")
 
@@ -90,7 +90,7 @@ class _Markers:
         openings = [((*atoms(calls.begin), *lead), value) for lead, value in calls.values if begin]
         wholes = [f"{''.join(lead)}({''.join(value)})" for lead, value in openings]
         start = (r"\s{0,64}", *atoms(reasoning.begin)) if think_end else ()
-        self.start, self._start_begun = _any(["".join(start)]), _any([_begun(start)])
+        self.start, self._start_prefix = _any(["".join(start)]), _any([_start_of(start)])
         self.outside = {
             _Place.ANSWER: _any([*wholes, *(f"({''.join(value)})" for value in calls.bare)]),
             _Place.REASONING: _any([think_end, *wholes]),
@@ -106,13 +106,13 @@ class _Markers:
         self.behind_calls = _any([r"\s+" if end else r"[\s;,]+", think_end, re.escape(calls.behind)])
         markers = [*((*lead, *value) for lead, value in openings), *calls.bare]
         markers += map(atoms, (calls.begin, calls.end, calls.behind, reasoning.end))
-        self._begun = re.compile(f"(?:{_any(map(_begun, markers)).pattern})\\Z")
+        self._prefix = re.compile(f"(?:{_any(map(_start_of, markers)).pattern})\\Z")
 
     def num_certain(self, text: str, place: _Place) -> int:
         """How many characters are certain: those that follow may become a marker."""
-        if place is _Place.START and (not text or self._start_begun.fullmatch(text)):
+        if place is _Place.START and (not text or self._start_prefix.fullmatch(text)):
             return 0
-        match = self._begun.search(text, max(0, len(text) - _MAX_MARKER_CHARACTERS))
+        match = self._prefix.search(text, max(0, len(text) - _MAX_MARKER_CHARACTERS))
         return len(text) if match is None else match.start()
 
 

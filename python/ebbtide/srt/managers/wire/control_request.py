@@ -1,4 +1,4 @@
-"""What a control request is, beside its fields: one row that every door, rank and replica reads."""
+"""What a control request is, besides its fields: one row that every door, rank and replica reads."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
 
     @property
     def wants_supports(self) -> bool:
-        """Whether its answer tells which tokens could have been sampled, in whichever form."""
+        """Whether its answer lists which tokens could have been sampled, in whichever form."""
         return self.return_sampling_mask or self.sampling_params.returns_top_p_ids
 
 
@@ -241,7 +241,7 @@ class TextOutput(Message, frozen=True, kw_only=True):
 
 # JSON has neither infinities nor NaN: the lowest float32 stands for them.
 LOWEST_LOGPROB: Final = -3.4028234663852886e38
-# Lists are made of columns while the request runs, so many tokens at a time: otherwise requests that end
+# Lists are made of columns while the request runs, a block of tokens at a time: otherwise requests that end
 # together would wait for the lists of all of them.
 MASKS_AT_ONCE: Final = 32
 
@@ -266,7 +266,7 @@ class LogprobColumns(Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 def finite(logprob: float) -> float | None:
-    """A logprob that JSON can tell: none below `LOWEST_LOGPROB`; None for one that is no number."""
+    """A logprob that JSON can hold: none below `LOWEST_LOGPROB`; None for one that is no number."""
     if logprob >= LOWEST_LOGPROB:
         return logprob
     return None if isnan(logprob) else LOWEST_LOGPROB
@@ -285,7 +285,7 @@ class LogprobRows:
 
 
 class LogprobList:
-    """Logprobs at positions in a row, of a request that asks for so many at each of them.
+    """Logprobs at positions in a row, of a request that asks for several at each of them.
 
     Args:
         num_top: of the most likely tokens.

@@ -151,7 +151,7 @@ def merge_refusals(
         ]
     return Refusal(
         status=max(refusal.status for refusal in refusals.values()),
-        message=_common_or_told(_messages(refusals), num_asked, noun),
+        message=_common_or_each(_messages(refusals), num_asked, noun),
         fields=fields,
     )
 
@@ -160,7 +160,7 @@ def merge_replicas(replies: Sequence[R]) -> R | Refusal:
     """The reply of the engine out of those of its replicas, by dp_rank.
 
     Where some did what others refused, it is a refusal with `replicas`, an entry for each: `dp_rank`,
-    `success`, `message`, and the `weight_version` that it serves, where its reply tells. If weights have
+    `success`, `message`, and the `weight_version` that it serves, where its reply has it. If weights have
     changed on some replicas only, the status is 500, and sending the update again is what helps.
     """
     if len(replies) == 1:
@@ -177,7 +177,7 @@ def merge_replicas(replies: Sequence[R]) -> R | Refusal:
     advice = " The replicas serve different weights now: send the update again" if differ else ""
     return Refusal(
         status=500 if differ else refusal.status,
-        message=f"{refusal.message}; but {_told(_messages(done), 'replica')}{advice}",
+        message=f"{refusal.message}; but {_each(_messages(done), 'replica')}{advice}",
         fields={**refusal.fields, "replicas": [_outcome(rank, reply) for rank, reply in enumerate(replies)]},
     )
 
@@ -194,7 +194,7 @@ def merge_replica_refusals(refused: Mapping[int, Refusal], num_asked: int) -> Re
         return refusal
     return Refusal(
         status=max(reply.status for reply in refused.values()),
-        message=f"{refusal.message}; {_told(left, 'replica')}",
+        message=f"{refusal.message}; {_each(left, 'replica')}",
         fields=refusal.fields,
     )
 
@@ -213,7 +213,7 @@ def merge_reports(reports: Sequence[StateReport]) -> StateReport:
     return StateReport(
         paused=paused[0] if paused else None,
         can_run=not reasons,
-        reason=_common_or_told(reasons, len(reports), "replica") if reasons else "",
+        reason=_common_or_each(reasons, len(reports), "replica") if reasons else "",
         ranks=[rank for report in reports for rank in report.ranks],
         weight_version=agreed([report.weight_version for report in reports]),
         model_path=agreed([report.model_path for report in reports]),
@@ -233,7 +233,7 @@ def _merged(replies: Sequence[R], noun: Literal["rank", "replica"], shares: list
         fields[name] = rule([getattr(reply, name) for reply in replies])
     if issubclass(kind, TotalsReply):
         fields["ranks"] = shares
-    return kind(message=_common_or_told(_messages(dict(enumerate(replies))), len(replies), noun), **fields)
+    return kind(message=_common_or_each(_messages(dict(enumerate(replies))), len(replies), noun), **fields)
 
 
 def _share(reply: Reply, tp_rank: int) -> dict[str, Any]:
@@ -261,14 +261,14 @@ def _messages(replies: Mapping[int, Reply]) -> dict[int, str]:
     return {index: reply.message for index, reply in replies.items()}
 
 
-def _common_or_told(messages: Mapping[int, str], num_asked: int, noun: str) -> str:
+def _common_or_each(messages: Mapping[int, str], num_asked: int, noun: str) -> str:
     """The message, if all who were asked say the same; otherwise who says what."""
     if len(messages) == num_asked and len(set(messages.values())) == 1:
         return next(iter(messages.values()))
-    return _told(messages, noun)
+    return _each(messages, noun)
 
 
-def _told(messages: Mapping[int, str], noun: str) -> str:
+def _each(messages: Mapping[int, str], noun: str) -> str:
     """Who says what, each message once: "rank 1: ...; ranks 0, 2-7: ..."."""
     speakers: dict[str, list[int]] = {}
     for index, message in messages.items():

@@ -33,7 +33,7 @@ class Reply(Message, frozen=True, kw_only=True):
 
     @property
     def served_version(self) -> str | None:
-        """The version of the weights that serve, where this reply tells."""
+        """The version of the weights that serve, where this reply has it."""
         return None
 
     @property

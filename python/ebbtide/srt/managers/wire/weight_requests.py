@@ -74,7 +74,7 @@ class Canary(Struct, frozen=True, kw_only=True):
 class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
     """The fields of every weight update. Source: wire_api section 3.3.
 
-    `session_id`: refused unless the session that was begun under this name is open. `canary`: not in a
+    `session_id`: refused unless the session of this name is open. `canary`: not in a
     session, whose end may bring one. `refuse_nonfinite`: refused if it holds NaN or Inf; None: as the server
     argument says.
     """
