@@ -253,7 +253,7 @@ class VllmUpdates:
         port = free_port()
         place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
         await asyncio.gather(
-            self._sender.join(GROUP, port, self._world_size, self._backend),
+            self._sender.join("vllm", port, self._world_size, self._backend),
             self.post("/init_weight_transfer_engine", init_info={**place, "world_size": self._world_size}),
         )
 
@@ -315,8 +315,9 @@ async def _by_vllm(
         if "handles" in key:
             await updates.post("/init_weight_transfer_engine", init_info={"packed": True})
             return await repeated(args.runs, lambda: timed(updates.lend))
-        await updates.join()
         form = "packed" if "packed" in key else None
+        if form is None:
+            await updates.join()
         return await repeated(args.runs, lambda: timed(lambda: updates.broadcast(shapes, form)))
 
 

@@ -129,7 +129,9 @@ class Scheduler:
                 self._begin("the work of control requests")
                 self.control.advance(self._settle)
                 self.answer()
-        self.control.ranks.work()
+        # A turn of work may take long, and the others' replies are about to come.
+        if not self._inbox.awaits_replies:
+            self.control.ranks.work()
 
     def _begin(self, what: str) -> None:
         self.activity = (what, time.monotonic())

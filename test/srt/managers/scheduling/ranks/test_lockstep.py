@@ -7,7 +7,8 @@ import pytest
 from fixtures.control import IN_PLACE, Harness, updating
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.ports import OutOfStep
+from ebbtide.srt.managers.control.ports import OutOfStep, Slices
+from ebbtide.srt.managers.control.weight_ports import WritePlan
 from ebbtide.srt.managers.io_struct import (
     PING_TIMEOUT_S,
     AnyControlRequest,
@@ -24,6 +25,7 @@ from ebbtide.srt.managers.io_struct import (
     SchedulerInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
+    WeightUpdateRequest,
 )
 from ebbtide.srt.managers.scheduling.ranks import lockstep
 from ebbtide.srt.managers.scheduling.ranks.lockstep import Demand, LeaderInbox, Tick
@@ -145,6 +147,31 @@ class TestUpdates:
         assert_serve(harness, 7, 7, 7, 7, version="7")
         assert harness.versions(rid) == ["default", "7"]
         assert len({rank.runner.num_steps for rank in harness.ranks}) == 1
+
+    def test_the_reply_comes_before_the_leader_unmaps_what_was_read(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answered = []
+        weights = harness.ranks[0].weights
+        open_update = weights.open
+
+        def unmap() -> Slices[None]:
+            answered.append(call in harness.replies)
+            yield 1
+
+        def watched(request: WeightUpdateRequest) -> Slices[WritePlan]:
+            plan = yield from open_update(request)
+            monkeypatch.setattr(plan, "detach", unmap)
+            return plan
+
+        monkeypatch.setattr(weights, "open", watched)
+        call = harness.call(update(7))
+        while not answered:
+            # It is faster than the others.
+            for _ in range(3):
+                harness.turn_rank(0)
+            harness.turn()
+        assert answered[0]
 
     @pytest.mark.parametrize("in_session", [False, True])
     @pytest.mark.parametrize("step", ["open", "stage", "arrive", "map", "write", "complete", "release"])

@@ -121,6 +121,11 @@ class RankInbox(ABC):
             num_aborts: see `ControlReply.aborts_before`.
         """
 
+    @property
+    def awaits_replies(self) -> bool:
+        """Whether this rank speaks for others, and has replied where they are yet to."""
+        return False
+
     def set_deadline(self, call_id: str, timeout_s: float) -> None:
         """Have an `Expire` of this id come when the time has passed."""
         self._deadlines.set(call_id, timeout_s)
@@ -264,6 +269,10 @@ class LeaderInbox(RankInbox):
     def is_due(self) -> bool:
         """Whether the next turn begins with something of the leader's own: a request, or a decision."""
         return bool(self._proposed) or self._tally.has_decided
+
+    @property
+    def awaits_replies(self) -> bool:
+        return any(self.tp_rank in replies for replies in self._replies.values())
 
     def receive(self, demand: Demand) -> list[TurnInput] | None:
         wait_s = self._wait_s(demand, self._answer_limits)
