@@ -45,8 +45,7 @@ from ebbtide.formats.delta import bits_of
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.delta.patch import Patch, Place, PlaceTable
-from ebbtide.trainer.delta import ServedWeights
-from ebbtide.trainer.gathering import Bucket
+from ebbtide.trainer.buckets import Bucket, ServedWeights
 
 MODEL, NUM_STREAMS = "llama8b", 64
 SHARES = {"1": 0.01, "3": 0.03, "10": 0.1}
@@ -65,7 +64,7 @@ class Trainer:
         self._step = 0
 
     def whole(self) -> Iterator[Bucket]:
-        yield Bucket(0, self.weights, self.num_bytes)
+        yield Bucket(0, self.weights)
 
     def train(self, share: float) -> None:
         """Change one bit of so many elements."""
@@ -108,9 +107,9 @@ class DeltaBench:
         trainer = self.trainer
         trainer.train(share)
         bucket, sender_ms = trainer.changes()
-        header = bucket.changes
-        assert header is not None
-        num_changed = sum(each.num_changed for each in header.changed)
+        changed = bucket.changed
+        assert changed is not None
+        num_changed = sum(each.num_changed for each in changed)
         version = trainer.version()
         trainer.served.commit(version)
 
@@ -118,8 +117,8 @@ class DeltaBench:
             reply: dict[str, Any] = await self._engine.async_update_weights_from_tensor(
                 bucket.tensors,
                 load_format="sparse",
-                changed=header.changed,
-                base_version=header.base_version,
+                changed=changed,
+                base_version=bucket.base_version,
                 weight_version=version,
                 pause_mode="in_place",
                 flush_cache=False,
@@ -174,10 +173,10 @@ def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) 
             trainer.train(share)
             bucket, _ = trainer.changes()
             (_, codes), (_, values) = bucket.tensors
-            header = bucket.changes
-            assert header is not None
+            changed = bucket.changed
+            assert changed is not None
             run: dict[str, float] = {}
-            num_codes = [each.num_codes for each in header.changed]
+            num_codes = [each.num_codes for each in changed]
             run["read"], blocks = device_time(partial(coded_blocks, codes, num_codes))
             placed = PlacedBlocks(blocks, values, table, base)
             for part, known in (("sum_all", [None] * len(places)), ("sum", held)):
@@ -187,7 +186,7 @@ def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) 
             run["apply"], _ = device_time(partial(finish, placed.apply()))
             runs.append(run)
             trainer.served.commit(trainer.version())
-            expected = [each.checksum for each in header.changed]
+            expected = [each.checksum for each in changed]
             if [f"{one % 2**64:016x}" for one in sums.tolist()] != expected:
                 raise RuntimeError("the kernels' checksums are not the sender's")
         if not all(

@@ -42,6 +42,7 @@ from ebbtide.formats.stored_tensor import HEADER_BYTES, SHARED_MEMORY, object_pa
 from ebbtide.formats.tensor_list import Listing, Payload
 from ebbtide.formats.tensor_refs import StorageRef
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.trainer.buckets import checked_pair
 from ebbtide.trainer.cuda_ipc import IpcExporter, NamedTensors, remove_own, uuid_of
 
 logger = logging.getLogger(__name__)
@@ -227,15 +228,10 @@ def _shared_storage(storage: torch.UntypedStorage) -> StorageRef:
 
 def _checked(named_tensors: Iterable[Any]) -> NamedTensors:
     tensors = list(named_tensors)
-    for item in tensors:
-        is_pair = isinstance(item, tuple | list) and len(item) == 2
-        if not is_pair or not isinstance(item[0], str) or not isinstance(item[1], torch.Tensor):
-            raise RequestRejected(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
-        name, tensor = item
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
-            raise RequestRejected(f"{name}: expected a dense tensor with data, got {described}")
-    return tensors
+    try:
+        return [checked_pair(item) for item in tensors]
+    except TypeError as error:
+        raise RequestRejected(str(error)) from None
 
 
 def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, bytes]:

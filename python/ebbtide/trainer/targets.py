@@ -30,7 +30,7 @@ import torch
 from ebbtide.formats.announcement import Announcement
 from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
-from ebbtide.trainer.gathering import Bucket
+from ebbtide.trainer.buckets import Bucket
 from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
 
 Transport = Literal["auto", "memory", "body", "broadcast"]
@@ -272,7 +272,7 @@ class ServerTarget(Target):
 
     def stage(self, bucket: Bucket, timeout_s: float) -> Mapping[str, Any]:
         assert self._encoder is not None, "`begin` comes first"
-        keep_mapped = self._keep_mapped and bucket.changes is None
+        keep_mapped = self._keep_mapped and bucket.changed is None
         with self._encoder.encode(bucket.tensors, keep_mapped=keep_mapped) as payload:
             return self._call(
                 "update_weights_from_tensor",

@@ -18,7 +18,7 @@ import torch
 
 from ebbtide.srt.errors import EbbtideError, RequestRejected
 from ebbtide.trainer.broadcaster import Broadcaster
-from ebbtide.trainer.gathering import Bucket
+from ebbtide.trainer.buckets import Bucket
 from ebbtide.trainer.targets import AnswerLost, Outcomes, Target, failures_in, outcomes_of
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ import torch
 
 from ebbtide.srt.errors import EbbtideError, RequestRejected
 from ebbtide.trainer.broadcaster import Backend, Broadcaster
-from ebbtide.trainer.delta import ServedWeights
-from ebbtide.trainer.gathering import Bucket, gathered_buckets, read_rest
+from ebbtide.trainer.buckets import Bucket, ServedWeights, gathered_buckets, read_rest
 from ebbtide.trainer.targets import (
     Adapter,
     AnswerLost,

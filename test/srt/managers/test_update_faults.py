@@ -35,7 +35,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.scheduler_process import staging_told
 from ebbtide.srt.managers.scheduling.weights import weight_io
-from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.weight_sync.disk_source import open_folder
@@ -79,7 +79,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch, RealRank], None]] = {
     "a later write": lambda patch, rank: fail_after(patch, rank.store, "write_by_slices", 7),
     "completing": lambda patch, rank: patch.setattr(rank.store, "complete", failing_iterator),
     "swapping": lambda patch, rank: fail_after(patch, rank.store.arena, "swap", 0),
-    "making a view": lambda patch, rank: fail_after(patch, Shadow, "view", 3),
+    "making a view": lambda patch, rank: fail_after(patch, Arena, "view", 3),
 }
 
 

@@ -5,7 +5,7 @@ from fixtures.fuzz import fuzzed
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
@@ -34,7 +34,7 @@ class ArenaStates(RuleBasedStateMachine):
         self.views = [self.arena.view(offset, (WINDOW,), torch.uint8) for offset in OFFSETS]
         self.pointers = [view.data_ptr() for view in self.views]
         self.expected: list[bytes] | None = None
-        self.shadows: list[tuple[Shadow, list[bytes]]] = []
+        self.shadows: list[tuple[Arena, list[bytes]]] = []
 
     @rule()
     def resume(self) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import ChunkPool
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
@@ -75,7 +75,7 @@ class PoolStates(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rank = Rank(HostVirtualMemory(), NUM_KV + 2 * NUM_WEIGHTS + 1)
-        self.shadows: list[tuple[Shadow, int]] = []
+        self.shadows: list[tuple[Arena, int]] = []
         self.value: int | None = 0
         self.rank.fill(0)
         self.lent: set[int] = set()
@@ -151,7 +151,7 @@ class PoolStates(RuleBasedStateMachine):
     @invariant()
     def every_byte_is_somewhere(self) -> None:
         rank, pool = self.rank, self.rank.pool
-        arenas = [rank.kv, rank.weights, *(shadow.twin for shadow, _ in self.shadows)]
+        arenas = [rank.kv, rank.weights, *(shadow for shadow, _ in self.shadows)]
         held_bytes = sum(arena.resident_bytes for arena in arenas)
         assert rank.vm.taken_bytes == held_bytes + pool.num_spare * CHUNK
         assert pool.num_spare <= rank.kv.num_lent == len(self.lent)

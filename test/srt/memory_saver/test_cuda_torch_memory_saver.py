@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ebbtide.srt.memory_saver.torch_memory_saver_adapter import preload_environment
+from ebbtide.srt.memory_saver.saver import preload_environment
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +16,7 @@ from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.torch_memory_saver_adapter import hook_mode
+from ebbtide.srt.memory_saver.saver import hook_mode
 
 GIB = 1 << 30
 device = open_device("cuda")

@@ -7,10 +7,9 @@ import torch
 
 from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.errors import ConfigurationError, EngineError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver import saver as savers, torch_memory_saver_adapter
-from ebbtide.srt.memory_saver.saver import PlainMemory
+from ebbtide.srt.memory_saver import saver as savers
+from ebbtide.srt.memory_saver.saver import MARGIN_BYTES, PlainMemory, TorchMemorySaverBackend
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.torch_memory_saver_adapter import MARGIN_BYTES, TorchMemorySaverBackend
 
 MIB = 1 << 20
 SIZE = 3 * MIB + 1
@@ -83,7 +82,7 @@ def saved(machine, monkeypatch):
         return real_empty(num_bytes, dtype=dtype, device=device)
 
     backend = TorchMemorySaverBackend(machine, DeadlyLibrary(machine))
-    monkeypatch.setattr(torch_memory_saver_adapter.torch, "empty", empty)
+    monkeypatch.setattr(savers.torch, "empty", empty)
     yield backend
     monkeypatch.undo()
 
@@ -180,7 +179,7 @@ PRELOADED = "/y/torch_memory_saver_hook_mode_preload_cu13.abi3.so"
 )
 def test_a_preloaded_library_is_noticed_and_torch_is_hooked_without(monkeypatch, preload, mode):
     monkeypatch.setenv("LD_PRELOAD", preload)
-    assert torch_memory_saver_adapter.hook_mode() == mode
+    assert savers.hook_mode() == mode
 
 
 def test_expandable_segments_are_refused_by_name(monkeypatch, machine):

@@ -14,7 +14,7 @@ from ebbtide.srt.config import resolve
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.scheduling.weights.weight_io import EngineWeights
-from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor.loader import load_weights
@@ -45,7 +45,7 @@ def store(path: Path) -> Iterator[WeightStore]:
 
 
 @pytest.fixture
-def shadow(store: WeightStore) -> Iterator[Shadow]:
+def shadow(store: WeightStore) -> Iterator[Arena]:
     """A whole copy of the live weights."""
     with store.arena.stage() as shadow:
         list(store.complete(shadow, ()))
@@ -53,7 +53,7 @@ def shadow(store: WeightStore) -> Iterator[Shadow]:
 
 
 @pytest.fixture
-def model(store: WeightStore, shadow: Shadow) -> StagedModel:
+def model(store: WeightStore, shadow: Arena) -> StagedModel:
     return StagedModel(store, shadow)
 
 
@@ -110,7 +110,7 @@ def test_a_rank_does_not_start_without_one_that_is_listed(store: WeightStore, pa
 
 
 def test_what_is_written_serves_after_the_commit_and_not_before(
-    store: WeightStore, shadow: Shadow, model: StagedModel
+    store: WeightStore, shadow: Arena, model: StagedModel
 ) -> None:
     before = store.read(Q, 10**6)
     named_tensors = [("model.layers.0.self_attn.qkv", torch.tensor(2.0))]
@@ -121,7 +121,7 @@ def test_what_is_written_serves_after_the_commit_and_not_before(
 
 
 def test_parameters_are_the_engines_own_and_can_be_copied_to(
-    store: WeightStore, shadow: Shadow, model: StagedModel
+    store: WeightStore, shadow: Arena, model: StagedModel
 ) -> None:
     names = [name for name, _ in model.named_parameters()]
     assert QKV in names
@@ -131,7 +131,7 @@ def test_parameters_are_the_engines_own_and_can_be_copied_to(
     assert (store.read(Q, 10**6) == 3).all()
 
 
-def test_checkpoint_names_are_loaded_whole(store: WeightStore, shadow: Shadow, model: StagedModel) -> None:
+def test_checkpoint_names_are_loaded_whole(store: WeightStore, shadow: Arena, model: StagedModel) -> None:
     value = torch.randn(64, 64)
     loader("strip_prefix").load(model, [(f"policy.{Q}", value), (f"policy.{NORM}", torch.ones(64))])
     store.commit(shadow)

@@ -7,7 +7,12 @@ import re
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.memory_saver.saver import MemorySaver, PlainMemory, VirtualMemorySaver
+from ebbtide.srt.memory_saver.saver import (
+    MemorySaver,
+    PlainMemory,
+    TorchMemorySaverBackend,
+    VirtualMemorySaver,
+)
 
 
 def open_device(name: str) -> Device:
@@ -38,8 +43,6 @@ def open_memory_saver(backend: str, device: Device) -> MemorySaver:
         case "torch_memory_saver" if device.name == "cpu":
             raise ConfigurationError("memory_saver_backend=torch_memory_saver needs device=cuda")
         case "torch_memory_saver":
-            from ebbtide.srt.memory_saver.torch_memory_saver_adapter import TorchMemorySaverBackend
-
             return TorchMemorySaverBackend(device)
         case _:
             raise ConfigurationError(f"memory_saver_backend: there is none of the name {backend!r}")

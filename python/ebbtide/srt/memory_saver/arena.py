@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from enum import Enum, auto
 from math import prod
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -43,6 +42,7 @@ class Arena(ABC):
         self.tag = tag
         self.num_bytes = num_bytes
         self.virtual_bytes = num_bytes
+        self._live: Arena | None = None  # of a shadow, what it is of
 
     # ------------------------------------------------------------------------- what each kind does in its way
 
@@ -145,24 +145,25 @@ class Arena(ABC):
             raise ValueError(f"offset {offset} is not a multiple of the element size, {dtype.itemsize}")
         return self._flat()[offset:end].view(dtype).view(shape)
 
-    def stage(self) -> Shadow:
-        """Take a second set of physical memory of the same layout, to be written aside and swapped in.
+    def stage(self) -> Arena:
+        """A shadow: a second set of memory of the same layout, to be written aside and swapped in.
 
         OutOfDeviceMemory: there is no room for it; nothing is kept.
         """
         return finish(self.stage_by_chunks())
 
-    def stage_by_chunks(self) -> Generator[int, None, Shadow]:
-        """Stage, yielding the bytes of each chunk just taken; ended early, it keeps nothing."""
+    def stage_by_chunks(self) -> Generator[int, None, Arena]:
+        """As `stage`, yielding the bytes of each chunk just taken; ended early, it keeps nothing."""
         twin = self._twin()
         try:
             yield from twin._resume_by_chunks(at_once=False)
         except BaseException:
             twin.close()
             raise
-        return Shadow(self, twin)
+        twin._live = self
+        return twin
 
-    def swap(self, shadow: Shadow, *, maps_former: bool = True) -> None:
+    def swap(self, shadow: Arena, *, maps_former: bool = True) -> None:
         """Exchange physical memory with a shadow under the live addresses; no byte is copied.
 
         (Memory that torch allocates cannot change places: there the bytes are exchanged.) If it fails, both
@@ -177,59 +178,30 @@ class Arena(ABC):
             OutOfDeviceMemory: the machine has no room to hold the pages while they change places.
             ValueError: the shadow is not one of this arena.
         """
-        if shadow.live is not self:
+        if shadow._live is not self:
             raise ValueError("the shadow belongs to another arena")
         self.require_resident()
-        if not shadow.twin.is_whole:
-            raise EngineError(f"the shadow is {shadow.twin.state.name.lower()}")
-        self._exchange(shadow.twin, maps_former=maps_former)
+        if not shadow.is_whole:
+            raise EngineError(f"the shadow is {shadow.state.name.lower()}")
+        self._exchange(shadow, maps_former=maps_former)
 
     def repay(self) -> None:
-        """Give up the chunks that were lent for a shadow; for most arenas there are none."""
+        """Of a shadow, give up as many chunks as were lent for it; after that it may only be closed."""
         return
 
     def require_resident(self) -> None:
         if not self.is_resident:
             raise EngineError(f"this memory is {self.state.name.lower()}, and must be resident")
 
-    def _require_open(self) -> None:
-        if self.state is ArenaState.CLOSED:
-            raise EngineError("this memory is closed, and cannot be resumed")
-
-
-class Shadow:
-    """A second set of an arena's memory at addresses of its own. A context manager: leaving it closes it."""
-
-    def __init__(self, live: Arena, twin: Arena) -> None:
-        self.live = live
-        self.twin = twin
-
-    @property
-    def num_bytes(self) -> int:
-        return self.twin.num_bytes
-
-    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """What will be at that offset of the arena after a swap, as `Arena.view`."""
-        return self.twin.view(offset, shape, dtype)
-
-    def close(self) -> None:
-        self.twin.close()
-
-    def repay(self) -> None:
-        """Give up as many chunks as were lent for the copy; after that it may only be closed."""
-        self.twin.repay()
-
-    def close_by_chunks(self) -> Generator[int, None, None]:
-        """Close, yielding the bytes of each chunk just given back. Copies must have run to their end."""
-        return self.twin.close_by_chunks()
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _require_open(self) -> None:
+        if self.state is ArenaState.CLOSED:
+            raise EngineError("this memory is closed, and cannot be resumed")
 
 
 def round_up(num_bytes: int, multiple: int) -> int:

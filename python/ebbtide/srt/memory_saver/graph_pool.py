@@ -16,6 +16,7 @@ import torch
 
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.memory_saver.arena import Arena, round_up
+from ebbtide.srt.memory_saver.saver import keep_for_ever, let_go
 
 # What torch expects of an allocation on a device.
 ALIGNMENT_BYTES = 512
@@ -135,13 +136,3 @@ def _torch_pool(allocate: int, free: int) -> tuple[Any, Any]:
 
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def keep_for_ever(subject: object) -> None:
-    """Take a reference that nobody gives back, unless `let_go` does."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(subject))
-
-
-def let_go(subject: object) -> None:
-    """Give back the reference that `keep_for_ever` took."""
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(subject))

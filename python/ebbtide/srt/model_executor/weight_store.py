@@ -14,7 +14,7 @@ from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, FP8, SCALE_LAYOUTS, dequantize
 from ebbtide.srt.mem_cache.kv_scales import scale_place
-from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.saver import ArenaSource
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import ChunkArena
@@ -260,7 +260,7 @@ class WeightStore:
         return None
 
     def write(
-        self, name: str, tensor: Tensor | StoredTensor, shadow: Shadow | None, direct: bool = False
+        self, name: str, tensor: Tensor | StoredTensor, shadow: Arena | None, direct: bool = False
     ) -> int:
         """Copy a tensor that `check` accepts into the staged copy, or in place where `shadow` is None.
 
@@ -272,7 +272,7 @@ class WeightStore:
         self,
         name: str,
         tensor: Tensor | StoredTensor,
-        shadow: Shadow | None,
+        shadow: Arena | None,
         direct: bool = False,
     ) -> Generator[int, None, None]:
         """As `write`, yielding the bytes of each slice just copied; nothing for an ignored name.
@@ -293,7 +293,7 @@ class WeightStore:
         yield from destination.write_by_slices(tensor, region.nbytes if is_near else TRANSFER_BYTES)
 
     def plan(
-        self, copies: WeightCopies, name: str, tensor: Tensor, shadow: Shadow | None, direct: bool = False
+        self, copies: WeightCopies, name: str, tensor: Tensor, shadow: Arena | None, direct: bool = False
     ) -> bool:
         """Plan the copy of a tensor that `check` accepts; False: it is to be written by `write_by_slices`."""
         if not direct and self.ignored(name):
@@ -313,11 +313,11 @@ class WeightStore:
         run = None if not direct and self.ignored(name) else self._runs[direct].get(name)
         return run if run is not None and run.dtype == dtype != torch.float64 else None
 
-    def address(self, shadow: Shadow | None) -> int:
+    def address(self, shadow: Arena | None) -> int:
         """Where the weights begin, those of the staged copy or the live ones."""
-        return (self.arena if shadow is None else shadow.twin).address
+        return (self.arena if shadow is None else shadow).address
 
-    def destination(self, name: str, shadow: Shadow | None, direct: bool = False) -> Destination | None:
+    def destination(self, name: str, shadow: Arena | None, direct: bool = False) -> Destination | None:
         """Where a tensor that `check` accepts goes; None for an ignored name.
 
         Who writes there in place says so: `note_write`. From any thread.
@@ -342,7 +342,7 @@ class WeightStore:
             return frozenset(self._sources[self._joint[name].target.parameter])
         return frozenset() if self.ignored(name) or name in self._scales else frozenset({name})
 
-    def complete(self, shadow: Shadow, written: Iterable[str]) -> Generator[int, None, None]:
+    def complete(self, shadow: Arena, written: Iterable[str]) -> Generator[int, None, None]:
         """Copy everything but `written` (checkpoint names) from the live weights into the staged copy.
 
         A generator of the bytes of each slice (at most 64 MiB) just copied: the caller may do other
@@ -356,7 +356,7 @@ class WeightStore:
                 copy_into(room, piece)
                 yield room.nbytes
 
-    def parameters(self, shadow: Shadow | None = None) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self, shadow: Arena | None = None) -> Iterator[tuple[str, Tensor]]:
         """This rank's own parameters under the names that `direct` means: live, or those of a staged copy."""
         for name in self._slots:
             yield name, self._region(name, shadow, direct=True)
@@ -365,7 +365,7 @@ class WeightStore:
         """Copies of what the model computes with besides its parameters; no checkpoint holds that."""
         return {name: buffer.clone() for name, buffer in self._model.named_buffers()}
 
-    def commit(self, shadow: Shadow) -> None:
+    def commit(self, shadow: Arena) -> None:
         """Make the staged copy live, at the same addresses.
 
         The shadow then holds the former weights: not to be read, but to be made live again.
@@ -432,7 +432,7 @@ class WeightStore:
         is_known = weight in self._slots if direct else name in self._scales
         return weight if is_known and weight != name else None
 
-    def _scales_region(self, name: str, shadow: Shadow | None, direct: bool = False) -> Tensor | None:
+    def _scales_region(self, name: str, shadow: Arena | None, direct: bool = False) -> Tensor | None:
         if self._slot(name, direct).dtype != FP8:
             return None
         return self._region(name + self._layout.suffix, shadow, direct)
@@ -463,7 +463,7 @@ class WeightStore:
             return self._slots[name].shape if name in self._slots else None
         return self.shape(name) if self._knows(name) else None
 
-    def _region(self, name: str, shadow: Shadow | None, direct: bool = False) -> Tensor:
+    def _region(self, name: str, shadow: Arena | None, direct: bool = False) -> Tensor:
         slot = self._slot(name, direct)
         memory = self.arena if shadow is None else shadow
         parameter = memory.view(slot.offset, slot.shape, slot.dtype)

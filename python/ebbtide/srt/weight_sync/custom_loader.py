@@ -17,7 +17,7 @@ from torch import nn
 
 from ebbtide.srt.errors import ConfigurationError, RequestRejected, drop_frames
 from ebbtide.srt.layers.fp8 import are_scales
-from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.model_executor.weight_store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class StagedModel:
     serves after the commit, or never.
     """
 
-    def __init__(self, store: WeightStore, shadow: Shadow) -> None:
+    def __init__(self, store: WeightStore, shadow: Arena) -> None:
         self._store = store
         self._shadow = shadow
         self._parameters = {

@@ -17,7 +17,7 @@ from fixtures.servers import ENVIRONMENT, environment_of, is_alive, wait_until
 
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
-from ebbtide.srt.memory_saver import torch_memory_saver_adapter
+from ebbtide.srt.memory_saver import saver
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_engine import null_config
 
@@ -130,7 +130,7 @@ def test_torch_memory_saver_is_preloaded_where_it_is_asked_for(
     backend: str, mode: str, preloaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = {"LD_PRELOAD": "libc.so.6"}  # one that is always there
-    monkeypatch.setattr(torch_memory_saver_adapter, "preload_environment", lambda: library)
+    monkeypatch.setattr(saver, "preload_environment", lambda: library)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setenv("EBBTIDE_TMS_HOOK_MODE", mode)
     config = replace(CONFIG, memory=replace(CONFIG.memory, backend=backend))

@@ -316,7 +316,7 @@ def _library_environment(config: EngineConfig) -> dict[str, str]:
     if mode == "torch" or config.memory.backend != "torch_memory_saver":
         return {}
     # It imports torch, which this process may do without.
-    from ebbtide.srt.memory_saver.torch_memory_saver_adapter import preload_environment
+    from ebbtide.srt.memory_saver.saver import preload_environment
 
     return preload_environment()
 

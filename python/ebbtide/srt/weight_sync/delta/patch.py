@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ebbtide.formats.delta import bits_of, matrix_shape, state_sum, sum_of_changes
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.model_executor.weight_store import WeightStore
@@ -206,7 +206,7 @@ class PatchedWeights:
     """The parameters of a rank that deltas are written to: live, or those of a staged copy."""
 
     def __init__(
-        self, store: WeightStore, shadow: Shadow | None, places_known: PlaceTable | None = None
+        self, store: WeightStore, shadow: Arena | None, places_known: PlaceTable | None = None
     ) -> None:
         self.places_known = places_known
         self._store = store

@@ -23,7 +23,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.scheduling.weights.parameter_checker import ParameterChecker
+from ebbtide.srt.managers.scheduling.weights.checks import ParameterChecker
 from ebbtide.srt.managers.scheduling.weights.write_plan import (
     CopyStaging,
     InPlaceStaging,

@@ -16,7 +16,7 @@ from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.managers.control.ports import OutOfStep, Slices
 from ebbtide.srt.managers.control.weight_ports import How, PatchSums, Staging
-from ebbtide.srt.memory_saver.arena import Shadow
+from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.model_executor.weight_copies import Destination, NonFinite, WeightCopies
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
@@ -34,7 +34,7 @@ PLANNED_AT_ONCE: Final = 64
 class _Staging:
     """What both places have: the parts of 8-bit weights that came without the other part."""
 
-    shadow: Shadow | None = None
+    shadow: Arena | None = None
 
     def __init__(self, store: WeightStore, device: Device) -> None:
         self._store = store
@@ -91,9 +91,9 @@ class CopyStaging(_Staging):
 
     is_staged = True
 
-    def __init__(self, store: WeightStore, device: Device, shadow: Shadow) -> None:
+    def __init__(self, store: WeightStore, device: Device, shadow: Arena) -> None:
         super().__init__(store, device)
-        self.shadow: Shadow = shadow
+        self.shadow: Arena = shadow
         self.is_complete = False
         # What is not written is copied from the live weights, whose sums hold until somebody writes to them.
         self._generation, self._sums = store.generation, store.sums

@@ -1,17 +1,21 @@
-"""What changed since the last update: the trainer's copy of what the engines serve, and buckets of changes.
+"""A trainer's tensors by the bucket: gathered where they are sharded, or what changed since the last update.
 
-Source: wire_vllm section 5.5.
+Source of the changes: wire_vllm section 5.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from ebbtide.formats.announcement import ChangedTensor
+from ebbtide.formats.bucket import grouped
 from ebbtide.formats.delta import (
     MAX_ELEMENTS,
     as_hex,
@@ -21,7 +25,81 @@ from ebbtide.formats.delta import (
     state_sum,
     sum_of_changes,
 )
-from ebbtide.trainer.gathering import Bucket, ChangeHeader
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Whole tensors under their checkpoint names, or codes and values of changes.
+
+    Attributes:
+        index: among an update's buckets.
+        changed: what these change, of version `base_version`; None: they are whole.
+    """
+
+    index: int
+    tensors: list[tuple[str, Tensor]]
+    changed: Sequence[ChangedTensor] | None = None
+    base_version: str | None = None
+
+    def __str__(self) -> str:
+        what, names = "" if self.changed is None else "changes of ", self.names
+        listed = f"{what}{len(names)} tensors, {names[0]} to {names[-1]}, {self.num_bytes} bytes"
+        return f"bucket {self.index} ({listed})"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.tensors)
+
+    @property
+    def names(self) -> list[str]:
+        if self.changed is not None:
+            return [each.name for each in self.changed]
+        return [name for name, _ in self.tensors]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a request says of its format."""
+        if self.changed is None:
+            return {}
+        changed = msgspec.to_builtins(self.changed)
+        return {"load_format": "sparse", "changed": changed, "base_version": self.base_version}
+
+
+def gathered_buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Whole tensors by the bucket, gathered as the bucket is asked for.
+
+    ValueError, TypeError: not pairs of a name and a dense tensor, or a name twice.
+    """
+    return itertools.starmap(Bucket, enumerate(grouped(_gathered(named_tensors), bucket_bytes)))
+
+
+def _gathered(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The whole tensors; a `DTensor` becomes one by a collective of its mesh."""
+    names: set[str] = set()
+    for item in named_tensors:
+        name, tensor = checked_pair(item)
+        if name in names:
+            raise ValueError(f"{name}: the name was given twice")
+        names.add(name)
+        gather = getattr(tensor.detach(), "full_tensor", None)
+        yield name, tensor.detach() if gather is None else gather()
+
+
+def checked_pair(item: object) -> tuple[str, Tensor]:
+    """A name and a dense tensor, or TypeError."""
+    match item:
+        case (str(name), Tensor() as tensor):
+            if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized:
+                return name, tensor
+            described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
+            raise TypeError(f"{name}: expected a dense tensor with data, got {described}")
+    raise TypeError(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
+
+
+def read_rest(buckets: Iterator[Bucket]) -> None:
+    """Gather what is left, for the other ranks of the trainer that gather along."""
+    for _ in buckets:
+        pass
 
 
 @dataclass
@@ -43,13 +121,12 @@ class _Change:
     total: Tensor
 
     def header(self, num_codes: int) -> ChangedTensor:
-        shape, checksum = tuple(self.copy.tensor.shape), as_hex(int(self.total))
         return ChangedTensor(
             name=self.name,
-            shape=shape,
+            shape=tuple(self.copy.tensor.shape),
             num_codes=num_codes,
             num_changed=len(self.values),
-            checksum=checksum,
+            checksum=as_hex(int(self.total)),
         )
 
     def carry_out(self) -> None:
@@ -72,12 +149,8 @@ class ServedWeights:
     def changes(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """What has to be sent of buckets of whole tensors: changes, or tensors of which there is no copy."""
         self._on_commit = []
-        index = 0
-        for bucket in buckets:
-            for tensors, header in self._parts(bucket.tensors):
-                num_bytes = sum(tensor.nbytes for _, tensor in tensors)
-                yield Bucket(index, tensors, num_bytes, header)
-                index += 1
+        parts = itertools.chain.from_iterable(self._parts(bucket.tensors) for bucket in buckets)
+        return (Bucket(index, *part) for index, part in enumerate(parts))
 
     def commit(self, version: str) -> None:
         """The engines serve what was sent last."""
@@ -92,9 +165,8 @@ class ServedWeights:
         self._copies = {}
         self._on_commit = []
 
-    def _parts(
-        self, tensors: list[tuple[str, Tensor]]
-    ) -> Iterator[tuple[list[tuple[str, Tensor]], ChangeHeader | None]]:
+    def _parts(self, tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[Any, ...]]:
+        """The arguments of buckets behind their index."""
         whole: list[tuple[str, Tensor]] = []
         changed: dict[torch.dtype, list[_Change]] = {}
         for name, tensor in tensors:
@@ -105,7 +177,7 @@ class ServedWeights:
             elif len(change.values):
                 changed.setdefault(tensor.dtype, []).append(change)
         if whole:
-            yield whole, None
+            yield (whole,)
         for changes in changed.values():
             yield self._coded(changes)
 
@@ -132,10 +204,9 @@ class ServedWeights:
         copy = _Copy(clone, state_sum(clone.view(*matrix_shape(tuple(clone.shape)))))
         self._on_commit.append(lambda: self._copies.update({name: copy}))
 
-    def _coded(self, changes: list[_Change]) -> tuple[list[tuple[str, Tensor]], ChangeHeader]:
-        assert self.version is not None, "without a version all is sent"
+    def _coded(self, changes: list[_Change]) -> tuple[Any, ...]:
         codes, counts = encode_positions([change.positions for change in changes])
         values = torch.cat([change.values for change in changes])
         self._on_commit += [change.carry_out for change in changes]
         listed = [change.header(count) for change, count in zip(changes, counts, strict=True)]
-        return [("codes", codes), ("values", values)], ChangeHeader(listed, self.version)
+        return [("codes", codes), ("values", values)], listed, self.version
