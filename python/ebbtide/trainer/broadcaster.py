@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 from uuid import uuid4
 
@@ -33,6 +33,7 @@ Backend = Literal["gloo", "nccl"]
 SOURCE_MARGIN_S: Final = 5.0
 
 
+@dataclass
 class Broadcaster:
     """One group of this process and all ranks of all targets, made when it is first needed.
 
@@ -45,20 +46,15 @@ class Broadcaster:
         master_port: None for a free one.
     """
 
-    def __init__(
-        self,
-        targets: Sequence[Target],
-        backend: Backend | None,
-        master_address: str | None,
-        master_port: int | None,
-    ) -> None:
-        self._targets = targets
-        self._backend = backend
-        self._master_address = master_address
-        self._master_port = master_port
+    _targets: Sequence[Target]
+    _backend: Backend | None
+    _master_address: str | None
+    _master_port: int | None
+    _store: Any = field(default=None, init=False)
+    _group: WeightGroup | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         self._names = map(f"weight-sender-{uuid4().hex[:12]}-{{}}".format, itertools.count())
-        self._store: Any = None
-        self._group: WeightGroup | None = None
 
     def device_for(self, tensor: torch.Tensor) -> torch.device:
         """The device that a tensor like this is broadcast from: its own, or the current GPU for NCCL."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
@@ -56,27 +56,21 @@ class CommittedAlone(EbbtideError):
     """A bucket found no session and was committed by itself."""
 
 
+@dataclass
 class Update:
     """One update of all targets."""
 
-    def __init__(
-        self,
-        targets: Sequence[Target],
-        terms: Terms,
-        pool: ThreadPoolExecutor,
-        version: str | None,
-        broadcaster: Broadcaster | None,
-    ) -> None:
-        self._targets = targets
-        self._terms = terms
-        self._pool = pool
-        self._version = version
-        self._broadcaster = broadcaster
-        self._open: dict[str, Target] = {}
-        self._version_before: dict[str, str] = {}
-        # Each waits for what a call came to.
-        self._started: deque[Callable[[], Outcomes]] = deque()
-        self._is_over = threading.Event()
+    _targets: Sequence[Target]
+    _terms: Terms
+    _pool: ThreadPoolExecutor
+    _version: str | None
+    _broadcaster: Broadcaster | None
+    _open: dict[str, Target] = field(default_factory=dict, init=False)
+    _version_before: dict[str, str] = field(default_factory=dict, init=False)
+
+    # Each waits for what a call came to.
+    _started: deque[Callable[[], Outcomes]] = field(default_factory=deque, init=False)
+    _is_over: threading.Event = field(default_factory=threading.Event, init=False)
 
     def stage(self, buckets: Iterable[Bucket], progress: ProgressCallback | None) -> tuple[int, int]:
         """Open the sessions and hand over all buckets, each while the next is gathered; tensors and bytes."""

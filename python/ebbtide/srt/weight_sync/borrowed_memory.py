@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -31,6 +32,7 @@ MAX_PAYLOADS: Final = 256
 ENDED_LOOK_S: Final = 1.0
 
 
+@dataclass
 class KeptPayload:
     """A payload whose memory stays mapped: what it describes, and planned copies from where it is mapped.
 
@@ -38,13 +40,12 @@ class KeptPayload:
         mapped, ends: as in `BorrowedMemory`, in part until it was opened for the first time.
     """
 
-    def __init__(self, refs: Sequence[CudaStorageRef], decoded: object) -> None:
-        self.refs = refs
-        self.decoded = decoded
-        self.mapped: dict[object, MappedAllocation] = {}
-        self.ends: dict[int, int] = {}
-        self.spans: dict[bool, PlannedSpans] = {}
-        self.num_users = 0
+    refs: Sequence[CudaStorageRef]
+    decoded: object
+    mapped: dict[object, MappedAllocation] = field(default_factory=dict, init=False)
+    ends: dict[int, int] = field(default_factory=dict, init=False)
+    spans: dict[bool, PlannedSpans] = field(default_factory=dict, init=False)
+    num_users: int = field(default=0, init=False)
 
     @property
     def has_ended(self) -> bool:

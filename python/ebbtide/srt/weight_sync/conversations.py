@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -208,6 +209,7 @@ def _place(item: object, num_bytes: int) -> tuple[TensorHeader, int]:
     return header, offset
 
 
+@dataclass
 class StateDictConversation:
     """One rank's end of an update, as `weight_ports.Conversation`: the sender itself hears no answers.
 
@@ -217,15 +219,16 @@ class StateDictConversation:
         timeout_s: how long each broadcast may take.
     """
 
-    def __init__(self, group: WeightGroup, timeout_s: float) -> None:
-        self._group = group
-        self._timeout_s = timeout_s
-        self._receiving = _state_dicts(group.device.type != "cpu")
-        self._broadcasts: Broadcasts | None = None
-        self.bucket: WeightSource | None = None
-        self._owes_answer = False
-        self._is_over = False
-        self._refused = ""
+    _group: WeightGroup
+    _timeout_s: float
+    _broadcasts: Broadcasts | None = field(default=None, init=False)
+    bucket: WeightSource | None = field(default=None, init=False)
+    _owes_answer: bool = field(default=False, init=False)
+    _is_over: bool = field(default=False, init=False)
+    _refused: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self._receiving = _state_dicts(self._group.device.type != "cpu")
 
     def poll(self) -> bool:
         while not self._owes_answer:

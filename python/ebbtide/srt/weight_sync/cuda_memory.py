@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, Final
@@ -24,25 +25,19 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 PEER_COST: Final = 6
 
 
+@dataclass
 class MappedAllocation:
     """An allocation of another process, mapped here. `opened`: torch's storage of it, if any."""
 
-    def __init__(
-        self,
-        address: int,
-        device: torch.device,
-        unmap: Callable[[], None] | None = None,
-        opened: torch.UntypedStorage | None = None,
-    ) -> None:
-        self.address = address
-        self._device = device
-        self._unmap = unmap
-        self._opened = opened
+    address: int
+    _device: torch.device
+    _unmap: Callable[[], None] | None = None
+    opened: torch.UntypedStorage | None = None
 
     def storage(self, offset_bytes: int, num_bytes: int) -> torch.UntypedStorage:
         """A part of it, to be used only until it is closed; torch's own is the part that was asked for."""
-        if self._opened is not None:
-            return self._opened
+        if self.opened is not None:
+            return self.opened
         address = self.address + offset_bytes
         made = torch._C._construct_storage_from_data_pointer(address, self._device, num_bytes)
         assert isinstance(made, torch.UntypedStorage)
@@ -50,7 +45,7 @@ class MappedAllocation:
 
     def close(self) -> None:
         """End it, once all that reads it has run."""
-        self._opened = None
+        self.opened = None
         if self._unmap is not None:
             self._unmap()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from ebbtide.formats.rendezvous import GroupAddress, Member, abort, connect
@@ -10,17 +12,19 @@ from ebbtide.srt.config import ONE_RANK, ParallelConfig
 from ebbtide.srt.errors import RequestRejected
 
 
+@dataclass
 class Joining:
     """A group that is being joined; `poll` until it is true, and `close`."""
 
-    def __init__(self, groups: Memberships, address: GroupAddress, timeout_s: float, replaced: bool) -> None:
-        self.replaced = replaced
-        self.address = address
-        self.groups = groups
-        self._timeout_s = timeout_s
-        self._given_up: str | None = None
-        self._group: WeightGroup | None = None
-        self._thread = InThread(f"join-{address.name}", self._join)
+    groups: Memberships
+    address: GroupAddress
+    _timeout_s: float
+    replaced: bool
+    _given_up: str | None = field(default=None, init=False)
+    _group: WeightGroup | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = InThread(f"join-{self.address.name}", self._join)
 
     def poll(self) -> bool:
         """Whether the group has been joined; RequestRejected (400) where it cannot be in time."""
@@ -56,15 +60,15 @@ class Joining:
         return member
 
 
+@dataclass
 class Memberships:
     """The weight groups of this rank, by name. NCCL receives on `device`, gloo in host memory."""
 
-    def __init__(self, device: torch.device, place: ParallelConfig = ONE_RANK) -> None:
-        self._device = device
-        self._place = place
-        # The closed ones too, until others of their names are joined.
-        self.groups: dict[str, WeightGroup] = {}
-        self._joining: dict[str, Joining] = {}
+    _device: torch.device
+    _place: ParallelConfig = ONE_RANK
+    # The closed ones too, until others of their names are joined.
+    groups: dict[str, WeightGroup] = field(default_factory=dict, init=False)
+    _joining: dict[str, Joining] = field(default_factory=dict, init=False)
 
     @property
     def names(self) -> list[str]:

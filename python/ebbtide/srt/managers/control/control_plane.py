@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from msgspec import structs
@@ -34,6 +35,7 @@ from ebbtide.srt.memory_saver.tags import MemoryTag
 VERDICT_GRACE_S: Final = 10.0
 
 
+@dataclass
 class ControlPlane:
     """Applies control requests between forward passes, and says whether a forward pass may run.
 
@@ -42,34 +44,25 @@ class ControlPlane:
         rank: this rank in reports of the state, but for its tags.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        memory: MemoryOccupation,
-        updates: WeightUpdates,
-        adapters: AdapterLoads,
-        operations: Operations,
-        ranks: Ranks,
-        others: Sequence[HandlerTable],
-        rank: RankReport,
-        weight_groups: Callable[[], list[str]],
-        reply: Callable[[str, AnyReply], None],
-        set_deadline: Callable[[str, float], None],
-    ) -> None:
-        self.generation = generation
-        self.memory = memory
-        self.updates = updates
-        self.adapters = adapters
-        self.operations = operations
-        self.ranks = ranks
-        self._rank, self._weight_groups = rank, weight_groups
+    generation: Generation
+    memory: MemoryOccupation
+    updates: WeightUpdates
+    adapters: AdapterLoads
+    operations: Operations
+    ranks: Ranks
+    others: Sequence[HandlerTable]
+    _rank: RankReport
+    _weight_groups: Callable[[], list[str]]
+    _reply: Callable[[str, AnyReply], None]
+    _set_deadline: Callable[[str, float], None]
+
+    def __post_init__(self) -> None:
         self._held: deque[ControlCall | Verdict] = deque()
-        self._reply = reply
-        self._set_deadline = set_deadline
         self.handlers: dict[type, Callable[[Any], AnyReply | Operation]] = {
             PingReqInput: lambda request: PingReqOutput()
         }
-        for table in (generation.handlers, memory.handlers, updates.handlers, adapters.handlers, *others):
+        own = (self.generation, self.memory, self.updates, self.adapters)
+        for table in (*(machine.handlers for machine in own), *self.others):
             assert not self.handlers.keys() & table.keys()
             self.handlers.update(table)
 

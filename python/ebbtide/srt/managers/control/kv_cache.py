@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
@@ -39,23 +40,18 @@ PART_BYTES: Final = 6 << 30
 NOT_IN_TIME: Final = "not all ranks did their part in time. Nothing was changed"
 
 
+@dataclass
 class KVSize:
     """Makes the KV cache smaller and larger."""
 
-    def __init__(
-        self,
-        pool: KVMemory,
-        memory: MemoryOccupation,
-        num_running: Callable[[], int],
-        free_bytes: Callable[[], int],
-        ranks: Ranks,
-    ) -> None:
-        self._pool = pool
-        self._memory = memory
-        self._num_running = num_running
-        self._is_busy = False
-        self._free_bytes = free_bytes
-        self._ranks = ranks
+    _pool: KVMemory
+    _memory: MemoryOccupation
+    _num_running: Callable[[], int]
+    _free_bytes: Callable[[], int]
+    _ranks: Ranks
+    _is_busy: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self.handlers: HandlerTable = {ResizeMemoryOccupationReqInput: self.resize}
 
     def resize(self, request: ResizeMemoryOccupationReqInput) -> Operation:
@@ -186,11 +182,13 @@ class KVSize:
             yield Activity.WORKING
 
 
+@dataclass
 class CacheFlush:
     """Flushes at once what nobody uses, and on request waits for the rest."""
 
-    def __init__(self, requests: Requests) -> None:
-        self._requests = requests
+    _requests: Requests
+
+    def __post_init__(self) -> None:
         self.handlers: HandlerTable = {FlushCacheReqInput: self.flush}
 
     def flush(self, request: FlushCacheReqInput) -> AnyReply | Operation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, TypeVar
 
 from msgspec import structs
@@ -98,6 +98,7 @@ class WeightContent:
         self._report = None
 
 
+@dataclass
 class MemoryOccupation:
     """Releases and resumes the memory of tags.
 
@@ -107,45 +108,34 @@ class MemoryOccupation:
         is_enabled: false without a memory saver; everything then stays resident.
     """
 
-    def __init__(
-        self,
-        memories: Mapping[MemoryTag, TagMemory],
-        kv: KVMemory,
-        page_store: PageStore,
-        content: WeightContent,
-        requests: Requests,
-        free_bytes: Callable[[], int],
-        ranks: Ranks,
-        pace: Pace,
-        go_on: Callable[[Work[None]], None],
-        *,
-        is_enabled: bool,
-    ) -> None:
-        self.content = content
-        # What is on its way into the memory of the weights has lost its destination.
-        self.on_weights_release: list[Callable[[], None]] = []
-        self._memories = memories
-        self._kv = kv
-        self._page_store = page_store
-        # Pages whose contents are in the store while the KV cache is released, and their slots there.
-        self._parked_pages: list[int] = []
-        self._parked_slots: list[int] = []
-        # What it would take to compute them again; none where the prefix cache is among them.
-        self._parked_tokens = 0
-        # Counts the times that the KV cache was released: a resume that still takes memory is then void.
-        self._num_kv_releases = 0
-        # The number of the last release that was made because a resume did not get the rest of its memory.
-        self._failed_at = 0
+    _memories: Mapping[MemoryTag, TagMemory]
+    _kv: KVMemory
+    _page_store: PageStore
+    content: WeightContent
+    _requests: Requests
+    _free_bytes: Callable[[], int]
+    _ranks: Ranks
+    _pace: Pace
+    _go_on: Callable[[Work[None]], None]
+    _: KW_ONLY
+    is_enabled: bool
+    # What is on its way into the memory of the weights has lost its destination.
+    on_weights_release: list[Callable[[], None]] = field(default_factory=list, init=False)
+    # Pages whose contents are in the store while the KV cache is released, and their slots there.
+    _parked_pages: list[int] = field(default_factory=list, init=False)
+    _parked_slots: list[int] = field(default_factory=list, init=False)
+    # What it would take to compute them again; none where the prefix cache is among them.
+    _parked_tokens: int = field(default=0, init=False)
+    # Counts the times that the KV cache was released: a resume that still takes memory is then void.
+    _num_kv_releases: int = field(default=0, init=False)
+    # The number of the last release that was made because a resume did not get the rest of its memory.
+    _failed_at: int = field(default=0, init=False)
+    # What the last release of the weights said.
+    _keeps_weights: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self._released: frozenset[MemoryTag] = frozenset()
-        self._requests = requests
-        requests.on_kv_given_up = self._forget_what_nobody_holds
-        self._free_bytes = free_bytes
-        self._ranks = ranks
-        self._pace = pace
-        self._go_on = go_on
-        self._is_enabled = is_enabled
-        # What the last release of the weights said.
-        self._keeps_weights = False
+        self._requests.on_kv_given_up = self._forget_what_nobody_holds
         self.handlers: HandlerTable = {
             ReleaseMemoryOccupationReqInput: self.release,
             ResumeMemoryOccupationReqInput: self.resume,
@@ -443,7 +433,7 @@ class MemoryOccupation:
         return mapped_bytes
 
     def _require_memory_saver(self) -> None:
-        if not self._is_enabled:
+        if not self.is_enabled:
             raise RequestRejected(
                 "memory_saver_backend is 'none', so all memory stays resident: start the engine with another",
                 409,

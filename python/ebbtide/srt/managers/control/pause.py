@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.operations import Operations, require_timeout
@@ -47,14 +47,16 @@ class Paused:
     mode: PauseMode
 
 
+@dataclass
 class Generation:
     """Pausing, continuing and aborting; and drains, which hold the admission of new requests."""
 
-    def __init__(self, requests: Requests, operations: Operations) -> None:
+    _requests: Requests
+    _operations: Operations
+    _num_drains: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self.state: Running | Paused = Running()
-        self._requests = requests
-        self._operations = operations
-        self._num_drains = 0
         self.handlers: HandlerTable = {
             PauseGenerationReqInput: self.pause,
             ContinueGenerationReqInput: self.resume,

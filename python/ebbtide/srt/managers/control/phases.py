@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -70,17 +71,17 @@ class Polls(Protocol):
         """Be done with the phase, decided or not."""
 
 
+@dataclass
 class _Phase:
     """One rank's part in a phase."""
 
-    def __init__(self, kind: Activity, work: Work[Any], fact: Callable[[Any], Any]) -> None:
-        self.kind = kind
-        self.has_voted = False
-        self.is_waiting = False
-        self.result: Any = None
-        self.decision: Decision | None = None
-        self._work = work
-        self._fact = fact
+    kind: Activity
+    _work: Work[Any]
+    _fact: Callable[[Any], Any]
+    has_voted: bool = field(default=False, init=False)
+    is_waiting: bool = field(default=False, init=False)
+    result: Any = field(default=None, init=False)
+    decision: Decision | None = field(default=None, init=False)
 
     def step(self) -> tuple[Refusal | None, Any] | None:
         """Do the next slice; at the end, return the failure or the fact to vote with."""

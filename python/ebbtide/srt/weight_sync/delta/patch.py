@@ -202,15 +202,13 @@ class PlaceTable:
         return cls(rows_T8, upload(rows_T8, device))
 
 
+@dataclass
 class PatchedWeights:
     """The parameters of a rank that deltas are written to: live, or those of a staged copy."""
 
-    def __init__(
-        self, store: WeightStore, shadow: Arena | None, places_known: PlaceTable | None = None
-    ) -> None:
-        self.places_known = places_known
-        self._store = store
-        self._shadow = shadow
+    _store: WeightStore
+    _shadow: Arena | None
+    places_known: PlaceTable | None = None
 
     def destination(self, name: str) -> Destination | None:
         return self._store.destination(name, self._shadow)

@@ -39,22 +39,15 @@ Write: TypeAlias = Callable[[WritePlan], Work[None]]
 _Fact: TypeAlias = tuple[str, tuple[str, int, dict[str, Any]] | None]
 
 
+@dataclass
 class Arrivals:
     """Gets hold of what an update brings; `check` refuses a request that the present state does not allow."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        ranks: Ranks,
-        pace: Pace,
-        wake: Wake,
-        check: Callable[[WeightUpdateRequest], None],
-    ) -> None:
-        self._weights = weights
-        self._ranks = ranks
-        self._pace = pace
-        self._wake = wake
-        self._check = check
+    _weights: Weights
+    _ranks: Ranks
+    _pace: Pace
+    _wake: Wake
+    _check: Callable[[WeightUpdateRequest], None]
 
     def open(
         self, request: WeightUpdateRequest, opened: ExitStack, contents: Contents
@@ -309,13 +302,15 @@ def _failure_of(work: Work[None]) -> Work[Exception | None]:
             yield progress
 
 
+@dataclass
 class GroupRequests:
     """The control requests about groups. All ranks join, or none; all leave."""
 
-    def __init__(self, weights: Weights, ranks: Ranks, wake: Wake) -> None:
-        self._weights = weights
-        self._ranks = ranks
-        self._wake = wake
+    _weights: Weights
+    _ranks: Ranks
+    _wake: Wake
+
+    def __post_init__(self) -> None:
         self.handlers: HandlerTable = {
             InitWeightsUpdateGroupReqInput: self.init,
             DestroyWeightsUpdateGroupReqInput: self.destroy,

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -41,27 +42,22 @@ T = TypeVar("T")
 Trial: TypeAlias = Callable[[Callable[[], list[float]]], Work[list[float]]]
 
 
+@dataclass
 class WeightChecks:
     """Answers with single weights, pieces of what may serve, and checks: a copy is on all ranks or on none.
 
     So it is with replicas: where one cannot copy, or is not as its copy, all keep the copy that they had.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        memory: MemoryOccupation,
-        ranks: Ranks,
-        pace: Pace,
-        is_updating: Callable[[], bool],
-    ) -> None:
-        self._weights = weights
-        self._parameters = weights.parameters
-        self._memory = memory
-        self._ranks = ranks
-        self._pace = pace
-        self._is_updating = is_updating
-        self._snapshot: Snapshot | None = None
+    _weights: Weights
+    _memory: MemoryOccupation
+    _ranks: Ranks
+    _pace: Pace
+    _is_updating: Callable[[], bool]
+    _snapshot: Snapshot | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._parameters = self._weights.parameters
         self.handlers: HandlerTable = {
             GetWeightsByNameReqInput: self.read_one,
             CheckWeightsReqInput: self.check,
@@ -191,13 +187,13 @@ def _refusing(differences: Slices[list[dict[str, str]]]) -> Slices[None]:
         )
 
 
+@dataclass
 class CanaryTrials:
     """Tries staged weights out: exchanges them with the live ones for one forward pass."""
 
-    def __init__(self, trial_pass: TrialPass, memory: MemoryOccupation, ranks: Ranks) -> None:
-        self._pass = trial_pass
-        self._memory = memory
-        self._ranks = ranks
+    _pass: TrialPass
+    _memory: MemoryOccupation
+    _ranks: Ranks
 
     def check(self, canary: Canary) -> None:
         """Refuse (400) one that can never be tried."""

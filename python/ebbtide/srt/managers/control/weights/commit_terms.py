@@ -180,13 +180,13 @@ def require_base(base_version: str | None, serving: str, pending: str | None) ->
     )
 
 
+@dataclass
 class CommitConditions:
     """The terms of a commit, against generation and memory as they are."""
 
-    def __init__(self, generation: Generation, memory: MemoryOccupation, requests: Requests) -> None:
-        self._generation = generation
-        self._memory = memory
-        self._requests = requests
+    _generation: Generation
+    _memory: MemoryOccupation
+    _requests: Requests
 
     def check(self, terms: CommitTerms) -> None:
         """Refuse a commit that would leave requests with KV that it is to flush. Parked ones lose theirs."""

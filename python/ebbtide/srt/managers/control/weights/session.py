@@ -7,7 +7,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
 from msgspec import structs
@@ -85,6 +85,7 @@ class Spoilt:
 SessionState: TypeAlias = Empty | Staged | InPlace | Burst | Spoilt
 
 
+@dataclass
 class WeightSession:
     """What one commit will change; an update outside a session is a session of one part.
 
@@ -102,37 +103,27 @@ class WeightSession:
         joined, held: what else is committed in the same turn, and what is given back at the session's end.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        kv: KVMemory,
-        content: WeightContent,
-        ranks: Ranks,
-        pace: Pace,
-        deadline_id: str | None = None,
-        session_id: str | None = None,
-    ) -> None:
-        self.deadline_id = deadline_id
-        self.session_id = session_id
-        self.opened_at = time.time()
-        self.state: SessionState = Empty()
-        self.names: frozenset[str] = frozenset()
-        self.nonfinite: frozenset[str] = frozenset()
-        self.counts = Counts()
-        self.version: str | None = None
-        self.flush_cache = False
-        self.folder: tuple[str, str] | None = None
-        self.canary_message = ""
-        self.stall = Stall()
-        self.refused = RefusedUpdates()
-        self.joined: list[Callable[[], object]] = []
-        self.held = ExitStack()
-        self._unmap: list[Slices[None]] = []
-        self._weights = weights
-        self._kv = kv
-        self._content = content
-        self._ranks = ranks
-        self._pace = pace
+    _weights: Weights
+    _kv: KVMemory
+    _content: WeightContent
+    _ranks: Ranks
+    _pace: Pace
+    deadline_id: str | None = None
+    session_id: str | None = None
+    opened_at: float = field(default_factory=time.time, init=False)
+    state: SessionState = field(default=Empty(), init=False)
+    names: frozenset[str] = field(default=frozenset(), init=False)
+    nonfinite: frozenset[str] = field(default=frozenset(), init=False)
+    counts: Counts = field(default=Counts(), init=False)
+    stall: Stall = field(default_factory=Stall, init=False)
+    refused: RefusedUpdates = field(default_factory=RefusedUpdates, init=False)
+    version: str | None = field(default=None, init=False)
+    flush_cache: bool = field(default=False, init=False)
+    folder: tuple[str, str] | None = field(default=None, init=False)
+    canary_message: str = field(default="", init=False)
+    joined: list[Callable[[], object]] = field(default_factory=list, init=False)
+    held: ExitStack = field(default_factory=ExitStack, init=False)
+    _unmap: list[Slices[None]] = field(default_factory=list, init=False)
 
     @property
     def is_staged(self) -> bool:

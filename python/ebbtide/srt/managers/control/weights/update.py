@@ -11,6 +11,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Final
 
@@ -72,6 +73,7 @@ logger = logging.getLogger(__name__)
 LOOK_AGAIN_S: Final = 1.0
 
 
+@dataclass
 class WeightUpdates:
     """Updates of the weights, one at a time, the oldest first.
 
@@ -82,46 +84,36 @@ class WeightUpdates:
         trials: of new weights, before they serve.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        kv: KVMemory,
-        memory: MemoryOccupation,
-        generation: Generation,
-        requests: Requests,
-        operations: Operations,
-        ranks: Ranks,
-        set_deadline: Callable[[str, float], None],
-        pace: Pace,
-        wake: Wake,
-        trial_pass: TrialPass,
-        *,
-        version: str,
-        model_path: str,
-        load_format: str,
-        timeout_s: float,
-    ) -> None:
-        self.version = version
-        self.model_path = model_path
-        self.load_format = load_format
-        self.timeout_s = timeout_s
-        self._weights = weights
-        self._memory = memory
-        self._content = memory.content
-        self._generation = generation
-        self._requests = requests
-        self._operations = operations
-        self._ranks = ranks
-        self._new_session = partial(WeightSession, weights, kv, memory.content, ranks, pace)
-        self._set_deadline = set_deadline
-        self._session: WeightSession | None = None
-        self._why_closed = "none was begun"
+    _weights: Weights
+    _kv: KVMemory
+    _memory: MemoryOccupation
+    _generation: Generation
+    _requests: Requests
+    _operations: Operations
+    _ranks: Ranks
+    _set_deadline: Callable[[str, float], None]
+    _pace: Pace
+    _wake: Wake
+    _trial_pass: TrialPass
+    _: KW_ONLY
+    version: str
+    model_path: str
+    load_format: str
+    timeout_s: float
+    _session: WeightSession | None = field(default=None, init=False)
+    _why_closed: str = field(default="none was begun", init=False)
+    _awaits_verdict: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._content = self._memory.content
+        self._new_session = partial(
+            WeightSession, self._weights, self._kv, self._content, self._ranks, self._pace
+        )
         self._session_ids = (f"weight-session-{number}" for number in itertools.count())
         self._line = Line()
-        self._conditions = CommitConditions(generation, memory, requests)
-        self._awaits_verdict = False
-        self.trials = CanaryTrials(trial_pass, memory, ranks)
-        self._arrivals = Arrivals(weights, ranks, pace, wake, self._require_open_for)
+        self._conditions = CommitConditions(self._generation, self._memory, self._requests)
+        self.trials = CanaryTrials(self._trial_pass, self._memory, self._ranks)
+        self._arrivals = Arrivals(self._weights, self._ranks, self._pace, self._wake, self._require_open_for)
         self.handlers: HandlerTable = {
             UpdateWeightFromDiskReqInput: self.update,
             UpdateWeightsFromTensorReqInput: self.update,
@@ -131,10 +123,10 @@ class WeightUpdates:
             EndWeightUpdateReqInput: self.end,
             AbortWeightUpdateReqInput: self.abort,
             UpdateWeightVersionReqInput: self.set_version,
-            **GroupRequests(weights, ranks, wake).handlers,
+            **GroupRequests(self._weights, self._ranks, self._wake).handlers,
         }
-        memory.on_weights_release.append(self._end_for_release)
-        requests.serve(version, is_update=False)
+        self._memory.on_weights_release.append(self._end_for_release)
+        self._requests.serve(self.version, is_update=False)
 
     def update(self, request: WeightUpdateRequest) -> Operation:
         """Carry one update out: a session of its own, or a part of the open one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -39,13 +40,13 @@ MIXING_FACTORS: Final = (0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 LOW_32_BITS: Final = (1 << 32) - 1
 
 
+@dataclass
 class ParameterChecker:
     """Implements `weight_ports.Parameters`, piece by piece on their device."""
 
-    def __init__(self, store: WeightStore, device: Device, parallel: ParallelConfig) -> None:
-        self._store = store
-        self._device = device
-        self._parallel = parallel
+    _store: WeightStore
+    _device: Device
+    _parallel: ParallelConfig
 
     @property
     def generation(self) -> int:
@@ -215,6 +216,7 @@ def _sum_of_mixed(words: Tensor, first: int) -> int:
     return int(mixed.sum())
 
 
+@dataclass
 class SchedulerTrialPass:
     """A forward pass over tokens of nobody's request, between two passes of the scheduler.
 
@@ -224,26 +226,17 @@ class SchedulerTrialPass:
         kv_scales: they do not follow what this pass computes: its weights may never serve.
     """
 
-    def __init__(
-        self,
-        policy: SchedulePolicy,
-        table: PageTable,
-        runner: Runner,
-        *,
-        max_tokens: int,
-        vocab_size: int,
-        kv_scales: KVScales | None = None,
-    ) -> None:
-        self._kv_scales = kv_scales
-        self.max_tokens = max_tokens
-        self.vocab_size = vocab_size
-        self._policy = policy
-        self._table = table
-        self._runner = runner
+    _policy: SchedulePolicy
+    _table: PageTable
+    _runner: Runner
+    _: KW_ONLY
+    max_tokens: int
+    vocab_size: int
+    kv_scales: KVScales | None = None
 
     def logprobs(self, input_ids: Sequence[int], adapter_slot: int | None = None) -> list[float]:
         ids = list(input_ids)
-        unrecorded = self._kv_scales.paused() if self._kv_scales is not None else nullcontext()
+        unrecorded = self.kv_scales.paused() if self.kv_scales is not None else nullcontext()
         with unrecorded, self._pages(self._policy.pages_of(len(ids))):
             result = self._runner.launch(_plan(ids, self._table.spare_row, adapter_slot)).wait()
         logprobs: list[float] = result.input_logprobs[0].tokens_N.tolist()
