@@ -25,6 +25,7 @@ from ebbtide.formats.delta import (
     state_sum,
     sum_of_changes,
 )
+from ebbtide.trainer.payload_encoding import checked_pair
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,6 @@ def _gathered(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str
         names.add(name)
         gather = getattr(tensor.detach(), "full_tensor", None)
         yield name, tensor.detach() if gather is None else gather()
-
-
-def checked_pair(item: object) -> tuple[str, Tensor]:
-    """A name and a dense tensor, or TypeError."""
-    match item:
-        case (str(name), Tensor() as tensor):
-            if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized:
-                return name, tensor
-            described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
-            raise TypeError(f"{name}: expected a dense tensor with data, got {described}")
-    raise TypeError(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
 
 
 def read_rest(buckets: Iterator[Bucket]) -> None:

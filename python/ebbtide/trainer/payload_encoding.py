@@ -42,7 +42,6 @@ from ebbtide.formats.stored_tensor import HEADER_BYTES, SHARED_MEMORY, object_pa
 from ebbtide.formats.tensor_list import Listing, Payload
 from ebbtide.formats.tensor_refs import StorageRef
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.trainer.buckets import checked_pair
 from ebbtide.trainer.cuda_ipc import IpcExporter, NamedTensors, remove_own, uuid_of
 
 logger = logging.getLogger(__name__)
@@ -224,6 +223,17 @@ def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], num_ent
 def _shared_storage(storage: torch.UntypedStorage) -> StorageRef:
     _, (_, manager, handle, num_bytes) = _reduce_storage(storage)
     return StorageRef(manager, handle, num_bytes)
+
+
+def checked_pair(item: object) -> tuple[str, torch.Tensor]:
+    """A name and a dense tensor, or TypeError."""
+    match item:
+        case (str(name), torch.Tensor() as tensor):
+            if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized:
+                return name, tensor
+            described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
+            raise TypeError(f"{name}: expected a dense tensor with data, got {described}")
+    raise TypeError(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
 
 
 def _checked(named_tensors: Iterable[Any]) -> NamedTensors:

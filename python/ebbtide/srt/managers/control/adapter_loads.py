@@ -17,8 +17,7 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.adapters import CONTROL_CHARACTERS, AdapterBook, AdapterVersion
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Line, Operations, in_turn, require_timeout
-from ebbtide.srt.managers.control.pace import Pace, Stall
-from ebbtide.srt.managers.control.phases import at_once
+from ebbtide.srt.managers.control.pace import Pace, Stall, at_once
 from ebbtide.srt.managers.control.ports import (
     Activity,
     CopyStream,

@@ -11,8 +11,7 @@ from typing import Final, TypeVar
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.pace import Pace
-from ebbtide.srt.managers.control.phases import at_once
+from ebbtide.srt.managers.control.pace import Pace, at_once
 from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,

@@ -1,4 +1,4 @@
-"""What ranks do in step although each has its own speed and its own failures: phases, ended by a vote.
+"""What several ranks do in step although each has its own speed and failures: phases, ended by a vote.
 
 The state machines of all ranks are given the same messages in the same order, so they agree by themselves.
 What may turn out otherwise on one rank than on another (memory that is not to be had, a payload that nobody
@@ -31,34 +31,6 @@ WAITS_AS: Final = {
     Activity.COPYING: Activity.WAITING,
     Activity.ALONE: Activity.ALONE,
 }
-
-
-class OneRank:
-    """A replica of one rank: its part is the whole, and there is nothing to vote on."""
-
-    is_one = True
-    is_working = False
-
-    def phase(self, kind: Activity, work: Work[T]) -> Work[T]:
-        if kind in BETWEEN_PASSES:
-            yield Activity.BOUNDARY
-        return (yield from work)
-
-    def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
-        result = yield from self.phase(kind, work)
-        return result, [fact(result)]
-
-    def certainly(self, act: Callable[[], T]) -> T:
-        return act()
-
-    def propose(self, request: AnyControlRequest) -> None:
-        raise AssertionError("one rank does at once what it would propose")
-
-    def work(self) -> None:
-        """Operations do their own work."""
-
-    def decide(self, decision: Decision) -> None:
-        raise AssertionError("one rank casts no votes")
 
 
 class Polls(Protocol):
@@ -169,12 +141,6 @@ class ManyRanks:
         """While one stands alone, all others stand still."""
         alone = {number: phase for number, phase in self._phases.items() if phase.kind is Activity.ALONE}
         return alone or dict(self._phases)
-
-
-def at_once(act: Callable[[], T]) -> Work[T]:
-    """Work that is a single slice."""
-    return act()
-    yield Activity.WORKING
 
 
 def _failure(error: Exception) -> Refusal:
