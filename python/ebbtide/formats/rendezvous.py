@@ -82,10 +82,7 @@ def connect(address: GroupAddress, timeout_s: float, device: torch.device = CPU)
     if address.backend == "raw_nccl":
         return _connect_without_torch(address, timeout_s, device)
     deadline_s = time.monotonic() + timeout_s
-    # torch's own `rendezvous` would have rank 0 make the store as well.
-    store = _dist.TCPStore(
-        address.bare_host, address.port, address.world_size, False, timedelta(seconds=timeout_s)
-    )
+    store = _store(address, timeout_s)
     rank, world_size = address.rank, address.world_size
     named = _dist.PrefixStore(f"{address.name}/", _dist.PrefixStore(address.name, store))
     left = timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3))
@@ -110,6 +107,15 @@ def connect(address: GroupAddress, timeout_s: float, device: torch.device = CPU)
     return Member(nccl, named)
 
 
+def _store(address: GroupAddress, timeout_s: float) -> Any:
+    """The trainer's store. Each client counts as one of `world_size`, and it may wait for all of them.
+
+    torch's own `rendezvous` would have rank 0 make the store as well.
+    """
+    limit = timedelta(seconds=timeout_s)
+    return _dist.TCPStore(address.bare_host, address.port, address.world_size, False, limit)
+
+
 def _connect_without_torch(address: GroupAddress, timeout_s: float, device: torch.device) -> Member:
     """By NCCL alone, at the address that a communicator's id holds; the trainer's store has the id, if any.
 
@@ -120,10 +126,7 @@ def _connect_without_torch(address: GroupAddress, timeout_s: float, device: torc
     until_s = time.monotonic() + timeout_s
     store, unique_id = None, address.unique_id
     if unique_id is None:
-        # Each client counts as one of `world_size`, and the trainer waits for all of them.
-        store = _dist.TCPStore(
-            address.bare_host, address.port, address.world_size, False, timedelta(seconds=timeout_s)
-        )
+        store = _store(address, timeout_s)
         store.set_timeout(timedelta(seconds=max(until_s - time.monotonic(), 1e-3)))
         unique_id = read_id(store.get(ID_KEY))
     if device.index is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from fixtures.checkpoints import checksum_of
 from fixtures.deadlines import HANG_S
 from fixtures.gpu_memory import UUID, Counters, Gpu
 from fixtures.real_rank import RealRank
@@ -110,12 +111,12 @@ def bring(rank: RealRank, gpu: Gpu, tensors: dict[str, torch.Tensor]) -> tuple[A
 def test_the_weights_are_those_of_the_sender_and_a_tensor_that_does_not_fit_is_answered(
     rank: RealRank, gpu: Gpu, counters: Counters, checkpoints: tuple[Path, Path]
 ) -> None:
-    new, before = load_file(checkpoints[1] / "model.safetensors"), rank.store.checksum()
+    new, before = load_file(checkpoints[1] / "model.safetensors"), checksum_of(rank.store)
     refusal, sender = bring(rank, gpu, {**new, "model.norm.weight": torch.zeros(3)})
     assert refusal.status == 400
     assert [error["name"] for error in refusal.fields["errors"]] == ["model.norm.weight"]
     assert "model.norm.weight" in sender.heard[-2]
-    assert rank.store.checksum() == before
+    assert checksum_of(rank.store) == before
     assert rank.scheduler.control.updates.version == "default"
     assert counters.values == [0]
     gpu.log.clear()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from fixtures.checkpoints import make_checkpoint
+from fixtures.checkpoints import checksum_of, make_checkpoint
 from fixtures.eight_bits import SHAPE, in_eight_bits
 from fixtures.real_rank import RealRank
 from msgspec import structs
@@ -98,7 +98,7 @@ def test_a_fault_at_any_step_leaves_the_old_weights(
         load_format="safetensors",
         weight_version="b",
     )
-    before = rank.store.checksum()
+    before = checksum_of(rank.store)
     if in_session:
         assert rank.apply(BeginWeightUpdateReqInput()).success
     with monkeypatch.context() as patch:
@@ -109,17 +109,17 @@ def test_a_fault_at_any_step_leaves_the_old_weights(
     assert isinstance(reply, Refusal)
     assert reply.status == 400
     assert "old weights serve: Fault" in reply.message
-    assert rank.store.checksum() == before
+    assert checksum_of(rank.store) == before
     assert rank.scheduler.control.allows_forward
     assert rank.scheduler.control.updates.version == "default"
 
     again = rank.apply(update)
     if in_session:
-        assert rank.store.checksum() == before
+        assert checksum_of(rank.store) == before
         again = rank.apply(EndWeightUpdateReqInput())
     assert isinstance(again, UpdateWeightsReqOutput)
     assert (again.weight_version, again.content) == ("b", "valid")
-    assert rank.store.checksum() != before
+    assert checksum_of(rank.store) != before
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "pt"])
@@ -136,7 +136,7 @@ def test_a_file_that_is_cut_short_while_it_is_written_leaves_the_old_weights(
         torch.save(load_file(file), folder / "model.bin")
         file.unlink()
         file = folder / "model.bin"
-    before, write = rank.store.checksum(), rank.store.write_by_slices
+    before, write = checksum_of(rank.store), rank.store.write_by_slices
     num_written = 0
 
     def write_and_cut(*args: Any) -> Iterator[int]:
@@ -152,7 +152,7 @@ def test_a_file_that_is_cut_short_while_it_is_written_leaves_the_old_weights(
     assert reply.status == 400
     assert f"{file} was cut short" in reply.message
     assert num_written >= 4
-    assert rank.store.checksum() == before
+    assert checksum_of(rank.store) == before
     assert rank.scheduler.control.allows_forward
 
 
@@ -161,7 +161,7 @@ def test_a_fault_over_stale_weights_leaves_them_stale(
     rank: RealRank, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     tags = (MemoryTag.WEIGHTS,)
-    before = rank.store.checksum()
+    before = checksum_of(rank.store)
     rank.apply(ReleaseMemoryOccupationReqInput(tags=tags))
     rank.apply(ResumeMemoryOccupationReqInput(tags=tags))
     update = UpdateWeightFromDiskReqInput(model_path=str(checkpoints[0]), pause_mode=PauseMode.IN_PLACE)
@@ -172,7 +172,7 @@ def test_a_fault_over_stale_weights_leaves_them_stale(
     assert reply.status == 500
     assert not rank.scheduler.control.allows_forward
     assert rank.apply(update).content == "valid"
-    assert rank.store.checksum() == before
+    assert checksum_of(rank.store) == before
 
 
 @pytest.mark.parametrize("rule", ["auto", "always", "never"])
@@ -183,17 +183,17 @@ def test_a_second_copy_is_made_as_update_staging_says(
     rank = RealRank(checkpoints[0], update_staging=rule)
     told = staging_told(rule, rank.runner)
     assert ("second copy" in told, "refused" in told) == (rule != "never", rule == "always")
-    before = rank.store.checksum()
+    before = checksum_of(rank.store)
     if not has_room:
         monkeypatch.setattr(rank.store.arena, "stage_by_chunks", no_room)
     reply = rank.apply(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
     if rule == "always" and not has_room:
         assert isinstance(reply, Refusal)
         assert (reply.status, reply.fields) == (409, {"needed_bytes": 2, "free_bytes": 1})
-        assert rank.store.checksum() == before
+        assert checksum_of(rank.store) == before
     else:
         assert reply.staged is (has_room and rule != "never")
-        assert rank.store.checksum() != before
+        assert checksum_of(rank.store) != before
     rank.store.arena.close()
 
 
@@ -204,9 +204,9 @@ def test_nan_and_inf_are_named(rank: RealRank, checkpoints: tuple[Path, Path]) -
     update = UpdateWeightsFromTensorReqInput(
         serialized_named_tensors=[safetensors.torch.save(tensors)], load_format="safetensors"
     )
-    before = rank.store.checksum()
+    before = checksum_of(rank.store)
     refusal = rank.apply(structs.replace(update, refuse_nonfinite=True))
-    assert (refusal.status, refusal.fields["num_nonfinite"], rank.store.checksum()) == (400, 2, before)
+    assert (refusal.status, refusal.fields["num_nonfinite"], checksum_of(rank.store)) == (400, 2, before)
     reply = rank.apply(update)
     assert reply.num_nonfinite == 2
     assert "hold NaN or Inf: model.layers.0.mlp.up_proj.weight, model.norm.weight." in reply.message
@@ -352,7 +352,7 @@ class TestCopiesBesideForwardPasses:
         monkeypatch: pytest.MonkeyPatch,
         num_tensors: int | None,
     ) -> None:
-        before, where = rank.store.checksum(), []
+        before, where = checksum_of(rank.store), []
         write = rank.store.write_by_slices
 
         def watched_write(*args: Any) -> Iterator[int]:
@@ -374,12 +374,12 @@ class TestCopiesBesideForwardPasses:
         assert rank.scheduler.is_runnable
         assert rank.scheduler.control.allows_forward
         assert rank.scheduler.control.updates.version == "default"
-        assert rank.store.checksum() == before
+        assert checksum_of(rank.store) == before
         for _ in range(20):
             device.is_done = True
             rank.scheduler.turn()
         assert rank.replies[call].weight_version == "b"
-        assert rank.store.checksum() != before
+        assert checksum_of(rank.store) != before
         assert where == [True] * len(named)
         assert device.log == ["synchronize"]
 
@@ -387,7 +387,7 @@ class TestCopiesBesideForwardPasses:
         self, rank: RealRank, device: BusyDevice, checkpoints: tuple[Path, Path], closed: list[bool]
     ) -> None:
         rank.apply(BeginWeightUpdateReqInput())
-        before = rank.store.checksum()
+        before = checksum_of(rank.store)
         call = rank.call(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
         for _ in range(20):
             rank.scheduler.turn()
@@ -396,7 +396,7 @@ class TestCopiesBesideForwardPasses:
         assert isinstance(rank.replies[call], Refusal)
         assert closed == [True]
         assert device.log == ["synchronize"]
-        assert rank.store.checksum() == before
+        assert checksum_of(rank.store) == before
 
     @pytest.mark.parametrize("is_cancelled", [False, True])
     def test_forward_passes_run_behind_the_copies_of_an_update_in_place(

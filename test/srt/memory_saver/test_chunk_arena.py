@@ -93,7 +93,7 @@ class PoolStates(RuleBasedStateMachine):
     @rule(data=st.data())
     def take_back(self, data: st.DataObject) -> None:
         chunks = data.draw(st.sets(st.sampled_from(range(NUM_KV))))
-        if len(chunks & self.lent) <= self.rank.pool.num_spare:
+        if len(chunks & self.lent) <= len(self.rank.pool.spare):
             self.rank.kv.take_back(sorted(chunks))
             self.lent -= chunks
 
@@ -121,11 +121,11 @@ class PoolStates(RuleBasedStateMachine):
     @precondition(lambda self: len(self.shadows) < 2)
     @rule(value=st.integers(0, 255))
     def stage(self, value: int) -> None:
-        before = self.rank.pool.num_spare
+        before = len(self.rank.pool.spare)
         try:
             shadow = self.rank.weights.stage()
         except OutOfDeviceMemory:
-            assert self.rank.pool.num_spare == before
+            assert len(self.rank.pool.spare) == before
             return
         shadow.view(0, (shadow.num_bytes,), torch.uint8).fill_(value)
         self.shadows.append((shadow, value))
@@ -153,9 +153,9 @@ class PoolStates(RuleBasedStateMachine):
         rank, pool = self.rank, self.rank.pool
         arenas = [rank.kv, rank.weights, *(shadow for shadow, _ in self.shadows)]
         held_bytes = sum(arena.resident_bytes for arena in arenas)
-        assert rank.vm.taken_bytes == held_bytes + pool.num_spare * CHUNK
-        assert pool.num_spare <= rank.kv.num_lent == len(self.lent)
-        assert pool.is_owed_more == (pool.num_spare < len(self.lent))
+        assert rank.vm.taken_bytes == held_bytes + len(pool.spare) * CHUNK
+        assert len(pool.spare) <= rank.kv.num_lent == len(self.lent)
+        assert pool.is_owed_more == (len(pool.spare) < len(self.lent))
 
     @invariant()
     def weights_hold_what_was_written(self) -> None:

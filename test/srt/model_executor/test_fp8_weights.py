@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import edit_config, make_checkpoint
+from fixtures.checkpoints import checksum_of, edit_config, make_checkpoint
 from fixtures.eight_bits import (
     COMPRESSED_TENSORS,
     LATENT_SHAPE,
@@ -152,7 +152,7 @@ def test_a_checkpoint_in_8_bits_is_what_the_engine_makes_of_its_weights(
 
     folder = make_checkpoint(tmp_path / "in-8-bits", architecture, seed=1, dtype="bfloat16", **shape)
     as_it_is = RealRank(rewrite_in_eight_bits(folder, quantization))
-    assert as_it_is.store.checksum() == plain.store.checksum()
+    assert checksum_of(as_it_is.store) == checksum_of(plain.store)
     # A name of the scales says what is stored; get_weights_by_name multiplies it out.
     scales = quantized(tensors[OUTPUT], quantization)[1]
     assert torch.equal(as_it_is.store.read(OUTPUT + SUFFIXES[quantization], 1000), scales)
@@ -296,12 +296,12 @@ def test_bad_pairs_are_refused_and_change_nothing(what: str, path: Path, new: di
     make, reason = BAD[what]
     for staging in ("always", "never"):
         rank = RealRank(path, quantization="fp8", update_staging=staging)
-        before = rank.store.checksum()
+        before = checksum_of(rank.store)
         reply = rank.apply(update(make(in_eight_bits(new))))
         assert not reply.success
         with pytest.raises(AssertionError, match=reason):
             raise AssertionError(reply.message)
-        assert rank.store.checksum() == before
+        assert checksum_of(rank.store) == before
 
 
 @pytest.mark.parametrize(
@@ -317,16 +317,16 @@ def test_8_bits_are_refused_where_weights_are_kept_otherwise(
     kept: str | None, sent: str, reason: str, path: Path, new: dict[str, Tensor]
 ) -> None:
     rank = RealRank(path, quantization=kept)
-    before = rank.store.checksum()
+    before = checksum_of(rank.store)
     reply = rank.apply(update(in_eight_bits(new, sent)))
     assert not reply.success
     assert re.search(reason, reply.message), reply.message
-    assert rank.store.checksum() == before
+    assert checksum_of(rank.store) == before
 
 
 def test_scales_of_rows_are_looked_at_before_anything_is_written(path: Path, new: dict[str, Tensor]) -> None:
     rank = RealRank(path, quantization="w8a8_fp8")
-    before, pairs = rank.store.checksum(), in_eight_bits(new, "w8a8_fp8")
+    before, pairs = checksum_of(rank.store), in_eight_bits(new, "w8a8_fp8")
     name = DOWN + "_scale"
     for bad, reason in (
         (pairs[name].T, rf"expected shape \[{len(new[DOWN])}, 1\]"),
@@ -336,7 +336,7 @@ def test_scales_of_rows_are_looked_at_before_anything_is_written(path: Path, new
         reply = rank.apply(update({DOWN: pairs[DOWN], name: bad.contiguous()}))
         assert re.search(reason, reply.message), reply.message
     assert "expected with them" in rank.apply(update({DOWN: pairs[DOWN]})).message
-    assert rank.store.checksum() == before
+    assert checksum_of(rank.store) == before
 
 
 class Group:
@@ -360,7 +360,7 @@ def test_scales_that_are_broadcast_are_looked_at_too(
     staging: str, path: Path, new: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = RealRank(path, quantization="fp8", update_staging=staging)
-    before, pairs = rank.store.checksum(), in_eight_bits(new)
+    before, pairs = checksum_of(rank.store), in_eight_bits(new)
     sent = {name: pairs[name] for name in (DOWN, SCALES)}
 
     def broadcast(scales: Tensor) -> Any:
@@ -372,7 +372,7 @@ def test_scales_that_are_broadcast_are_looked_at_too(
 
     for bad in (sent[SCALES] * 0, sent[SCALES] * torch.nan):
         assert "scales are finite and above zero" in broadcast(bad).message
-        assert rank.store.checksum() == before
+        assert checksum_of(rank.store) == before
     assert broadcast(sent[SCALES]).success
     assert torch.equal(rank.store.read(DOWN, 1 << 30), restored(*sent.values()))
 
@@ -380,16 +380,16 @@ def test_scales_that_are_broadcast_are_looked_at_too(
 def test_one_weight_in_two_types_is_refused(path: Path, new: dict[str, Tensor]) -> None:
     """Scales would be those of one, and values those of the other."""
     rank = RealRank(path, quantization="fp8")
-    before, pairs = rank.store.checksum(), in_eight_bits(new)
+    before, pairs = checksum_of(rank.store), in_eight_bits(new)
     twice = [(SCALES, pairs[SCALES]), (DOWN, new[DOWN] * 3), (DOWN, pairs[DOWN])]
     request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[serialize(twice)])
     assert "expected it once, got it in torch.bfloat16 and in" in rank.apply(request).message
-    assert rank.store.checksum() == before
+    assert checksum_of(rank.store) == before
 
 
 def test_a_delta_of_values_or_scales_is_refused(path: Path) -> None:
     rank = RealRank(path, quantization="fp8")
-    before = rank.store.checksum()
+    before = checksum_of(rank.store)
 
     def change(name: str, dtype: torch.dtype) -> Any:
         codes, [num_codes] = encode_positions([torch.tensor([1])])
@@ -404,7 +404,7 @@ def test_a_delta_of_values_or_scales_is_refused(path: Path) -> None:
 
     for name, dtype in ((DOWN, FP8), (DOWN, torch.bfloat16), (SCALES, torch.float32)):
         assert "kept in 8 bits here, as values and scales that come" in change(name, dtype).message
-    assert rank.store.checksum() == before
+    assert checksum_of(rank.store) == before
     assert change("model.norm.weight", torch.bfloat16).success
 
 
@@ -489,7 +489,7 @@ def test_ranks_hold_their_parts_of_values_and_scales(
         for sent in (new, pairs):
             for name, tensor in sent.items():
                 store.write(name, tensor, None)
-            held[len(sent)] = store.checksum()
+            held[len(sent)] = checksum_of(store)
         assert len(set(held.values())) == 1, "values and scales that are sent are those that are made"
         columns = slice(128 * rank, 128 * (rank + 1))
         for name in (DOWN, EXPERT_DOWN):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.checkpoints import ARCHITECTURES, make_checkpoint
+from fixtures.checkpoints import ARCHITECTURES, checksum_of, make_checkpoint
 from fixtures.model_runs import RunnerDriver
 from safetensors.torch import load_file
 from torch import Tensor
@@ -128,13 +128,13 @@ def test_check_refuses(
 
 def test_a_tied_model_ignores_the_output_projection(tmp_path: Path) -> None:
     store, _ = open_store(make_checkpoint(tmp_path, "LlamaForCausalLM", tied=True))
-    before, generation = store.checksum(), store.generation
+    before, generation = checksum_of(store), store.generation
 
     assert store.ignored("lm_head.weight")
     assert store.check("lm_head.weight", (258, 64), torch.float32) is None
     assert store.write("lm_head.weight", torch.ones(258, 64), None) == 0
     assert store.covered("lm_head.weight") == frozenset()
-    assert (store.checksum(), store.generation) == (before, generation)
+    assert (checksum_of(store), store.generation) == (before, generation)
 
 
 def test_writing_in_place_converts_and_bumps_the_generation(path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_staged_update_is_invisible_until_it_is_committed(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_store, "LOCAL_SLICE_BYTES", 1000)
-    before, checksum, generation = snapshot(store), store.checksum(), store.generation
+    before, checksum, generation = snapshot(store), checksum_of(store), store.generation
     addresses = store.arena.address
     new = {Q: torch.randn(64, 64), NORM: torch.randn(64)}
     with store.arena.stage() as shadow:
@@ -174,7 +174,7 @@ def test_a_staged_update_is_invisible_until_it_is_committed(
 
         assert max(slices) <= 1000
         assert sum(slices) == sum(value.nbytes for name, value in before.items() if name not in new)
-        assert (store.checksum(), store.generation) == (checksum, generation)
+        assert (checksum_of(store), store.generation) == (checksum, generation)
 
         store.commit(shadow)
 
@@ -184,31 +184,31 @@ def test_a_staged_update_is_invisible_until_it_is_committed(
 
         # The shadow holds the former weights: swapping back restores them bit for bit.
         store.commit(shadow)
-        assert store.checksum() == checksum
+        assert checksum_of(store) == checksum
 
 
 def test_forgetting_the_shadow_is_a_rollback(store: WeightStore) -> None:
-    checksum, before = store.checksum(), snapshot(store)
+    checksum, before = checksum_of(store), snapshot(store)
     with store.arena.stage() as shadow:
         store.write(EMBED, torch.zeros(258, 64), shadow)
 
-    assert store.checksum() == checksum
+    assert checksum_of(store) == checksum
     assert same(snapshot(store), before)
 
 
 def test_the_checksum_sees_a_single_bit(store: WeightStore, path: Path) -> None:
-    checksum = store.checksum()
+    checksum = checksum_of(store)
     value = store.read(NORM, 64)
     bits = value.view(torch.int32)
     bits[63] ^= 1
 
     store.write(NORM, value, None)
-    assert store.checksum() != checksum
+    assert checksum_of(store) != checksum
 
     bits[63] ^= 1
     store.write(NORM, value, None)
-    assert store.checksum() == checksum
-    assert open_store(path)[0].checksum() == checksum
+    assert checksum_of(store) == checksum
+    assert checksum_of(open_store(path)[0]) == checksum
 
 
 def test_updates_of_a_vision_tower_are_accepted_and_set_aside(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.checkpoints import make_checkpoint
+from fixtures.checkpoints import checksum_of, make_checkpoint
 from transformers import AutoConfig
 
 from ebbtide.srt.config import resolve
@@ -172,10 +172,10 @@ def test_buffers_are_copies(store: WeightStore, model: StagedModel) -> None:
 def test_a_failure_is_a_refusal_that_leaves_the_live_weights(
     store: WeightStore, model: StagedModel, name: str, message: str
 ) -> None:
-    before = store.checksum()
+    before = checksum_of(store)
     with pytest.raises(RequestRejected, match=rf"custom weight loader {LOADERS}\.{name} failed, .*{message}"):
         loader(name).load(model, [("any", torch.ones(1))])
-    assert store.checksum() == before
+    assert checksum_of(store) == before
 
 
 def test_a_failure_holds_on_to_none_of_the_senders_tensors(model: StagedModel) -> None:

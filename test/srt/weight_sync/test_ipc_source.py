@@ -7,7 +7,7 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +20,7 @@ from torch.multiprocessing import reductions
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.conversations import IpcConversation, open_conversation
+from ebbtide.srt.weight_sync.source import WeightSource
 
 BUFFER_BYTES = 256
 TENSORS = {
@@ -73,9 +74,17 @@ def sender(gpu: Gpu) -> Iterator[Sender]:
         sender.close()
 
 
+def planned(source: WeightSource) -> Generator[int, None, WeightSource]:
+    """What is brought, as it is."""
+    yield 0
+    return source
+
+
 @pytest.fixture
-def conversation(gpu: Gpu, sender: Sender) -> Iterator[IpcConversation]:
-    conversation = open_conversation({"GPU-0": "ipc:///other", f"GPU-{UUID.upper()}": sender.address}, gpu)
+def conversation(gpu: Gpu, sender: Sender) -> Iterator[IpcConversation[WeightSource]]:
+    conversation = open_conversation(
+        planned, {"GPU-0": "ipc:///other", f"GPU-{UUID.upper()}": sender.address}, gpu
+    )
     yield conversation
     conversation.close()
 
@@ -87,7 +96,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-def answered(conversation: IpcConversation, sender: Sender, said: object) -> str:
+def answered(conversation: IpcConversation[WeightSource], sender: Sender, said: object) -> str:
     """What the engine answers to what it needs nobody for."""
     sender.say(said)
     heard: list[str] = []
@@ -99,7 +108,7 @@ def answered(conversation: IpcConversation, sender: Sender, said: object) -> str
     return heard[0]
 
 
-def refusal(conversation: IpcConversation) -> str:
+def refusal(conversation: IpcConversation[WeightSource]) -> str:
     """How the update ends."""
     with pytest.raises(RequestRejected) as refused:
         wait_for(conversation.poll)
@@ -108,7 +117,7 @@ def refusal(conversation: IpcConversation) -> str:
 
 
 def test_a_buffer_whose_reference_a_framework_has_patched(
-    conversation: IpcConversation, sender: Sender
+    conversation: IpcConversation[WeightSource], sender: Sender
 ) -> None:
     # Protocol 3 writes names as text, which another may take the place of.
     offer = pickle.dumps(sender.offer(), protocol=3)
@@ -119,7 +128,7 @@ def test_a_buffer_whose_reference_a_framework_has_patched(
 
 
 def test_a_buffer_that_is_filled_again_and_again(
-    conversation: IpcConversation, sender: Sender, gpu: Gpu, counters: Counters
+    conversation: IpcConversation[WeightSource], sender: Sender, gpu: Gpu, counters: Counters
 ) -> None:
     assert conversation.poll() is False
     assert answered(conversation, sender, sender.offer()) == ""
@@ -165,7 +174,7 @@ def test_a_buffer_that_is_filled_again_and_again(
     ],
 )
 def test_a_bucket_that_cannot_be_is_refused_and_so_is_the_update(
-    conversation: IpcConversation, sender: Sender, changes: dict[str, Any], message: str
+    conversation: IpcConversation[WeightSource], sender: Sender, changes: dict[str, Any], message: str
 ) -> None:
     answered(conversation, sender, sender.offer())
     [bucket] = sender.fill({"a": TENSORS["a"]})
@@ -182,7 +191,7 @@ def test_a_bucket_that_cannot_be_is_refused_and_so_is_the_update(
 
 
 def test_what_the_engine_cannot_write_is_answered_and_ends_the_update(
-    conversation: IpcConversation, sender: Sender
+    conversation: IpcConversation[WeightSource], sender: Sender
 ) -> None:
     answered(conversation, sender, sender.offer())
     sender.say(sender.fill(TENSORS))
@@ -207,7 +216,7 @@ def test_what_the_engine_cannot_write_is_answered_and_ends_the_update(
     ],
 )
 def test_a_buffer_that_cannot_be_is_refused_and_the_sender_has_a_last_word(
-    conversation: IpcConversation,
+    conversation: IpcConversation[WeightSource],
     sender: Sender,
     gpu: Gpu,
     capfd: pytest.CaptureFixture[str],
@@ -225,7 +234,7 @@ def test_a_buffer_that_cannot_be_is_refused_and_the_sender_has_a_last_word(
 
 
 def test_a_buffer_that_cannot_be_opened_is_given_back(
-    conversation: IpcConversation, sender: Sender, gpu: Gpu, counters: Counters
+    conversation: IpcConversation[WeightSource], sender: Sender, gpu: Gpu, counters: Counters
 ) -> None:
     gpu.broken.add(b"\x02c" + b"0".ljust(64))
     assert "memory 0 cannot be opened" in answered(conversation, sender, sender.offer())
@@ -235,7 +244,7 @@ def test_a_buffer_that_cannot_be_opened_is_given_back(
 
 @pytest.mark.parametrize("said", [RuntimeError("out of memory"), {"a": 1}, "word"])
 def test_a_sender_that_gives_up_ends_the_update(
-    conversation: IpcConversation, sender: Sender, counters: Counters, said: object
+    conversation: IpcConversation[WeightSource], sender: Sender, counters: Counters, said: object
 ) -> None:
     answered(conversation, sender, sender.offer())
     sender.say(said)
@@ -247,7 +256,7 @@ def test_a_sender_that_gives_up_ends_the_update(
 
 
 def test_a_sender_that_ends_without_a_word_ends_the_update(
-    conversation: IpcConversation, sender: Sender, counters: Counters
+    conversation: IpcConversation[WeightSource], sender: Sender, counters: Counters
 ) -> None:
     answered(conversation, sender, sender.offer())
     sender.say(sender.fill(TENSORS))
@@ -262,7 +271,7 @@ def test_a_sender_that_ends_without_a_word_ends_the_update(
 
 
 def test_an_update_that_is_given_up_leaves_nobody_waiting(
-    conversation: IpcConversation, sender: Sender, counters: Counters
+    conversation: IpcConversation[WeightSource], sender: Sender, counters: Counters
 ) -> None:
     answered(conversation, sender, sender.offer())
     sender.say(sender.fill(TENSORS))
@@ -285,10 +294,10 @@ def test_an_update_that_is_given_up_leaves_nobody_waiting(
 )
 def test_addresses_that_cannot_be(gpu: Gpu, handles: dict[str, str], message: str) -> None:
     with pytest.raises(RequestRejected, match=message) as refused:
-        open_conversation(handles, gpu)
+        open_conversation(planned, handles, gpu)
     assert refused.value.status == 400
 
 
 def test_an_engine_on_the_cpu_says_what_to_use() -> None:
     with pytest.raises(RequestRejected, match="runs on the CPU: use update_weights_from_tensor"):
-        open_conversation({f"GPU-{UUID}": "ipc:///a"}, None)
+        open_conversation(planned, {f"GPU-{UUID}": "ipc:///a"}, None)

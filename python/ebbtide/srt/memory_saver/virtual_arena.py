@@ -263,56 +263,34 @@ class VirtualArena(Arena):
 
 
 class ChunkPool:
-    """The chunks of a rank; an `ArenaSource` whose arenas consist of them."""
+    """The chunks of a rank; an `ArenaSource` whose arenas consist of them.
+
+    Attributes:
+        spare: chunks that are mapped nowhere. They are all owed.
+        num_owed: chunks that arenas have lent and not taken back.
+    """
 
     def __init__(self, vm: VirtualMemory, chunk_bytes: int) -> None:
         self.chunk_bytes = round_up(chunk_bytes, vm.granularity)
         self.granularity = vm.granularity
+        self.spare: list[Handle] = []
+        self.num_owed = 0
         self._vm = vm
-        self._spare: list[Handle] = []
-        # Chunks that arenas have lent and not taken back.
-        self._num_owed = 0
-
-    @property
-    def num_spare(self) -> int:
-        """Chunks that are mapped nowhere. They are all owed."""
-        return len(self._spare)
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> ChunkArena:
         """A released arena of whole chunks of this pool, whatever `chunk_bytes` is."""
         return ChunkArena(tag, num_bytes, self._vm, self)
 
-    def note_lent(self, handle: Handle) -> None:
-        """An arena has unmapped a chunk, for others to use."""
-        self._spare.append(handle)
-        self._num_owed += 1
-
-    def note_kept(self, handle: Handle) -> None:
-        """A shadow has unmapped a chunk and is done with it, and somebody is owed one."""
-        assert self.is_owed_more, "nobody is owed this chunk"
-        self._spare.append(handle)
-
     @property
     def is_owed_more(self) -> bool:
         """Whether lenders wait for more chunks than are spare."""
-        return len(self._spare) < self._num_owed
-
-    def take_spare(self) -> Handle | None:
-        """A chunk for a shadow; None: there is none to be had for nothing."""
-        return self._spare.pop() if self._spare else None
-
-    def return_spare(self) -> Handle:
-        """A chunk for one that has lent one."""
-        if not self._spare:
-            raise EngineError("chunks that were lent are still in use: they cannot be taken back yet")
-        self._num_owed -= 1
-        return self._spare.pop()
+        return len(self.spare) < self.num_owed
 
     def forgive(self, num_chunks: int) -> None:
         """A lender has ended, and wants nothing back."""
-        self._num_owed -= num_chunks
-        while len(self._spare) > self._num_owed:
-            self._vm.release(self._spare.pop())
+        self.num_owed -= num_chunks
+        while len(self.spare) > self.num_owed:
+            self._vm.release(self.spare.pop())
 
 
 class ChunkArena(VirtualArena):
@@ -358,7 +336,8 @@ class ChunkArena(VirtualArena):
         for part in self._unmap_all(slots):
             for slot in part:
                 assert slot.handle is not None
-                self._pool.note_lent(slot.handle)
+                self._pool.spare.append(slot.handle)
+                self._pool.num_owed += 1
                 slot.handle, slot.is_lent = None, True
 
     def take_back(self, chunks: Sequence[int]) -> None:
@@ -371,7 +350,10 @@ class ChunkArena(VirtualArena):
         slots = [slot for slot in (self._slots[chunk] for chunk in sorted(chunks)) if slot.is_lent]
         for slot in slots:
             if slot.handle is None:
-                slot.handle = self._pool.return_spare()
+                if not self._pool.spare:
+                    raise EngineError("chunks that were lent are still in use: they cannot be taken back yet")
+                slot.handle = self._pool.spare.pop()
+                self._pool.num_owed -= 1
             if self.is_resident:
                 if not slot.is_mapped:
                     self._map(slot, slot.handle)
@@ -435,11 +417,10 @@ class ChunkArena(VirtualArena):
         return ChunkArena(self.tag, self.num_bytes, self._vm, self._pool, is_twin=True)
 
     def _create(self, num_bytes: int) -> Handle:
-        spare = self._pool.take_spare() if self._is_twin else None
-        if spare is None:
+        if not (self._is_twin and self._pool.spare):
             return super()._create(num_bytes)
         self._num_borrowed += 1
-        return spare
+        return self._pool.spare.pop()
 
     @property
     def _is_owed_more(self) -> bool:
@@ -449,7 +430,7 @@ class ChunkArena(VirtualArena):
         if slot.handle is not None and self._is_owed_more:
             if slot.is_mapped:
                 self._unmap(slot)
-            self._pool.note_kept(slot.handle)
+            self._pool.spare.append(slot.handle)
             slot.handle = None
             self._num_borrowed -= 1
             return

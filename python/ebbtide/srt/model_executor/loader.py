@@ -11,7 +11,6 @@ import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.formats.stored_tensor import StoredTensor, read_exactly
+from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
 from ebbtide.srt.layers.attention.base import Progress, no_progress
 from ebbtide.srt.layers.fp8 import are_scales
@@ -250,7 +250,7 @@ class Checkpoint:
             )
         self._places = _with_pairs_joined(places)
         self.entries = {
-            name: CheckpointEntry(place.tensor.shape, place.tensor.dtype, place.file.path)
+            name: TensorHeader(name, place.tensor.shape, place.tensor.dtype)
             for name, place in self._places.items()
         }
 
@@ -266,15 +266,6 @@ class Checkpoint:
                     scales = place.scales_file
                     with nullcontext() if scales is None or scales is file else scales.open():
                         yield name, place.tensor
-
-
-@dataclass(frozen=True)
-class CheckpointEntry:
-    """The header of a tensor of a checkpoint, and the file that holds it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    file: Path
 
 
 class _Place(NamedTuple):

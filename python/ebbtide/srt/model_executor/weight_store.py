@@ -1,6 +1,5 @@
 """The weights of a model as named tensors over one arena: written in place, or staged and swapped in."""
 
-import hashlib
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -405,15 +404,6 @@ class WeightStore:
             start = end
         # What the others hold is zero here.
         return self._group.all_reduce_(rows)
-
-    def checksum(self) -> str:
-        """A hash of this rank's bytes: equal if and (all but certainly) only if the weights are."""
-        digest = hashlib.blake2b(digest_size=16)
-        for slot in self._slots.values():
-            live = self.arena.view(slot.offset, (slot.num_bytes,), torch.uint8)
-            for piece in torch.split(live, LOCAL_SLICE_BYTES):
-                digest.update(piece.cpu().numpy().data)
-        return digest.hexdigest()
 
     def _slot(self, name: str, direct: bool) -> Slot:
         return self._slots[name if direct else self._place(name).target.parameter]

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
 import zmq
@@ -39,6 +38,9 @@ from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.source import WeightSource
 
+Plan = TypeVar("Plan")
+MakePlan: TypeAlias = Callable[[WeightSource], Generator[int, None, Plan]]
+
 MAX_MESSAGE_BYTES: Final = 64 << 20
 # How long a last answer is kept for a sender that does not take it.
 LINGER_MS: Final = 2000
@@ -61,17 +63,40 @@ class _Stage(enum.Enum):
     FAILED = enum.auto()  # nothing
 
 
-class IpcConversation:
-    """One rank's end of an update, as `weight_ports.Conversation`; `bucket` is what is to be written."""
+class _Conversation(Generic[Plan]):
+    """What both have: a piece is planned when it has come, and the first problem is remembered.
 
-    def __init__(self, address: str, cuda: CudaIpc) -> None:
+    Args:
+        plan: holds a piece against the model.
+
+    Attributes:
+        bucket: the piece that has come; None: none, or everything has.
+    """
+
+    def __init__(self, plan: MakePlan[Plan]) -> None:
+        self._plan = plan
+        self.bucket: WeightSource | None = None
+        self._owes_answer = False
+        self._refused = ""
+
+    def piece(self) -> Generator[int, None, Plan | None]:
+        return None if self.bucket is None else (yield from self._plan(self.bucket))
+
+    def answer(self, problem: str = "") -> None:
+        self._refused = self._refused or problem
+        self._owes_answer = False
+        self.bucket = None
+
+
+class IpcConversation(_Conversation[Plan]):
+    """One rank's end of an update, as `weight_ports.Conversation`."""
+
+    def __init__(self, plan: MakePlan[Plan], address: str, cuda: CudaIpc) -> None:
+        super().__init__(plan)
         self._cuda = cuda
         self._memory = BorrowedMemory(cuda)
         self._buffer: torch.Tensor | None = None
         self._stage = _Stage.BUFFER
-        self._owes_answer = False
-        self._refused = ""
-        self.bucket: WeightSource | None = None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -103,9 +128,7 @@ class IpcConversation:
         return self._owes_answer
 
     def answer(self, problem: str = "") -> None:
-        self._refused = self._refused or problem
-        self._owes_answer = False
-        self.bucket = None
+        super().answer(problem)
         self._socket.send(problem.encode() or _DONE)
 
     def close(self) -> None:
@@ -170,7 +193,9 @@ class IpcConversation:
         self._memory.close()
 
 
-def open_conversation(zmq_handles: Mapping[str, str], cuda: CudaIpc | None) -> IpcConversation:
+def open_conversation(
+    plan: MakePlan[Plan], zmq_handles: Mapping[str, str], cuda: CudaIpc | None
+) -> IpcConversation[Plan]:
     """Connect to this rank's sender; addresses are by device, `GPU-<uuid>`."""
     for address in zmq_handles.values():
         if not address.startswith("ipc://") or "\0" in address:
@@ -185,7 +210,7 @@ def open_conversation(zmq_handles: Mapping[str, str], cuda: CudaIpc | None) -> I
     if own not in addresses:
         known = ", ".join(sorted(zmq_handles))[:1000] or "none"
         raise RequestRejected(f"zmq_handles: there is no address for GPU-{cuda.uuid}; given: {known}")
-    return IpcConversation(addresses[own], cuda)
+    return IpcConversation(plan, addresses[own], cuda)
 
 
 def _complaint(said: object) -> str:
@@ -209,8 +234,7 @@ def _place(item: object, num_bytes: int) -> tuple[TensorHeader, int]:
     return header, offset
 
 
-@dataclass
-class StateDictConversation:
+class StateDictConversation(_Conversation[Plan]):
     """One rank's end of an update, as `weight_ports.Conversation`: the sender itself hears no answers.
 
     After a problem the rest is received all the same: a sender in mid-broadcast would wait for ever.
@@ -219,16 +243,13 @@ class StateDictConversation:
         timeout_s: how long each broadcast may take.
     """
 
-    _group: WeightGroup
-    _timeout_s: float
-    _broadcasts: Broadcasts | None = field(default=None, init=False)
-    bucket: WeightSource | None = field(default=None, init=False)
-    _owes_answer: bool = field(default=False, init=False)
-    _is_over: bool = field(default=False, init=False)
-    _refused: str = field(default="", init=False)
-
-    def __post_init__(self) -> None:
-        self._receiving = _state_dicts(self._group.device.type != "cpu")
+    def __init__(self, plan: MakePlan[Plan], group: WeightGroup, timeout_s: float) -> None:
+        super().__init__(plan)
+        self._group = group
+        self._timeout_s = timeout_s
+        self._receiving = _state_dicts(group.device.type != "cpu")
+        self._broadcasts: Broadcasts | None = None
+        self._is_over = False
 
     def poll(self) -> bool:
         while not self._owes_answer:
@@ -242,11 +263,6 @@ class StateDictConversation:
             self._broadcasts = None
             self._go_on(arrived)
         return True
-
-    def answer(self, problem: str = "") -> None:
-        self._refused = self._refused or problem
-        self._owes_answer = False
-        self.bucket = None
 
     def close(self) -> None:
         """Leave a group whose trainer is in the middle of something."""

@@ -65,8 +65,7 @@ def open_checkpoint(model_path: str, load_format: str | None, *, architecture: s
         checkpoint = Checkpoint(path, load_format if load_format is not None else "auto")
     except ConfigurationError as error:
         raise RequestRejected(str(error)) from error
-    headers = [TensorHeader(name, entry.shape, entry.dtype) for name, entry in checkpoint.entries.items()]
-    return WeightSource(headers, checkpoint.tensors)
+    return WeightSource(list(checkpoint.entries.values()), checkpoint.tensors)
 
 
 def _check_architecture(path: Path, architecture: str) -> None:

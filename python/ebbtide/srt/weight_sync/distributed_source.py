@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -117,18 +118,18 @@ class BroadcastSource(WeightSource):
         return self._broadcasts is None or self._broadcasts.ends()
 
     def _receive(self, timeout_s: float) -> Broadcasts:
-        kinds, destinations, device = self._kinds(), self._destinations, self._group.device
-        chunks = self._chunks
+        kinds, destinations, chunks = self._kinds(), self._destinations, self._chunks
         if destinations is None:
             return self._group.receive(kinds, timeout_s)
-        if chunks is not None:
-            listed = [without_padding(self.entries[chunk]) for chunk in chunks]
-            return self._group.receive_by(
-                lambda _: packed_plan(listed, _cut(destinations(), chunks), device), timeout_s
-            )
+
+        def places() -> Sequence[Destination | _Chunk | None]:
+            made = destinations()
+            if chunks is None:
+                return made
+            return [_Chunk(without_padding(self.entries[chunk]), made[chunk]) for chunk in chunks]
+
         return self._group.receive_by(
-            lambda count: receive_plan(kinds, destinations(), device, num_apart=count),
-            timeout_s,
+            lambda count: receive_plan(kinds, places(), self._group.device, num_apart=count), timeout_s
         )
 
     def _kinds(self) -> TensorKinds:
@@ -209,12 +210,6 @@ def _check_sparse(entries: Sequence[TensorHeader], num_updates: Sequence[int]) -
             )
 
 
-def _cut(
-    destinations: Sequence[Destination | None], chunks: Sequence[slice]
-) -> list[Sequence[Destination | None]]:
-    return [destinations[chunk] for chunk in chunks]
-
-
 def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     if any(size < 0 for size in shape):
         raise RequestRejected(f"shapes: {name[:200]}: expected sizes of 0 or more, got {list(shape)}")
@@ -254,9 +249,23 @@ class _Buffers:
         return piece[start : start + num_bytes].view(dtype).view(shape)
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Tensors one behind the other, and where each goes: received in a buffer, and copied from there."""
+
+    places: Places
+    destinations: Sequence[Destination | None]
+
+    def write(self, received: Tensor) -> None:
+        named = tensors_in(received, self.places)
+        for (_, tensor), destination in zip(named, self.destinations, strict=True):
+            if destination is not None:
+                destination.write(tensor)
+
+
 def receive_plan(
     kinds: TensorKinds,
-    destinations: Sequence[Destination | None],
+    destinations: Sequence[Destination | _Chunk | None],
     device: torch.device,
     *,
     num_apart: int,
@@ -269,7 +278,7 @@ def receive_plan(
         num_apart: how many of the first tensors must be received in buffers.
     """
     in_place = [
-        index >= num_apart and destination is not None and destination.is_like(*expected)
+        index >= num_apart and isinstance(destination, Destination) and destination.is_like(*expected)
         for index, (expected, destination) in enumerate(zip(kinds, destinations, strict=True))
     ]
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds]
@@ -279,7 +288,7 @@ def receive_plan(
     def transfers() -> Iterator[Transfer]:
         rows = zip(kinds, destinations, in_place, sizes, strict=True)
         for (shape, dtype), destination, is_in_place, num_bytes in rows:
-            if destination is not None and is_in_place:
+            if isinstance(destination, Destination) and is_in_place:
                 yield Transfer(destination.region, is_in_place=True, round=buffers.round)
                 continue
             room = buffers.take(shape, dtype, num_bytes)
@@ -287,29 +296,6 @@ def receive_plan(
             yield Transfer(room, deliver=deliver, round=buffers.round)
 
     return transfers()
-
-
-def packed_plan(
-    chunks: Sequence[Places],
-    destinations: Sequence[Sequence[Destination | None]],
-    device: torch.device,
-) -> Iterator[Transfer]:
-    """As `receive_plan`, of chunks that hold tensors one behind the other: all received in buffers."""
-    sizes = [chunk[-1][1] + chunk[-1][0].num_bytes for chunk in chunks]
-    buffers = _Buffers(sizes, device)
-
-    def transfers() -> Iterator[Transfer]:
-        for chunk, places, num_bytes in zip(chunks, destinations, sizes, strict=True):
-            room = buffers.take((num_bytes,), torch.uint8, num_bytes)
-            yield Transfer(room, deliver=partial(_deliver_chunk, chunk, places, room), round=buffers.round)
-
-    return transfers()
-
-
-def _deliver_chunk(chunk: Places, destinations: Sequence[Destination | None], received: Tensor) -> None:
-    for (_, tensor), destination in zip(tensors_in(received, chunk), destinations, strict=True):
-        if destination is not None:
-            destination.write(tensor)
 
 
 def _padded(num_bytes: int) -> int:

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.tensor_list import DeviceStorage, Listing
 from ebbtide.srt.device.cpu import CpuDevice
-from ebbtide.srt.managers.scheduling.weights.write_plan import InPlaceStaging, TensorPlan, make_plan
+from ebbtide.srt.managers.scheduling.weights.write_plan import TensorPlan, WeightStaging, make_plan
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor.weight_copies import EXPONENTS, WeightCopies
@@ -107,7 +107,7 @@ def write(
     incoming._is_planned = True
     incoming._copies = WeightCopies(torch.device("cpu"))
     assert incoming.problems == []
-    staging = InPlaceStaging(store, device)
+    staging = WeightStaging(store, device)
     finish(incoming.open(staging))
     others = list(incoming._others)
     finish(incoming.write(staging))

@@ -13,7 +13,7 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.ports import CopyStream, Slices
-from ebbtide.srt.managers.control.weight_ports import Staging
+from ebbtide.srt.managers.control.weight_ports import Conversation, Staging
 from ebbtide.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
     PiecewiseRequest,
@@ -25,15 +25,14 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.scheduling.weights.checks import ParameterChecker
 from ebbtide.srt.managers.scheduling.weights.write_plan import (
-    CopyStaging,
-    InPlaceStaging,
     TensorPlan,
+    WeightStaging,
     make_plan,
     paced_by_time,
 )
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.borrowed_memory import KeptMemory
-from ebbtide.srt.weight_sync.conversations import IpcConversation, StateDictConversation, open_conversation
+from ebbtide.srt.weight_sync.conversations import StateDictConversation, open_conversation
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, import_loaders
 from ebbtide.srt.weight_sync.disk_source import open_folder
@@ -78,20 +77,20 @@ class EngineWeights:
     def open(self, request: WeightUpdateRequest) -> Slices[TensorPlan]:
         loader = self._loader(request)
         source = yield from self._source(request, loader)
-        return (yield from make_plan(source, self._store, self._device, self._cache, loader))
+        return (yield from self._plan(source, loader))
 
-    def converse(self, request: PiecewiseRequest) -> CheckedConversation:
-        conversation: IpcConversation | StateDictConversation
+    def converse(self, request: PiecewiseRequest) -> Conversation:
         if isinstance(request, UpdateWeightsFromIPCReqInput):
-            conversation = open_conversation(request.zmq_handles, self._cuda)
-        else:
-            group = self._groups.get(request.group_name)
-            conversation = StateDictConversation(group, self._limit_s(request))
-        return CheckedConversation(conversation, self._store, self._device, self._cache)
+            return open_conversation(self._plan, request.zmq_handles, self._cuda)
+        group = self._groups.get(request.group_name)
+        return StateDictConversation(self._plan, group, self._limit_s(request))
+
+    def _plan(self, source: WeightSource, loader: CustomLoader | None = None) -> Slices[TensorPlan]:
+        return make_plan(source, self._store, self._device, self._cache, loader)
 
     def stage(self, *, in_place: bool, is_last: bool = True) -> Slices[Staging]:
         if in_place or self._config.update.staging == "never":
-            return InPlaceStaging(self._store, self._device)
+            return WeightStaging(self._store, self._device)
         try:
             shadow = yield from paced_by_time(self._store.arena.stage_by_chunks())
         except OutOfDeviceMemory as error:
@@ -103,8 +102,8 @@ class EngineWeights:
                     needed_bytes=error.needed_bytes,
                     free_bytes=error.free_bytes,
                 ) from error
-            return InPlaceStaging(self._store, self._device)
-        return CopyStaging(self._store, self._device, shadow)
+            return WeightStaging(self._store, self._device)
+        return WeightStaging(self._store, self._device, shadow)
 
     def group_names(self) -> list[str]:
         return self._groups.names if self._groups.groups else []
@@ -170,29 +169,6 @@ class EngineWeights:
                 return open_broadcast(_announced(request), group, self._limit_s(request))
             case _:
                 raise RequestRejected(f"{type(request).__name__} is not a weight source of this engine", 501)
-
-
-class CheckedConversation:
-    """A sender's pieces, checked against the model."""
-
-    def __init__(
-        self,
-        conversation: IpcConversation | StateDictConversation,
-        store: WeightStore,
-        device: Device,
-        cache: PlanCache,
-    ) -> None:
-        self.poll = conversation.poll
-        self.answer = conversation.answer
-        self.close = conversation.close
-        self._conversation = conversation
-        self._parts = store, device, cache
-
-    def piece(self) -> Slices[TensorPlan | None]:
-        bucket = self._conversation.bucket
-        if bucket is None:
-            return None
-        return (yield from make_plan(bucket, *self._parts))
 
 
 def _announced(request: UpdateWeightsFromDistributedReqInput) -> Announcement:

@@ -31,16 +31,43 @@ T = TypeVar("T")
 PLANNED_AT_ONCE: Final = 64
 
 
-class _Staging:
-    """What both places have: the parts of 8-bit weights that came without the other part."""
+class WeightStaging:
+    """Where plans are written: a second copy of the weights, or the live ones.
 
-    shadow: Arena | None = None
+    Args:
+        shadow: the copy; None: there is none.
 
-    def __init__(self, store: WeightStore, device: Device) -> None:
+    Attributes:
+        unpaired: by the name of a part of 8-bit weights that came, the name of the one that has not.
+        is_complete: whether the copy holds everything.
+    """
+
+    def __init__(self, store: WeightStore, device: Device, shadow: Arena | None = None) -> None:
+        self.shadow = shadow
+        self.is_staged = shadow is not None
+        self.unpaired: dict[str, str] = {}
+        self.is_complete = False
         self._store = store
         self._device = device
-        # By the name of a part that came, the name of the one that has not.
-        self.unpaired: dict[str, str] = {}
+        # What is not written is copied from the live weights, whose sums hold until somebody writes to them.
+        self._generation, self._sums = store.generation, store.sums
+
+    def sums(self) -> Mapping[str, int]:
+        """The known sums of the weights that are there, see `WeightStore.sums`."""
+        if self.shadow is None:
+            return self._store.sums
+        return self._sums if self._generation == self._store.generation else {}
+
+    def note_write(self, names: Iterable[str], sums: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Take these as written, from before the first byte on; `sums`: known sums of their new values."""
+        known = dict(self._store.sums if self.shadow is None else self._sums)
+        for name in names if known else ():
+            known.pop(name, None)
+        known |= sums
+        if self.shadow is None:
+            self._store.note_write(known)
+        else:
+            self._sums = known
 
     def require_complete(self) -> None:
         if self.unpaired:
@@ -52,63 +79,16 @@ class _Staging:
                 409,
             )
 
-
-class InPlaceStaging(_Staging):
-    """Writes go straight into the live weights."""
-
-    is_staged = False
-
-    def sums(self) -> Mapping[str, int]:
-        """The known sums of the weights that are there, see `WeightStore.sums`."""
-        return self._store.sums
-
-    def note_write(self, names: Iterable[str], sums: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Take these as written, from before the first byte on; `sums`: known sums of their new values."""
-        self._store.note_write(_sums_after(self._store.sums, names, sums))
-
     def complete(self, written: frozenset[str]) -> Slices[None]:
-        yield from ()
-
-    def repay(self) -> None:
-        """Do nothing: there is no copy."""
-
-    def release(self) -> Slices[None]:
-        yield from ()
-
-    def commit(self) -> None:
-        # Forward passes run behind the copies: after these, the live weights are the new ones.
-        self._device.follow_copies()
-
-    def roll_back(self) -> None:
-        raise AssertionError("there is no way back from what was written in place")
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
-
-
-class CopyStaging(_Staging):
-    """Writes go into a second copy of the weights."""
-
-    is_staged = True
-
-    def __init__(self, store: WeightStore, device: Device, shadow: Arena) -> None:
-        super().__init__(store, device)
-        self.shadow: Arena = shadow
-        self.is_complete = False
-        # What is not written is copied from the live weights, whose sums hold until somebody writes to them.
-        self._generation, self._sums = store.generation, store.sums
-
-    def sums(self) -> Mapping[str, int]:
-        return self._sums if self._generation == self._store.generation else {}
-
-    def note_write(self, names: Iterable[str], sums: Mapping[str, int] = MappingProxyType({})) -> None:
-        self._sums = _sums_after(self._sums, names, sums)
-
-    def complete(self, written: frozenset[str]) -> Slices[None]:
+        assert self.shadow is not None, "only a copy is completed"
         yield from self._store.complete(self.shadow, written)
         self.is_complete = True
 
     def commit(self) -> None:
+        if self.shadow is None:
+            # Forward passes run behind the copies: after these, the live weights are the new ones.
+            self._device.follow_copies()
+            return
         store = self._store
         self._device.synchronize()
         former, own = store.sums, self.sums()
@@ -116,28 +96,21 @@ class CopyStaging(_Staging):
         store.sums, self._sums, self._generation = own, former, store.generation
 
     def roll_back(self) -> None:
+        assert self.shadow is not None, "there is no way back from what was written in place"
         # A commit exchanges the two copies, so a second one undoes it.
         self.commit()
 
     def repay(self) -> None:
-        self.shadow.repay()
+        if self.shadow is not None:
+            self.shadow.repay()
 
     def release(self) -> Slices[None]:
-        return paced_by_time(self.shadow.close_by_chunks())
+        if self.shadow is not None:
+            yield from paced_by_time(self.shadow.close_by_chunks())
 
     def close(self) -> None:
-        self.shadow.close()
-
-
-def _sums_after(
-    known: Mapping[str, int], written: Iterable[str], sums: Mapping[str, int]
-) -> Mapping[str, int]:
-    """The known sums after `written` were written; `sums` are those that are known of the new values."""
-    left = dict(known)
-    if left:
-        for name in written:
-            left.pop(name, None)
-    return {**left, **sums}
+        if self.shadow is not None:
+            self.shadow.close()
 
 
 def make_plan(
@@ -198,11 +171,11 @@ class TensorPlan:
         self._covered: list[Tensor] = []
         self._looked_at = NonFinite()
         # Received where they belong, and by whom.
-        self._receives_into: InPlaceStaging | CopyStaging | None = None
+        self._receives_into: WeightStaging | None = None
         self._received: list[tuple[str, Tensor]] | None = None
 
     def receive_into(self, staging: Staging) -> bool:
-        assert isinstance(staging, InPlaceStaging | CopyStaging)
+        assert isinstance(staging, WeightStaging)
         source, store = self._source, self._store
         if not isinstance(source, BroadcastSource) or not source.can_receive_in_place(store.device):
             return False
@@ -238,7 +211,7 @@ class TensorPlan:
 
     def open(self, staging: Staging) -> Slices[None]:
         """Also plans the copies of tensors on the device, so that a burst only has to launch them."""
-        assert isinstance(staging, InPlaceStaging | CopyStaging)
+        assert isinstance(staging, WeightStaging)
         yield from self._source.open()
         yield from self._check_scales()
         if not self._is_planned:
@@ -267,7 +240,7 @@ class TensorPlan:
             )
         yield len(found)
 
-    def _plan(self, staging: InPlaceStaging | CopyStaging) -> Iterator[int]:
+    def _plan(self, staging: WeightStaging) -> Iterator[int]:
         (spans, origin), direct = self._source.spans, self._source.direct
         address = self._store.address(staging.shadow)
         known = None if spans is None else spans.get(direct)
@@ -297,12 +270,12 @@ class TensorPlan:
         return ((names[index], source.tensor(index)) for index in left)
 
     def begin(self, staging: Staging) -> None:
-        assert isinstance(staging, InPlaceStaging | CopyStaging)
+        assert isinstance(staging, WeightStaging)
         for name in self._fit.unpaired:
             staging.unpaired.pop(name, None)
 
     def end(self, staging: Staging) -> frozenset[str]:
-        assert isinstance(staging, InPlaceStaging | CopyStaging)
+        assert isinstance(staging, WeightStaging)
         joined = set()
         for name, (other, weight) in self._fit.unpaired.items():
             if staging.unpaired.pop(other, None) is None:
@@ -316,12 +289,12 @@ class TensorPlan:
 
     def write(self, staging: Staging) -> Slices[None]:
         """Launch the copies. What was received in place needs none."""
-        assert isinstance(staging, InPlaceStaging | CopyStaging)
+        assert isinstance(staging, WeightStaging)
         staging.note_write(self.names, {} if self.patch is None else self.patch.sums())
         yield from self._write(staging)
         self._looked_at.finish()
 
-    def _write(self, staging: InPlaceStaging | CopyStaging) -> Slices[None]:
+    def _write(self, staging: WeightStaging) -> Slices[None]:
         if self._received is not None:
             for name, region in self._received:
                 self._looked_at.add(name, region)
@@ -381,7 +354,7 @@ class PatchPlan(TensorPlan):
         self._sums: dict[str, int] = {}
 
     def sum_up(self, staging: Staging) -> Slices[None]:
-        assert isinstance(staging, InPlaceStaging | CopyStaging)
+        assert isinstance(staging, WeightStaging)
         weights = PatchedWeights(self._store, staging.shadow, self._fit.places)
         self._changes = self._delta.place(weights)
         self._fit.places = weights.places_known
@@ -412,7 +385,7 @@ class PatchPlan(TensorPlan):
                 "was damaged on its way: send the weights whole"
             )
 
-    def _write(self, staging: InPlaceStaging | CopyStaging) -> Slices[None]:
+    def _write(self, staging: WeightStaging) -> Slices[None]:
         assert self._changes is not None, "a delta is summed up first"
         yield from self._changes.apply()
 
@@ -440,11 +413,11 @@ class LoaderPlan(TensorPlan):
         self._is_planned = False
         self._loader = loader
 
-    def _write(self, staging: InPlaceStaging | CopyStaging) -> Slices[None]:
+    def _write(self, staging: WeightStaging) -> Slices[None]:
         """Call the loader in one slice, since it cannot be left half-way; not at all without tensors."""
         if not self._source.entries:
             return
-        assert isinstance(staging, CopyStaging), "a loader is given a copy"
+        assert staging.shadow is not None
         assert staging.is_complete, "a loader is given a whole copy"
         named = [(name, whole(tensor)) for name, tensor in self._source]
         self._loader.load(StagedModel(self._store, staging.shadow), named)
