@@ -18,7 +18,7 @@ from fixtures.payloads import open_payload
 from fixtures.trainer_process import sample_tensors
 
 from ebbtide.formats.stored_tensor import whole
-from ebbtide.srt.config import ONE_RANK, ParallelConfig
+from ebbtide.srt.config import ONE_RANK, Place
 from ebbtide.trainer.payload_encoding import serialize_tensors
 
 # A trainer that answers each line, a kind of payload, with that payload.
@@ -125,9 +125,7 @@ def globals_of(payload: str) -> set[str]:
     return names.found
 
 
-def check_arrives(
-    payload: str, load_format: str | None, add: int = 0, place: ParallelConfig = ONE_RANK
-) -> None:
+def check_arrives(payload: str, load_format: str | None, add: int = 0, place: Place = ONE_RANK) -> None:
     source = open_payload([payload] * place.tp_size, load_format, place=place)
     received = {name: whole(tensor).clone() for name, tensor in source}
     source.close()

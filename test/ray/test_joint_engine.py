@@ -12,7 +12,7 @@ from ebbtide.formats.stored_tensor import whole
 from ebbtide.ray import joint_engine
 from ebbtide.ray.joint_engine import JointEngine, WeightBucket
 from ebbtide.ray.node_loans import NodeLender, NodeLoans
-from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.config import Place
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import WeightPiece
 
@@ -147,7 +147,7 @@ class TestNodes:
         with loans.encode_each(parts) as payload:
             assert far.lent == [[1, 0, 1]]
             for rank in range(6):
-                place = ParallelConfig(tp_size=2, dp_size=3, tp_rank=rank % 2, dp_rank=rank // 2)
+                place = Place(tp_size=2, dp_size=3, tp_rank=rank % 2, dp_rank=rank // 2)
                 source = open_payload(payload.entries, None, place=place)
                 assert [whole(tensor).tolist() for _, tensor in source] == [[rank % 2] * 3]
                 source.close()

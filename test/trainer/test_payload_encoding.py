@@ -18,7 +18,7 @@ from fixtures.payloads import open_payload
 
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.stored_tensor import whole
-from ebbtide.srt.config import ONE_RANK, ParallelConfig
+from ebbtide.srt.config import ONE_RANK, ParallelConfig, Place
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.borrowed_memory import KeptMemory
 from ebbtide.trainer import cuda_ipc
@@ -72,7 +72,7 @@ def named() -> list[tuple[str, torch.Tensor]]:
 def received(
     *entries: bytes,
     load_format: str | None = None,
-    place: ParallelConfig = ONE_RANK,
+    place: Place = ONE_RANK,
     gpu: Gpu | None = None,
     keeper: KeptMemory | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -239,7 +239,7 @@ def test_each_of_several_ranks_opens_an_entry_of_its_own(
     with serialize_tensors(named(), num_entries=3) as shared:
         assert len(left_behind()) == 1
         for rank in order:
-            place = ParallelConfig(tp_rank=rank, tp_size=3)
+            place = Place(tp_rank=rank, tp_size=3)
             assert_received(received(*shared.entries, place=place))
         # The sender's own reference is what is left: nobody has dropped another's.
         assert len(left_behind()) == 1
@@ -250,7 +250,7 @@ def test_ranks_that_close_at_the_same_time_drop_each_its_own_reference(left_behi
     num_ranks = 8
     block = torch.arange(4)
     entries = [serialize([(str(index), block) for index in range(50)]) for _ in range(num_ranks)]
-    places = [ParallelConfig(tp_rank=rank, tp_size=num_ranks) for rank in range(num_ranks)]
+    places = [Place(tp_rank=rank, tp_size=num_ranks) for rank in range(num_ranks)]
     sources = [open_payload(entries, None, place=place) for place in places]
     threads = [threading.Thread(target=source.close) for source in sources]
     for thread in threads:
@@ -329,7 +329,7 @@ def test_exported_tensors_arrive_and_stay_as_they_are(
         [counts] = left_behind()
         for rank, entry in enumerate(sent.entries):
             assert references_at(counts) == [0] * rank + [5] * (2 - rank)
-            place = ParallelConfig(tp_rank=rank, tp_size=2)
+            place = Place(tp_rank=rank, tp_size=2)
             arrived = received(*sent.entries, place=place, gpu=gpu)
             assert entry != sent.entries[1 - rank]
             assert torch.equal(arrived.pop("tied"), base)

@@ -200,12 +200,35 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelConfig:
-    """How many ranks there are, and which one this process is; 0 and 0 in the API process.
+class Place:
+    """Which rank this is, of how many.
 
     Attributes:
         tp_size: ranks of a replica, each with a part of the model.
         dp_size: replicas, each a whole engine.
+    """
+
+    tp_size: int = 1
+    dp_size: int = 1
+    tp_rank: int = 0
+    dp_rank: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are in all replicas."""
+        return self.tp_size * self.dp_size
+
+    @property
+    def rank(self) -> int:
+        """This one's number among all, replica by replica."""
+        return self.dp_rank * self.tp_size + self.tp_rank
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig(Place):
+    """The place of this process, 0 and 0 in the API process, and how all ranks are laid out and meet.
+
+    Attributes:
         nnodes: machines. Ranks are numbered replica by replica and dealt out to them in equal runs.
         dist_init_addr: `host:port` at which the nodes meet; None on one node.
         dist_timeout_s: within which the nodes, and the ranks of a replica, must have met.
@@ -215,10 +238,6 @@ class ParallelConfig:
         uses_peer_memory: whether ranks may add up through each other's memory.
     """
 
-    tp_size: int = 1
-    dp_size: int = 1
-    tp_rank: int = 0
-    dp_rank: int = 0
     nnodes: int = 1
     node_rank: int = 0
     dist_init_addr: str | None = None
@@ -230,18 +249,8 @@ class ParallelConfig:
     uses_peer_memory: bool = True
 
     @property
-    def num_ranks(self) -> int:
-        """How many there are on all nodes, in all replicas."""
-        return self.tp_size * self.dp_size
-
-    @property
     def ranks_per_node(self) -> int:
         return self.num_ranks // self.nnodes
-
-    @property
-    def rank(self) -> int:
-        """This one's number among all: `dp_rank * tp_size + tp_rank`."""
-        return self.dp_rank * self.tp_size + self.tp_rank
 
     @property
     def is_leader(self) -> bool:
@@ -249,7 +258,7 @@ class ParallelConfig:
         return self.tp_rank == 0
 
 
-ONE_RANK: Final = ParallelConfig()
+ONE_RANK: Final = Place()
 
 
 @dataclass(frozen=True, slots=True)

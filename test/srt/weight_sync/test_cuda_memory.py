@@ -19,14 +19,14 @@ from fixtures.payloads import open_payload as opened
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import CudaStorageRef
-from ebbtide.srt.config import ONE_RANK, ParallelConfig
+from ebbtide.srt.config import ONE_RANK, Place
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.weight_sync.cuda_memory import PEER_COST, CudaIpc
 from ebbtide.srt.weight_sync.source import WeightSource
 
 
 def open_payload(
-    gpu: Gpu | None, value: object, load_format: str | None = None, place: ParallelConfig = ONE_RANK
+    gpu: Gpu | None, value: object, load_format: str | None = None, place: Place = ONE_RANK
 ) -> WeightSource:
     return opened([pickle.dumps(value, 4)], load_format, cuda=gpu, place=place)
 
@@ -170,7 +170,7 @@ def test_replicas_refuse_to_share_references_all_of_them(gpu: Gpu, counters: Cou
     payload = [("a", gpu.share(TENSORS["a"]))]
     for dp_rank, count in ((1, 1), (0, 0)):
         with pytest.raises(RequestRejected, match="one entry per rank"):
-            open_payload(gpu, payload, place=ParallelConfig(dp_rank=dp_rank, dp_size=2))
+            open_payload(gpu, payload, place=Place(dp_rank=dp_rank, dp_size=2))
         # The first one gives back what was meant for one of them.
         assert counters.values == [count]
     assert gpu.log == []

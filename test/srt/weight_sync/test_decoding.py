@@ -25,7 +25,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from ebbtide.formats.bucket import FlattenedTensorMetadata
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import TensorHeader
-from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.config import Place
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.source import PlanCache
 from ebbtide.trainer.payload_encoding import serialize
@@ -56,7 +56,7 @@ def refusal(payload: bytes, load_format: str | None = None) -> str:
     return refused.value.message
 
 
-SECOND_REPLICA = ParallelConfig(dp_rank=1, dp_size=2)
+SECOND_REPLICA = Place(dp_rank=1, dp_size=2)
 MARKER = Path(tempfile.gettempdir()) / f"ebbtide-payload-was-run-{os.getpid()}"
 
 GADGETS: dict[str, tuple[object, str]] = {

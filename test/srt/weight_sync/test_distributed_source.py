@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from ebbtide.formats import weight_group
 from ebbtide.formats.announcement import packed_slices
 from ebbtide.formats.rendezvous import GroupAddress
-from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.config import Place
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
@@ -161,7 +161,7 @@ def test_packed_broadcasts_are_cut_as_vllms_trainers_cut_them(
 
 def three_ranks(trainer: BroadcastingTrainer) -> list[Memberships]:
     """Three ranks of an engine that have joined group "g"."""
-    places = [ParallelConfig(tp_rank=rank, tp_size=3) for rank in range(3)]
+    places = [Place(tp_rank=rank, tp_size=3) for rank in range(3)]
     ranks = [Memberships(torch.device("cpu"), place) for place in places]
     fields = trainer.join("g", world_size=4)
     all_joining = [
@@ -353,7 +353,7 @@ def test_an_address_that_cannot_be(groups: Memberships, changes: dict[str, Any],
 @pytest.mark.parametrize("rank_offset", [0, 2, 4])
 def test_a_group_without_room_for_all_ranks_is_refused_by_each_of_them(rank_offset: int) -> None:
     for rank in range(4):
-        place = ParallelConfig(tp_size=2, dp_size=2, tp_rank=rank % 2, dp_rank=rank // 2)
+        place = Place(tp_size=2, dp_size=2, tp_rank=rank % 2, dp_rank=rank // 2)
         groups = Memberships(torch.device("cpu"), place)
         with pytest.raises(RequestRejected, match=rf"expected 1\.\.1 .* has 4, .*, got {rank_offset}"):
             groups.join(GroupAddress("g", "::1", 1, rank_offset + place.rank, 5, "gloo"), ALL)

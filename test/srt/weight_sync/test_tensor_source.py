@@ -15,7 +15,7 @@ from fixtures.trainer_process import TrainerProcess, sample_tensors
 
 from ebbtide.formats.announcement import IpcTensor
 from ebbtide.formats.stored_tensor import whole
-from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.config import Place
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.source import WeightSource
@@ -80,7 +80,7 @@ def test_each_rank_opens_its_own_of_locally_serialized_tensors(
 ) -> None:
     entry = trainer.send("two_ranks")
     for rank in (0, 1):
-        source = open_payload([entry, entry], None, place=ParallelConfig(tp_rank=rank, tp_size=2))
+        source = open_payload([entry, entry], None, place=Place(tp_rank=rank, tp_size=2))
         assert_holds(source, [(name, tensor.detach() + rank) for name, tensor in sample_tensors()])
     trainer.drop()
     assert left_behind() == set()
@@ -109,7 +109,7 @@ def test_replicas_share_an_entry_and_drop_it_once(trainer: TrainerProcess, left_
     entry = trainer.send("named")
     # The replica that drops the reference closes first: the others must still find the memory.
     for dp_rank in range(3):
-        place = ParallelConfig(dp_rank=dp_rank, dp_size=3)
+        place = Place(dp_rank=dp_rank, dp_size=3)
         assert_holds(open_payload([entry], None, place=place), sample_tensors())
     trainer.drop()
     assert left_behind() == set()
@@ -147,7 +147,7 @@ def test_one_safetensors_image_serves_all_ranks(as_bytes: bool) -> None:
     image, expected = safetensors_image()
     entry = image if as_bytes else base64.b64encode(image).decode()
     for tp_rank in (0, 1):
-        place = ParallelConfig(tp_rank=tp_rank, tp_size=2, dp_rank=1, dp_size=3)
+        place = Place(tp_rank=tp_rank, tp_size=2, dp_rank=1, dp_size=3)
         source = open_payload([entry], "safetensors", place=place)
         assert_holds(source, expected)
     assert {name for name, _ in expected} == {name for name, _ in sample_tensors()}
@@ -173,7 +173,7 @@ def test_ranks_find_their_entry_by_index() -> None:
     ]
     for dp_rank in range(2):
         for tp_rank in range(3):
-            place = ParallelConfig(tp_rank=tp_rank, tp_size=3, dp_rank=dp_rank, dp_size=2)
+            place = Place(tp_rank=tp_rank, tp_size=3, dp_rank=dp_rank, dp_size=2)
             [(_, own)] = open_payload(entries, "safetensors", place=place)
             [(_, replicated)] = open_payload(entries[:3], "safetensors", place=place)
             assert whole(own).item() == dp_rank * 3 + tp_rank
@@ -186,7 +186,7 @@ def test_ranks_find_their_entry_by_index() -> None:
 )
 def test_another_number_of_entries_is_refused(num_entries: int, load_format: str | None) -> None:
     with pytest.raises(RequestRejected, match=rf"expected 4 .* or 2 .* entries, got {num_entries}"):
-        open_payload(["AAAA"] * num_entries, load_format, place=ParallelConfig(tp_size=2, dp_size=2))
+        open_payload(["AAAA"] * num_entries, load_format, place=Place(tp_size=2, dp_size=2))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def lent(**num_bytes: int) -> list[IpcTensor]:
 def opened(
     gpu: Gpu | None, handles: object, told: list[IpcTensor] | None = None, num_ranks: int = 1
 ) -> WeightSource:
-    place = ParallelConfig(tp_size=num_ranks, tp_rank=num_ranks - 1)
+    place = Place(tp_size=num_ranks, tp_rank=num_ranks - 1)
     entries = [pickle.dumps(handles)] * num_ranks
     return finish(PayloadReader(place, gpu).open_handles(entries, lent() if told is None else told))
 

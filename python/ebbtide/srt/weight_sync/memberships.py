@@ -8,7 +8,7 @@ import torch
 
 from ebbtide.formats.rendezvous import GroupAddress, Member, abort, connect
 from ebbtide.formats.weight_group import GroupLeft, InThread, Leaving, WeightGroup
-from ebbtide.srt.config import ONE_RANK, ParallelConfig
+from ebbtide.srt.config import ONE_RANK, Place
 from ebbtide.srt.errors import RequestRejected
 
 
@@ -65,7 +65,7 @@ class Memberships:
     """The weight groups of this rank, by name. NCCL receives on `device`, gloo in host memory."""
 
     _device: torch.device
-    _place: ParallelConfig = ONE_RANK
+    _place: Place = ONE_RANK
     # The closed ones too, until others of their names are joined.
     groups: dict[str, WeightGroup] = field(default_factory=dict, init=False)
     _joining: dict[str, Joining] = field(default_factory=dict, init=False)

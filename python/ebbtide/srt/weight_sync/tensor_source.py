@@ -36,7 +36,7 @@ from ebbtide.formats.tensor_refs import (
     natural,
     tensor_shape,
 )
-from ebbtide.srt.config import ONE_RANK, ParallelConfig
+from ebbtide.srt.config import ONE_RANK, Place
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory, KeptMemory
@@ -146,7 +146,7 @@ class PayloadReader:
 
     def __init__(
         self,
-        place: ParallelConfig = ONE_RANK,
+        place: Place = ONE_RANK,
         cuda: CudaIpc | None = None,
         cache: PlanCache | None = None,
         keeper: KeptMemory | None = None,

@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from ebbtide.srt.config import ParallelConfig
+from ebbtide.srt.config import Place
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.weight_ports import Snapshot
@@ -46,7 +46,7 @@ class ParameterChecker:
 
     _store: WeightStore
     _device: Device
-    _parallel: ParallelConfig
+    _place: Place
 
     @property
     def generation(self) -> int:
@@ -60,11 +60,21 @@ class ParameterChecker:
         summed = _sha256 if algorithm == "sha256" else _sum64
         for name, parameter in _without(skipped, self._store):
             checksums[name] = yield from summed(parameter)
+        place = self._place
         listed = "".join(f"{name}={checksums[name]};" for name in sorted(checksums))
         return RankChecksums(
             checksums=checksums,
             per_gpu_checksum=hashlib.sha256(listed.encode()).hexdigest(),
-            parallelism_info=[self._place()],
+            parallelism_info=[
+                Parallelism(
+                    tp_rank=place.tp_rank,
+                    tp_size=place.tp_size,
+                    dp_rank=place.dp_rank,
+                    dp_size=place.dp_size,
+                    rank=place.rank,
+                    size=place.num_ranks,
+                )
+            ],
         )
 
     def snapshot(self) -> Generator[int, None, Snapshot]:
@@ -143,17 +153,6 @@ class ParameterChecker:
             for piece in _pieces(parameter):
                 piece.random_(0, 256)
         self._device.synchronize()
-
-    def _place(self) -> Parallelism:
-        parallel = self._parallel
-        return Parallelism(
-            tp_rank=parallel.tp_rank,
-            tp_size=parallel.tp_size,
-            dp_rank=parallel.dp_rank,
-            dp_size=parallel.dp_size,
-            rank=parallel.rank,
-            size=parallel.num_ranks,
-        )
 
 
 def _no_room(needed_bytes: int, free_bytes: int) -> RequestRejected:
