@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from msgspec import structs
-
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.pace import Stall, StallTally
 from ebbtide.srt.managers.control.ports import (
@@ -28,7 +26,6 @@ from ebbtide.srt.managers.io_struct import (
     GivenUp,
     Prepared,
     Refusal,
-    UpdateWeightsReqOutput,
 )
 
 logger = logging.getLogger(__name__)
@@ -279,16 +276,6 @@ class Stages:
     @property
     def told_ms(self) -> dict[str, float]:
         return {name: round(took_ms, 3) for name, took_ms in self._ms.items()}
-
-
-def timed(make: Callable[[Stages], Operation]) -> Operation:
-    """The operation that is made, with its stages in its reply."""
-    stages = Stages()
-    reply = yield from make(stages)
-    if not isinstance(reply, UpdateWeightsReqOutput):
-        return reply
-    stages.end("release" if reply.committed else "stage")
-    return structs.replace(reply, stages_ms=stages.told_ms)
 
 
 def _unanswered(work: Work[None]) -> Work[None]:

@@ -6,14 +6,16 @@ Source: control_semantics section 2.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeGuard
 
+from msgspec import structs
+
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Valid
-from ebbtide.srt.managers.control.operations import require_timeout
+from ebbtide.srt.managers.control.operations import Stages, require_timeout
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import (
     Activity,
@@ -22,6 +24,7 @@ from ebbtide.srt.managers.control.ports import (
     OutOfStep,
     Overruled,
     Requests,
+    Work,
 )
 from ebbtide.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
@@ -33,6 +36,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
+    UpdateWeightsReqOutput,
     WeightUpdateRequest,
 )
 from ebbtide.srt.managers.wire.weight_requests import STATE_DICTS
@@ -236,11 +240,11 @@ class CommitConditions:
         if terms.flush_cache and self._requests.num_running > 0:
             self._generation.stop_requests(PauseMode.RETRACT, RetractCause.UPDATE)
 
-    def guarded(self, operation: Operation) -> Operation:
-        """Say of every failure what serves now."""
-        was_valid = isinstance(self._memory.content.state, Valid)
+    def guarded(self, make: Callable[[Stages], Work[UpdateWeightsReqOutput]]) -> Operation:
+        """Say of every failure what serves now, and in the reply what the time was for."""
+        was_valid, stages = isinstance(self._memory.content.state, Valid), Stages()
         try:
-            return (yield from operation)
+            reply = yield from make(stages)
         except Overruled as overruled:
             num_missing = len(self._memory.content.missing)
             if num_missing == 0:
@@ -269,6 +273,8 @@ class CommitConditions:
             raise RequestRejected(
                 f"the update failed, the old weights serve: {type(error).__name__}: {error}"
             ) from error
+        stages.end("release" if reply.committed else "stage")
+        return structs.replace(reply, stages_ms=stages.told_ms)
 
     def _waits(self, terms: CommitTerms) -> bool:
         """Whether running requests get to their end first. They cannot where no forward pass can run."""

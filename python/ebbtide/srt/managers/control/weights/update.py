@@ -19,7 +19,7 @@ from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.operations import Line, Operations, Stages, in_turn, timed
+from ebbtide.srt.managers.control.operations import Line, Operations, Stages, in_turn
 from ebbtide.srt.managers.control.pace import Pace, Wake
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import (
@@ -131,7 +131,7 @@ class WeightUpdates:
     def update(self, request: WeightUpdateRequest) -> Operation:
         """Carry one update out: a session of its own, or a part of the open one."""
         contents = Contents(announced_names(request))
-        operation = self._conditions.guarded(timed(partial(self._update, request, contents)))
+        operation = self._conditions.guarded(partial(self._update, request, contents))
         try:
             return (yield from operation)
         except Exception as error:
@@ -152,7 +152,7 @@ class WeightUpdates:
         check_fields(request)
         self._require_session()
         self._require_named(request, 409)
-        return self._conditions.guarded(timed(partial(self._end, request)))
+        return self._conditions.guarded(partial(self._end, request))
 
     def abort(self, request: AbortWeightUpdateReqInput) -> AnyReply:
         """Discard the open session, and what is being done for it."""
@@ -204,7 +204,9 @@ class WeightUpdates:
             return None
         return SessionReport(opened_at=session.opened_at, num_tensors_staged=session.counts.num_tensors)
 
-    def _update(self, request: WeightUpdateRequest, contents: Contents, stages: Stages) -> Operation:
+    def _update(
+        self, request: WeightUpdateRequest, contents: Contents, stages: Stages
+    ) -> Work[UpdateWeightsReqOutput]:
         with self._line.turn() as has_come, ExitStack() as opened:
             parts = yield from self._arrivals.open(request, opened, contents)
             stages.end("decode")
@@ -305,7 +307,7 @@ class WeightUpdates:
         self._set_deadline(deadline_id, timeout_s)
         return WeightSessionReqOutput(changed=True, message="A weight update session is open.")
 
-    def _end(self, request: EndWeightUpdateReqInput, stages: Stages) -> Operation:
+    def _end(self, request: EndWeightUpdateReqInput, stages: Stages) -> Work[UpdateWeightsReqOutput]:
         with self._line.turn() as has_come:
             while not has_come():
                 yield Activity.WAITING
@@ -428,7 +430,7 @@ class WeightUpdates:
 
     def _conclude(
         self, session: WeightSession, reply: UpdateWeightsReqOutput, plans: Sequence[WritePlan] = ()
-    ) -> Work[AnyReply]:
+    ) -> Work[UpdateWeightsReqOutput]:
         """Let forward passes in between the commit and giving memory back; returns the reply.
 
         Where no request runs the copy goes in one piece: those that were retracted have prompts to compute
