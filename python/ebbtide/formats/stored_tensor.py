@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -230,12 +230,6 @@ class Counters:
             _, descriptor = self._files.popitem()
             if descriptor is not None:
                 os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _opened(counter_file: bytes) -> int | None:

@@ -29,6 +29,7 @@ import torch
 
 from ebbtide.formats.announcement import Announcement
 from ebbtide.formats.rendezvous import GroupAddress
+from ebbtide.formats.tensor_list import Payload
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
 from ebbtide.trainer.buckets import Bucket
 from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
@@ -274,26 +275,24 @@ class ServerTarget(Target):
         assert self._encoder is not None, "`begin` comes first"
         keep_mapped = self._keep_mapped and bucket.changed is None
         with self._encoder.encode(bucket.tensors, keep_mapped=keep_mapped) as payload:
-            return self._call(
-                "update_weights_from_tensor",
-                timeout_s + MARGIN_S,
-                **{"load_format": payload.load_format, **bucket.fields},
-                serialized_named_tensors=[base64.b64encode(entry).decode() for entry in payload.entries],
-                session_id=self._session_id,
-                timeout_s=timeout_s,
-            )
+            fields = bucket.fields | {"session_id": self._session_id}
+            return self._send("update_weights_from_tensor", payload, fields, timeout_s)
 
     def load_adapter(self, adapter: Adapter, timeout_s: float) -> Mapping[str, Any]:
         self._encoder = self._find_encoder()
         with self._encoder.encode(adapter.tensors) as payload:
-            return self._call(
-                "load_lora_adapter_from_tensors",
-                timeout_s + MARGIN_S,
-                **adapter.fields,
-                load_format=payload.load_format,
-                serialized_named_tensors=[base64.b64encode(entry).decode() for entry in payload.entries],
-                timeout_s=timeout_s,
-            )
+            return self._send("load_lora_adapter_from_tensors", payload, adapter.fields, timeout_s)
+
+    def _send(
+        self, operation: str, payload: Payload, fields: Mapping[str, Any], timeout_s: float
+    ) -> Mapping[str, Any]:
+        return self._call(
+            operation,
+            timeout_s + MARGIN_S,
+            **{"load_format": payload.load_format, **fields},
+            serialized_named_tensors=[base64.b64encode(entry).decode() for entry in payload.entries],
+            timeout_s=timeout_s,
+        )
 
     def close(self) -> None:
         if self._encoder is not None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_memory_goes_back_to_the_operating_system_and_returns_at_resume(make_are
         arena.resume()
         # Before anything touches the memory: that it can be had must show at resume.
         assert held_bytes() - released >= 0.95 * size
-        with arena.stage() as shadow:
+        with closing(arena.stage()) as shadow:
             assert abs(held_bytes() - released - 2 * size) <= 0.05 * size
             arena.swap(shadow)
             assert abs(held_bytes() - released - 2 * size) <= 0.05 * size, "a swap copies nothing"
@@ -119,7 +120,7 @@ def test_an_arena_of_no_bytes_has_both_states_and_no_memory(make_arena, budgeted
     assert arena.resume() == 0
     assert arena.is_resident
     assert arena.view(0, (0,), torch.float32).numel() == 0
-    with arena.stage() as shadow:
+    with closing(arena.stage()) as shadow:
         arena.swap(shadow)
     assert arena.release() == 0
     assert not arena.is_resident
@@ -174,7 +175,7 @@ def test_a_swap_that_fails_half_way_is_undone(make_arena, budgeted_memory, mappe
     arena = make_arena(3 * GRANULE, vm, chunk_bytes=GRANULE)
     arena.resume()
     live = arena.view(0, (3 * GRANULE,), torch.uint8).fill_(1)
-    with arena.stage() as shadow:
+    with closing(arena.stage()) as shadow:
         staged = shadow.view(0, (3 * GRANULE,), torch.uint8).fill_(2)
         vm.maps_until_failure = mapped_before_failure
         with pytest.raises(OSError, match="the driver refused"):
@@ -190,7 +191,7 @@ def test_cycles_leak_nothing(vm, chunk_bytes, held_bytes, assert_nothing_leaks):
     def cycle():
         arena = VirtualArena(MemoryTag.WEIGHTS, 4 * GRANULE, vm, chunk_bytes)
         arena.resume()
-        with arena.stage() as shadow:
+        with closing(arena.stage()) as shadow:
             whole = (0, (4 * GRANULE,), torch.uint8)
             shadow.view(*whole).copy_(arena.view(*whole))
             arena.swap(shadow)

@@ -1,5 +1,7 @@
 """Chunks that change places: one arena lends, the second copy of another borrows, nothing is allocated."""
 
+from contextlib import closing
+
 import pytest
 import torch
 from fixtures.budgeted_memory import BudgetedMemory
@@ -56,7 +58,7 @@ def test_a_second_copy_of_the_weights_is_made_of_what_the_kv_cache_lends(full_ra
     for value in (2, 3):
         rank.kv.lend([3, 4, 5])
         assert (rank.kv.resident_bytes, rank.kv.is_resident) == (3 * CHUNK, True)
-        with rank.weights.stage() as shadow:
+        with closing(rank.weights.stage()) as shadow:
             shadow.view(0, (shadow.num_bytes,), torch.uint8).fill_(value)
             rank.weights.swap(shadow, maps_former=False)
             with pytest.raises(EngineError, match="still in use"):

@@ -1,6 +1,7 @@
 """Arenas of a GPU's memory, beyond what every arena does: captured graphs, a full device, NVML's view."""
 
 import os
+from contextlib import closing
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_a_graph_captured_before_a_swap_replays_on_the_new_contents(make_arena, 
     graph, result = capture(lambda: x @ weight)
     graph.replay()
     assert torch.equal(result, x @ first)
-    with arena.stage() as shadow:
+    with closing(arena.stage()) as shadow:
         shadow.view(15 * MATRIX_BYTES, (ROWS, ROWS), torch.bfloat16).copy_(second)
         arena.swap(shadow)
         graph.replay()

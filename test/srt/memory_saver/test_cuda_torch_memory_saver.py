@@ -11,6 +11,7 @@ from ebbtide.srt.memory_saver.saver import preload_environment
 pytestmark = pytest.mark.gpu
 
 PROCESS = """
+from contextlib import closing
 import torch
 from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.errors import OutOfDeviceMemory
@@ -40,7 +41,7 @@ freed = cache.release()
 print("cache alone", freed, device.free_bytes() - free == freed, view.unique().tolist())
 print("again", cache.release(), cache.resume(), cache.resume())
 
-with weights.stage() as shadow:
+with closing(weights.stage()) as shadow:
     shadow.view(0, (GIB,), torch.uint8).fill_(4)
     weights.swap(shadow)
     print("swapped", view.unique().tolist(), shadow.view(0, (GIB,), torch.uint8).unique().tolist())

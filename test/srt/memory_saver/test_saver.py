@@ -1,6 +1,6 @@
 """Savers other than virtual memory: plain torch memory, and a library that ends the process if misused."""
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_a_swap_exchanges_the_contents_under_live_tensors(saver, monkeypatch, sl
     pointer = live.data_ptr()
     first, second = (torch.randint(256, (SIZE,), dtype=torch.uint8) for _ in range(2))
     live.copy_(first)
-    with arena.stage() as shadow:
+    with closing(arena.stage()) as shadow:
         staged = shadow.view(0, (SIZE,), torch.uint8).copy_(second)
         arena.swap(shadow)
         assert torch.equal(live, second)

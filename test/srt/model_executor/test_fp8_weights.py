@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -519,7 +520,7 @@ def test_sizes_that_ranks_cannot_share_by_blocks_are_refused(tmp_path: Path) -> 
 def test_a_loader_of_ones_own_brings_values_with_their_scales(path: Path, new: dict[str, Tensor]) -> None:
     store = RealRank(path, quantization="fp8").store
     pairs = in_eight_bits(new)
-    with store.arena.stage() as shadow:
+    with closing(store.arena.stage()) as shadow:
         model = StagedModel(store, shadow)
         assert model.load_weights(new.items()) == new.keys()
         assert model.load_weights(pairs.items()) == pairs.keys()

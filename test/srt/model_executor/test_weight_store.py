@@ -1,6 +1,7 @@
 """Named tensors over the weights arena: the fuse map, checks, staging, commit and rollback."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,7 @@ def test_a_staged_update_is_invisible_until_it_is_committed(
     before, checksum, generation = snapshot(store), checksum_of(store), store.generation
     addresses = store.arena.address
     new = {Q: torch.randn(64, 64), NORM: torch.randn(64)}
-    with store.arena.stage() as shadow:
+    with closing(store.arena.stage()) as shadow:
         for name, value in new.items():
             store.write(name, value, shadow)
         slices = list(store.complete(shadow, set(new)))
@@ -189,7 +190,7 @@ def test_a_staged_update_is_invisible_until_it_is_committed(
 
 def test_forgetting_the_shadow_is_a_rollback(store: WeightStore) -> None:
     checksum, before = checksum_of(store), snapshot(store)
-    with store.arena.stage() as shadow:
+    with closing(store.arena.stage()) as shadow:
         store.write(EMBED, torch.zeros(258, 64), shadow)
 
     assert checksum_of(store) == checksum

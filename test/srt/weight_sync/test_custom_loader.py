@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def store(path: Path) -> Iterator[WeightStore]:
 @pytest.fixture
 def shadow(store: WeightStore) -> Iterator[Arena]:
     """A whole copy of the live weights."""
-    with store.arena.stage() as shadow:
+    with closing(store.arena.stage()) as shadow:
         list(store.complete(shadow, ()))
         yield shadow
 

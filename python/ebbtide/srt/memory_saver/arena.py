@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from enum import Enum, auto
 from math import prod
-from typing import Self
 
 import torch
 
@@ -192,12 +191,6 @@ class Arena(ABC):
     def require_resident(self) -> None:
         if not self.is_resident:
             raise EngineError(f"this memory is {self.state.name.lower()}, and must be resident")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _require_open(self) -> None:
         if self.state is ArenaState.CLOSED:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
@@ -116,7 +117,7 @@ class CudaIpc:
         """By torch: only that can map an expandable segment, by file descriptors of the sender's."""
         memory = (ref.handle, ref.num_bytes, ref.offset_bytes)
         counter = (ref.counter_file, ref.counter_index)
-        with Counters() as counters:
+        with closing(Counters()) as counters:
             # torch takes a reference off the sender's count when it ends: it is given one of its own.
             counters.add(ref, 1)
             try:
