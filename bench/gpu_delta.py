@@ -44,7 +44,7 @@ from ebbtide import Engine
 from ebbtide.formats.delta import bits_of
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.delta.patch import Patch, Place, PlaceTable
+from ebbtide.srt.weight_sync.patch import Patch, Place, PlaceTable
 from ebbtide.trainer.buckets import Bucket, ServedWeights
 
 MODEL, NUM_STREAMS = "llama8b", 64
@@ -153,7 +153,7 @@ def _with_outside(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) -> None:
-    from ebbtide.srt.weight_sync.delta.kernels import PlacedBlocks, coded_blocks
+    from ebbtide.srt.weight_sync.patch_kernels import PlacedBlocks, coded_blocks
 
     arena = torch.zeros(trainer.num_bytes // 2, dtype=torch.bfloat16, device=args.device)
     places, start = [], 0

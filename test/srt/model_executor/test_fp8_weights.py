@@ -48,7 +48,7 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.quantizing import Quantization
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.weight_sync.custom_loader import StagedModel
-from ebbtide.srt.weight_sync.memberships import Memberships
+from ebbtide.srt.weight_sync.distributed_source import Memberships
 from ebbtide.trainer.payload_encoding import serialize
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"

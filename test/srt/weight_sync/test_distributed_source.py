@@ -19,8 +19,12 @@ from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.srt.config import Place
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import Destination
-from ebbtide.srt.weight_sync.distributed_source import Announcement, BroadcastSource, open_broadcast
-from ebbtide.srt.weight_sync.memberships import Memberships
+from ebbtide.srt.weight_sync.distributed_source import (
+    Announcement,
+    BroadcastSource,
+    Memberships,
+    open_broadcast,
+)
 
 ALL = 60.0
 

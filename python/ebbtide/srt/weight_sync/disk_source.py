@@ -19,7 +19,8 @@ from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.hf_folder import folder_of
 from ebbtide.srt.model_executor.loader import Checkpoint
-from ebbtide.srt.weight_sync.delta.folder import (
+from ebbtide.srt.weight_sync.patch import Patch, PatchKind
+from ebbtide.srt.weight_sync.published import (
     STATE,
     PublishedDelta,
     PulledState,
@@ -29,7 +30,6 @@ from ebbtide.srt.weight_sync.delta.folder import (
     read_chain,
     read_state,
 )
-from ebbtide.srt.weight_sync.delta.patch import Patch, PatchKind
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedPatches, Placing
 

@@ -27,7 +27,7 @@ from ebbtide.srt.errors import EngineError
 from ebbtide.srt.model_executor.weight_copies import PlannedSpans, RunTable
 from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
-from ebbtide.srt.weight_sync.delta.patch import PlaceTable
+from ebbtide.srt.weight_sync.patch import PlaceTable
 
 NamedTensor: TypeAlias = tuple[str, torch.Tensor | StoredTensor]
 K = TypeVar("K")

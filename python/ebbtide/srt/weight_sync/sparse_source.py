@@ -19,7 +19,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import NonFinite
 from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, Place
+from ebbtide.srt.weight_sync.patch import Patch, PatchedWeights, Place
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, PayloadReader, is_safetensors
 
@@ -210,7 +210,7 @@ def _place_patches(changed: Sequence[ChangedTensor], codes: Tensor, values: Tens
 
 def _place_blocks(changed: Sequence[ChangedTensor], codes: Tensor, values: Tensor) -> Placing:
     # Triton is there where CUDA is.
-    from ebbtide.srt.weight_sync.delta.kernels import PlacedBlocks, coded_blocks
+    from ebbtide.srt.weight_sync.patch_kernels import PlacedBlocks, coded_blocks
 
     blocks = coded_blocks(codes, [each.num_codes for each in changed])
     for each, last, num_values in zip(changed, blocks.lasts, blocks.num_values, strict=True):

@@ -48,7 +48,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.wire.weight_requests import STATE_DICTS
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.weight_sync.delta.folder import PulledState, read_chain, write_state
+from ebbtide.srt.weight_sync.published import PulledState, read_chain, write_state
 
 GROUP: Final = "vllm"
 SESSION: Final = "vllm"

@@ -36,8 +36,7 @@ from ebbtide.srt.weight_sync.conversations import StateDictConversation, open_co
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, import_loaders
 from ebbtide.srt.weight_sync.disk_source import open_folder
-from ebbtide.srt.weight_sync.distributed_source import open_broadcast
-from ebbtide.srt.weight_sync.memberships import Joining, Memberships
+from ebbtide.srt.weight_sync.distributed_source import Joining, Memberships, open_broadcast
 from ebbtide.srt.weight_sync.source import PlanCache, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse
 from ebbtide.srt.weight_sync.tensor_source import PayloadReader
@@ -60,7 +59,7 @@ class EngineWeights:
         self._groups = Memberships(torch.device(device.name), config.parallel)
         self._cuda: CudaIpc | None = None
         if device.uuid is not None:
-            from ebbtide.srt.weight_sync.delta.kernels import compile_deltas  # Triton is where GPUs are
+            from ebbtide.srt.weight_sync.patch_kernels import compile_deltas  # Triton is where GPUs are
 
             for dtype in {tensor.dtype for _, tensor in store.parameters()}:
                 compile_deltas(store.device, dtype)

@@ -20,8 +20,8 @@ from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.model_executor.weight_copies import Destination, NonFinite, WeightCopies
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
-from ebbtide.srt.weight_sync.delta.patch import PatchedWeights
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
+from ebbtide.srt.weight_sync.patch import PatchedWeights
 from ebbtide.srt.weight_sync.source import Fit, NamedTensor, PlanCache, TableSource, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges
 

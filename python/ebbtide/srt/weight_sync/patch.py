@@ -21,7 +21,7 @@ from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.model_executor.weight_store import WeightStore
-from ebbtide.srt.weight_sync.delta.folder import checksum_of
+from ebbtide.srt.weight_sync.published import checksum_of
 
 # `Place.numbers` of a tensor that is not there.
 _NOWHERE: Final = [0] * 8
@@ -46,7 +46,7 @@ class Patch:
         shape: of the whole tensor.
         positions: int64, flat, ascending and different.
         values: one for each position.
-        digest: a checksum's name (`delta.folder`), and what it is to be of the bytes of the whole tensor once
+        digest: a checksum's name (`published`), and what it is to be of the bytes of the whole tensor once
             it is patched; None: nobody compares it.
     """
 

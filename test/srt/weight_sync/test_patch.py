@@ -18,7 +18,7 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.models.sharding import Part
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.delta.patch import Patch, PatchedWeights, PatchKind, Place, PlaceTable
+from ebbtide.srt.weight_sync.patch import Patch, PatchedWeights, PatchKind, Place, PlaceTable
 
 Tensors = list[torch.Tensor]
 
@@ -76,7 +76,7 @@ def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
         place.apply(patch)
     assert parameters.hold(after)
 
-    kernels = pytest.importorskip("ebbtide.srt.weight_sync.delta.kernels", exc_type=ImportError)
+    kernels = pytest.importorskip("ebbtide.srt.weight_sync.patch_kernels", exc_type=ImportError)
     parameters.take(before)
     codes, counts = encode_positions(positions)
     blocks = kernels.coded_blocks(codes, counts)
@@ -134,7 +134,7 @@ def test_positions_that_cannot_be(positions: list[int], message: str) -> None:
 
 
 def test_a_store_says_where_its_tensors_lie_in_every_copy(tmp_path: Path) -> None:
-    kernels = pytest.importorskip("ebbtide.srt.weight_sync.delta.kernels", exc_type=ImportError)
+    kernels = pytest.importorskip("ebbtide.srt.weight_sync.patch_kernels", exc_type=ImportError)
     path = make_checkpoint(tmp_path / "model", "Qwen3ForCausalLM", seed=1)
     config = AutoConfig.from_pretrained(path)
     model = build_model(config.architectures[0], config, torch.float32, torch.device("cpu"))

@@ -28,7 +28,7 @@ from ebbtide.formats.delta import (
 )
 from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.delta.patch import PlaceTable
+from ebbtide.srt.weight_sync.patch import PlaceTable
 
 # Twice as many codes take 1.6 times as long to sum up: the scans over a block spill.
 BLOCK = 512

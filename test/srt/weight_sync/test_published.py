@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.delta.folder import (
+from ebbtide.srt.weight_sync.published import (
     INDEX,
     STATE,
     PulledState,
