@@ -17,7 +17,9 @@ from ebbtide.srt.managers.control.ports import (
     HandlerTable,
     Operation,
     OutOfStep,
+    Overruled,
     Ranks,
+    Superseded,
     Work,
 )
 from ebbtide.srt.managers.control.weight_ports import Conversation, Weights, WritePlan
@@ -176,8 +178,15 @@ class Pieces:
     def take(self, write: Write) -> Work[None]:
         """Write each piece, and answer it, until everything has come; `finish` answers that."""
         while (plan := (yield from self._next())) is not None:
+            failure: Exception | None = None
             with closing(plan):
-                failure = yield from _failure_of(write(plan))
+                try:
+                    yield from write(plan)
+                except (OutOfStep, DeadlinePassed, Overruled, Superseded):
+                    raise
+                except Exception as error:
+                    drop_frames(error)
+                    failure = error
             if failure is not None:
                 yield from self._refuse(failure)
             self._sender.answer()
@@ -283,22 +292,6 @@ def _refusal(facts: list[_Fact]) -> RequestRejected | None:
             f"were given {'; '.join(summary for summary, _ in facts)}"
         )
     return None
-
-
-def _failure_of(work: Work[None]) -> Work[Exception | None]:
-    """Do the work; returns how it failed, if it did. A deadline or a cancellation thrown in goes on up."""
-    with closing(work):
-        while True:
-            try:
-                progress = next(work)
-            except StopIteration:
-                return None
-            except OutOfStep:
-                raise
-            except Exception as error:
-                drop_frames(error)
-                return error
-            yield progress
 
 
 @dataclass
