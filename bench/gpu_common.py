@@ -64,7 +64,7 @@ class Shape:
             of_heads = num_heads * rank * (self["qk_nope_head_dim"] + self["v_head_dim"])
             return int(of_queries + of_latents + of_heads + hidden * num_heads * self["v_head_dim"])
         head_dim, num_kv_heads = self["head_dim"], self["num_key_value_heads"]
-        gates = num_heads * head_dim * hidden if self._num_linear else 0
+        gates = num_heads * head_dim * hidden if "linear_num_key_heads" in self.config else 0
         return int(2 * hidden * head_dim * (num_heads + num_kv_heads) + gates)
 
     @property
@@ -160,6 +160,43 @@ class Shape:
         both_dims = sum(self[name] for name in sizes) if self._is_latent else 2 * self["head_dim"]
         attention = 2 * (layers - self._num_linear) * self["num_attention_heads"] * both_dims * context_len
         return num_tokens * (linear + attention) + num_sampled * 2 * self._head_params
+
+
+class HybridShape(Shape):
+    """One of which each layer is Mamba-2, attention, an MLP or experts, as the letters of its pattern say."""
+
+    def _count(self, letter: str) -> int:
+        return int(self["hybrid_override_pattern"].count(letter))
+
+    @property
+    def _num_linear(self) -> int:
+        """Layers without attention."""
+        return int(self["num_hidden_layers"] - self._count("*"))
+
+    @property
+    def _scan_sizes(self) -> tuple[int, int]:
+        """Of a layer with Mamba-2: inner numbers, and channels of the convolution."""
+        inner = self["mamba_num_heads"] * self["mamba_head_dim"]
+        return inner, inner + 2 * self["n_groups"] * self["ssm_state_size"]
+
+    @property
+    def _mixer_params(self) -> int:
+        inner, channels = self._scan_sizes
+        of_scans = self["hidden_size"] * (2 * inner + channels + self["mamba_num_heads"])
+        return int(self._count("*") * self._attention_params + self._count("M") * of_scans)
+
+    @property
+    def state_bytes(self) -> int:
+        inner, channels = self._scan_sizes
+        inputs = channels * (self["conv_kernel"] - 1) * 2
+        return int(self._count("M") * (inputs + inner * self["ssm_state_size"] * 4))
+
+    def _mlp_params(self, num_experts: float) -> float:
+        inner = self._count("-") * self["intermediate_size"]
+        if of_experts := self._count("E"):
+            inner += of_experts * self["moe_shared_expert_intermediate_size"]
+            inner += of_experts * num_experts * self["moe_intermediate_size"]
+        return float(2 * self["hidden_size"] * inner)
 
 
 def _dense(architecture: str, model_type: str, **sizes: Any) -> Shape:
@@ -401,6 +438,52 @@ SHAPES["moonlight"] = Shape(
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
+    }
+)
+_HYBRID = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "vocab_size": 131_072,
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": False,
+}
+# NVIDIA-Nemotron-3-Nano-30B-A3B and Nemotron-H-8B (nvidia), as their config.json says.
+SHAPES["nemotron-3-nano"] = HybridShape(
+    {
+        **_HYBRID,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "hidden_size": 2688,
+        "intermediate_size": 1856,  # no layer is without experts
+        "num_key_value_heads": 2,
+        "mamba_num_heads": 64,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "max_position_embeddings": 262_144,
+    }
+)
+SHAPES["nemotron-h-8b"] = HybridShape(
+    {
+        **_HYBRID,
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        "hidden_size": 4096,
+        "intermediate_size": 21_504,
+        "num_key_value_heads": 8,
+        "mamba_num_heads": 128,
+        "max_position_embeddings": 8192,
     }
 )
 SHAPES["llama8b-transformers"] = replace(SHAPES["llama8b"], server_args={"model_impl": "transformers"})

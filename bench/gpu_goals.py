@@ -64,6 +64,8 @@ SHAPE_TITLES = {
     "gpt-oss-20b": "gpt-oss-20b",
     "qwen3.5-9b": "Qwen3.5-9B",
     "qwen3.5-35b-a3b": "Qwen3.5-35B-A3B",
+    "nemotron-3-nano": "Nemotron-3-Nano-30B-A3B",
+    "nemotron-h-8b": "Nemotron-H-8B",
     "llama8b-transformers": "Llama-3.1-8B by transformers' code",
 }
 

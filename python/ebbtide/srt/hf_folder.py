@@ -88,6 +88,8 @@ def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str
         fields, defaults = text.to_dict(), type(text)().to_dict()
     except Exception as error:  # transformers answers a bad config with exceptions of many kinds
         raise ConfigurationError(f"{folder}/config.json: {_first_line(error)}") from error
+    # Some configs derive it from a list of layers.
+    fields.setdefault("num_hidden_layers", getattr(text, "num_hidden_layers", None))
     changed = [name for name, value in fields.items() if name in defaults and defaults[name] != value]
     other_names = {name: getattr(text, name, None) for name in text.attribute_map}
     more = {"changed_fields": changed, "other_names": dict(text.attribute_map)}

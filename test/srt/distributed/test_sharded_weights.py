@@ -26,6 +26,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "qwen3.5-with-vision": ("Qwen3_5MoeForConditionalGeneration", {}),
     "qwen3-next": ("Qwen3NextForCausalLM", {}),
+    "nemotron-h": ("NemotronHForCausalLM", {"moe_latent_size": 32}),
     "gemma3": ("Gemma3ForCausalLM", GEMMA3),
 }
 LAYER = "model.layers.1."

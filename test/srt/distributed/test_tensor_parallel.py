@@ -30,6 +30,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "qwen3.5": ("Qwen3_5ForCausalLM", {"attention_bias": True}),
     "qwen3-next": ("Qwen3NextForCausalLM", {}),
+    "nemotron-h": ("NemotronHForCausalLM", {"moe_latent_size": 32}),
     "mistral": ("MistralForCausalLM", {"sliding_window": 9}),
     "gemma2-biases": ("Gemma2ForCausalLM", {"attention_bias": True, **GEMMA2}),
     "gemma3-tied": ("Gemma3ForCausalLM", {"tied": True, **GEMMA3}),
@@ -106,7 +107,7 @@ class FirstOfFour:
     rank, size = 0, 4
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-one-kv-head", "qwen3-moe", "deepseek-v3", "qwen3.5"])
+@pytest.mark.parametrize("name", ["llama", "llama-one-kv-head", "qwen3-moe", "deepseek-v3", "nemotron-h"])
 def test_two_ranks_compute_with_adapters_what_one_does(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
     architecture, options = CHECKPOINTS[name]
     path = make_checkpoint(tmp_path, architecture, **options, seed=5)

@@ -23,18 +23,11 @@ from ebbtide.srt.managers.io_struct import RoutedExperts
 PROMPT = [(7 * place) % 250 for place in range(45)]
 
 
-# Experts by softmax, behind linear attention too, and by sigmoids and a bias.
+# Experts by softmax; and by sigmoids and a bias, behind layers with states, in two layers of five.
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {},
-    "Qwen3_5MoeForCausalLM": {
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-    "DeepseekV3ForCausalLM": {
-        "n_routed_experts": 6,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 0,
+    "NemotronHForCausalLM": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
     },
 }
 
@@ -59,20 +52,28 @@ class Routers:
 
     def __init__(self, path: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        blocks = [getattr(layer, "mlp", None) or layer.mixer for layer in self._model.model.layers]
+        self._gates = {place: block.gate for place, block in enumerate(blocks) if hasattr(block, "gate")}
+        self.num_layers, self.sparse_layers = len(blocks), list(self._gates)
 
     @torch.inference_mode()
     def rows(self, token_ids: list[int]) -> NDArray[Any]:
-        """[T, L, K], each row sorted: equals may stand in any order."""
+        """[T, L, K], each row sorted: equals may stand in any order; zeros where there are no experts."""
         chosen: list[torch.Tensor] = []
         hooks = [
-            layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
-            for layer in self._model.model.layers
+            gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+            for gate in self._gates.values()
         ]
         self._model(torch.tensor([token_ids]))
         for hook in hooks:
             hook.remove()
-        rows: NDArray[Any] = np.sort(torch.stack(chosen, dim=1).numpy(), axis=-1)
-        return rows
+        return self.spread(np.sort(torch.stack(chosen, dim=1).numpy(), axis=-1))
+
+    def spread(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Rows of the layers with experts among those of all layers."""
+        spread = np.zeros((len(rows), self.num_layers, rows.shape[2]), dtype=rows.dtype)
+        spread[:, self.sparse_layers] = rows
+        return spread
 
     @torch.inference_mode()
     def logprobs(self, token_ids: list[int], given_TLK: NDArray[Any]) -> torch.Tensor:
@@ -82,15 +83,15 @@ class Routers:
             logits, weights, experts = output
             given = torch.from_numpy(given_TLK[:, layer]).long()
             config = self._model.config
-            scores = logits.sigmoid() if config.model_type == "deepseek_v3" else logits.softmax(-1)
+            scores = logits.sigmoid() if config.model_type == "nemotron_h" else logits.softmax(-1)
             own = scores[: len(given)].gather(1, given)
             scale = getattr(config, "routed_scaling_factor", 1.0)
             weights[: len(given)], experts[: len(given)] = scale * own / own.sum(-1, keepdim=True), given
             return logits, weights, experts
 
         hooks = [
-            layer.mlp.gate.register_forward_hook(lambda _, __, output, index=index: chosen(index, output))
-            for index, layer in enumerate(self._model.model.layers)
+            gate.register_forward_hook(lambda _, __, output, place=place: chosen(place, output))
+            for place, gate in self._gates.items()
         ]
         logits: torch.Tensor = self._model(torch.tensor([token_ids])).logits[0]
         for hook in hooks:
@@ -167,6 +168,7 @@ def test_retraction_parking_and_updates_leave_the_rows_of_the_first_pass(
 
 def test_given_experts_stand_in_for_the_routers_choice(engine: Engine, routers: Routers) -> None:
     given = np.random.default_rng(1).random((40, 2, 6)).argsort(axis=-1)[..., :3].astype(np.uint8)
+    given = routers.spread(given)
     wanted = {"return_routed_experts": True, "return_logprob": True}
     replayed = {"replay_routed_experts": packed(given), "logprob_start_len": 0}
     first = engine.generate(input_ids=PROMPT, sampling_params=params(6), **wanted, **replayed)
@@ -180,7 +182,8 @@ def test_given_experts_stand_in_for_the_routers_choice(engine: Engine, routers: 
     for answer in (first, again):
         meta, tokens = answer["meta_info"], [*PROMPT, *answer["output_ids"]]
         expected = routers.logprobs(tokens, given)
-        rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(-1, 2, 3)
+        rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
+        rows = rows.reshape(-1, routers.num_layers, 3)
         assert (rows[:40] == given).all()
         told = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
         assert len(told) == (50 if answer is first else 6)

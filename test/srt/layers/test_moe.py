@@ -56,9 +56,16 @@ def config_of(num_experts: int, top_k: int, renormalize: bool) -> MoeConfig:
 
 
 def random_experts(
-    num_experts: int, hidden: int, inner: int, dtype: torch.dtype, device: torch.device = DEVICE
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    device: torch.device = DEVICE,
+    *,
+    is_gated: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    gate_up = torch.randn(num_experts * 2 * inner, hidden, device=device) / hidden**0.5
+    num_rows = num_experts * inner * (2 if is_gated else 1)
+    gate_up = torch.randn(num_rows, hidden, device=device) / hidden**0.5
     down = torch.randn(num_experts * hidden, inner, device=device) / inner**0.5
     return gate_up.to(dtype), down.to(dtype)
 
@@ -219,15 +226,18 @@ def test_scores_that_are_no_numbers_lead_to_existing_experts(kernels: ModuleType
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k", "hidden", "inner", "dtype"),
+    ("num_tokens", "num_experts", "top_k", "hidden", "inner", "dtype", "is_gated"),
     [
-        (1, 8, 2, 64, 48, HALF),
-        (2, 4, 4, 32, 16, torch.float32),  # more slots than experts
-        (3, 4, 2, 40, 24, HALF),  # more than one tile of columns
-        (5, 16, 3, 80, 40, torch.float32),  # from here on slots are listed; K no power of two
-        (5, 16, 3, 80, 40, HALF),  # sizes no multiple of a tile
-        (33, 16, 8, 64, 48, HALF),
-        (90, 4, 2, 136, 72, HALF),
+        (1, 8, 2, 64, 48, HALF, True),
+        (1, 8, 2, 64, 48, HALF, False),
+        (5, 16, 3, 80, 40, torch.float32, False),
+        (5, 16, 3, 80, 40, HALF, False),
+        (2, 4, 4, 32, 16, torch.float32, True),  # more slots than experts
+        (3, 4, 2, 40, 24, HALF, True),  # more than one tile of columns
+        (5, 16, 3, 80, 40, torch.float32, True),  # from here on slots are listed; K no power of two
+        (5, 16, 3, 80, 40, HALF, True),  # sizes no multiple of a tile
+        (33, 16, 8, 64, 48, HALF, True),
+        (90, 4, 2, 136, 72, HALF, True),
     ],
     ids=str,
 )
@@ -239,10 +249,11 @@ def test_the_kernels_agree_with_the_loop(
     hidden: int,
     inner: int,
     dtype: torch.dtype,
+    is_gated: bool,
 ) -> None:
     torch.manual_seed(1)
     x = torch.randn(num_tokens, hidden).to(DEVICE, dtype)
-    gate_up, down = random_experts(num_experts, hidden, inner, dtype)
+    gate_up, down = random_experts(num_experts, hidden, inner, dtype, is_gated=is_gated)
     logits = torch.randn(num_tokens, num_experts, device=DEVICE)
     weights, experts = route(logits, config_of(num_experts, top_k, True))
 

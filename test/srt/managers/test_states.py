@@ -30,7 +30,7 @@ INTERVAL = 32
 PROMPTS = [prompt(1, 110), prompt(2, 61), prompt(3, 9), prompt(4, 24), prompt(5, 1)]
 
 
-@pytest.fixture(scope="module", params=["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.fixture(scope="module", params=["Qwen3_5ForCausalLM", "NemotronHForCausalLM"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param, **SHAPE)
 
@@ -97,7 +97,7 @@ def test_requests_have_transformers_tokens_whatever_happens_to_their_states(
     path: Path, reference: Reference, disturbance: str
 ) -> None:
     # Prompts of one model come whole, those of the other in parts.
-    rank = Rank(path, chunked_prefill_size=20 if architecture_of(path) == "Qwen3NextForCausalLM" else 512)
+    rank = Rank(path, chunked_prefill_size=20 if architecture_of(path) == "NemotronHForCausalLM" else 512)
     rids = [rank.generate(ids, 90) for ids in PROMPTS]
     for _ in range(2):
         rank.turn(30)

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["o_proj"], "target_parameters": EXPERT_PARAMETERS[1:]},
     ),
     "mixtral": ("MixtralForCausalLM", {}),
+    "nemotron-h": ("NemotronHForCausalLM", {"target_modules": ["in_proj", "q_proj", "up_proj", "down_proj"]}),
     "deepseek-v3": (
         "DeepseekV3ForCausalLM",
         {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
@@ -93,7 +94,7 @@ def test_a_batch_of_adapters_and_none_computes_what_peft_does(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("server_args", ON_CPU_AND_GPU)
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "NemotronHForCausalLM"])
 def test_an_adapter_computes_what_merged_weights_do(
     tmp_path: Path, architecture: str, server_args: dict[str, Any]
 ) -> None:

@@ -31,6 +31,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssForCausalLM", {"swiglu_limit": 7.0}),
     "qwen3.5": ("Qwen3_5ForCausalLM", {}),
     "qwen3-next": ("Qwen3NextForCausalLM", {"linear_value_head_dim": 128, "linear_key_head_dim": 128}),
+    "nemotron-h": ("NemotronHForCausalLM", {"mamba_head_dim": 64, "ssm_state_size": 128}),
     # Transformers' code.
     "granite": ("GraniteForCausalLM", {}),
     "olmo3": (

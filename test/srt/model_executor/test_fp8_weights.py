@@ -11,6 +11,7 @@ import torch
 from fixtures.checkpoints import checksum_of, edit_config, make_checkpoint
 from fixtures.eight_bits import (
     COMPRESSED_TENSORS,
+    HYBRID_SHAPE,
     LATENT_SHAPE,
     MOE_SHAPE,
     PROJECTIONS,
@@ -58,14 +59,12 @@ EXPERT_DOWN = "model.layers.0.mlp.experts.2.down_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
 SCALES = DOWN + "_scale_inv"
 # Experts behind attention to keys and values, and to latents, and behind linear attention.
-MODELS = pytest.mark.parametrize(
-    ("architecture", "shape"),
-    [
-        (ARCHITECTURE, MOE_SHAPE),
-        ("DeepseekV3ForCausalLM", LATENT_SHAPE),
-        ("Qwen3_5MoeForCausalLM", STATE_SHAPE),
-    ],
-)
+WITH_EXPERTS = [
+    (ARCHITECTURE, MOE_SHAPE),
+    ("DeepseekV3ForCausalLM", LATENT_SHAPE),
+    ("Qwen3_5MoeForCausalLM", STATE_SHAPE),
+]
+MODELS = pytest.mark.parametrize(("architecture", "shape"), WITH_EXPERTS)
 BY_BLOCK_AND_ROW = pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
 
 
@@ -120,7 +119,7 @@ def test_weights_are_quantised_as_the_reference_does_it(dtype: torch.dtype, quan
     assert scales.isnan().nonzero().tolist() == [[0 if quantization == "fp8" else 5, 0]]
 
 
-@MODELS
+@pytest.mark.parametrize(("architecture", "shape"), [*WITH_EXPERTS, ("NemotronHForCausalLM", HYBRID_SHAPE)])
 @BY_BLOCK_AND_ROW
 def test_outputs_are_to_the_bit_those_of_weights_that_plain_torch_has_rounded(
     quantization: str, architecture: str, shape: dict[str, Any], tmp_path: Path
@@ -432,6 +431,9 @@ def test_other_quantisations_and_sizes_are_refused_and_modules_excluded(path: Pa
         RealRank(path, quantization="fp8", quantization_exclude=["model.layers.0.self_attn.q_proj"])
     with pytest.raises(ConfigurationError, match=r"experts.1.* are one weight with"):
         RealRank(path, quantization="w8a8_fp8", quantization_exclude=["experts.1"])
+    hybrid = make_checkpoint(tmp_path / "nemotron", "NemotronHForCausalLM")
+    with pytest.raises(ConfigurationError, match=r"without gates keep their dtype, or take w8a8_fp8: name"):
+        RealRank(hybrid, quantization="fp8")
     biased = make_checkpoint(tmp_path / "gpt-oss", "GptOssForCausalLM", **SHAPE)
     with pytest.raises(
         ConfigurationError, match=r"biases keep .*: name them .* as model.layers.0.mlp.experts"

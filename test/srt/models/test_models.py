@@ -78,8 +78,8 @@ def test_the_map_names_the_tensors_of_a_checkpoint_and_fills_every_parameter_onc
         assert [start for start, _ in pieces] == [sum(n for _, n in pieces[:i]) for i in range(len(pieces))]
         assert sum(length for _, length in pieces) == parameter.shape[0]
         assert parameter.is_meta
-        is_wide = architecture.startswith(("Glm4Moe", "Deepseek")) and ".gate." in name
-        is_wide |= name.endswith(("decay_log", "rate_bias"))
+        is_wide = architecture.startswith(("Glm4Moe", "Deepseek", "Nemotron")) and ".gate." in name
+        is_wide |= name.endswith(("decay_log", "rate_bias", "step_bias", "skip"))
         assert parameter.dtype == (torch.float32 if is_wide else torch.bfloat16)
     num_fused = len(targets) - len(dict(model.named_parameters()))
     # Phi-3's checkpoints hold them fused, and transformers' code knows none.
@@ -102,6 +102,7 @@ def test_ignored_names() -> None:
     # Qwen3.5's lie apart, and its text model may stand beside a vision tower.
     qwen = build("Qwen3_5MoeForCausalLM")
     assert qwen.ignored("mtp.layers.0.mlp.gate.weight")
+    assert build("NemotronHForCausalLM").ignored("mtp.layers.0.mixer.q_proj.weight")
     assert not qwen.ignored("model.visual.patch_embed.proj.weight")
 
 
@@ -132,12 +133,40 @@ LINEAR_ATTENTION = {"layer_types": ["full_attention", "linear_attention"]}
         ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func 'softmax' .* 'sigmoid'"),
         ("DeepseekV3ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported; expected 1"),
         ("DeepseekV3ForCausalLM", {"attention_bias": True}, "attention_bias is not supported with latent"),
+        (
+            "NemotronHForCausalLM",
+            {"layers_block_type": ["mlp", "moe"]},
+            "expected one full_attention or more",
+        ),
+        ("NemotronHForCausalLM", {"mamba_num_heads": 5}, "expected a multiple of the 2 groups, got 5"),
+        ("NemotronHForCausalLM", {"time_step_limit": [0.0, 0.5]}, r"time_step_limit: expected \[0.0, Inf"),
     ],
     ids=str,
 )
 def test_what_is_not_implemented_is_refused(architecture: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         build(architecture, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attention_bias", True),
+        ("mamba_proj_bias", True),
+        ("mlp_bias", True),
+        ("mlp_hidden_act", "silu"),
+        ("n_shared_experts", 2),
+        ("residual_in_fp32", True),
+        ("sliding_window", 8),
+        ("tie_word_embeddings", True),
+        ("use_bias", True),
+        ("use_conv_bias", False),
+    ],
+)
+def test_what_other_nemotrons_would_have_is_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    edit_config(make_checkpoint(tmp_path, "NemotronHForCausalLM"), **{name: value})
+    with pytest.raises(ConfigurationError, match=f"{name} {value!r} is not supported; expected its default"):
+        RunnerDriver(tmp_path)
 
 
 def test_a_field_that_no_code_of_ours_reads_is_refused_unless_it_has_its_default(tmp_path: Path) -> None:
@@ -209,6 +238,21 @@ def test_models_of_transformers_code_are_updated_released_and_loaded(tmp_path: P
     store.arena.resume()
     load_weights(store, paths[0], "auto")
     assert outputs() == expected[0]
+
+
+def test_updates_may_call_tensors_of_nemotrons_as_transformers_does(tmp_path: Path) -> None:
+    """All experts of a layer are one tensor there, and names begin otherwise than in checkpoints."""
+    paths = [make_checkpoint(tmp_path / str(seed), "NemotronHForCausalLM", seed=seed) for seed in range(2)]
+    driver, other = RunnerDriver(paths[0]), Reference(paths[1])
+    store, tensors = driver.runner.weight_store, other.model.state_dict()
+    assert frozenset[str]().union(*map(store.covered, tensors)) == store.names
+    assert store.covered("model.layers.2.mixer.k_proj.weight") == {"backbone.layers.2.mixer.k_proj.weight"}
+    for name, tensor in tensors.items():
+        assert store.check(name, tuple(tensor.shape), tensor.dtype) is None
+        store.write(name, tensor, None)
+    run = driver.start(PROMPT)
+    driver.generate([run], 8)
+    assert run.output_ids == other.greedy(PROMPT, 8)
 
 
 def test_what_is_applied_to_our_layers_is_refused_for_those_of_transformers(tmp_path: Path) -> None:

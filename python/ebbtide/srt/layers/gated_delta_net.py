@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.layers.heads import Rope
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import Addend, NormedResidual, tensor_of
 from ebbtide.srt.layers.state import reference
-from ebbtide.srt.layers.state.base import StateStep
+from ebbtide.srt.layers.state.base import StateLayer, StateStep, parameter
 from ebbtide.srt.layers.step import Step
 from ebbtide.srt.mem_cache.cache_spec import State
 
@@ -64,30 +63,22 @@ class DeltaConfig:
         )
 
 
-class GatedDeltaNet(nn.Module):
-    """Projections, convolution, gated delta rule, norm and gate.
-
-    Args:
-        number: of the layer, among those with states.
-
-    Attributes:
-        group: the ranks that divide the heads among them.
-    """
+class GatedDeltaNet(StateLayer):
+    """Projections, convolution, gated delta rule, norm and gate."""
 
     def __init__(self, config: DeltaConfig, hidden_size: int, number: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.config, self.number = config, number
-        self.group: ParallelGroup = SoloGroup()
+        super().__init__(number)
+        self.config = config
         channels = 2 * config.k_size + config.v_size
         self.in_proj = Linear(hidden_size, channels + config.v_size, bias=False, dtype=dtype)
         # Too few rows to be worth 8 bits, and exponents are made of them.
         self.rates_proj = Linear(hidden_size, 2 * config.num_v_heads, bias=False, dtype=dtype)
         self.rates_proj.is_quantizable = False
         self.out_proj = Linear(config.v_size, hidden_size, bias=False, dtype=dtype)
-        self.conv_weight = _parameter((channels, 1, config.conv_size), dtype)
-        self.decay_log = _parameter((config.num_v_heads,), torch.float32)
-        self.rate_bias = _parameter((config.num_v_heads,), torch.float32)
-        self.norm_weight = _parameter((config.v_dim,), dtype)
+        self.conv_weight = parameter((channels, 1, config.conv_size), dtype)
+        self.decay_log = parameter((config.num_v_heads,), torch.float32)
+        self.rate_bias = parameter((config.num_v_heads,), torch.float32)
+        self.norm_weight = parameter((config.v_dim,), dtype)
 
     def forward(self, x: NormedResidual, rope: Rope, step: Step) -> Addend:
         assert step.states is not None, "the pass has no states"
@@ -133,11 +124,12 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """Everything between the projections; the states of the requests are brought up to date."""
         config = self.config
+        convolution: Any = reference
         kernels: Any = reference
         if inputs_TC.is_cuda:
-            from ebbtide.srt.layers.kernels import gated_delta as kernels
+            from ebbtide.srt.layers.kernels import convolution, gated_delta as kernels
         conv_states, matrices = states.layers[self.number]
-        conv_TC = kernels.convolve(inputs_TC, self.conv_weight, conv_states, positions_T, states)
+        conv_TC = convolution.convolve(inputs_TC, self.conv_weight, conv_states, positions_T, states)
         heads_TVH = kernels.delta_rule(
             conv_TC,
             rates_TV,
@@ -149,7 +141,3 @@ class GatedDeltaNet(nn.Module):
             states,
         )
         return kernels.gated_norm(heads_TVH, gates_TVH, self.norm_weight, config.norm_eps)  # type: ignore[no-any-return]
-
-
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

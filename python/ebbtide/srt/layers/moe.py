@@ -1,4 +1,4 @@
-"""Mixture of experts: a router picks a few gated MLPs per token, and their outputs are summed by its weights.
+"""Mixture of experts: a router picks a few MLPs per token, and their outputs are summed by its weights.
 
 Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.layers.linear import Inputs, Linear, linear
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
-from ebbtide.srt.layers.norm import Addend, NormedResidual, RMSNorm, Started, gated, tensor_of
+from ebbtide.srt.layers.norm import Addend, NormedResidual, RMSNorm, Started, gated, squared_relu, tensor_of
 from ebbtide.srt.layers.step import Kernels, Step
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ class MoeConfig:
         shared_size: inner size of the MLP that all tokens take besides their experts; 0: there is none.
         gates_shared: whether that MLP's output is multiplied by a gate of its own.
         clamp: the gate of experts with biases, whose router has one too; None: silu, and no biases.
+        is_gated: whether experts compute silu(gate) · up; else relu(up)².
+        latent_size: of what experts read and write, which is projected from hidden states and back; 0: they
+            read and write these.
     """
 
     num_experts: int
@@ -62,6 +65,8 @@ class MoeConfig:
     shared_size: int = 0
     gates_shared: bool = False
     clamp: Clamp | None = None
+    is_gated: bool = True
+    latent_size: int = 0
 
     @property
     def is_grouped(self) -> bool:
@@ -113,7 +118,8 @@ class Router(Linear):
 class Experts(nn.Module):
     """The weights of all experts of a layer, expert below expert.
 
-    `gate_up_proj` [E·2I, D] holds each expert's gate rows and then its up rows, `down_proj` [E·D, I].
+    `gate_up_proj` [E·2I, D] holds each expert's gate rows and then its up rows, `down_proj` [E·D, I]. Of
+    experts without gates `gate_up_proj` [E·I, D] holds up rows alone.
 
     Args:
         layer: whose they are: its place among the layers of routes.
@@ -129,8 +135,9 @@ class Experts(nn.Module):
         self.config, self.layer = config, layer
         self.adapters: dict[str, ProductAdapters] = {}
         self.group: ParallelGroup = SoloGroup()
+        num_rows = num_experts * inner * (2 if config.is_gated else 1)
         self.gate_up_proj = nn.Parameter(
-            torch.empty(num_experts * 2 * inner, hidden_size, dtype=dtype, device="meta"), requires_grad=False
+            torch.empty(num_rows, hidden_size, dtype=dtype, device="meta"), requires_grad=False
         )
         self.down_proj = nn.Parameter(
             torch.empty(num_experts * hidden_size, inner, dtype=dtype, device="meta"), requires_grad=False
@@ -287,7 +294,7 @@ class ExpertSum:
 class SumWithShared:
     """What a token's experts make of it, and what the MLP that all tokens take does. An `Addend`."""
 
-    experts: ExpertSum
+    experts: Addend
     shared: Addend | Tensor
 
     def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> Started | None:
@@ -318,10 +325,14 @@ class MoeMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gate = Router(config, hidden_size, dtype)
-        sizes = (hidden_size, dtype, layer)
+        sizes = (config.latent_size or hidden_size, dtype, layer)
         self.experts = (
             Experts(config, *sizes) if config.clamp is None else BiasedExperts(config, config.clamp, *sizes)
         )
+        self.to_latents = self.from_latents = None
+        if config.latent_size:
+            self.to_latents = Linear(hidden_size, config.latent_size, bias=False, dtype=dtype)
+            self.from_latents = Linear(config.latent_size, hidden_size, bias=False, dtype=dtype)
         self.shared_experts = shared_experts
         self.shared_gate = None
         if config.gates_shared:
@@ -330,9 +341,12 @@ class MoeMLP(nn.Module):
 
     def forward(self, x: Tensor | NormedResidual, step: Step) -> Addend:
         x_TD = tensor_of(x)
-        experts = self.experts(x_TD, self.gate(x_TD, step), step, self.gate.bias_E)
+        read = x_TD if self.to_latents is None else self.to_latents(x_TD, step)
+        experts: Addend = self.experts(read, self.gate(x_TD, step), step, self.gate.bias_E)
+        if self.from_latents is not None:
+            experts = self.from_latents.addend(experts.tensor(), step)
         if self.shared_experts is None:
-            return experts  # type: ignore[no-any-return]
+            return experts
         shared = self.shared_experts(x_TD, step)
         if self.shared_gate is not None:
             shared = shared.tensor().mul_(self.shared_gate(x_TD, step).sigmoid_())
@@ -411,12 +425,13 @@ def run_experts(
         weights_TK, experts_TK: from `route`.
     """
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
+    num_rows = len(gate_up_RD) * hidden // len(down_RI)
 
     def mlp(expert: int, x_ND: Tensor, tokens_N: Tensor) -> Tensor:
-        gate_up_N2I = linear(x_ND, gate_up_RD[2 * inner * expert : 2 * inner * (expert + 1)])
+        gate_up_NR = linear(x_ND, gate_up_RD[num_rows * expert : num_rows * (expert + 1)])
         if adapted is not None:
-            adapted.add_rows_("gate_up_proj", gate_up_N2I, x_ND, tokens_N, expert)
-        inner_NI = gated(gate_up_N2I)
+            adapted.add_rows_("gate_up_proj", gate_up_NR, x_ND, tokens_N, expert)
+        inner_NI = squared_relu(gate_up_NR) if num_rows == inner else gated(gate_up_NR)
         y_ND = linear(inner_NI, down_RI[hidden * expert : hidden * (expert + 1)])
         if adapted is not None:
             adapted.add_rows_("down_proj", y_ND, inner_NI, tokens_N, expert)

@@ -24,6 +24,15 @@ def gated(gate_up_T2I: Tensor, activation: Activation = "silu") -> Tensor:
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)²."""
+    if x.is_cuda:
+        from ebbtide.srt.layers.kernels.activation import squared_relu as squared_at_once
+
+        return squared_at_once(x)
+    return F.relu(x).square_()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, accumulated in float32."""
     if x.is_cuda:

@@ -136,6 +136,7 @@ class AdapterSlots:
         self._device = device
         layouts = _layouts(model, placements, limits)
         self._modules = dict(_modules(model, layouts))
+        self._stored_as = model.stored_as
         self._untargeted = _untargeted(model, placements, limits)
         last = list(layouts.values())[-1]
         num_values, num_scalings = last.end, last.first_scaling + len(last.ends)
@@ -316,7 +317,8 @@ class AdapterSlots:
         self, name: str, tensor: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...]
     ) -> tuple[str, _Module]:
         """The module that a name means, and its own name."""
-        if (module := self._modules.get(name)) is not None:
+        stored = self._stored_as(name)
+        if (module := self._modules.get(name) or self._modules.get(stored)) is not None:
             return name, module
         # PEFT wraps a layer's experts once for each parameter: which one, the shapes say.
         experts = name.removesuffix(".base_layer")
@@ -337,7 +339,7 @@ class AdapterSlots:
             raise _tensor_refused(
                 tensor, "no adapter of embeddings or the output layer: these are not supported"
             )
-        if name in self._untargeted or experts in self._untargeted:
+        if self._untargeted & {name, stored, experts, self._stored_as(experts)}:
             raise _tensor_refused(tensor, "modules of lora_target_modules alone")
         raise _tensor_refused(tensor, "modules of the model: it has none of this name that takes an adapter")
 

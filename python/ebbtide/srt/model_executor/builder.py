@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +45,6 @@ from ebbtide.srt.model_executor.rehearsal import load_kernels, rehearse
 from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
-from ebbtide.srt.models.moe import MoeCausalLM
 from ebbtide.srt.models.quantizing import Quantization
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.sampling_params import SamplingParams
@@ -265,14 +264,16 @@ def _ready(
 
 
 def _room_for_routes(model: CausalLM, slices: _Slices, device: torch.device) -> torch.Tensor:
-    """Where the longest pass may leave the experts of its tokens."""
+    """Where the longest pass may leave the experts of its tokens, [T, L, K]; other layers leave zeros."""
     schedule = slices.schedule
-    if not isinstance(model, MoeCausalLM):
+    if (routed := model.routed) is None:
         raise ConfigurationError(f"enable_return_routed_experts: {slices.model.architecture} has no experts")
     # If prompts are not chunked, the last one of a pass comes whole, however little room is left.
     whole = schedule.max_prefill_tokens + slices.model.context_len
     max_tokens = schedule.chunked_prefill_size or whole
-    return model.room_for_routes(max_tokens + schedule.max_running_requests, device)
+    shape = (max_tokens + schedule.max_running_requests, routed.num_layers, routed.per_token)
+    dtype = torch.uint8 if routed.num_experts <= 256 else torch.uint16
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _rehearse(
@@ -290,14 +291,7 @@ def _rehearse(
 
 def expert_slots(model: CausalLM) -> dict[str, Any] | None:
     """What a request must know that gives tokens their experts, as `ExpertSlots` has it."""
-    if not isinstance(model, MoeCausalLM):
-        return None
-    return {
-        "num_layers": model.config.num_layers,
-        "num_experts": model.moe.num_experts,
-        "per_token": model.moe.num_experts_per_token,
-        "sparse_layers": sorted(model.sparse_layers),
-    }
+    return None if model.routed is None else asdict(model.routed)
 
 
 def _quantization(model_config: ModelConfig, device: torch.device) -> Quantization | None:

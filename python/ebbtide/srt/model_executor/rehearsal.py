@@ -26,10 +26,9 @@ from ebbtide.srt.distributed.parallel_group import SoloGroup
 from ebbtide.srt.layers.attention.base import AttentionShape, DecodeBuffers, LayerAttention, Progress
 from ebbtide.srt.layers.attention.decode_choice import serves_few
 from ebbtide.srt.layers.attention.few_requests import FewRequests
-from ebbtide.srt.layers.gated_delta_net import GatedDeltaNet
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.lora import StepAdapters
-from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
+from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateLayer, StateStep
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache.cache_spec import State
 from ebbtide.srt.mem_cache.state_pool import StateLayout
@@ -168,7 +167,7 @@ def _states(model: CausalLM, zeros_T: Tensor, *, is_prompt: bool) -> StateStep |
     if not specs:
         return None
     num_tokens, device = len(zeros_T), zeros_T.device
-    num_ranks = next(layer.group.size for layer in model.modules() if isinstance(layer, GatedDeltaNet))
+    num_ranks = next(layer.group.size for layer in model.modules() if isinstance(layer, StateLayer))
     layers = [
         tuple(torch.zeros((1, *shape), dtype=dtype, device=device) for shape, dtype in parts)
         for parts in StateLayout.of(specs, num_ranks, 1).parts

@@ -110,6 +110,12 @@ class WeightStore:
             for name, placement in joint(model, self._group).items()
             if placement.target.parameter + self._layout.suffix not in eight_bits
         }
+        self._joint |= {
+            also: placement
+            for name, placement in (self._placements | self._joint).items()
+            if (also := model.also_called(name)) is not None
+            and placement.target.parameter + self._layout.suffix not in eight_bits
+        }
         self._slots: dict[str, Slot] = {}
         num_bytes = 0
         for name, parameter in model.named_parameters():
@@ -338,7 +344,10 @@ class WeightStore:
         if direct:
             return frozenset(self._sources[name])
         if name in self._joint:
-            return frozenset(self._sources[self._joint[name].target.parameter])
+            target = self._joint[name].target
+            filled = range(target.start, target.start + target.length)
+            sources = self._sources[target.parameter]
+            return frozenset(each for each in sources if self._placements[each].target.start in filled)
         return frozenset() if self.ignored(name) or name in self._scales else frozenset({name})
 
     def complete(self, shadow: Arena, written: Iterable[str]) -> Generator[int, None, None]:

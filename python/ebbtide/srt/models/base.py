@@ -98,14 +98,33 @@ def divided(rows: WeightMap, splits: Mapping[str, Split]) -> WeightMap:
     return marked
 
 
+@dataclass(frozen=True)
+class RoutedLayers:
+    """Which layers of a model choose experts for tokens.
+
+    Attributes:
+        num_layers: all of the model's.
+        sparse_layers: those that do.
+        num_experts: of each of these.
+        per_token: that a token takes there.
+    """
+
+    num_layers: int
+    sparse_layers: Sequence[int]
+    num_experts: int
+    per_token: int
+
+
 class CausalLM(nn.Module, ABC):
     """A decoder whose parameters are made on the meta device and get their memory from the weight store.
 
     Attributes:
         is_native: whether its layers are ours: what is applied to models from outside knows no others.
+        routed: None: no layer has experts.
     """
 
     is_native = True
+    routed: RoutedLayers | None = None
 
     @abstractmethod
     def forward(self, step: Step) -> Tensor:
@@ -148,6 +167,10 @@ class CausalLM(nn.Module, ABC):
     def stored_as(self, name: str) -> str:
         """The checkpoint name of the tensor that the model uses for `name`; another where two are tied."""
         return name
+
+    def also_called(self, name: str) -> str | None:
+        """Another name by which updates may bring the tensor of this checkpoint name."""
+        return None
 
     @abstractmethod
     def ignored(self, name: str) -> bool:

@@ -261,7 +261,8 @@ class Block(nn.Module):
         x.add(self.mlp(x.normed(self.post_attention_layernorm), step))
 
 
-MakeBlock = Callable[[int], Block]
+# A layer is called as a `Block` is.
+MakeBlock = Callable[[int], nn.Module]
 
 
 class Decoder(nn.Module):

@@ -5,13 +5,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
 from ebbtide.srt.models.base import (
     INPUTS,
     OUTPUTS,
+    RoutedLayers,
     Split,
     WeightMap,
     WeightTarget,
@@ -59,18 +60,7 @@ class MoeCausalLM(DenseCausalLM):
         device: torch.device,
         make_attention: Callable[[int], nn.Module] | None = None,
     ) -> None:
-        if not 1 <= moe.num_experts_per_token <= moe.num_experts:
-            raise ConfigurationError(
-                f"num_experts_per_tok {moe.num_experts_per_token} is not between 1 and the "
-                f"{moe.num_experts} experts"
-            )
-
-        group_size, rest = divmod(moe.num_experts, moe.num_groups)
-        if rest or (moe.num_kept_groups < moe.num_groups and group_size < moe.num_group_scores):
-            raise ConfigurationError(
-                f"n_group: expected groups of two experts or more, of {moe.num_experts} in all, got "
-                f"{moe.num_groups} groups"
-            )
+        check_experts(moe)
         if config.activation != "silu":
             raise ConfigurationError(f"hidden_act {config.activation} is not supported; experts take silu")
 
@@ -85,12 +75,7 @@ class MoeCausalLM(DenseCausalLM):
         super().__init__(config, dtype, device, make_block)
         self.moe, self.names = moe, names
         self.sparse_layers = frozenset(sparse_layers)
-
-    def room_for_routes(self, max_tokens: int, device: torch.device) -> Tensor:
-        """Where a pass may leave the experts of its tokens, [T, L, K]; layers without experts leave zeros."""
-        dtype = torch.uint8 if self.moe.num_experts <= 256 else torch.uint16
-        shape = (max_tokens, self.config.num_layers, self.moe.num_experts_per_token)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        self.routed = routed_layers(moe, config.num_layers, sparse_layers)
 
     def layer_map(self, layer: int) -> WeightMap:
         rows = dense_layer_map(self.config, layer=layer)
@@ -124,6 +109,26 @@ class MoeCausalLM(DenseCausalLM):
             for layer in sorted(self.sparse_layers)
             for name, (shape, split) in tensors.items()
         }
+
+
+def check_experts(moe: MoeConfig) -> None:
+    """Raises ConfigurationError for numbers of experts and groups from which none can be chosen."""
+    if not 1 <= moe.num_experts_per_token <= moe.num_experts:
+        raise ConfigurationError(
+            f"num_experts_per_tok {moe.num_experts_per_token} is not between 1 and the "
+            f"{moe.num_experts} experts"
+        )
+    group_size, rest = divmod(moe.num_experts, moe.num_groups)
+    if rest or (moe.num_kept_groups < moe.num_groups and group_size < moe.num_group_scores):
+        raise ConfigurationError(
+            f"n_group: expected groups of two experts or more, of {moe.num_experts} in all, got "
+            f"{moe.num_groups} groups"
+        )
+
+
+def routed_layers(moe: MoeConfig, num_layers: int, sparse_layers: Collection[int]) -> RoutedLayers:
+    """What the engine asks of a model about its experts."""
+    return RoutedLayers(num_layers, sorted(sparse_layers), moe.num_experts, moe.num_experts_per_token)
 
 
 def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames) -> WeightMap:

@@ -102,10 +102,10 @@ def _chosen(
     for module_name, names in fused.items():
         excluded = [name for name in names if quantization.excludes(name.removesuffix(".weight"))]
         if not excluded:
-            if isinstance(model.get_submodule(module_name), BiasedExperts):
+            if (why := _problem(model.get_submodule(module_name), quantization.layout)) is not None:
                 raise ConfigurationError(
-                    f"quantization={quantization.layout.quantization}: experts with biases keep their dtype: "
-                    f"name them in quantization_exclude, as {names[0].rpartition('.')[0]}"
+                    f"quantization={quantization.layout.quantization}: {why}: name them in "
+                    f"quantization_exclude, as {names[0].rpartition('.')[0]}"
                 )
             chosen[module_name] = names
         elif len(excluded) < len(names):
@@ -115,6 +115,15 @@ def _chosen(
                 f"{first_few(others)} here: exclude all of them or none"
             )
     return chosen
+
+
+def _problem(module: nn.Module, layout: ScaleLayout) -> str | None:
+    """Why a module has to keep its dtype; None: it need not."""
+    if isinstance(module, BiasedExperts):
+        return "experts with biases keep their dtype"
+    if isinstance(module, Experts) and not module.config.is_gated and layout is BLOCKS:
+        return f"experts without gates keep their dtype, or take {CHANNELS.quantization}"
+    return None
 
 
 def _scales_of(name: str, placement: Placement, layout: ScaleLayout, module: nn.Module) -> Placement:

@@ -17,6 +17,7 @@ from ebbtide.srt.models.llama import LlamaForCausalLM
 from ebbtide.srt.models.mimo import MiMoForCausalLM
 from ebbtide.srt.models.mistral import MistralForCausalLM
 from ebbtide.srt.models.mixtral import MixtralForCausalLM
+from ebbtide.srt.models.nemotron_h import NemotronHForCausalLM
 from ebbtide.srt.models.phi3 import Phi3ForCausalLM
 from ebbtide.srt.models.qwen2 import Qwen2ForCausalLM
 from ebbtide.srt.models.qwen2_moe import Qwen2MoeForCausalLM
@@ -48,6 +49,7 @@ MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "NemotronHForCausalLM": NemotronHForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
@@ -56,15 +58,18 @@ MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
 
 
 # Fields that no computation depends on: of training and of outputs that nobody asks for, of other parts of
-# the engine, and those that transformers makes `layer_types` and `sliding_window` of.
+# the engine, and those that transformers makes `layer_types` and `sliding_window` of. The last two lines are
+# of how Mamba-2 is trained and computed; its states are kept in float32.
 _WITHOUT_EFFECT = """
 _name_or_path architectures chunk_size_feed_forward dtype id2label label2id model_type output_attentions
 output_hidden_states problem_type return_dict transformers_version
 bos_token_id eos_token_id pad_token_id max_position_embeddings original_max_position_embeddings
-attention_dropout aux_loss_alpha embd_pdrop initializer_range num_mtp_layers num_nextn_predict_layers
-output_router_logits pretraining_tp qk_head_dim resid_pdrop router_aux_loss_coef router_jitter_noise
-use_cache
+attention_dropout aux_loss_alpha embd_pdrop hidden_dropout initializer_range num_mtp_layers
+num_nextn_predict_layers output_router_logits pretraining_tp qk_head_dim resid_pdrop router_aux_loss_coef
+router_jitter_noise use_cache
 _sliding_window_pattern max_window_layers use_sliding_window
+chunk_size expand mamba_ssm_cache_dtype moe_shared_expert_overlap mtp_layers_block_type num_logits_to_keep
+rescale_prenorm_residual time_step_floor time_step_max time_step_min use_mamba_kernels
 """
 
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from ebbtide.srt.distributed.division import part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
-from ebbtide.srt.layers.gated_delta_net import GatedDeltaNet
 from ebbtide.srt.layers.heads import Sinks
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.moe import Experts
+from ebbtide.srt.layers.state.base import StateLayer
 from ebbtide.srt.models.base import CausalLM, WeightTarget
 
 
@@ -125,7 +125,7 @@ def _part(target: WeightTarget, group: ParallelGroup) -> Part | None:
 def _shrink(model: CausalLM, name: str, shape: list[int], group: ParallelGroup) -> None:
     dtype = model.get_parameter(name).dtype
     module = replace_parameter(model, name, torch.empty(shape, dtype=dtype, device="meta"))
-    if isinstance(module, Linear | Experts | GatedDeltaNet):
+    if isinstance(module, Linear | Experts | StateLayer):
         module.group = group
     else:
         assert isinstance(module, Sinks), f"{name}: {type(module)} cannot be divided"

@@ -152,14 +152,18 @@ def test_experts_have_adapters_of_their_own(device: str, lora: ModuleType) -> No
         torch.testing.assert_close(out_NO[row : row + 1], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_fused_experts_with_adapters_are_those_of_the_loop(device: str, lora: ModuleType) -> None:
+@pytest.mark.parametrize("per_inner", [2, 1])
+def test_fused_experts_with_adapters_are_those_of_the_loop(
+    device: str, lora: ModuleType, per_inner: int
+) -> None:
+    """With gates, and without."""
     from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 
     num_experts, top_k, num_tokens, hidden, inner = 4, 2, 9, 64, 32
-    gate_up = make_adapters(device, hidden, (2 * inner,), 32, num_experts)
+    gate_up = make_adapters(device, hidden, (per_inner * inner,), 32, num_experts)
     down = make_adapters(device, inner, (hidden,), 16, num_experts)
     x_TD = torch.randn(num_tokens, hidden, device=device)
-    gate_up_RD = torch.randn(num_experts * 2 * inner, hidden, device=device) / 8
+    gate_up_RD = torch.randn(num_experts * per_inner * inner, hidden, device=device) / 8
     down_RI = torch.randn(num_experts * hidden, inner, device=device) / 8
     slots_T = torch.arange(num_tokens, dtype=torch.int32, device=device) % (NUM_SLOTS + 1) - 1
     experts_TK = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)]).to(device)

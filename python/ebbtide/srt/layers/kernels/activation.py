@@ -1,10 +1,11 @@
-"""The activation of a gated MLP in one pass.
+"""The activation of an MLP in one pass.
 
 Shapes: T tokens, I intermediate size.
 """
 
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,6 +36,15 @@ def gated(gate_up_T2I: Tensor, activation: str) -> Tensor:
     return out_TI
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)², in float32 and rounded once. x is contiguous."""
+    out = torch.empty_like(x)
+    _squared_relu[(triton.cdiv(x.numel(), _BLOCK),)](
+        x, out, x.numel(), BLOCK=_BLOCK, num_warps=4, **overlap_options(x)
+    )
+    return out
+
+
 @triton.jit
 def activate(gate, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
     """silu, or gelu in the form with a tanh, of float32."""
@@ -58,3 +68,16 @@ def _gated(  # type: ignore[no-untyped-def]
     gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gates + inner, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * inner + column, activate(gate, GELU) * up, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _squared_relu(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, count, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr
+) -> None:
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place, mask=place < count, other=0.0).to(tl.float32)
+    x = tl.maximum(x, 0.0)
+    tl.store(out_ptr + place, x * x, mask=place < count)

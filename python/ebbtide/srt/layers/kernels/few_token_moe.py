@@ -40,6 +40,7 @@ def few_tokens_(
         experts_TK,
         HIDDEN=hidden,
         INNER=inner,
+        GATED=len(gate_up_RD) * hidden > inner * len(down_RI),
         TOP_K=top_k,
         ROWS=gate_up.rows,
         STEP=gate_up.step,
@@ -84,6 +85,15 @@ def down_few_(
 
 
 @triton.jit
+def inner_of(gate, up, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """silu(gate) · up; without gates relu(up)²."""
+    if GATED:
+        return gate * tl.sigmoid(gate) * up
+    up = tl.maximum(up, 0.0)
+    return up * up
+
+
+@triton.jit
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_TD,
     gate_up_RD,
@@ -91,34 +101,41 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     experts_S,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
+    GATED: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """silu(gate) · up of one slot, some columns of it."""
+    """`inner_of` one slot, some columns of it."""
     follow(OVERLAPPED)
+    PER_INNER: tl.constexpr = 2 if GATED else 1
     slot = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, STEP)
     expert = tl.load(experts_S + slot).to(tl.int64)
-    tile = gate_up_RD + expert * (2 * INNER * HIDDEN) + rows[:, None] * HIDDEN + columns[None, :]
+    tile = gate_up_RD + expert * (PER_INNER * INNER * HIDDEN) + rows[:, None] * HIDDEN + columns[None, :]
+    up_tile = tile + (PER_INNER - 1) * INNER * HIDDEN
     x_at = x_TD + (slot // TOP_K).to(tl.int64) * HIDDEN + columns
     inside = (rows < INNER)[:, None]
-    gate_next = tl.load(tile, mask=inside & (columns < HIDDEN)[None, :], other=0.0)
-    up_next = tl.load(tile + INNER * HIDDEN, mask=inside & (columns < HIDDEN)[None, :], other=0.0)
+    wanted = inside & (columns < HIDDEN)[None, :]
+    up_next = tl.load(up_tile, mask=wanted, other=0.0)
+    gate_next = up_next
+    if GATED:
+        gate_next = tl.load(tile, mask=wanted, other=0.0)
     gate = tl.zeros((ROWS, STEP), tl.float32)
     up = tl.zeros((ROWS, STEP), tl.float32)
     for start in range(0, HIDDEN, STEP):
         gate_weight, up_weight = gate_next, up_next
         wanted = inside & (start + STEP + columns < HIDDEN)[None, :]
-        gate_next = tl.load(tile + start + STEP, mask=wanted, other=0.0)
-        up_next = tl.load(tile + INNER * HIDDEN + start + STEP, mask=wanted, other=0.0)
+        if GATED:
+            gate_next = tl.load(tile + start + STEP, mask=wanted, other=0.0)
+        up_next = tl.load(up_tile + start + STEP, mask=wanted, other=0.0)
         x = tl.load(x_at + start, mask=start + columns < HIDDEN, other=0.0).to(tl.float32)[None, :]
-        gate += gate_weight.to(tl.float32) * x
+        if GATED:
+            gate += gate_weight.to(tl.float32) * x
         up += up_weight.to(tl.float32) * x
-    gates = tl.sum(gate, axis=1)
-    value = gates * tl.sigmoid(gates) * tl.sum(up, axis=1)
+    value = inner_of(tl.sum(gate, axis=1), tl.sum(up, axis=1), GATED)
     at = inner_SI + slot.to(tl.int64) * INNER + rows
     tl.store(at, value.to(inner_SI.dtype.element_ty), mask=rows < INNER)
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.kernels.few_token_moe import few_tokens_
+from ebbtide.srt.layers.kernels.few_token_moe import few_tokens_, inner_of
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.layers.kernels.lora import ExpertFactors, expand, shrink
 from ebbtide.srt.layers.kernels.moe_routing import follow, list_slots
@@ -80,24 +80,26 @@ def _by_blocks(
     """The weighted outputs of each token's experts, [S, D]."""
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
+    num_rows = len(gate_up_RD) * hidden // len(down_RI)
     blocks = list_slots(experts_TK, len(down_RI) // hidden, plan.block_tokens)
     inner_SI = x_TD.new_empty((num_slots, inner))
-    delta_S2I = None
+    delta_SR = None
     if adapted is not None and adapted.gate_up is not None:
-        delta_S2I = x_TD.new_zeros((num_slots, 2 * inner))
+        delta_SR = x_TD.new_zeros((num_slots, num_rows))
         shrunk = shrink(x_TD, adapted.gate_up, adapted.groups, top_k=top_k)
-        expand(shrunk, adapted.gate_up, adapted.groups, delta_S2I, add=False)
+        expand(shrunk, adapted.gate_up, adapted.groups, delta_SR, add=False)
     _gate_up_kernel[(blocks.number * triton.cdiv(inner, plan.gate_up.rows),)](
         x_TD,
         gate_up_RD,
         scales[0],
-        delta_S2I,
+        delta_SR,
         inner_SI,
         blocks.experts,
         blocks.slots,
         num_slots,
         HIDDEN=hidden,
         INNER=inner,
+        GATED=num_rows > inner,
         TOP_K=top_k,
         BLOCK_T=plan.block_tokens,
         **tile_options(plan.gate_up),
@@ -155,24 +157,26 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_TD,
     gate_up_RD,
     scales_R,
-    delta_S2I,
+    delta_SR,
     inner_SI,
     block_experts,
     block_slots,
     num_slots,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
+    GATED: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """silu(gate) · up of one block, some columns of it.
+    """`inner_of` one block, some columns of it.
 
     Weights are the left operand: a few tokens then fill the tensor cores' narrow side.
     """
     follow(OVERLAPPED)
+    PER_INNER: tl.constexpr = 2 if GATED else 1
     num_parts = tl.cdiv(INNER, ROWS)
     # Programs of one block follow each other, so that its tokens stay in the cache.
     block, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
@@ -186,34 +190,37 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     row_places = tl.where(rows < INNER, rows, 0)
     tokens = tl.where(filled, slots // TOP_K, 0).to(tl.int64)
     columns = tl.arange(0, STEP)
-    gate_places = expert.to(tl.int64) * (2 * INNER * HIDDEN) + row_places[:, None] * HIDDEN + columns[None, :]
-    gate_pointers = gate_up_RD + gate_places
-    up_pointers = gate_pointers + INNER * HIDDEN
+    first_row = expert.to(tl.int64) * (PER_INNER * INNER)
+    gate_pointers = gate_up_RD + first_row * HIDDEN + row_places[:, None] * HIDDEN + columns[None, :]
+    up_pointers = gate_pointers + (PER_INNER - 1) * INNER * HIDDEN
     x_pointers = x_TD + tokens[None, :] * HIDDEN + columns[:, None]
     gate = tl.zeros([ROWS, BLOCK_T], dtype=tl.float32)
     up = tl.zeros([ROWS, BLOCK_T], dtype=tl.float32)
     for first in range(0, HIDDEN, STEP):
         if HIDDEN % STEP == 0:
             x = tl.load(x_pointers + first)
-            gate_weight = tl.load(gate_pointers + first)
+            if GATED:
+                gate_weight = tl.load(gate_pointers + first)
             up_weight = tl.load(up_pointers + first)
         else:
             real = columns < HIDDEN - first
             x = tl.load(x_pointers + first, mask=real[:, None], other=0.0)
-            gate_weight = tl.load(gate_pointers + first, mask=real[None, :], other=0.0)
+            if GATED:
+                gate_weight = tl.load(gate_pointers + first, mask=real[None, :], other=0.0)
             up_weight = tl.load(up_pointers + first, mask=real[None, :], other=0.0)
-        gate = tl.dot(gate_weight.to(x.dtype), x, gate, input_precision="ieee")
+        if GATED:
+            gate = tl.dot(gate_weight.to(x.dtype), x, gate, input_precision="ieee")
         up = tl.dot(up_weight.to(x.dtype), x, up, input_precision="ieee")
     if scales_R is not None:
-        gate_scales = scales_R + expert.to(tl.int64) * (2 * INNER) + row_places
+        gate_scales = scales_R + first_row + row_places
         gate *= tl.load(gate_scales)[:, None]
-        up *= tl.load(gate_scales + INNER)[:, None]
-    if delta_S2I is not None:
+        up *= tl.load(gate_scales + (PER_INNER - 1) * INNER)[:, None]
+    if delta_SR is not None:
         mask = filled[None, :] & (rows < INNER)[:, None]
-        deltas = delta_S2I + slots.to(tl.int64)[None, :] * (2 * INNER) + rows[:, None]
+        deltas = delta_SR + slots.to(tl.int64)[None, :] * (PER_INNER * INNER) + rows[:, None]
         gate += tl.load(deltas, mask=mask, other=0.0).to(tl.float32)
-        up += tl.load(deltas + INNER, mask=mask, other=0.0).to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
+        up += tl.load(deltas + (PER_INNER - 1) * INNER, mask=mask, other=0.0).to(tl.float32)
+    value = inner_of(gate, up, GATED)
     places = slots.to(tl.int64)[None, :] * INNER + rows[:, None]
     mask = filled[None, :] & (rows < INNER)[:, None]
     tl.store(inner_SI + places, value.to(inner_SI.dtype.element_ty), mask=mask)

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 
 # Tokens that a layer with a state takes at once.
 PIECE_TOKENS = 64
@@ -39,3 +42,24 @@ class StateStep:
     indptr_P1: Tensor | None = None
     lens_P: Sequence[int] = ()
     pieces_P3: Tensor | None = None
+
+
+class StateLayer(nn.Module):
+    """A layer that keeps a state of each request.
+
+    Args:
+        number: of the layer, among those with states.
+
+    Attributes:
+        group: the ranks that divide the heads among them.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.group: ParallelGroup = SoloGroup()
+
+
+def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """One that is loaded later."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

@@ -1,6 +1,7 @@
-"""The gated delta rule in torch, for devices without kernels of ours: what the kernels are tested against.
+"""Layers with a state in torch, for devices without kernels of ours: what the kernels are tested against.
 
-Shapes: T tokens, R requests, C channels, K key heads, V value heads, H head_dim, L tokens of a piece.
+Shapes: T tokens, R requests, C channels, K key heads, V value heads, N heads, H head_dim, G groups of heads,
+S numbers of a state for each of a head, L tokens of a piece.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from ebbtide.srt.layers.state.base import KEY_EPS, PIECE_TOKENS, StateStep
 
 
 def convolve(
-    inputs_TC: Tensor, weight_C1K: Tensor, conv_states: Tensor, positions_T: Tensor, states: StateStep
+    inputs_TC: Tensor,
+    weight_C1K: Tensor,
+    conv_states: Tensor,
+    positions_T: Tensor,
+    states: StateStep,
+    bias_C: Tensor | None = None,
 ) -> Tensor:
     """silu of each channel's convolution over a token and those before it.
 
@@ -28,7 +34,8 @@ def convolve(
         new_RCT = _by_request(inputs_TC[tokens], slots).transpose(1, 2)
         all_RCT = torch.cat([_before(conv_states, slots, positions_T[tokens]), new_RCT], dim=2)
         conv_states[slots] = all_RCT[:, :, all_RCT.shape[2] - size + 1 :]
-        outputs.append(F.conv1d(all_RCT, weight_C1K, groups=len(weight_C1K)).transpose(1, 2).flatten(0, 1))
+        out_RCT = F.conv1d(all_RCT, weight_C1K, bias_C, groups=len(weight_C1K))
+        outputs.append(out_RCT.transpose(1, 2).flatten(0, 1))
     return F.silu(torch.cat(outputs))
 
 
@@ -99,6 +106,69 @@ def gated_norm(heads_TVH: Tensor, gates_TVH: Tensor, weight_H: Tensor, eps: floa
     """rms_norm(heads) · silu(gates)."""
     normed = F.rms_norm(heads_TVH.float(), weight_H.shape, None, eps).to(heads_TVH.dtype) * weight_H
     return (normed * F.silu(gates_TVH.float())).to(heads_TVH.dtype)
+
+
+def selective_scan(
+    xbc_TC: Tensor,
+    steps_TN: Tensor,
+    decay_log_N: Tensor,
+    step_bias_N: Tensor,
+    skip_N: Tensor,
+    matrices: Tensor,
+    positions_T: Tensor,
+    states: StateStep,
+) -> Tensor:
+    """The outputs of heads, [T, N, H].
+
+    Args:
+        xbc_TC: inputs x of all heads, then B of all groups, then C of all groups.
+        steps_TN: what time steps are made of.
+        matrices: float32 [slots, N, H, S], which are brought up to date.
+    """
+    num_heads, head_dim, state_size = matrices.shape[1:]
+    inner = num_heads * head_dim
+    of_groups = (xbc_TC.shape[1] - inner) // 2
+    x, b, c = torch.split(xbc_TC.float(), [inner, of_groups, of_groups], dim=1)
+    x_TNH = x.reshape(len(x), num_heads, head_dim)
+    b_TNS, c_TNS = (
+        each.reshape(len(x), -1, state_size).repeat_interleave(num_heads * state_size // of_groups, dim=1)
+        for each in (b, c)
+    )
+    step_TN = F.softplus(steps_TN.float() + step_bias_N)
+    decay_TN = -decay_log_N.exp() * step_TN
+    outputs = []
+    for slots, tokens in _requests(states):
+        matrix_RNHS = _before(matrices, slots, positions_T[tokens])
+        # [R, N, T of a request, ...]
+        parts = [
+            _by_request(each[tokens], slots).transpose(1, 2)
+            for each in (x_TNH * step_TN[:, :, None], b_TNS, c_TNS, decay_TN)
+        ]
+        pieces = []
+        for piece in zip(*(torch.split(part, PIECE_TOKENS, dim=2) for part in parts), strict=True):
+            out_RNLH, matrix_RNHS = _scanned(matrix_RNHS, *piece)
+            pieces.append(out_RNLH)
+        matrices[slots] = matrix_RNHS
+        outputs.append(torch.cat(pieces, dim=2).transpose(1, 2).flatten(0, 1))
+    return (torch.cat(outputs) + x_TNH * skip_N[:, None]).to(xbc_TC.dtype)
+
+
+def _scanned(matrix: Tensor, x: Tensor, b: Tensor, c: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of L tokens of each request, and the matrices behind them."""
+    total = decay.cumsum(-1)
+    since = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    out = (c * total.exp()[..., None]) @ matrix.transpose(-1, -2) + (c @ b.transpose(-1, -2) * since) @ x
+    last = total[..., -1:]
+    kept = x * (last - total).exp()[..., None]
+    return out, matrix * last.exp()[..., None] + kept.transpose(-1, -2) @ b
+
+
+def gated_group_norm(x_TC: Tensor, gates_TC: Tensor, weight_C: Tensor, num_groups: int, eps: float) -> Tensor:
+    """rms_norm(x · silu(gates)), each group of channels by itself."""
+    gated_TC = x_TC.float() * F.silu(gates_TC.float())
+    groups_TGC = gated_TC.view(len(x_TC), num_groups, -1)
+    normed_TC = F.rms_norm(groups_TGC, groups_TGC.shape[2:], None, eps).flatten(1)
+    return normed_TC.to(x_TC.dtype) * weight_C
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -122,19 +122,23 @@ def test_experts(num_tokens: int, hidden: int, inner: int, num_experts: int) -> 
     assert_near(added, residual.float() + out.float())
 
 
-@pytest.mark.parametrize("num_tokens", [1, 9, 70, 700] if ON_GPU else [1, 19])
+@pytest.mark.parametrize(
+    ("num_tokens", "per_inner"),
+    # With gates, and without.
+    [(1, 2), (9, 2), (70, 2), (700, 2), (9, 1), (700, 1)] if ON_GPU else [(1, 2), (19, 2), (19, 1)],
+)
 @pytest.mark.parametrize(
     ("hidden", "inner", "num_experts"),
     # 208 and 48 are no multiples of a tile.
     [(208, 48, 4), (2048, 768, 16)] if ON_GPU else [(208, 48, 4)],
 )
 def test_experts_with_a_scale_for_each_row(
-    num_tokens: int, hidden: int, inner: int, num_experts: int
+    num_tokens: int, per_inner: int, hidden: int, inner: int, num_experts: int
 ) -> None:
     from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 
     torch.manual_seed(5)
-    gate_up, gate_up_scales, wide_gate_up = quantized(num_experts * 2 * inner, hidden, CHANNELS)
+    gate_up, gate_up_scales, wide_gate_up = quantized(num_experts * per_inner * inner, hidden, CHANNELS)
     down, down_scales, wide_down = quantized(num_experts * hidden, inner, CHANNELS)
     x, residual = random(num_tokens, hidden), random(num_tokens, hidden)
     logits = torch.randn(num_tokens, num_experts, device=DEVICE)

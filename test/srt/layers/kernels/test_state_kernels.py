@@ -16,6 +16,8 @@ DTYPES = [torch.float32, torch.bfloat16 if HAS_GPU else torch.float16]
 SIZE = 4
 # (key heads, value heads, head_dim of keys, of values)
 HEADS = [(2, 4, 16, 24), (1, 2, 32, 64)]
+# (heads, groups, head_dim, numbers of a state for each of a head) of Mamba-2
+SCANS = [(4, 2, 24, 16), (2, 1, 64, 128)]
 # Tokens before the pass and in it: those with one come first.
 BATCHES = {
     "decode": [(5, 1), (0, 1), (70, 1)],
@@ -69,9 +71,10 @@ def assert_close(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours.float(), expected.float(), atol=atol, rtol=1e-4)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_convolution(name: str, dtype: torch.dtype) -> None:
-    from ebbtide.srt.layers.kernels import gated_delta
+def test_convolution(name: str, dtype: torch.dtype, has_bias: bool) -> None:
+    from ebbtide.srt.layers.kernels import convolution
 
     batch, channels = Batch(name), 80
     # A part of a wider projection.
@@ -81,10 +84,11 @@ def test_convolution(name: str, dtype: torch.dtype) -> None:
         batch.random(batch.num_slots, channels, SIZE - 1),
     )
     held = held.to(dtype)
+    bias = batch.random(channels, dtype=dtype) if has_bias else None
     expected_held = held.clone()
-    expected = reference.convolve(inputs, weight, expected_held, batch.positions, batch.step)
+    expected = reference.convolve(inputs, weight, expected_held, batch.positions, batch.step, bias)
 
-    ours = gated_delta.convolve(inputs, weight, held, batch.positions, batch.step)
+    ours = convolution.convolve(inputs, weight, held, batch.positions, batch.step, bias)
 
     assert_close(ours, expected, dtype)
     assert torch.equal(held, expected_held)
@@ -126,3 +130,43 @@ def test_norm(name: str) -> None:
     ours = gated_delta.gated_norm(heads, gates, weight, 1e-6)
 
     assert_close(ours, reference.gated_norm(heads, gates, weight, 1e-6), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SCANS, ids=str)
+def test_selective_scan(name: str, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    from ebbtide.srt.layers.kernels import mamba2
+
+    num_heads, num_groups, head_dim, state_size = sizes
+    batch = Batch(name)
+    inner, vectors = num_heads * head_dim, num_groups * state_size
+    xbc = batch.random(batch.num_tokens, inner + 2 * vectors, dtype=dtype)
+    xbc[:, inner:] /= state_size**0.25
+    # A part of a wider projection; some heads forget little, some all.
+    steps = batch.random(batch.num_tokens, num_heads + 3, dtype=dtype)[:, 3:]
+    decay_log, bias, skip = (batch.random(num_heads) + shift for shift in (-2.0, -1.0, 0.0))
+    decay_log[0] = 3.0
+    matrices = batch.random(batch.num_slots, num_heads, head_dim, state_size)
+    expected_matrices = matrices.clone()
+    arguments = (xbc, steps, decay_log, bias, skip)
+    expected = reference.selective_scan(*arguments, expected_matrices, batch.positions, batch.step)
+
+    ours = mamba2.selective_scan(*arguments, matrices, batch.positions, batch.step)
+
+    assert_close(ours, expected, dtype)
+    assert_close(matrices, expected_matrices, dtype)
+    others = [slot for slot in range(batch.num_slots) if slot not in batch.slots.tolist()]
+    assert torch.equal(matrices[others], expected_matrices[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_of_groups_behind_the_gate(name: str, dtype: torch.dtype) -> None:
+    from ebbtide.srt.layers.kernels import mamba2
+
+    batch = Batch(name)
+    x, weight = batch.random(batch.num_tokens, 72, dtype=dtype), batch.random(72, dtype=dtype)
+    gates = batch.random(batch.num_tokens, 100, dtype=dtype)[:, :72]
+
+    ours = mamba2.gated_group_norm(x, gates, weight, 3, 1e-5)
+
+    assert_close(ours, reference.gated_group_norm(x, gates, weight, 3, 1e-5), dtype)

@@ -1,0 +1,332 @@
+"""Nemotron-H and Nemotron-3: each layer is one of Mamba-2, attention without rotation, an MLP, or experts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.layers.attention.base import AttentionKind
+from ebbtide.srt.layers.heads import Rope
+from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.mamba2 import Mamba2, MambaConfig
+from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
+from ebbtide.srt.layers.norm import Addend, NormedResidual, Residual, squared_relu
+from ebbtide.srt.layers.rotary import RopeConfig
+from ebbtide.srt.layers.step import Step
+from ebbtide.srt.mem_cache.cache_spec import CacheSpec, Paged
+from ebbtide.srt.models.base import (
+    INPUTS,
+    OUTPUTS,
+    Split,
+    WeightMap,
+    WeightTarget,
+    divided,
+    projection,
+    stacked,
+)
+from ebbtide.srt.models.dense import (
+    FULL,
+    Attention,
+    DenseCausalLM,
+    DenseConfig,
+    attention_map,
+    layer_splits,
+    outer_map,
+)
+from ebbtide.srt.models.moe import check_experts, routed_layers
+
+MAMBA, MLP, MOE = "linear_attention", "mlp", "moe"
+# What transformers calls them, and what it called them before.
+_TYPES = {MAMBA: MAMBA, "mamba": MAMBA, FULL: FULL, "attention": FULL, MLP: MLP, MOE: MOE}
+# Waves without end: nothing turns.
+_NO_ROTATION = RopeConfig("linear", theta=1.0, factor=math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(DenseConfig):
+    """Sizes of the decoder. Beside those of a dense one:
+
+    Attributes:
+        types: of the layers.
+        mamba, moe: of the layers of these types, if there are any.
+    """
+
+    types: tuple[str, ...]
+    mamba: MambaConfig
+    moe: MoeConfig
+
+    @property
+    def attention_layers(self) -> list[int]:
+        return self.layers_of(FULL)
+
+    def layers_of(self, name: str) -> list[int]:
+        return [layer for layer, each in enumerate(self.types) if each == name]
+
+
+class SquaredMLP(nn.Module):
+    """relu(up(x))², projected back."""
+
+    def __init__(self, hidden_size: int, inner_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, inner_size, bias=False, dtype=dtype)
+        self.down_proj = Linear(inner_size, hidden_size, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor | NormedResidual, step: Step) -> Addend:
+        return self.down_proj.addend(squared_relu(self.up_proj(x, step)), step)
+
+
+class HybridBlock(nn.Module):
+    """A norm, and the one thing that a layer does."""
+
+    def __init__(self, config: HybridConfig, dtype: torch.dtype, layer: int) -> None:
+        super().__init__()
+        self.norm = config.norm(dtype)
+        name, hidden = config.types[layer], config.hidden_size
+        self._mixes_tokens = name in (MAMBA, FULL)
+        self.mixer: nn.Module
+        if name == FULL:
+            self.mixer = Attention(config, layer, dtype)
+        elif name == MAMBA:
+            self.mixer = Mamba2(config.mamba, hidden, config.layers_of(MAMBA).index(layer), dtype)
+        elif name == MLP:
+            self.mixer = SquaredMLP(hidden, config.intermediate_size, dtype)
+        else:
+            shared = SquaredMLP(hidden, config.moe.shared_size, dtype)
+            self.mixer = MoeMLP(config.moe, hidden, dtype, layer, shared)
+
+    def forward(self, x: Residual, rope: Rope, step: Step, wanted_M: Tensor | None = None) -> None:
+        """Add to the residual stream; `wanted_M`: the rows that are still needed behind the layer."""
+        if self._mixes_tokens:
+            x.add(self.mixer(x.normed(self.norm), rope, step))
+            x.keep(wanted_M)
+        else:
+            x.keep(wanted_M)
+            x.add(self.mixer(x.normed(self.norm), step))
+
+
+class NemotronHForCausalLM(DenseCausalLM):
+    """Layers that draft several tokens ahead are ignored.
+
+    Raises ConfigurationError for other types of layers, and for sizes that do not fit together.
+    """
+
+    config: HybridConfig
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        config = hybrid_config(hf_config)
+        super().__init__(config, dtype, device, lambda layer: HybridBlock(config, dtype, layer))
+        if sparse_layers := config.layers_of(MOE):
+            self.routed = routed_layers(config.moe, config.num_layers, sparse_layers)
+
+    @property
+    def cache_specs(self) -> Sequence[CacheSpec]:
+        config = self.config
+        specs: list[CacheSpec] = []
+        for name in config.types:
+            if name == FULL:
+                specs.append(Paged(config.num_kv_heads, config.head_dim, None))
+            elif name == MAMBA:
+                specs.append(config.mamba.state(self.model.norm.weight.dtype))
+        return specs
+
+    def checkpoint_map(self) -> WeightMap:
+        names = {"model.embed_tokens.weight": "embeddings.weight", "model.norm.weight": "norm_f.weight"}
+        outer = outer_map(self.config)
+        rows = {f"backbone.{names[name]}": outer.pop(name) for name in names} | outer
+        for layer in range(self.config.num_layers):
+            parameters = f"model.layers.{layer}."
+            for name, target in self.layer_map(layer).items():
+                target = replace(target, parameter=parameters + target.parameter)
+                rows[f"backbone.layers.{layer}.{name}"] = target
+        return rows
+
+    def joint_map(self) -> WeightMap:
+        """All experts of a layer at once, as transformers holds them."""
+        moe = self.config.moe
+        outer = moe.latent_size or self.config.hidden_size
+        tensors = {
+            "up_proj": ("gate_up_proj", (moe.num_experts, moe.inner_size, outer), 1),
+            "down_proj": ("down_proj", (moe.num_experts, outer, moe.inner_size), 2),
+        }
+        return {
+            f"backbone.layers.{layer}.mixer.experts.{name}": WeightTarget(
+                f"model.layers.{layer}.mixer.experts.{parameter}",
+                *(0, 0, shape[0] * shape[1], shape),
+                Split(dim, moe.inner_size, _INNER),
+            )
+            for layer in self.config.layers_of(MOE)
+            for name, (parameter, shape, dim) in tensors.items()
+        }
+
+    def layer_map(self, layer: int) -> WeightMap:
+        config, name = self.config, self.config.types[layer]
+        if name == FULL:
+            rows = _in_mixer(divided(attention_map(config), layer_splits(config)), "self_attn.")
+        elif name == MAMBA:
+            rows = mamba_map(config)
+        elif name == MLP:
+            rows = squared_map("mixer", config.hidden_size, config.intermediate_size, "intermediate_size")
+        else:
+            rows = experts_map(config)
+        return rows | stacked("norm.weight", {"norm.weight": config.hidden_size})
+
+    def also_called(self, name: str) -> str | None:
+        """As transformers names its parameters."""
+        inner = name.removeprefix("backbone.")
+        return None if inner == name else f"model.{inner}"
+
+    def stored_as(self, name: str) -> str:
+        inner = name.removeprefix("model.")
+        return name if inner == name else f"backbone.{inner}"
+
+    def ignored(self, name: str) -> bool:
+        return name.startswith("mtp.")
+
+
+_INNER = "moe_intermediate_size"
+
+
+def hybrid_config(hf_config: Any) -> HybridConfig:
+    """Sizes from a Hugging Face config."""
+    types = _types(hf_config.layers_block_type)
+    low, high = hf_config.time_step_limit
+    if (low, high) != (0.0, math.inf):
+        raise ConfigurationError(f"time_step_limit: expected [0.0, Infinity], got [{low}, {high}]")
+    head_dim, mamba, moe = hf_config.head_dim, _mamba(hf_config), _moe(hf_config)
+    if MAMBA in types:
+        _check_mamba(mamba)
+    if MOE in types:
+        check_experts(moe)
+    return HybridConfig(
+        vocab_size=hf_config.vocab_size,
+        hidden_size=hf_config.hidden_size,
+        intermediate_size=hf_config.intermediate_size,
+        num_layers=len(types),
+        num_heads=hf_config.num_attention_heads,
+        num_kv_heads=hf_config.num_key_value_heads,
+        head_dim=head_dim,
+        norm_eps=hf_config.layer_norm_epsilon,
+        kinds=(AttentionKind(head_dim**-0.5),) * len(types),
+        ropes=(_NO_ROTATION,) * len(types),
+        tied=False,
+        types=types,
+        mamba=mamba,
+        moe=moe,
+    )
+
+
+def _types(names: Sequence[str]) -> tuple[str, ...]:
+    if unknown := set(names) - _TYPES.keys():
+        raise ConfigurationError(
+            f"layer type {min(unknown)!r} is not supported; supported are {', '.join(_TYPES)}"
+        )
+    types = tuple(_TYPES[name] for name in names)
+    if FULL not in types:
+        raise ConfigurationError(f"layers_block_type: expected one {FULL} or more")
+    return types
+
+
+def _mamba(hf_config: Any) -> MambaConfig:
+    return MambaConfig(
+        num_heads=hf_config.mamba_num_heads,
+        head_dim=hf_config.mamba_head_dim,
+        num_groups=hf_config.n_groups,
+        state_size=hf_config.ssm_state_size,
+        conv_size=hf_config.conv_kernel,
+        norm_eps=hf_config.layer_norm_epsilon,
+    )
+
+
+def _check_mamba(mamba: MambaConfig) -> None:
+    if mamba.num_heads % mamba.num_groups:
+        raise ConfigurationError(
+            f"mamba_num_heads: expected a multiple of the {mamba.num_groups} groups, got {mamba.num_heads}"
+        )
+    if mamba.conv_size < 2:
+        raise ConfigurationError("conv_kernel: expected 2 or more")
+
+
+def _moe(hf_config: Any) -> MoeConfig:
+    return MoeConfig(
+        num_experts=hf_config.n_routed_experts,
+        num_experts_per_token=hf_config.num_experts_per_tok,
+        inner_size=hf_config.moe_intermediate_size,
+        renormalize=bool(hf_config.norm_topk_prob),
+        scoring="sigmoid",
+        has_bias=True,
+        num_groups=hf_config.n_group,
+        num_kept_groups=hf_config.topk_group,
+        scale=float(hf_config.routed_scaling_factor),
+        shared_size=hf_config.moe_shared_expert_intermediate_size,
+        is_gated=False,
+        latent_size=getattr(hf_config, "moe_latent_size", None) or 0,
+    )
+
+
+def _in_mixer(rows: WeightMap, prefix: str) -> WeightMap:
+    """The map of a part of other decoders' layers, with the names that it has here."""
+    return {
+        name.replace(prefix, "mixer.", 1): replace(
+            target, parameter=target.parameter.replace(prefix, "mixer.", 1)
+        )
+        for name, target in rows.items()
+    }
+
+
+def mamba_map(config: HybridConfig) -> WeightMap:
+    """Shard/fuse map of a layer with Mamba-2: ranks divide groups, and heads with them."""
+    mamba, hidden = config.mamba, config.hidden_size
+    inner, vectors, heads = mamba.inner_size, mamba.vectors_size, mamba.num_heads
+    by_group = Split(OUTPUTS, mamba.num_groups, "n_groups")
+    of_conv = replace(by_group, runs=(inner, vectors, vectors))
+    of_inputs = replace(by_group, runs=(inner, inner, vectors, vectors, heads))
+    rows = projection("mixer.in_proj", {"mixer.in_proj": sum(of_inputs.runs)}, hidden, bias=False)
+    rows |= projection("mixer.out_proj", {"mixer.out_proj": hidden}, inner, bias=False)
+    rows = divided(rows, {"mixer.in_proj": of_inputs, "mixer.out_proj": replace(by_group, dim=INPUTS)})
+    others: dict[str, tuple[str, tuple[int, ...], Split]] = {
+        "conv1d.weight": ("conv_weight", (mamba.channels, 1, mamba.conv_size), of_conv),
+        "conv1d.bias": ("conv_bias", (mamba.channels,), of_conv),
+        "A_log": ("decay_log", (heads,), by_group),
+        "dt_bias": ("step_bias", (heads,), by_group),
+        "D": ("skip", (heads,), by_group),
+        "norm.weight": ("norm_weight", (inner,), by_group),
+    }
+    return rows | {
+        f"mixer.{name}": WeightTarget(f"mixer.{parameter}", 0, 0, shape[0], shape, split)
+        for name, (parameter, shape, split) in others.items()
+    }
+
+
+def squared_map(block: str, hidden: int, inner: int, what: str) -> WeightMap:
+    """Shard/fuse map of an MLP."""
+    up, down = f"{block}.up_proj", f"{block}.down_proj"
+    rows = projection(up, {up: inner}, hidden, bias=False) | projection(
+        down, {down: hidden}, inner, bias=False
+    )
+    return divided(rows, {up: Split(OUTPUTS, inner, what), down: Split(INPUTS, inner, what)})
+
+
+def experts_map(config: HybridConfig) -> WeightMap:
+    """Shard/fuse map of a layer with experts."""
+    moe, hidden = config.moe, config.hidden_size
+    outer, experts = moe.latent_size or hidden, range(moe.num_experts)
+    splits: dict[str, Split] = {}
+    for expert in experts:
+        splits[f"mixer.experts.{expert}.up_proj"] = Split(OUTPUTS, moe.inner_size, _INNER)
+        splits[f"mixer.experts.{expert}.down_proj"] = Split(INPUTS, moe.inner_size, _INNER)
+    ups = {f"mixer.experts.{expert}.up_proj.weight": moe.inner_size for expert in experts}
+    downs = {f"mixer.experts.{expert}.down_proj.weight": outer for expert in experts}
+    rows = stacked("mixer.experts.gate_up_proj", ups, outer)
+    rows |= stacked("mixer.experts.down_proj", downs, moe.inner_size)
+    rows = divided(rows, splits)
+    rows |= stacked("mixer.gate.weight", {"mixer.gate.weight": moe.num_experts}, hidden)
+    rows |= stacked("mixer.gate.bias_E", {"mixer.gate.e_score_correction_bias": moe.num_experts})
+    if moe.latent_size:
+        rows |= projection("mixer.to_latents", {"mixer.fc1_latent_proj": outer}, hidden, bias=False)
+        rows |= projection("mixer.from_latents", {"mixer.fc2_latent_proj": hidden}, outer, bias=False)
+    what = "moe_shared_expert_intermediate_size"
+    return rows | squared_map("mixer.shared_experts", hidden, moe.shared_size, what)
