@@ -131,6 +131,7 @@ class ScheduleConfig:
     `prefill_share`: of a pass's prefill tokens, what one prompt gets at most.
     `decode_log_interval`: forward passes from one line in the log to the next; 0: never.
     `ends_nonfinite`: whether logits that are not finite end their request.
+    `fits_running`: whether fewer run where their states would leave the KV cache too little.
     """
 
     max_running_requests: int
@@ -146,6 +147,7 @@ class ScheduleConfig:
     decode_log_interval: int = 0
     prefill_share: float = 1.0
     ends_nonfinite: bool = True
+    fits_running: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +460,7 @@ def _resolve_schedule(args: ServerArgs, model: ModelConfig, device: str) -> Sche
         decode_log_interval=args.decode_log_interval or 0,
         prefill_share=args.prefill_share or _prefill_share(chunk, model),
         ends_nonfinite=args.nonfinite_logits == "abort",
+        fits_running=args.max_running_requests is None,
     )
 
 

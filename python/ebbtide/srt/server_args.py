@@ -183,7 +183,10 @@ class ServerArgs(SglangArguments):
     )
     page_size: int | None = arg(None, "Tokens per page of the KV cache (default: 16).", minimum=1)
     max_running_requests: int | None = arg(
-        None, "Largest batch, in requests (default: 512 on a GPU, 64 on a CPU).", minimum=1
+        None,
+        "Largest batch, in requests (default: 512 on a GPU, 64 on a CPU; fewer where states of requests "
+        "would leave the KV cache less than half).",
+        minimum=1,
     )
     max_queued_requests: int | None = arg(
         None, "Requests that may wait; further ones get 503 (default: no limit).", minimum=0

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 from fixtures.checkpoints import make_checkpoint
-from fixtures.full_rank import KV, SHAPE, Rank, prompt
+from fixtures.full_rank import CHUNK, KV, SHAPE, Rank, prompt
+from fixtures.real_rank import RealRank
 from fixtures.references import Reference, check_greedy_spans
 
+from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
+    GetLoadReqInput,
     PauseGenerationReqInput,
     PauseMode,
     Preserve,
@@ -167,6 +171,32 @@ def test_slots_that_are_few_are_given_to_whoever_comes_next(
     rank.run()
     assert rank.tokens[again[0]] == rank.tokens[rids[-1]]
     assert rank.tokens[again[1]] == rank.tokens[rids[0]]
+
+
+def test_states_leave_the_kv_cache_half_of_the_memory_unless_a_number_of_requests_is_given(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_sizing, "MIN_CHECKPOINTS", 8)
+    weight_bytes = RealRank(path).runner.weight_store.arena.resident_bytes
+    free_bytes = 4 * CHUNK
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: free_bytes)
+    fraction = (weight_bytes + 3.1 * CHUNK) / (weight_bytes + free_bytes)
+    sized = {"max_total_tokens": None, "mem_fraction_static": fraction, "page_size": 8}
+
+    rank = RealRank(path, **sized)
+    assert rank.runner.kv_pool.layout.num_chunks(rank.runner.kv_pool.num_pages) == 2
+    assert rank.runner.kv_pool.arena.num_bytes == 3 * CHUNK
+    [load] = rank.apply(GetLoadReqInput()).loads
+    # 64 states fill the other chunk: one is to spare, and one for every four requests is a checkpoint.
+    assert load.max_running_requests == 51
+    assert "at most 51 requests run at once" in caplog.text
+
+    pool = RealRank(path, max_running_requests=60, **sized).runner.kv_pool
+    assert (pool.states.slots.num_rows, pool.layout.num_chunks(pool.num_pages)) == (60, 1)
+    free_bytes = CHUNK
+    for given, reason in (({}, "states of 1 requests"), ({"max_running_requests": 64}, "states of 64 req")):
+        with pytest.raises(ConfigurationError, match=f"{reason}.* lower max_running_requests"):
+            RealRank(path, **sized, **given)
 
 
 @pytest.fixture(scope="module")

@@ -287,7 +287,7 @@ def server_info(
                 dp_rank=report.dp_rank,
                 last_gen_throughput=load.last_gen_throughput,
                 memory_usage=_memory_usage(total_tags(report.ranks), num_tokens),
-                effective_max_running_requests_per_dp=config.schedule.max_running_requests,
+                effective_max_running_requests_per_dp=load.max_running_requests,
                 weight_version=report.weight_version,
                 can_run=report.can_run,
                 reason=report.reason,
@@ -305,6 +305,7 @@ def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
     given = dataclasses.asdict(config.server_args)
     schedule, cache, runtime = config.schedule, config.cache, config.runtime
     chunk = schedule.chunked_prefill_size
+    num_running = facts.get("max_running_requests", schedule.max_running_requests)
     chosen = {
         "tokenizer_path": config.model.tokenizer_path,
         "served_model_name": config.model.served_model_name,
@@ -314,12 +315,12 @@ def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
         "quantization": config.model.quantization,
         "page_size": cache.page_size,
         "mem_fraction_static": cache.mem_fraction_static,
-        "max_running_requests": schedule.max_running_requests,
+        "max_running_requests": num_running,
         "chunked_prefill_size": -1 if chunk is None else chunk,
         "device": runtime.device.partition(":")[0],
         "random_seed": runtime.random_seed,
         "attention_backend": facts.get("attention_backend"),
-        "cuda_graph_bs": list(runtime.cuda_graph_bs) or None,
+        "cuda_graph_bs": sorted({min(size, num_running) for size in runtime.cuda_graph_bs}) or None,
         "log_level_http": config.http.log_level,
         "dist_timeout": config.parallel.dist_timeout_s,
     }

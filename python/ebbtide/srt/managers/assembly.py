@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ebbtide.srt.config import EngineConfig, ScheduleConfig
@@ -158,7 +158,9 @@ def assemble_scheduler(
         config.max_adapters,
         config.base_names,
     )
-    policy = SchedulePolicy(config.schedule, pages, book)
+    # As many requests may run as the page table has rows.
+    schedule = replace(config.schedule, max_running_requests=parts.table.spare_row)
+    policy = SchedulePolicy(schedule, pages, book)
     # The ranks of a replica make the same passes: the first one speaks for all.
     step_log = StepLog(policy, config.schedule.decode_log_interval if inbox.tp_rank == 0 else 0)
     processor = OutputProcessor(policy, step_log, inbox.dp_rank)

@@ -47,9 +47,10 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
 
     Args:
         ready: gets the stages, then one dictionary, `status: "ready"` and what the API process needs to know:
-            `max_total_num_tokens`, the size of the KV pool, and `max_req_input_len`, the longest prompt that
-            leaves room for an output token; `attention_backend`, the name of the one that serves; `experts`,
-            how many a token takes of which in which layers; None where the model has none.
+            `max_total_num_tokens`, the size of the KV pool; `max_req_input_len`, the longest prompt that
+            leaves room for an output token; `max_running_requests`, how many there is room for;
+            `attention_backend`, the name of the one that serves; `experts`, how many a token takes of which
+            in which layers; None where the model has none.
 
     Raises ConfigurationError: the model, the checkpoint, a size or a custom weight loader does not do;
     EngineError: the other ranks of the replica have not come in time.
@@ -93,6 +94,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
             "status": "ready",
             "max_total_num_tokens": max_total_tokens,
             "max_req_input_len": min(config.model.context_len, max_total_tokens) - 1,
+            "max_running_requests": runner.page_table.spare_row,
             "attention_backend": name_of(runner.attention),
             "experts": expert_slots(runner.model),
         }

@@ -132,6 +132,9 @@ def build_model_runner(
         scales=build_kv_scales(model_config, cache_config, group, torch_device),
         states=[spec for spec in model.cache_specs if isinstance(spec, State)],
     )
+    if kv_pool.states is not None:  # There may be room for fewer requests than may run otherwise.
+        num_rows = kv_pool.states.slots.num_rows
+        slices = replace(slices, schedule=replace(schedule_config, max_running_requests=num_rows))
     attention = make_attention(kv_pool, model.attention_layers, shape)
     return _ready(model, weight_store, kv_pool, attention, slices, device, saver, stages, adapters)
 
@@ -254,7 +257,7 @@ def _ready(
     if torch_device.type == "cuda":
         stages("warming up", 0, 0)
         warm_up(runner, slices.longest_pass, DTYPES[slices.model.dtype])
-        batch_sizes = slices.runtime.cuda_graph_bs
+        batch_sizes = tuple(sorted({min(size, num_rows) for size in slices.runtime.cuda_graph_bs}))
         if batch_sizes and attention.captures:
             runner.graphs = capture_graphs(runner, saver, batch_sizes, next_tokens, stages)
         _log_left(device, slices.cache)

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 CPU_KV_FRACTION = 0.1
 # Of states: a checkpoint is as large as the state of a running request, and copied in its time.
 ROWS_PER_CHECKPOINT, MIN_CHECKPOINTS = 4, 8
+# What they may take of the memory for states and pages, where nobody says how many requests may run.
+STATE_SHARE = 0.5
 CHECKPOINT_TOKENS = 2048
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"fp8_e4m3": FP8}
@@ -101,16 +103,14 @@ def build_kv_pool(
         states: of the layers that keep one, with the sizes of all ranks.
     """
     state_layout = StateLayout.of(states, group.size, layout.page_bytes)
-    num_rows, num_checkpoints = schedule_config.max_running_requests, 0
-    if states and cache_config.enable_prefix_cache:
-        num_checkpoints = max(MIN_CHECKPOINTS, num_rows // ROWS_PER_CHECKPOINT)
-    num_slots = num_rows + 1 + num_checkpoints if states else 0
+    num_rows, num_slots = schedule_config.max_running_requests, 0
+    if states:
+        room_bytes = free_bytes
+        if schedule_config.fits_running:
+            room_bytes = _room_for_states(layout, len(groups.windows), cache_config, free_bytes, weight_bytes)
+        num_rows = group.smallest(choose_num_rows(schedule_config, cache_config, state_layout, room_bytes))
+        num_slots = num_rows + 1 + _num_checkpoints(num_rows, cache_config)
     state_bytes = round_up(num_slots * state_layout.slot_bytes, layout.chunk_bytes)
-    if state_bytes >= free_bytes:
-        raise ConfigurationError(
-            f"the states of {num_rows} requests and {num_checkpoints} checkpoints need {state_bytes} bytes, "
-            f"{free_bytes} are free: lower max_running_requests"
-        )
     num_pages = choose_num_pages(
         layout,
         num_groups=len(groups.windows),
@@ -118,7 +118,7 @@ def build_kv_pool(
         weight_bytes=weight_bytes + state_bytes,
         max_total_tokens=cache_config.max_total_tokens,
         mem_fraction_static=cache_config.mem_fraction_static,
-        max_running_requests=schedule_config.max_running_requests,
+        max_running_requests=num_rows,
         context_len=model_config.context_len,
     )
     num_pages = group.smallest(num_pages)
@@ -141,13 +141,73 @@ def build_kv_pool(
     if states:
         slots = StateSlots(
             num_rows,
-            num_checkpoints,
+            num_slots - num_rows - 1,
             interval=round_up(CHECKPOINT_TOKENS, layout.page_size),
             first_page=layout.num_chunks(num_pages) * layout.chunk_blocks,
             pages_per_slot=state_layout.slot_pages,
         )
         state_pool = StatePool(arena, kv_bytes, state_layout, slots)
     return KVPool(arena, layout, num_pages, groups, scales, state_pool)
+
+
+def choose_num_rows(
+    schedule_config: ScheduleConfig, cache_config: CacheConfig, layout: StateLayout, room_bytes: int
+) -> int:
+    """How many requests may run, of each of which the layers keep a state.
+
+    As many as `max_running_requests` says, or, where that was left open, as many as there is room for.
+
+    Args:
+        room_bytes: for their states and for checkpoints.
+
+    Raises ConfigurationError, with the bytes, where there is no room for them, or for one.
+    """
+    most = schedule_config.max_running_requests
+
+    def num_bytes(num_rows: int) -> int:
+        return (num_rows + 1 + _num_checkpoints(num_rows, cache_config)) * layout.slot_bytes
+
+    least = 1 if schedule_config.fits_running else most
+    for num_rows in range(most, least - 1, -1):
+        if num_bytes(num_rows) <= room_bytes:
+            if num_rows < most:
+                logger.warning(
+                    "at most %d requests run at once: their states take %d bytes each, and there is no room "
+                    "for %d beside the KV cache; max_running_requests says how many it is to be",
+                    num_rows,
+                    layout.slot_bytes,
+                    most,
+                )
+            return num_rows
+    raise ConfigurationError(
+        f"the states of {least} requests and {_num_checkpoints(least, cache_config)} checkpoints need "
+        f"{num_bytes(least)} bytes, {max(0, room_bytes)} are there for them: lower max_running_requests or "
+        "max_total_tokens, or set mem_fraction_static higher"
+    )
+
+
+def _num_checkpoints(num_rows: int, cache_config: CacheConfig) -> int:
+    return max(MIN_CHECKPOINTS, num_rows // ROWS_PER_CHECKPOINT) if cache_config.enable_prefix_cache else 0
+
+
+def _room_for_states(
+    layout: KVLayout, num_groups: int, cache_config: CacheConfig, free_bytes: int, weight_bytes: int
+) -> int:
+    """What states may take so that enough is left for pages: in whole chunks, as pages."""
+    budget_bytes = _budget_bytes(free_bytes, weight_bytes, cache_config.mem_fraction_static)
+    if cache_config.max_total_tokens is None:
+        room_bytes = int(budget_bytes * STATE_SHARE)
+    else:
+        num_pages = cache_config.max_total_tokens // layout.page_size * num_groups
+        room_bytes = budget_bytes - layout.arena_bytes(num_pages)
+    return room_bytes // layout.chunk_bytes * layout.chunk_bytes
+
+
+def _budget_bytes(free_bytes: int, weight_bytes: int, mem_fraction_static: float | None) -> int:
+    """What may be taken beside the weights, see `choose_num_pages`."""
+    if mem_fraction_static is None:
+        return int(free_bytes * CPU_KV_FRACTION)
+    return min(free_bytes, int((free_bytes + weight_bytes) * mem_fraction_static) - weight_bytes)
 
 
 def choose_num_pages(
@@ -187,11 +247,8 @@ def choose_num_pages(
                 f"{free_bytes} are free"
             )
         return num_pages
-    if mem_fraction_static is not None:
-        budget_bytes = int((free_bytes + weight_bytes) * mem_fraction_static) - weight_bytes
-    else:
-        budget_bytes = int(free_bytes * CPU_KV_FRACTION)
-    num_chunks = min(budget_bytes, free_bytes) // chunk_bytes
+    budget_bytes = _budget_bytes(free_bytes, weight_bytes, mem_fraction_static)
+    num_chunks = budget_bytes // chunk_bytes
     if num_chunks < 1:
         raise ConfigurationError(
             f"the KV pool may take {max(0, budget_bytes)} bytes ({free_bytes} are free beside {weight_bytes} "
