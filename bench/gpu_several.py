@@ -44,7 +44,8 @@ UPDATES = ("idle", "in_place", "kept")
 def measure_updates(report: Report, args: argparse.Namespace, bench: Bench, machine: Machine) -> None:
     prefix = f"default.tp{args.tp}_"
     copy_ms = 2 * bench.ranks.num_bytes / args.tp / machine.copy_bytes_per_s * 1e3
-    those = argparse.Namespace(**vars(args) | {"parts": UPDATES, "streams": [64], "runs": args.update_runs})
+    given = {"model": MODEL, "parts": UPDATES, "streams": [64], "runs": args.update_runs}
+    those = argparse.Namespace(**vars(args) | given)
 
     async def measure() -> None:
         if "update" in args.parts:

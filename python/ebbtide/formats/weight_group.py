@@ -94,6 +94,10 @@ class Leaving:
     def is_done(self) -> bool:
         return self._thread.is_done or time.monotonic() > self._until_s
 
+    def wait(self) -> None:
+        """Wait until it is done: a process that ends while its thread is in torch is aborted."""
+        self._thread.ends_within(max(0.0, self._until_s - time.monotonic()))
+
 
 @dataclass(frozen=True)
 class Transfer:

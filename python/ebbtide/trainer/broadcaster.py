@@ -149,7 +149,7 @@ class Broadcaster:
         if group is not None:
             with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
                 self._ask_to_leave(pool, group.name)
-            group.close("the sender was closed")
+            group.close("the sender was closed").wait()
         self._store = None
 
     def _ask_to_leave(self, pool: ThreadPoolExecutor, name: str) -> None:

@@ -14,7 +14,7 @@ from fixtures.application import Client
 from fixtures.checkpoints import make_checkpoint
 from fixtures.gpu_device import ON_CPU_AND_GPUS
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebbtide import Engine
 from ebbtide.srt.managers.api.array_forms import encoded
@@ -43,7 +43,11 @@ def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Engine]
     # Pages of 8 tokens: prompts share whole ones.
     fixed = {"enable_return_routed_experts": True, "max_total_tokens": 1024, "page_size": 8}
     fixed["skip_tokenizer_init"] = True
-    with Engine(model_path=str(checkpoint), **fixed, **request.param) as engine:
+    given = dict(request.param)
+    if given and hasattr(AutoConfig.from_pretrained(checkpoint), "kv_lora_rank"):
+        # In float32 nothing else takes latents.
+        given["attention_backend"] = "torch_native"
+    with Engine(model_path=str(checkpoint), **fixed, **given) as engine:
         yield engine
 
 

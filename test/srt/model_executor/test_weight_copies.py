@@ -41,7 +41,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, taken_again: str | None
 ) -> None:
+    from ebbtide.srt.layers.kernels import copy_spans
+
     monkeypatch.setattr(weight_copies, "LAUNCH_BYTES", 1_000_000)
+    monkeypatch.setattr(copy_spans, "PIECES", 2)
+    monkeypatch.setattr(copy_spans, "ROW_BYTES", 2 * copy_spans.PIECE_BYTES)
     tensors = {
         "pieces": torch.randn(400_000).to(BFLOAT16),
         "short": torch.tensor([6e4, -6e4, 0, 0, 0, 0, 0, math.inf], dtype=HALF),
@@ -61,6 +65,13 @@ def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
         end += tensor.nbytes
     # A rank's part of a tensor: its rows from 32 on.
     assert copies.plan("part", part, Run(end, 64, 128, FLOAT), arena.data_ptr())
+    # And its columns from 8 on, of several programs' rows.
+    wide = torch.randn(20_000, 40).to(BFLOAT16)
+    wide[19_000, 8], wide[5, 7], wide[6, 24] = torch.nan, torch.nan, torch.inf
+    columns = wide[:, 8:24].contiguous()
+    sources["wide"] = wide.to(device)
+    lines = Run(2 << 20, columns.nbytes, 16, BFLOAT16, 32, 80)
+    assert copies.plan("wide", sources["wide"], lines, arena.data_ptr())
 
     planned = copies.prepare(arena.data_ptr())
     assert planned is not None
@@ -71,14 +82,15 @@ def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
         copies.take(planned, arena.data_ptr())
         assert not any(ready.found_S.any() for ready in planned.ready)
     kernels = list(copies.launch())
-    assert (sum(kernels), len(kernels)) == (end + 64, 2)
+    assert (sum(kernels), len(kernels)) == (end + 64 + columns.nbytes, 3)
 
     torch.zeros(1, device=device).item()  # everything that was launched has run
-    assert sorted(copies.nonfinite()) == ["last of many", "short", "upper half"]
+    assert sorted(copies.nonfinite()) == ["last of many", "short", "upper half", "wide"]
     for tensor, (start, stop) in zip(tensors.values(), bounds, strict=True):
         assert torch.equal(arena[start:stop].cpu(), tensor.view(BYTES))
     assert torch.equal(arena[end : end + 64].cpu(), part[32:48].view(BYTES).cpu())
-    assert not arena[end + 64 :].any()
+    assert torch.equal(arena[2 << 20 :][: columns.nbytes].cpu(), columns.flatten().view(BYTES))
+    assert not arena[end + 64 : 2 << 20].any()
 
 
 def every_number(dtype: torch.dtype) -> torch.Tensor:

@@ -30,6 +30,9 @@ LOOKED_AT_ONCE: Final = 64
 LAUNCH_BYTES: Final = 2 << 30
 # What addresses and lengths of planned copies are multiples of.
 ALIGNMENT_BYTES: Final = 16
+# What describes a copy, and those of its fields that are addresses and lengths, which come first.
+SPAN_FIELDS: Final = 7
+ALIGNED_FIELDS: Final = 5
 # The bits that are all ones in NaN and Inf, in 32 bits of elements, and the lowest of those in each element.
 EXPONENTS: Final = {
     FP8: (0x7F7F7F7F, 0x01010101),
@@ -115,17 +118,27 @@ def row_slices(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Where a tensor goes that lies in the weights in one piece, as it lies in its own memory.
+    """Where a tensor goes that lies in the weights in one piece.
 
     Attributes:
         offset: in the arena, in bytes.
         skipped_bytes: of the tensor ahead of what this rank holds of it.
+        line_bytes, step_bytes: what it holds of the tensor's memory is lines of so many bytes, which begin so
+            many bytes apart; 0 and 0: one piece.
     """
 
     offset: int
     num_bytes: int
     skipped_bytes: int
     dtype: torch.dtype
+    line_bytes: int = 0
+    step_bytes: int = 0
+
+    def span(self, address: int, arena_address: int) -> tuple[int, ...]:
+        """Its copy from a tensor there into weights there, as `SpanCopies` takes it."""
+        masks = EXPONENTS.get(self.dtype, (0, 0))
+        source, destination = address + self.skipped_bytes, arena_address + self.offset
+        return source, destination, self.num_bytes, self.line_bytes, self.step_bytes, *masks
 
 
 class RunTable:
@@ -139,22 +152,20 @@ class RunTable:
     """
 
     def __init__(self, runs: Sequence[Run | None]) -> None:
-        listed = [_NOWHERE if run is None else run for run in runs]
         self.is_run_T = np.array([run is not None for run in runs], dtype=bool)
-        self._offset_T = np.array([run.offset for run in listed], dtype=np.int64)
-        self._num_bytes_T = np.array([run.num_bytes for run in listed], dtype=np.int64)
-        self._skipped_T = np.array([run.skipped_bytes for run in listed], dtype=np.int64)
-        self._masks_T2 = np.array([EXPONENTS.get(run.dtype, (0, 0)) for run in listed], dtype=np.int64)
+        listed = [_NOWHERE if run is None else run for run in runs]
+        self._spans_T7 = np.array([run.span(0, 0) for run in listed], dtype=np.int64).reshape(-1, SPAN_FIELDS)
 
     def spans(
         self, address_T: NDArray[np.int64], arena_address: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The numbers of those that can be copied from these addresses [S], and their spans [S, 5]."""
-        source_T, destination_T = address_T + self._skipped_T, arena_address + self._offset_T
-        is_aligned_T = (source_T | destination_T | self._num_bytes_T) % ALIGNMENT_BYTES == 0
+        """The numbers of those that can be copied from these addresses [S], and their spans [S, 7]."""
+        spans_T7 = self._spans_T7.copy()
+        spans_T7[:, 0] += address_T
+        spans_T7[:, 1] += arena_address
+        is_aligned_T = np.bitwise_or.reduce(spans_T7[:, :ALIGNED_FIELDS], axis=1) % ALIGNMENT_BYTES == 0
         chosen_S = np.flatnonzero(self.is_run_T & is_aligned_T)
-        columns = [source_T, destination_T, self._num_bytes_T, *self._masks_T2.reshape(-1, 2).T]
-        return chosen_S, np.stack(columns, axis=1)[chosen_S]
+        return chosen_S, spans_T7[chosen_S]
 
 
 _NOWHERE: Final = Run(0, 0, 0, torch.uint8)
@@ -218,10 +229,10 @@ class WeightCopies:
         is_alike = tensor.dtype == run.dtype and tensor.is_contiguous() and tensor.device == self._device
         if not is_alike or run.dtype == torch.float64:
             return False
-        source, destination = tensor.data_ptr() + run.skipped_bytes, arena_address + run.offset
-        if (source | destination | run.num_bytes) % ALIGNMENT_BYTES:
+        span = run.span(tensor.data_ptr(), arena_address)
+        if any(field % ALIGNMENT_BYTES for field in span[:ALIGNED_FIELDS]):
             return False
-        self._spans[name] = (source, destination, run.num_bytes, *EXPONENTS.get(run.dtype, (0, 0)))
+        self._spans[name] = span
         return True
 
     def plan_table(
@@ -231,8 +242,8 @@ class WeightCopies:
 
         Returns the numbers of those that are to be copied in some other way.
         """
-        chosen_S, spans_S5 = runs.spans(address_T, arena_address)
-        self._tables.append(([names[index] for index in chosen_S.tolist()], spans_S5))
+        chosen_S, spans_S7 = runs.spans(address_T, arena_address)
+        self._tables.append(([names[index] for index in chosen_S.tolist()], spans_S7))
         left_T = np.ones(len(names), dtype=bool)
         left_T[chosen_S] = False
         left: list[int] = np.flatnonzero(left_T).tolist()
@@ -269,13 +280,13 @@ class WeightCopies:
         from ebbtide.srt.layers.kernels.copy_spans import SpanCopies
         from ebbtide.srt.layers.kernels.fp8.quantize import QuantizedSpans
 
-        tables = [*self._tables, (list(self._spans), _table(self._spans, 5))]
+        tables = [*self._tables, (list(self._spans), _table(self._spans, SPAN_FIELDS))]
         self._names = (*(name for listed, _ in tables for name in listed), *self._quantized)
         if not self._names:
             return None
-        spans_S5 = np.concatenate([spans for _, spans in tables])
-        if len(spans_S5):
-            self._ready.append(SpanCopies(spans_S5, self._device))
+        spans_S7 = np.concatenate([spans for _, spans in tables])
+        if len(spans_S7):
+            self._ready.append(SpanCopies(spans_S7, self._device))
         if self._quantized:
             self._ready.append(QuantizedSpans(_table(self._quantized, 8), self._device))
         return PlannedSpans(self._names, self._ready, address, origin)
@@ -308,12 +319,14 @@ def _table(spans: dict[str, tuple[int, ...]], width: int) -> NDArray[np.int64]:
     return np.array(list(spans.values()), dtype=np.int64).reshape(-1, width)
 
 
-def compile_copies(device: torch.device) -> None:
-    """Have the kernel ready: an update should not wait for a compiler."""
+def compile_copies(device: torch.device, *, of_lines: bool) -> None:
+    """Have the kernels ready, those of lines too: an update should not wait for a compiler."""
     tensor = torch.zeros(ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
-    copies = WeightCopies(device)
-    copies.plan("", tensor, Run(0, tensor.nbytes, 0, tensor.dtype), torch.empty_like(tensor).data_ptr())
-    _run_through(copies)
+    address = torch.empty_like(tensor).data_ptr()
+    for line_bytes in (0, ALIGNMENT_BYTES) if of_lines else (0,):
+        copies = WeightCopies(device)
+        copies.plan("", tensor, Run(0, tensor.nbytes, 0, tensor.dtype, line_bytes, line_bytes), address)
+        _run_through(copies)
 
 
 def compile_quantizing(device: torch.device) -> None:

@@ -148,7 +148,8 @@ class WeightStore:
         for name, slot in self._slots.items():
             replace_parameter(model, name, self.arena.view(slot.offset, slot.shape, slot.dtype))
         if self.device.type == "cuda":
-            compile_copies(self.device)
+            of_lines = any(run.line_bytes > 0 for run in self._runs[False].values())
+            compile_copies(self.device, of_lines=of_lines)
             if self._scales and self._layout is BLOCKS:
                 compile_quantizing(self.device)
 
@@ -446,16 +447,19 @@ class WeightStore:
         return f"its weight has a scale for each {layout} here: {scales}, float32 of shape {expected}"
 
     def _run(self, name: str) -> Run | None:
-        """Where a tensor of a checkpoint goes, if it goes there as it is, in one piece."""
+        """Where a tensor of a checkpoint goes, if it goes there as it is, into one piece."""
         placement = self._place(name)
         target, part, slot = placement.target, placement.part, self._slots[placement.target.parameter]
-        if target.dim != 0 or (part is not None and (part.dim != 0 or len(part.ranges) > 1)):
+        if target.dim != 0 or (part is not None and (part.dim > 1 or len(part.ranges) > 1)):
             return None
         row_bytes = slot.num_bytes // max(1, slot.shape[0])
-        skipped_bytes = 0 if part is None else part.start * row_bytes
-        return Run(
-            slot.offset + target.start * row_bytes, target.length * row_bytes, skipped_bytes, slot.dtype
-        )
+        offset, num_bytes = slot.offset + target.start * row_bytes, target.length * row_bytes
+        if part is None or part.dim == 0:
+            return Run(offset, num_bytes, 0 if part is None else part.start * row_bytes, slot.dtype)
+        line_bytes = num_bytes // target.shape[0]
+        column_bytes = line_bytes // part.length
+        steps = part.start * column_bytes, target.shape[1] * column_bytes
+        return Run(offset, num_bytes, steps[0], slot.dtype, line_bytes, steps[1])
 
     def _expected_shape(self, name: str, direct: bool) -> tuple[int, ...] | None:
         if direct:
