@@ -22,6 +22,8 @@ from ebbtide.srt.errors import EngineError
 UNIQUE_ID_BYTES: Final = 128
 _SUCCESS, _IN_PROGRESS = 0, 7
 _SUM: Final = 0
+# Most calls have settled at once: a wait for one is looked at soon, and then half as often each time.
+_FIRST_LOOK_S: Final = 1e-5
 _LOOK_S: Final = 1e-3
 _UINT8: Final = 1
 # Peers compare types; whatever is sent is copied byte for byte.
@@ -153,11 +155,13 @@ class RawNccl:
         return state.value == _SUCCESS
 
     def _wait(self, is_done: Callable[[], bool], until_s: float) -> None:
+        look_s = _FIRST_LOOK_S
         while not is_done():
             if time.monotonic() > until_s:
                 self.abort()
                 raise NcclFailed("the other ranks of the group did not come in time")
-            time.sleep(_LOOK_S)
+            time.sleep(look_s)
+            look_s = min(2 * look_s, _LOOK_S)
 
     def _check(self, name: str, status: int) -> None:
         if status not in (_SUCCESS, _IN_PROGRESS):
