@@ -9,9 +9,9 @@ from fixtures.application import Client, ask
 from starlette.types import Message
 
 from ebbtide.srt.argument_checks import PATH_FOLDERS
-from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED
 from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.srt.entrypoints.middleware import Access, access_of
+from ebbtide.srt.entrypoints.routes import CONTROL_ROUTES, NOT_IMPLEMENTED
 from ebbtide.srt.entrypoints.service import ControlAnswer
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_engine import NullEngine

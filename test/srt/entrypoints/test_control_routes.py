@@ -7,7 +7,7 @@ import pytest
 from fixtures.application import ask
 from starlette.datastructures import QueryParams
 
-from ebbtide.srt.entrypoints.control_routes import (
+from ebbtide.srt.entrypoints.routes import (
     CONTROL_ROUTES,
     NOT_IMPLEMENTED,
     binary_fields,

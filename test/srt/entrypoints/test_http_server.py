@@ -10,7 +10,7 @@ import pytest
 from fixtures.checkpoints import VOCAB_SIZE
 from fixtures.servers import Server, wait_until
 
-from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES, NOT_IMPLEMENTED
+from ebbtide.srt.entrypoints.routes import CONTROL_ROUTES, NOT_IMPLEMENTED
 
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 ENDLESS = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}

@@ -14,9 +14,9 @@ from fixtures.deadlines import HANG_S
 from fixtures.servers import Server, running_server, url_of
 from jsonschema_rs import validator_for
 
-from ebbtide.srt.entrypoints.control_routes import NOT_IMPLEMENTED
 from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.srt.entrypoints.openapi import openapi_document
+from ebbtide.srt.entrypoints.routes import NOT_IMPLEMENTED
 
 DOCUMENT = openapi_document()
 RECORDED = Path(__file__).parents[1] / "fixtures" / "wire"

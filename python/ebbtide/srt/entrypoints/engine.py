@@ -222,8 +222,10 @@ class Engine(EngineMethods):
         from starlette.routing import Route
 
         from ebbtide.srt.entrypoints.pages import Dashboard
+        from ebbtide.srt.entrypoints.routing import endpoints
 
-        routes = [Route(path, endpoint) for path, endpoint in Dashboard(self._service).routes().items()]
+        answered = endpoints(Dashboard(self._service))
+        routes = [Route(path, endpoint) for route, endpoint in answered for path in route.paths]
         # The page of another site could read this one if its own name came to lead here.
         names = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
         application = Starlette(routes=routes, middleware=[names])

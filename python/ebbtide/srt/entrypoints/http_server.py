@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import math
@@ -11,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,25 +27,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
 from ebbtide.srt.entrypoints.anthropic.routes import AnthropicApi, with_own_errors
-from ebbtide.srt.entrypoints.bodies import AnswerBody, DrainRequest
 from ebbtide.srt.entrypoints.connection import BoundedConnection
-from ebbtide.srt.entrypoints.control_routes import (
-    CONTROL_ROUTES,
-    NOT_IMPLEMENTED,
-    binary_fields,
-    control_endpoint,
-)
-from ebbtide.srt.entrypoints.http_answers import (
-    DIRECT_SEND,
-    AnswerWriter,
-    Endpoint,
-    Json,
-    answer_events,
-    answer_whole,
-    client_of,
-    error_answer,
-)
-from ebbtide.srt.entrypoints.information import WeightVersion, load_summaries
+from ebbtide.srt.entrypoints.http_answers import DIRECT_SEND, Json, error_answer
 from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.console import (
     READING_CONFIG,
@@ -58,16 +40,22 @@ from ebbtide.srt.entrypoints.launch.console import (
 )
 from ebbtide.srt.entrypoints.launch.launcher import launch_node
 from ebbtide.srt.entrypoints.metrics.observers import TraceContext
-from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.entrypoints.middleware import FRAMED_BY_NONE, BrowserCheck, KeyCheck, OneSpelling, RequestIds
-from ebbtide.srt.entrypoints.openai.protocol import parse
 from ebbtide.srt.entrypoints.openai.routes import Calls, OpenAIApi
 from ebbtide.srt.entrypoints.openai.tokenization import read_chat_template
-from ebbtide.srt.entrypoints.openapi import openapi_document
-from ebbtide.srt.entrypoints.pages import Dashboard, pages
+from ebbtide.srt.entrypoints.pages import Dashboard, Pages
 from ebbtide.srt.entrypoints.request_body import BodyReader
+from ebbtide.srt.entrypoints.routes import (
+    CONTROL_ROUTES,
+    NOT_IMPLEMENTED,
+    NativeApi,
+    binary_fields,
+    control_endpoint,
+)
+from ebbtide.srt.entrypoints.routing import endpoints
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.entrypoints.vllm.routes import ServerInfoQuery, VllmApi, vllm_sections
+from ebbtide.srt.entrypoints.vllm.generate import TokensApi
+from ebbtide.srt.entrypoints.vllm.routes import vllm_endpoints
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.srt.this_process import freeze_heap, raise_file_limit
@@ -96,23 +84,28 @@ def create_app(service: EngineService) -> FastAPI:
     # FastAPI's own document would know nothing of the messages, and its page asks another site.
     app = _Application(openapi_url=None, redirect_slashes=False)
     bodies, weight_bodies = BodyReader(), BodyReader()
-    endpoints = _Endpoints(service, bodies)
-    app.add_route("/generate", endpoints.generate, methods=["POST", "PUT"])
-    for path, endpoint in (pages() | endpoints.information() | Dashboard(service).routes()).items():
-        app.add_route(path, endpoint, methods=["GET"])
     calls = Calls(service, bodies)
-    apis = OpenAIApi(service, bodies, calls), AnthropicApi(service, calls), VllmApi(service, bodies)
-    for method, path, endpoint in itertools.chain.from_iterable(api.routes() for api in apis):
-        app.add_route(path, endpoint, methods=[method])
+    parts = (
+        *(NativeApi(service, bodies), Pages(service), Dashboard(service)),
+        *(OpenAIApi(service, bodies, calls), AnthropicApi(service, calls), TokensApi(service, bodies)),
+    )
+    answered = [*itertools.chain.from_iterable(map(endpoints, parts)), *vllm_endpoints(service, bodies)]
+    for route, endpoint in answered:
+        for path in route.paths:
+            app.add_route(path, endpoint, methods=list(route.methods))
     for path, kind in CONTROL_ROUTES.items():
         reader = weight_bodies if binary_fields(kind) else bodies
         app.add_route(path, control_endpoint(service, kind, reader), methods=list(kind.row.methods))
-    app.add_route("/transition", endpoints.transition, methods=["POST"])
-    app.add_route("/drain", endpoints.drain, methods=["POST"])
     for path in NOT_IMPLEMENTED:
         app.add_route(path, _not_implemented, methods=ALL_METHODS)
+
+    async def answer_failure(request: Request, error: Exception) -> Response:
+        # 503 when the engine is down or going down.
+        status, fields = (error.status, error.fields) if isinstance(error, EngineError) else (500, {})
+        return error_answer(str(error), 503 if service.is_down else status, **fields)
+
     app.add_exception_handler(RequestRejected, _answer_rejection)
-    app.add_exception_handler(EngineError, endpoints.answer_failure)
+    app.add_exception_handler(EngineError, answer_failure)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
@@ -127,105 +120,6 @@ class _Application(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
         await super().__call__(scope, receive, with_own_errors(scope, send))
-
-
-class _Endpoints:
-    """What is behind each path."""
-
-    def __init__(self, service: EngineService, bodies: BodyReader) -> None:
-        self._service = service
-        self._bodies = bodies
-
-    def information(self) -> dict[str, Endpoint]:
-        """The paths that only report something."""
-        return {
-            "/health": self._health,
-            "/health_generate": self._health_generate,
-            "/ready": self._ready,
-            "/metrics": self._metrics_text,
-            "/model_info": self._model_info,
-            "/get_model_info": self._model_info,
-            "/server_info": self._server_info,
-            "/get_server_info": self._server_info,
-            "/memory_occupation": self._memory_occupation,
-            "/get_weight_version": self._weight_version,
-            "/get_load": self._get_load,
-            "/v1/loads": self._loads,
-            "/openapi.json": self._openapi,
-        }
-
-    async def generate(self, request: Request) -> Response:
-        fields = await self._bodies.read(request.stream())
-        starting = self._service.manager.prepare(fields, client=client_of(request))
-        if fields.get("stream") is True:
-            note_chunk = self._service.metrics.note_chunk
-            return await answer_events(request.receive, starting, note_chunk, AnswerWriter())
-        result = await answer_whole(request.receive, starting)
-        await self._service.metrics.note_all(result)
-        return Json(result)
-
-    async def transition(self, request: Request) -> Response:
-        return Json(await self._service.transition(await self._bodies.read(request.stream())))
-
-    async def drain(self, request: Request) -> Response:
-        wanted = parse(DrainRequest, await self._bodies.read(request.stream()))
-        return Json(self._service.drain(wanted.timeout_s))
-
-    async def answer_failure(self, request: Request, error: Exception) -> Response:
-        """500; 503 when the engine is down or going down."""
-        status, fields = (error.status, error.fields) if isinstance(error, EngineError) else (500, {})
-        return error_answer(str(error), 503 if self._service.is_down else status, **fields)
-
-    async def _health(self, request: Request) -> Response:
-        return await _healthy(self._service.check_health())
-
-    async def _health_generate(self, request: Request) -> Response:
-        return await _healthy(self._service.check_generation())
-
-    async def _ready(self, request: Request) -> Response:
-        reason = self._service.not_ready
-        return error_answer(reason, 503) if reason else Json(AnswerBody())
-
-    async def _metrics_text(self, request: Request) -> Response:
-        if not self._service.config.server_args.enable_metrics:
-            return error_answer("there are no metrics: start the server with --enable-metrics", 404)
-        return Response(await self._service.metrics_text(), media_type=Metrics.content_type)
-
-    async def _model_info(self, request: Request) -> Response:
-        return Json(await self._service.model_info())
-
-    async def _server_info(self, request: Request) -> Response:
-        config_format = request.query_params.get("config_format", ServerInfoQuery().config_format)
-        info = await self._service.server_info()
-        return Json({**info, **vllm_sections(self._service.config, config_format)})
-
-    async def _openapi(self, request: Request) -> Response:
-        root = self._service.config.server_args.root_path
-        return Json({**_document(), "servers": [{"url": root}]} if root else _document())
-
-    async def _memory_occupation(self, request: Request) -> Response:
-        return Json(await self._service.memory_occupation())
-
-    async def _get_load(self, request: Request) -> Response:
-        return Json(load_summaries(await self._service.loads()))
-
-    async def _loads(self, request: Request) -> Response:
-        query = request.query_params
-        return Json(await self._service.loads_body(query.getlist("include"), query.get("dp_rank")))
-
-    async def _weight_version(self, request: Request) -> Response:
-        return Json(WeightVersion(weight_version=self._service.state.weight_version))
-
-
-_document = functools.cache(openapi_document)
-
-
-async def _healthy(check: Awaitable[None]) -> Response:
-    try:
-        await check
-    except (EngineError, RequestRejected) as error:
-        return error_answer(str(error), 503)
-    return Response()
 
 
 async def _not_implemented(request: Request) -> Response:

@@ -33,6 +33,13 @@ _SUMMABLE = (
 LOAD_SECTIONS = ("core", "memory", "queues", "spec", "lora", "disagg", "all")
 
 
+class LoadsQuery(Struct, kw_only=True):
+    """`include`: `core`, `memory`, `queues` or `all`, separated by commas."""
+
+    include: str = "core"
+    dp_rank: int | None = None
+
+
 class LoadSummary(Struct, kw_only=True):
     """One replica in `/get_load`."""
 

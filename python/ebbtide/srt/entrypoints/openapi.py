@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, get_type_hints
 
 import msgspec
 
-from ebbtide.srt.entrypoints import bodies
-from ebbtide.srt.entrypoints.anthropic.answers import ErrorResponse, MessageBody, TokenCount
-from ebbtide.srt.entrypoints.anthropic.requests import CountTokensRequest, MessagesRequest
-from ebbtide.srt.entrypoints.control_routes import CONTROL_ROUTES
-from ebbtide.srt.entrypoints.information import (
-    LOAD_SECTIONS,
-    Loads,
-    LoadSummary,
-    ModelInfo,
-    ServerInfo,
-    WeightVersion,
-)
+from ebbtide.srt.entrypoints.anthropic.routes import AnthropicApi
+from ebbtide.srt.entrypoints.information import LOAD_SECTIONS
 from ebbtide.srt.entrypoints.middleware import Access, access_of
-from ebbtide.srt.entrypoints.occupation import MemoryOccupationBody
-from ebbtide.srt.entrypoints.openai.protocol import (
-    ChatBatchRequest,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    Completion,
-    CompletionRequest,
-    ModelCard,
-    ModelList,
-)
-from ebbtide.srt.entrypoints.openai.responses import ResponseBody, ResponsesRequest
-from ebbtide.srt.entrypoints.openai.tokenization import DetokenizeRequest, Texts, TokenizeRequest, Tokens
-from ebbtide.srt.entrypoints.transition import STEPS, TransitionReply, TransitionRequest
-from ebbtide.srt.entrypoints.vllm.generate import TokensAnswer, TokensRequest
-from ebbtide.srt.entrypoints.vllm.parameters import InitInfo, LendingInfo
-from ebbtide.srt.entrypoints.vllm.routes import GENERATE_PATHS, ROUTES, ServerInfoQuery
-from ebbtide.srt.entrypoints.vllm.weight_transfer import FetchInfo
+from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
+from ebbtide.srt.entrypoints.routes import CONTROL_ROUTES, NativeApi
+from ebbtide.srt.entrypoints.routing import Route, declared
+from ebbtide.srt.entrypoints.transition import STEPS
+from ebbtide.srt.entrypoints.vllm.generate import TokensApi
+from ebbtide.srt.entrypoints.vllm.parameters import FetchInfo, InitInfo, LendingInfo
+from ebbtide.srt.entrypoints.vllm.routes import PARTS_OF_VLLM
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest, Reply
 from ebbtide.srt.sampling_params import FIELDS as SAMPLING_FIELDS, SamplingParams
@@ -51,128 +29,19 @@ REF_TEMPLATE = "#/components/schemas/{name}"
 Schema = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Route:
-    """One path, or several that mean the same.
-
-    Attributes:
-        request: type of the body, or of the query of a GET; None if there is neither.
-        reply: type of the answer with status 200; None if its body is empty.
-        event: type of an event, where a stream may be asked for; or what the events are, in words.
-        media_type: of an answer that is no JSON.
-        error: type of the body of a refusal or failure.
-    """
-
-    paths: str | tuple[str, ...]
-    methods: tuple[str, ...]
-    tag: str
-    summary: str
-    request: Any = None
-    reply: Any = None
-    event: Any = None
-    media_type: str = "application/json"
-    error: Any = bodies.Error
-
-
-class LoadsQuery(msgspec.Struct, kw_only=True):
-    """`include`: `core`, `memory`, `queues` or `all`, separated by commas."""
-
-    include: str = "core"
-    dp_rank: int | None = None
-
-
-GET, POST = ("GET",), ("POST",)
-
-_ROUTES = (
-    Route(
-        *("/generate", ("POST", "PUT"), "generation", "Generate from text or token ids."),
-        *(GenerateReqInput, bodies.GenerateOutput | list[bodies.GenerateOutput], bodies.GenerateOutput),
-    ),
-    Route(
-        *("/v1/completions", POST, "OpenAI", "Complete a prompt."),
-        *(CompletionRequest, Completion, Completion),
-    ),
-    Route(
-        *("/v1/chat/completions", POST, "OpenAI", "Answer a conversation."),
-        *(ChatCompletionRequest, ChatCompletion, ChatCompletionChunk),
-    ),
-    Route(
-        *("/v1/chat/completions/batch", POST, "OpenAI", "Answer several conversations."),
-        *(ChatBatchRequest, ChatCompletion),
-    ),
-    Route(
-        *("/v1/responses", POST, "OpenAI", "Answer a conversation, in the words of OpenAI's Responses."),
-        *(ResponsesRequest, ResponseBody, "Events of OpenAI's Responses."),
-    ),
-    Route(
-        *("/v1/messages", POST, "Anthropic", "Answer a conversation.", MessagesRequest, MessageBody),
-        event="Events of Anthropic's Messages.",
-        error=ErrorResponse,
-    ),
-    Route(
-        *("/v1/messages/count_tokens", POST, "Anthropic", "How many tokens a conversation has."),
-        *(CountTokensRequest, TokenCount),
-        error=ErrorResponse,
-    ),
-    Route(
-        ("/tokenize", "/v1/tokenize"),
-        POST,
-        "OpenAI",
-        "Token ids of texts or of a conversation.",
-        TokenizeRequest,
-        Tokens,
-    ),
-    Route(("/detokenize", "/v1/detokenize"), POST, "OpenAI", "Texts of token ids.", DetokenizeRequest, Texts),
-    Route("/v1/models", GET, "OpenAI", "The model that is served, and its adapters.", None, ModelList),
-    Route("/v1/models/{model}", GET, "OpenAI", "The model of this name.", None, ModelCard),
-    Route("/health", GET, "information", "Whether every process lives and turns, asleep or not."),
-    Route("/health_generate", GET, "information", "As /health; an idle engine also generates a token."),
-    Route("/ready", GET, "information", "Whether a request would run now.", None, bodies.AnswerBody),
-    Route(
-        *("/metrics", GET, "information", "Prometheus metrics; needs --enable-metrics.", None, str),
-        media_type="text/plain",
-    ),
-    Route(("/model_info", "/get_model_info"), GET, "information", "The model.", None, ModelInfo),
-    Route(
-        ("/server_info", "/get_server_info"),
-        GET,
-        "information",
-        "Arguments and state of the server.",
-        ServerInfoQuery,
-        ServerInfo,
-    ),
-    Route("/memory_occupation", GET, "information", "Memory by tag.", None, MemoryOccupationBody),
-    Route("/v1/loads", GET, "information", "What every replica has to do.", LoadsQuery, Loads),
-    Route("/get_load", GET, "information", "The same in short.", None, list[LoadSummary]),
-    Route("/get_weight_version", GET, "information", "The weights' version.", None, WeightVersion),
-    Route(
-        *("/drain", POST, "control", "Serve what is in, refuse new generations with 503, then end."),
-        *(bodies.DrainRequest, bodies.DrainReply),
-    ),
-    Route(
-        *("/transition", POST, "control", "Several control requests in order; may be sent again."),
-        *(TransitionRequest, TransitionReply),
-    ),
-    Route(
-        GENERATE_PATHS, POST, "vLLM", "Generate from token ids.", TokensRequest, TokensAnswer, TokensAnswer
-    ),
-    *(
-        Route(
-            *(route.path, (route.method,), "vLLM", route.summary, route.parameters, route.reply),
-            media_type="text/plain" if route.reply is str else "application/json",
-        )
-        for route in ROUTES
-    ),
-)
+# The classes whose methods answer the routes, in the order of the document.
+OWNERS: Final = (NativeApi, OpenAIApi, AnthropicApi, TokensApi, *PARTS_OF_VLLM)
 
 
 def openapi_document() -> Schema:
     """The whole document."""
-    routes = [*_ROUTES, *(_control_route(path, kind) for path, kind in CONTROL_ROUTES.items())]
+    routes = [route for owner in OWNERS for route in declared(owner).values()]
+    routes += [_control_route(path, kind) for path, kind in CONTROL_ROUTES.items()]
     schemas = _Schemas(routes)
     paths: dict[str, Schema] = {}
     for route in routes:
-        for path in (route.paths,) if isinstance(route.paths, str) else route.paths:
+        # The name of a model may be a path.
+        for path in (path.replace(":path", "") for path in route.paths):
             paths[path] = {
                 method.lower(): _describe(route, path, method, schemas) for method in route.methods
             }
@@ -197,14 +66,14 @@ def _control_route(path: str, kind: type[ControlRequest]) -> Route:
         own = [name for name in row.reply.__struct_fields__ if name not in Reply.__struct_fields__]
         names = ", ".join(f"`{name}`" for name in own)
         reply, summary = None, f"{summary} Only with `{row.body_if}` there is a body: {names}."
-    return Route(path, row.methods, "control", summary, kind, reply)
+    return Route(row.methods, (path,), summary, "control", kind, reply)
 
 
 class _Schemas:
     """The schemas of all types; `of` refers to them."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        requests = [route.request for route in routes if route.request is not None]
+        requests = [route.takes for route in routes if route.takes is not None]
         replies = [
             kind
             for one in routes
@@ -283,13 +152,11 @@ def _describe(route: Route, path: str, method: str, schemas: _Schemas) -> Schema
         if "{model}" in path
         else []
     )
-    if route.request is not None and method == "GET":
-        parameters += _query(schemas.components[route.request.__name__])
-    elif route.request is not None:
-        schema = schemas.of(route.request)
-        needs_fields = bool(
-            schemas.components[route.request.__name__].keys() & {"required", "anyOf", "oneOf"}
-        )
+    if route.takes is not None and method == "GET":
+        parameters += _query(schemas.components[route.takes.__name__])
+    elif route.takes is not None:
+        schema = schemas.of(route.takes)
+        needs_fields = bool(schemas.components[route.takes.__name__].keys() & {"required", "anyOf", "oneOf"})
         described["requestBody"] = {
             "required": needs_fields,
             "content": {"application/json": {"schema": schema}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import AsyncIterator
 from importlib import resources
@@ -14,7 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ebbtide.srt.entrypoints.http_answers import Endpoint, server_event, while_connected
+from ebbtide.srt.entrypoints.http_answers import Json, server_event, while_connected
+from ebbtide.srt.entrypoints.openapi import openapi_document
+from ebbtide.srt.entrypoints.routing import GET, route
 from ebbtide.srt.entrypoints.service import EngineService
 
 logger = logging.getLogger(__name__)
@@ -56,34 +59,44 @@ _NOTHING_FROM_OUTSIDE: Final = (
 )
 
 
-def pages() -> dict[str, Endpoint]:
-    """The pages by path, all of them GET. None shows anything of the engine."""
-    return {"/": _root, "/docs": _reference, "/docs/{name}": _asset}
+class Pages:
+    """Pages that show nothing of the engine, and the document that one of them is made of."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+
+    @route(GET, "/")
+    async def root(self, request: Request) -> Response:
+        return HTMLResponse(_ROOT, headers=_FROM_HERE_ONLY)
+
+    @route(GET, "/docs")
+    async def reference(self, request: Request) -> Response:
+        page = get_swagger_ui_html(
+            # Relative: the server may be below another path of a proxy.
+            openapi_url="openapi.json",
+            title="Ebbtide",
+            swagger_js_url="docs/swagger-ui-bundle.js",
+            swagger_css_url="docs/swagger-ui.css",
+            swagger_favicon_url="docs/favicon.png",
+        )
+        page.headers.update(_FROM_HERE_ONLY)
+        return page
+
+    @route(GET, "/docs/{name}")
+    async def asset(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in _ASSETS:
+            raise HTTPException(404)
+        # The package's files alone are used.
+        return FileResponse(Path(str(resources.files("fastapi_offline"))) / "static" / name)
+
+    @route(GET, "/openapi.json")
+    async def document(self, request: Request) -> Response:
+        root = self._service.config.server_args.root_path
+        return Json({**_document(), "servers": [{"url": root}]} if root else _document())
 
 
-async def _root(request: Request) -> Response:
-    return HTMLResponse(_ROOT, headers=_FROM_HERE_ONLY)
-
-
-async def _reference(request: Request) -> Response:
-    page = get_swagger_ui_html(
-        # Relative: the server may be below another path of a proxy.
-        openapi_url="openapi.json",
-        title="Ebbtide",
-        swagger_js_url="docs/swagger-ui-bundle.js",
-        swagger_css_url="docs/swagger-ui.css",
-        swagger_favicon_url="docs/favicon.png",
-    )
-    page.headers.update(_FROM_HERE_ONLY)
-    return page
-
-
-async def _asset(request: Request) -> Response:
-    name = request.path_params["name"]
-    if name not in _ASSETS:
-        raise HTTPException(404)
-    # The package's files alone are used.
-    return FileResponse(Path(str(resources.files("fastapi_offline"))) / "static" / name)
+_document = functools.cache(openapi_document)
 
 
 class Dashboard:
@@ -93,14 +106,12 @@ class Dashboard:
         self._service = service
         self._page = resources.files(__package__).joinpath("dashboard.html").read_text(encoding="utf-8")
 
-    def routes(self) -> dict[str, Endpoint]:
-        """Their paths, all of them GET."""
-        return {"/dashboard": self._show, "/dashboard/events": self._events}
-
-    async def _show(self, request: Request) -> Response:
+    @route(GET, "/dashboard")
+    async def show(self, request: Request) -> Response:
         return HTMLResponse(self._page, headers={"Content-Security-Policy": _NOTHING_FROM_OUTSIDE})
 
-    async def _events(self, request: Request) -> Response:
+    @route(GET, "/dashboard/events")
+    async def events(self, request: Request) -> Response:
         return _EventStream(self._encoded(), media_type="text/event-stream")
 
     async def _encoded(self) -> AsyncIterator[bytes]:

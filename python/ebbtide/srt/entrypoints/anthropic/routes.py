@@ -9,16 +9,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Scope, Send
 
-from ebbtide.srt.entrypoints.anthropic.answers import MessageWriter, TokenCount, error_body
+from ebbtide.srt.entrypoints.anthropic.answers import (
+    ErrorResponse,
+    MessageBody,
+    MessageWriter,
+    TokenCount,
+    error_body,
+)
 from ebbtide.srt.entrypoints.anthropic.requests import (
     CountTokensRequest,
+    MessagesRequest,
     as_chat,
     ignored_fields,
     prompt_fields,
 )
-from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
+from ebbtide.srt.entrypoints.http_answers import Json
 from ebbtide.srt.entrypoints.openai.protocol import parse
 from ebbtide.srt.entrypoints.openai.routes import Calls
+from ebbtide.srt.entrypoints.routing import POST, route
 from ebbtide.srt.entrypoints.service import EngineService
 
 PATH = "/v1/messages"
@@ -31,11 +39,16 @@ class AnthropicApi:
         self._service = service
         self._calls = calls
 
-    def routes(self) -> list[tuple[str, str, Endpoint]]:
-        """Method, path and endpoint of each."""
-        return [("POST", PATH, self._messages), ("POST", f"{PATH}/count_tokens", self._count_tokens)]
-
-    async def _messages(self, request: Request) -> Response:
+    @route(
+        *(POST, PATH),
+        tag="Anthropic",
+        takes=MessagesRequest,
+        reply=MessageBody,
+        event="Events of Anthropic's Messages.",
+        error=ErrorResponse,
+    )
+    async def messages(self, request: Request) -> Response:
+        """Answer a conversation."""
         fields = await self._calls.fields_of(request)
         call = await self._calls.chat(
             await self._service.manager.worked_on(
@@ -44,7 +57,15 @@ class AnthropicApi:
         )
         return await self._calls.answer(request, call, MessageWriter(call, ignored_fields(fields)))
 
-    async def _count_tokens(self, request: Request) -> Response:
+    @route(
+        *(POST, f"{PATH}/count_tokens"),
+        tag="Anthropic",
+        takes=CountTokensRequest,
+        reply=TokenCount,
+        error=ErrorResponse,
+    )
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens a conversation has."""
         fields = await self._calls.fields_of(request)
         asked = parse(CountTokensRequest, fields)
         call = await self._calls.chat(prompt_fields(asked, fields, has_reasoning=self._has_reasoning))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Mapping
+from functools import cached_property, partial
 from typing import Any, cast
 
 from msgspec.structs import replace
@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from ebbtide.srt.entrypoints.http_answers import (
     AnswerWriter,
-    Endpoint,
     Json,
     answer_events,
     answer_whole,
@@ -22,7 +21,16 @@ from ebbtide.srt.entrypoints.http_answers import (
 )
 from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
 from ebbtide.srt.entrypoints.openai.answers import ChatWriter, ChunkWriter, CompletionWriter
-from ebbtide.srt.entrypoints.openai.protocol import ModelCard, ModelList
+from ebbtide.srt.entrypoints.openai.protocol import (
+    ChatBatchRequest,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    ModelCard,
+    ModelList,
+)
 from ebbtide.srt.entrypoints.openai.requests import (
     OpenAICall,
     chat_call,
@@ -30,15 +38,26 @@ from ebbtide.srt.entrypoints.openai.requests import (
     force_usage,
     within_limits,
 )
-from ebbtide.srt.entrypoints.openai.responses import ResponseWriter, as_chat, ignored_fields
+from ebbtide.srt.entrypoints.openai.responses import (
+    ResponseBody,
+    ResponsesRequest,
+    ResponseWriter,
+    as_chat,
+    ignored_fields,
+)
 from ebbtide.srt.entrypoints.openai.tokenization import (
     ChatTemplate,
+    DetokenizeRequest,
+    Texts,
     Tokenization,
+    TokenizeRequest,
+    Tokens,
     read_chat_template,
     recommended_sampling,
 )
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
+from ebbtide.srt.entrypoints.routing import GET, POST, route
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.array_forms import RoutedForm
@@ -110,7 +129,7 @@ class Calls:
     def model_name(self) -> str:
         return self._service.config.model.served_model_name
 
-    @functools.cached_property
+    @cached_property
     def template(self) -> ChatTemplate | None:
         """None: the engine has no tokenizer."""
         tokenizer = self._service.manager.tokenizer
@@ -129,7 +148,7 @@ class Calls:
         args = self._service.config.server_args
         return Parsers(args.tool_call_parser, args.reasoning_parser)
 
-    @functools.cached_property
+    @cached_property
     def _recommended(self) -> Mapping[str, Any]:
         return recommended_sampling(self._service.config.model.path)
 
@@ -167,6 +186,9 @@ async def answer_call(
     return Json(writer.whole(result))
 
 
+_openai = partial(route, tag="OpenAI")
+
+
 class OpenAIApi:
     """What is behind `/v1/models`, completions, chats, responses, `/tokenize` and `/detokenize`."""
 
@@ -176,37 +198,39 @@ class OpenAIApi:
         self._bodies = bodies
         self._created = int(time.time())
 
-    def routes(self) -> list[tuple[str, str, Endpoint]]:
-        """Method, path and endpoint of each."""
-        return [
-            ("GET", "/v1/models", self._models),
-            # The name of a model may be a path.
-            ("GET", "/v1/models/{model:path}", self._model),
-            ("POST", "/v1/completions", self._completions),
-            ("POST", "/v1/chat/completions", self._chat_completions),
-            ("POST", "/v1/chat/completions/batch", self._chat_batch),
-            ("POST", "/v1/responses", self._responses),
-            *(("POST", path, self._tokenize) for path in ("/tokenize", "/v1/tokenize")),
-            *(("POST", path, self._detokenize) for path in ("/detokenize", "/v1/detokenize")),
-        ]
-
-    async def _models(self, request: Request) -> Response:
+    @_openai(GET, "/v1/models", reply=ModelList)
+    async def models(self, request: Request) -> Response:
+        """The model that is served, and its adapters."""
         return Json(ModelList(data=self._cards()))
 
-    async def _model(self, request: Request) -> Response:
+    @_openai(GET, "/v1/models/{model:path}", reply=ModelCard)
+    async def model(self, request: Request) -> Response:
+        """The model of this name."""
         wanted = request.path_params["model"]
         card = next((one for one in self._cards() if one.id == wanted), None)
         return error_answer(f"there is no model {wanted!r}", 404) if card is None else Json(card)
 
-    async def _completions(self, request: Request) -> Response:
+    @_openai(POST, "/v1/completions", takes=CompletionRequest, reply=Completion, event=Completion)
+    async def completions(self, request: Request) -> Response:
+        """Complete a prompt."""
         call = await self._calls.completion(await self._calls.fields_of(request))
         return await self._calls.answer(request, call, ChunkWriter(CompletionWriter(call), call))
 
-    async def _chat_completions(self, request: Request) -> Response:
+    @_openai(
+        POST,
+        "/v1/chat/completions",
+        takes=ChatCompletionRequest,
+        reply=ChatCompletion,
+        event=ChatCompletionChunk,
+    )
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a conversation."""
         fields = await self._calls.fields_of(request)
         return await self._chat(request, await self._calls.chat(fields), fields.get("return_meta_info"))
 
-    async def _chat_batch(self, request: Request) -> Response:
+    @_openai(POST, "/v1/chat/completions/batch", takes=ChatBatchRequest, reply=ChatCompletion)
+    async def chat_batch(self, request: Request) -> Response:
+        """Answer several conversations."""
         fields = await self._calls.fields_of(request)
         call = await self._calls.chat(fields, is_batch=True)
         return await self._chat(request, call, fields.get("return_meta_info"))
@@ -216,18 +240,30 @@ class OpenAIApi:
         writer = ChunkWriter(ChatWriter(call, return_meta_info=wants_meta), call)
         return await self._calls.answer(request, call, writer, wants_meta=wants_meta)
 
-    async def _responses(self, request: Request) -> Response:
+    @_openai(
+        POST,
+        "/v1/responses",
+        takes=ResponsesRequest,
+        reply=ResponseBody,
+        event="Events of OpenAI's Responses.",
+    )
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation, in the words of OpenAI's Responses."""
         fields = await self._calls.fields_of(request)
         asked, chat = await self._service.manager.worked_on(fields, lambda: as_chat(fields))
         call = await self._calls.chat(chat)
         return await self._calls.answer(request, call, ResponseWriter(call, asked, ignored_fields(fields)))
 
-    async def _tokenize(self, request: Request) -> Response:
+    @_openai(POST, "/tokenize", "/v1/tokenize", takes=TokenizeRequest, reply=Tokens)
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of texts or of a conversation."""
         fields, tokenization = await self._bodies.read(request.stream()), self._tokenization
         self._service.require_model(fields.get("model"))
         return Json(await self._service.manager.in_thread(lambda: tokenization.tokenize(fields)))
 
-    async def _detokenize(self, request: Request) -> Response:
+    @_openai(POST, "/detokenize", "/v1/detokenize", takes=DetokenizeRequest, reply=Texts)
+    async def detokenize(self, request: Request) -> Response:
+        """Texts of token ids."""
         fields, tokenization = await self._bodies.read(request.stream()), self._tokenization
         self._service.require_model(fields.get("model"))
         return Json(await self._service.manager.in_thread(lambda: tokenization.detokenize(fields)))

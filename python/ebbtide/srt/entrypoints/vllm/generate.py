@@ -29,6 +29,7 @@ from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
 from ebbtide.srt.entrypoints.openai.routes import answer_call
 from ebbtide.srt.entrypoints.openai.shared_fields import check_salt, grammar_params
 from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
+from ebbtide.srt.entrypoints.routing import POST, route
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import meant_by
 from ebbtide.srt.errors import RequestRejected
@@ -162,7 +163,15 @@ class TokensApi:
         self._service = service
         self._bodies = bodies
 
+    @route(
+        *(POST, "/inference/v1/generate", "/skyrl/v1/generate"),
+        tag="vLLM",
+        takes=TokensRequest,
+        reply=TokensAnswer,
+        event=TokensAnswer,
+    )
     async def generate(self, request: Request) -> Response:
+        """Generate from token ids."""
         fields = await self._bodies.read(request.stream())
         self._service.require_model(fields.get("model"))
         self._service.manager.limits.check_given(

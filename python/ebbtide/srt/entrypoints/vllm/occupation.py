@@ -10,8 +10,10 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from ebbtide.srt.entrypoints.routing import GET, POST
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.parameters import (
+    AbortNamedParameters,
     AbortParameters,
     Nothing,
     PauseParameters,
@@ -19,6 +21,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     SleepParameters,
     WakeUpParameters,
     pause_mode,
+    vllm_route,
 )
 from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.managers.io_struct import (
@@ -51,19 +54,27 @@ class VllmOccupation:
         return self._service.state.paused is not None
 
     @property
-    def is_idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether generation is paused, or the weights or the KV cache are released on any rank."""
         return self._is_paused or bool(self._released())
 
+    @vllm_route(POST, "/pause")
     async def pause(self, asked: PauseParameters) -> Body:
+        """Run no further forward pass."""
         async with self._paused(asked.pause_mode, flushes=asked.clear_cache) as paused:
             return {**paused, "status": "paused"}
 
+    @vllm_route(POST, "/resume")
     async def resume(self, asked: Nothing) -> Body:
+        """End a pause."""
         return {**await self._service.control(ContinueGenerationReqInput, {}), "status": "resumed"}
 
+    @vllm_route(POST, "/sleep")
     async def sleep(self, asked: SleepParameters) -> Body:
-        """Pause, and give memory back; what is asleep already stays as it is, with its backup."""
+        """Pause, and give memory back.
+
+        What is asleep already stays as it is, with its backup.
+        """
         answer = {"status": "sleeping", "level": asked.level}
         if asked.level > 0 and self._released() == set(SLEEPING_TAGS):
             return {"success": True, "message": "Asleep already.", "changed": False, **answer}
@@ -75,8 +86,12 @@ class VllmOccupation:
             released = await self._service.control(ReleaseMemoryOccupationReqInput, release)
             return {**released, **answer, "mode": paused["mode"]}
 
+    @vllm_route(POST, "/wake_up")
     async def wake_up(self, asked: WakeUpParameters) -> Body:
-        """Take memory again; with the last of it generation goes on, whoever paused it."""
+        """Take memory again; with the last of it generation goes on.
+
+        Whoever paused it.
+        """
         tags = [tag for tag in asked.tags or () if tag != "scheduling"]
         reply: Body = {"success": True, "message": "Nothing to do.", "changed": False}
         if tags or not asked.tags:
@@ -87,22 +102,43 @@ class VllmOccupation:
         status = "sleeping" if self._released() else "awake"
         return {**reply, "status": status, "tags": asked.tags or None, "resumed": resumed}
 
+    @vllm_route(POST, "/release_kv_cache_memory")
     async def release_kv_cache(self, asked: Nothing) -> Body:
+        """Give the memory of the KV cache back."""
         reply = await self._service.control(ReleaseMemoryOccupationReqInput, {"tags": [MemoryTag.KV_CACHE]})
         return {**reply, "status": "kv_cache_released"}
 
+    @vllm_route(POST, "/reset_prefix_cache")
     async def reset_prefix_cache(self, asked: ResetCacheParameters) -> Body:
+        """Empty the prefix cache."""
         fields = {"retract_running": asked.reset_running_requests}
         reply: Body = await self._service.control(FlushCacheReqInput, fields)
         return reply
 
+    @vllm_route(POST, "/abort_requests")
     async def abort(self, asked: AbortParameters) -> Body:
+        """End these requests, or all."""
         if not asked.request_ids:
             reply = await self._service.control(AbortReq, {"abort_all": True})
             return {**reply, "status": "aborted", "aborted": reply["num_aborted"]}
         rids = [rid for given in asked.request_ids for rid in meant_by(given)]
         reply = await self._service.control(AbortReq, {"rid": rids})
         return {**reply, "status": "aborted", "aborted": len(asked.request_ids)}
+
+    @vllm_route(GET, "/is_paused")
+    async def is_paused(self, asked: Nothing) -> Body:
+        """Whether nothing runs."""
+        return {"is_paused": self._is_idle}
+
+    @vllm_route(GET, "/is_sleeping")
+    async def is_sleeping(self, asked: Nothing) -> Body:
+        """Whether memory is released, or generation paused."""
+        return {"is_sleeping": self._is_idle}
+
+    @vllm_route(POST, "/inference/v1/abort_requests")
+    async def abort_named(self, asked: AbortNamedParameters) -> Body:
+        """End these requests."""
+        return await self.abort(AbortParameters(request_ids=asked.request_ids))
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: PauseMode, *, flushes: bool) -> AsyncIterator[Body]:

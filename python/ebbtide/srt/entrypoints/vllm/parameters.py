@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -11,6 +11,7 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 
 from ebbtide.srt.entrypoints.request_body import BodyReader
+from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import reader_of
 from ebbtide.srt.managers.api.request_fields import refuse_misspelt
@@ -135,6 +136,35 @@ class RpcParameters(Struct, kw_only=True):
     timeout: float | None = None
 
 
+# An empty path would be the folder in which the server was started.
+Folder = Annotated[str, Meta(min_length=1)]
+
+
+class PullParameters(Struct, kw_only=True):
+    """`target_version`: 0 is the checkpoint that the engine was started with. The hook is refused."""
+
+    local_checkpoint_dir: Folder
+    source_dir: Folder
+    target_version: int
+    pre_read_hook: str | None = None
+
+
+class FetchInfo(Struct, kw_only=True):
+    """How SkyRL's trainer publishes deltas. What is about a whole local copy has no meaning here."""
+
+    local_checkpoint_dir: Folder
+    base_model_path: str | None = None
+    cloud_download_workers: int | None = None
+    checkpoint_load_format: str | None = None
+    multi_thread_safetensors_max_workers: int | None = None
+
+
+class FetchParameters(Struct, kw_only=True):
+    target_version: int
+    sync_dir: Folder | None = None
+    uri: str | None = None
+
+
 class InitInfo(Struct, kw_only=True):
     """How a trainer is met: by the store at an address, or by the id of its communicator.
 
@@ -185,6 +215,22 @@ class LentInfo(Struct, kw_only=True):
     tensor_sizes: list[int] | None = None
     sizes: list[int] | None = None
     packed: bool | None = None
+
+
+H = TypeVar("H", bound=Callable[..., Any])
+
+
+def vllm_route(methods: tuple[str, ...], *paths: str) -> Callable[[H], H]:
+    """Declare a handler: what it takes and returns, its signature says."""
+
+    def declare(handler: H) -> H:
+        hints = get_type_hints(handler)
+        takes, reply = hints["asked"], hints["return"]
+        media_type = "text/plain" if reply is str else "application/json"
+        takes = None if takes is Nothing else takes
+        return route(methods, *paths, tag="vLLM", takes=takes, reply=reply, media_type=media_type)(handler)
+
+    return declare
 
 
 def pause_mode(mode: VllmPauseMode, clear_cache: bool) -> PauseMode:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal, get_type_hints
+from typing import Any, Final, Literal
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -14,27 +13,23 @@ from starlette.responses import PlainTextResponse, Response
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
 from ebbtide.srt.entrypoints.request_body import BodyReader
+from ebbtide.srt.entrypoints.routing import GET, POST, Route, endpoints
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.entrypoints.vllm.generate import TokensApi
 from ebbtide.srt.entrypoints.vllm.occupation import SLEEPING_TAGS, Body, VllmOccupation
 from ebbtide.srt.entrypoints.vllm.parameters import (
-    AbortNamedParameters,
-    AbortParameters,
+    FetchParameters,
     FinishParameters,
     Nothing,
+    PullParameters,
     RpcParameters,
     StartParameters,
     UpdateParameters,
     WorldSizeParameters,
     checked,
     read_parameters,
+    vllm_route,
 )
-from ebbtide.srt.entrypoints.vllm.weight_transfer import (
-    FetchParameters,
-    PullParameters,
-    VllmWeightTransfer,
-    pull,
-)
+from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer, pull
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import (
     LoadLoRAAdapterReqInput,
@@ -119,8 +114,12 @@ class RemoteCalls:
             "liveness_probe": (self._probe, ()),
         }
 
+    @vllm_route(POST, "/collective_rpc")
     async def call(self, asked: RpcParameters) -> Body:
-        """Carry a method out; `results` has what each rank answers. Refused if it is unknown (501)."""
+        """One of a few methods, by its name.
+
+        `results` has what each rank answers. Refused if it is unknown (501).
+        """
         if asked.method not in self._methods:
             raise RequestRejected(
                 "collective_rpc runs arbitrary code in the worker and is not offered; known methods: "
@@ -213,7 +212,9 @@ class VllmAdapters:
     def __init__(self, service: EngineService) -> None:
         self._service = service
 
+    @vllm_route(POST, "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
     async def load(self, asked: LoadAdapterParameters) -> str:
+        """Load a PEFT folder as an adapter."""
         name = asked.lora_name
         if not asked.load_inplace and self._service.has_adapter(name):
             raise RequestRejected(
@@ -224,204 +225,84 @@ class VllmAdapters:
         await self._service.control(LoadLoRAAdapterReqInput, fields)
         return f"Success: LoRA adapter '{name}' added successfully."
 
+    @vllm_route(POST, "/v1/unload_lora_adapter")
     async def unload(self, asked: UnloadAdapterParameters) -> str:
+        """Remove an adapter."""
         fields = {"lora_name": asked.lora_name, "timeout_s": 0.0}
         await self._service.control(UnloadLoRAAdapterReqInput, fields)
         return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
 
 
-# An unbound method: takes its object and the parameters, returns the body of the answer, or a text.
-Handler = Callable[[Any, Any], Awaitable[Body | str]]
-
-
-@dataclass(frozen=True)
-class VllmRoute:
-    """One route of the dialect, for the application and for its document.
-
-    Attributes:
-        part: whose method the handler is.
-        parameters: None: it has none.
-    """
-
-    method: Literal["GET", "POST"]
-    path: str
-    summary: str
-    part: type
-    handler: Handler
-    parameters: type[Struct] | None
-    reply: Any
-
-
-GENERATE_PATHS = ("/inference/v1/generate", "/skyrl/v1/generate")
-
-
 class VllmApi:
-    """What is behind vLLM's routes."""
+    """What is behind the other routes of vLLM's."""
 
-    def __init__(self, service: EngineService, bodies: BodyReader) -> None:
+    def __init__(self, service: EngineService) -> None:
         self._service = service
-        self._bodies = bodies
-        self._occupation = VllmOccupation(service)
-        weights = VllmWeightTransfer(service)
-        parts = (self, self._occupation, weights, RemoteCalls(service, weights), VllmAdapters(service))
-        self._parts = {type(part): part for part in parts}
-        self._tokens = TokensApi(service, bodies)
 
-    def routes(self) -> list[tuple[str, str, Endpoint]]:
-        """Method, path and endpoint of each."""
-        return [
-            *((route.method, route.path, self._endpoint(route)) for route in ROUTES),
-            *(("POST", path, self._tokens.generate) for path in GENERATE_PATHS),
-        ]
-
-    def _endpoint(self, route: VllmRoute) -> Endpoint:
-        part, kind = self._parts[route.part], route.parameters or Nothing
-
-        async def endpoint(request: Request) -> Response:
-            asked, ignored = await read_parameters(request, kind, self._bodies)
-            answer = await route.handler(part, asked)
-            if isinstance(answer, str):
-                return PlainTextResponse(answer)
-            body = {"success": True, "message": "", **answer}
-            return Json({**body, "ignored_fields": ignored} if ignored else body)
-
-        return endpoint
-
-    async def is_paused(self, asked: Nothing) -> Body:
-        return {"is_paused": self._occupation.is_idle}
-
-    async def is_sleeping(self, asked: Nothing) -> Body:
-        return {"is_sleeping": self._occupation.is_idle}
-
-    async def abort_named(self, asked: AbortNamedParameters) -> Body:
-        return await self._occupation.abort(AbortParameters(request_ids=asked.request_ids))
-
+    @vllm_route(POST, "/reset_mm_cache", "/reset_encoder_cache")
     async def nothing_to_do(self, asked: Nothing) -> Body:
+        """Nothing: there is no such cache."""
         return {"message": "There is no such cache."}
 
+    @vllm_route(POST, "/start_draft_weight_update")
     async def no_draft_model(self, asked: Nothing) -> Body:
+        """Refused: there is no draft model."""
         raise RequestRejected("there is no draft model", 409)
 
+    @vllm_route(GET, "/weight_info")
     async def weight_info(self, asked: Nothing) -> Body:
+        """The version of the weights."""
         return {"weight_version": self._service.state.weight_version}
 
+    @vllm_route(POST, "/pull_weights")
     async def pull_weights(self, asked: PullParameters) -> Body:
+        """Which published version an update from a folder brings."""
         return await pull(asked, self._service.state.weight_version)
 
+    @vllm_route(GET, "/get_world_size")
     async def world_size(self, asked: WorldSizeParameters) -> Body:
+        """How many ranks there are."""
         parallel = self._service.config.parallel
         return {"world_size": parallel.tp_size * (parallel.dp_size if asked.include_dp else 1)}
 
+    @vllm_route(GET, "/version")
     async def version(self, asked: Nothing) -> Body:
+        """The versions of this server and of the dialect."""
         return {"version": __version__, "vllm_compat": VLLM_VERSION}
 
+    @vllm_route(GET, "/load")
     async def load(self, asked: Nothing) -> Body:
+        """How many requests are answered."""
         return {"server_load": self._service.manager.num_live}
 
+    @vllm_route(GET, "/liveness")
     async def liveness(self, asked: Nothing) -> Body:
+        """Whether every process lives."""
         await self._service.check_health()
         return {"status": "ok"}
 
 
-def _routes(
-    part: type, method: Literal["GET", "POST"], rows: Mapping[str, tuple[str, Handler]]
-) -> Iterator[VllmRoute]:
-    """Routes by path; what a handler takes and returns, its signature says."""
-    for path, (summary, handler) in rows.items():
-        hints = get_type_hints(handler)
-        parameters = None if hints["asked"] is Nothing else hints["asked"]
-        yield VllmRoute(method, path, summary, part, handler, parameters, hints["return"])
+PARTS_OF_VLLM: Final = (VllmOccupation, VllmWeightTransfer, VllmAdapters, RemoteCalls, VllmApi)
 
 
-_LOAD_ADAPTER: Final = ("Load a PEFT folder as an adapter.", VllmAdapters.load)
+def vllm_endpoints(service: EngineService, bodies: BodyReader) -> Iterator[tuple[Route, Endpoint]]:
+    """The routes of `PARTS_OF_VLLM`, and what answers them."""
+    weights = VllmWeightTransfer(service)
+    calls, adapters = RemoteCalls(service, weights), VllmAdapters(service)
+    for part in (VllmOccupation(service), weights, adapters, calls, VllmApi(service)):
+        for route, handler in endpoints(part):
+            yield route, _endpoint(handler, route.takes or Nothing, bodies)
 
-ROUTES: Final = (
-    *_routes(
-        VllmOccupation,
-        "POST",
-        {
-            "/pause": ("Run no further forward pass.", VllmOccupation.pause),
-            "/resume": ("End a pause.", VllmOccupation.resume),
-            "/sleep": ("Pause, and give memory back.", VllmOccupation.sleep),
-            "/wake_up": (
-                "Take memory again; with the last of it generation goes on.",
-                VllmOccupation.wake_up,
-            ),
-            "/release_kv_cache_memory": (
-                "Give the memory of the KV cache back.",
-                VllmOccupation.release_kv_cache,
-            ),
-            "/reset_prefix_cache": ("Empty the prefix cache.", VllmOccupation.reset_prefix_cache),
-            "/abort_requests": ("End these requests, or all.", VllmOccupation.abort),
-        },
-    ),
-    *_routes(
-        VllmWeightTransfer,
-        "POST",
-        {
-            "/init_weight_transfer_engine": ("Join the group of a trainer.", VllmWeightTransfer.init),
-            "/shutdown_weight_transfer_engine": ("Leave the trainer's group.", VllmWeightTransfer.shutdown),
-            "/init_broadcaster": (
-                "Join the group of prime-rl's trainer.",
-                VllmWeightTransfer.init_broadcaster,
-            ),
-            "/start_weight_update": ("Open a session of updates.", VllmWeightTransfer.start),
-            "/update_weights": (
-                "Take weights by broadcast, or out of a folder.",
-                VllmWeightTransfer.update,
-            ),
-            "/receive_weight_update": (
-                "Take weights by PipelineRL's broadcasts.",
-                VllmWeightTransfer.receive,
-            ),
-            "/finish_weight_update": ("Commit the session.", VllmWeightTransfer.finish),
-            "/weight_checker": (
-                "Sum the parameters up, or make them invalid, or compare.",
-                VllmWeightTransfer.check,
-            ),
-            "/fetch_weights": (
-                "Which published version the next update brings, in SkyRL's words.",
-                VllmWeightTransfer.fetch,
-            ),
-        },
-    ),
-    *_routes(
-        VllmAdapters,
-        "POST",
-        {
-            "/v1/load_lora_adapter": _LOAD_ADAPTER,
-            "/skyrl/v1/load_lora_adapter": _LOAD_ADAPTER,
-            "/v1/unload_lora_adapter": ("Remove an adapter.", VllmAdapters.unload),
-        },
-    ),
-    *_routes(
-        RemoteCalls, "POST", {"/collective_rpc": ("One of a few methods, by its name.", RemoteCalls.call)}
-    ),
-    *_routes(
-        VllmApi,
-        "POST",
-        {
-            "/reset_mm_cache": ("Nothing: there is no such cache.", VllmApi.nothing_to_do),
-            "/reset_encoder_cache": ("Nothing: there is no such cache.", VllmApi.nothing_to_do),
-            "/inference/v1/abort_requests": ("End these requests.", VllmApi.abort_named),
-            "/start_draft_weight_update": ("Refused: there is no draft model.", VllmApi.no_draft_model),
-            "/pull_weights": (
-                "Which published version an update from a folder brings.",
-                VllmApi.pull_weights,
-            ),
-        },
-    ),
-    *_routes(
-        VllmApi,
-        "GET",
-        {
-            "/is_paused": ("Whether nothing runs.", VllmApi.is_paused),
-            "/is_sleeping": ("Whether memory is released, or generation paused.", VllmApi.is_sleeping),
-            "/weight_info": ("The version of the weights.", VllmApi.weight_info),
-            "/get_world_size": ("How many ranks there are.", VllmApi.world_size),
-            "/version": ("The versions of this server and of the dialect.", VllmApi.version),
-            "/load": ("How many requests are answered.", VllmApi.load),
-            "/liveness": ("Whether every process lives.", VllmApi.liveness),
-        },
-    ),
-)
+
+def _endpoint(
+    handler: Callable[[Any], Awaitable[Body | str]], kind: type[Struct], bodies: BodyReader
+) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        asked, ignored = await read_parameters(request, kind, bodies)
+        answer = await handler(asked)
+        if isinstance(answer, str):
+            return PlainTextResponse(answer)
+        body = {"success": True, "message": "", **answer}
+        return Json({**body, "ignored_fields": ignored} if ignored else body)
+
+    return endpoint

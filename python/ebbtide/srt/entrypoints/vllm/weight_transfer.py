@@ -11,26 +11,29 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-from msgspec import Meta, Struct
-
+from ebbtide.srt.entrypoints.routing import POST
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import Body
 from ebbtide.srt.entrypoints.vllm.parameters import (
     BroadcasterParameters,
     CheckerParameters,
+    FetchInfo,
+    FetchParameters,
     FinishParameters,
     InitInfo,
     InitParameters,
     LendingInfo,
     LentInfo,
     Nothing,
+    PullParameters,
     ReceiveParameters,
     StartParameters,
     UpdateInfo,
     UpdateParameters,
     checked,
+    vllm_route,
 )
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.hf_folder import has_weights
@@ -79,8 +82,12 @@ class VllmWeightTransfer:
             return asked
         return "gloo" if self._service.config.runtime.device == "cpu" else "raw_nccl"
 
+    @vllm_route(POST, "/init_weight_transfer_engine")
     async def init(self, asked: InitParameters) -> Body:
-        """Join the trainer's group in the place of the one before; one that lends its memory has none."""
+        """Join the group of a trainer.
+
+        In the place of the one before. A trainer that lends its memory has none.
+        """
         if "local_checkpoint_dir" in asked.init_info:
             self._fetch_info = checked(asked.init_info, FetchInfo, "body.init_info")
             return {"message": "Weight transfer initialized", "changed": True}
@@ -105,8 +112,12 @@ class VllmWeightTransfer:
         self._init_info, self._last = info, None
         return {**reply, "message": "Weight transfer initialized"}
 
+    @vllm_route(POST, "/init_broadcaster")
     async def init_broadcaster(self, asked: BroadcasterParameters) -> Body:
-        """Join the group of prime-rl's trainer, whose rank 0 is not counted in its world."""
+        """Join the group of prime-rl's trainer.
+
+        Its rank 0 is not counted in its world.
+        """
         if asked.quantize_in_weight_transfer or asked.session_id is not None:
             name = "session_id" if asked.session_id is not None else "quantize_in_weight_transfer"
             raise RequestRejected(f"{name}: not supported in this version", param=f"body.{name}")
@@ -122,15 +133,18 @@ class VllmWeightTransfer:
         reply: Body = await self._service.control(InitWeightsUpdateGroupReqInput, fields)
         return {**reply, "status": "ok"}
 
+    @vllm_route(POST, "/shutdown_weight_transfer_engine")
     async def shutdown(self, asked: Nothing) -> Body:
-        """Leave the group."""
+        """Leave the trainer's group."""
         if self._service.state.session is not None:
             raise RequestRejected("a weight update is open: /finish_weight_update first", 409)
         self._init_info = None
         reply: Body = await self._service.control(DestroyWeightsUpdateGroupReqInput, {"group_name": GROUP})
         return {**reply, "message": "Weight transfer shut down"}
 
+    @vllm_route(POST, "/start_weight_update")
     async def start(self, asked: StartParameters) -> Body:
+        """Open a session of updates."""
         if not asked.is_checkpoint_format:
             raise RequestRejected(
                 "is_checkpoint_format: only true is supported: names and shapes as a checkpoint has them",
@@ -140,8 +154,12 @@ class VllmWeightTransfer:
         self._is_started, self._failure = True, None
         return {**reply, "message": "Weight update started"}
 
+    @vllm_route(POST, "/update_weights")
     async def update(self, asked: UpdateParameters) -> Body:
-        """Take one part of the session; if it fails, the session is discarded, and the old weights serve."""
+        """Take weights by broadcast, or out of a folder.
+
+        One part of the session; if it fails, the session is discarded, and the old weights serve.
+        """
         if asked.update_info is None and self._is_broadcast(asked.weight_dir):
             return await self._update_alone(
                 UpdateWeightsFromDistributedReqInput,
@@ -165,8 +183,12 @@ class VllmWeightTransfer:
             raise
         return {**reply, "message": "Weights updated"}
 
+    @vllm_route(POST, "/receive_weight_update")
     async def receive(self, asked: ReceiveParameters) -> Body:
-        """PipelineRL's update: its trainer broadcasts one tensor after the other."""
+        """Take weights by PipelineRL's broadcasts.
+
+        Its trainer broadcasts one tensor after the other.
+        """
         self._require_group()
         infos = asked.parameters_info
         source = {
@@ -177,8 +199,12 @@ class VllmWeightTransfer:
         }
         return await self._update_alone(UpdateWeightsFromDistributedReqInput, source, str(asked.version))
 
+    @vllm_route(POST, "/finish_weight_update")
     async def finish(self, asked: FinishParameters) -> Body:
-        """Commit the session; requests that run go on with the KV that they have."""
+        """Commit the session.
+
+        Requests that run go on with the KV that they have.
+        """
         self._require_session("finish")
         fields = {
             "weight_version": asked.weight_version,
@@ -190,8 +216,9 @@ class VllmWeightTransfer:
         self._is_started = False
         return {**reply, "message": "Weight update finished"}
 
+    @vllm_route(POST, "/weight_checker")
     async def check(self, asked: CheckerParameters) -> Body:
-        """Sum up the parameters, or make them invalid, or compare sums."""
+        """Sum the parameters up, or make them invalid, or compare."""
         if asked.action == "reset":
             reply: Body = await self._service.control(CheckWeightsReqInput, {"action": "reset_tensors"})
             return {**reply, "status": "reset"}
@@ -266,8 +293,9 @@ class VllmWeightTransfer:
             )
         return info
 
+    @vllm_route(POST, "/fetch_weights")
     async def fetch(self, asked: FetchParameters) -> Body:
-        """Check the versions that a trainer has published; the update that follows brings them."""
+        """Which published version the next update brings, in SkyRL's words."""
         return await fetch(asked, self._fetch_info, self._service.state.weight_version)
 
     async def _fetched(self, given: Mapping[str, Any]) -> Body:
@@ -394,17 +422,6 @@ def _lent(entries: Sequence[Mapping[str, Any]], num_ranks: int) -> Body:
 
 # What an engine serves that was not updated.
 FIRST_VERSION = "default"
-# An empty path would be the folder in which the server was started.
-Folder = Annotated[str, Meta(min_length=1)]
-
-
-class PullParameters(Struct, kw_only=True):
-    """`target_version`: 0 is the checkpoint that the engine was started with. The hook is refused."""
-
-    local_checkpoint_dir: Folder
-    source_dir: Folder
-    target_version: int
-    pre_read_hook: str | None = None
 
 
 async def pull(asked: PullParameters, serving: str) -> Body:
@@ -430,22 +447,6 @@ async def pull(asked: PullParameters, serving: str) -> Body:
         "num_deltas": len(chain),
         "num_tensors": num_tensors,
     }
-
-
-class FetchInfo(Struct, kw_only=True):
-    """How SkyRL's trainer publishes deltas. What is about a whole local copy has no meaning here."""
-
-    local_checkpoint_dir: Folder
-    base_model_path: str | None = None
-    cloud_download_workers: int | None = None
-    checkpoint_load_format: str | None = None
-    multi_thread_safetensors_max_workers: int | None = None
-
-
-class FetchParameters(Struct, kw_only=True):
-    target_version: int
-    sync_dir: Folder | None = None
-    uri: str | None = None
 
 
 async def fetch(asked: FetchParameters, info: FetchInfo | None, serving: str) -> Body:
