@@ -4,12 +4,11 @@ Whatever happens meanwhile, tokens are those of transformers, in float32.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fixtures.checkpoints import make_checkpoint
-from fixtures.full_rank import CHUNK, KV, SHAPE, Rank, prompt
+from fixtures.full_rank import CHUNK, DISTURBANCES, SHAPE, Conversations, Rank, prompt
 from fixtures.real_rank import RealRank
 from fixtures.references import Reference, check_greedy_spans
 
@@ -17,15 +16,10 @@ from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.managers.io_struct import (
     ContinueGenerationReqInput,
-    FlushCacheReqInput,
     GetLoadReqInput,
     PauseGenerationReqInput,
     PauseMode,
-    Preserve,
     Refusal,
-    ReleaseMemoryOccupationReqInput,
-    ResizeMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
 from ebbtide.srt.model_executor import kv_sizing
@@ -55,73 +49,21 @@ def architecture_of(path: Path) -> str:
     return str(name)
 
 
-def retract(rank: Rank) -> None:
-    rank.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT))
-    rank.apply(ContinueGenerationReqInput())
-
-
-def release(rank: Rank, preserve: Preserve) -> None:
-    reply = rank.apply(ReleaseMemoryOccupationReqInput(tags=KV, preserve=preserve))
-    assert not isinstance(reply, Refusal), reply
-    assert reply.num_parked == (0 if preserve is Preserve.NONE else len(PROMPTS))
-    assert rank.kv.resident_bytes == 0
-    rank.apply(ResumeMemoryOccupationReqInput(tags=KV))
-
-
-def resize(rank: Rank) -> None:
-    """To the least size and back: requests that have no room are parked, and go on in other slots."""
-    policy = rank.scheduler.policy
-    most = policy.tokens_of(policy.allocator.num_pages)
-    refusal = rank.apply(ResizeMemoryOccupationReqInput(num_tokens=most + 1))
-    for num_tokens in (refusal.fields["least_tokens"], most):
-        reply = rank.apply(ResizeMemoryOccupationReqInput(num_tokens=num_tokens, preserve=Preserve.LIVE))
-        assert not isinstance(reply, Refusal), reply
-        rank.turn(3)
-
-
-DISTURBANCES: dict[str, Callable[[Rank], None]] = {
-    "nothing": lambda rank: None,
-    "flush": lambda rank: rank.apply(FlushCacheReqInput()),
-    "retract": retract,
-    "release": lambda rank: release(rank, Preserve.NONE),
-    "park": lambda rank: release(rank, Preserve.LIVE),
-    "park with the cache": lambda rank: release(rank, Preserve.ALL),
-    "resize": resize,
-}
-
-
-def cached_tokens(rank: Rank, rid: str) -> int:
-    req = rank.scheduler.policy.find(rid)
-    assert req is not None
-    return req.cached_tokens or 0
-
-
 @pytest.mark.parametrize("disturbance", DISTURBANCES)
 def test_requests_have_transformers_tokens_whatever_happens_to_their_states(
     path: Path, reference: Reference, disturbance: str
 ) -> None:
     # Prompts of one model come whole, those of the other in parts.
     rank = Rank(path, chunked_prefill_size=20 if architecture_of(path) == "NemotronHForCausalLM" else 512)
-    rids = [rank.generate(ids, 90) for ids in PROMPTS]
-    for _ in range(2):
-        rank.turn(30)
-        DISTURBANCES[disturbance](rank)
-    rank.run()
-    for rid, ids in zip(rids, PROMPTS, strict=True):
-        assert len(rank.tokens[rid]) == 90
-        assert reference.accepts(ids, rank.tokens[rid])
-
-    # The next turn of each conversation begins with a checkpoint, and so does a prompt that leaves another.
-    follow_ups = [[*ids, *rank.tokens[rid], *prompt(5, 10)] for rid, ids in zip(rids, PROMPTS, strict=True)]
-    branches = [[*PROMPTS[0], *prompt(6, 30)], [*PROMPTS[1], *prompt(7, 30)]]
-    later = [rank.generate(ids, 40) for ids in (*follow_ups, *branches)]
-    rank.turn(20)
+    first = Conversations(rank, reference, PROMPTS)
+    first.disturb(DISTURBANCES[disturbance])
+    first.end()
+    # The next turn of each begins with a checkpoint, and so does a prompt that leaves another.
+    then = first.next_turns(24)
     if disturbance == "nothing":
-        cached = [cached_tokens(rank, rid) for rid in later]
-        assert cached == [192, 128, 96, 96, 64, 104, 56]
-    rank.run()
-    for rid, ids in zip(later, (*follow_ups, *branches), strict=True):
-        assert reference.accepts(ids, rank.tokens[rid])
+        rank.turn(20)
+        assert [rank.cached_tokens(rid) for rid in then.rids] == [160, 96, 64, 64, 32, 104, 56]
+    then.end()
 
 
 def test_samples_of_a_prompt_begin_with_the_state_that_the_first_has_computed(
@@ -130,7 +72,7 @@ def test_samples_of_a_prompt_begin_with_the_state_that_the_first_has_computed(
     rank = Rank(path)
     rids = [rank.generate(PROMPTS[0], 12) for _ in range(6)]
     rank.turn(6)
-    assert [cached_tokens(rank, rid) for rid in rids] == [0, *[104] * 5]
+    assert [rank.cached_tokens(rid) for rid in rids] == [0, *[104] * 5]
     rank.run()
     assert all(reference.accepts(PROMPTS[0], rank.tokens[rid]) for rid in rids)
 
@@ -148,7 +90,7 @@ def test_where_a_prompt_leaves_another_a_third_begins_with_their_checkpoint(
     assert all(reference.accepts(ids, rank.tokens[rid]) for ids, rid in zip(prompts, rids, strict=True))
     rid = rank.generate([*common, *prompt(4, 20)], 4)
     rank.turn(1)
-    assert cached_tokens(rank, rid) == 48
+    assert rank.cached_tokens(rid) == 48
 
 
 def test_slots_that_are_few_are_given_to_whoever_comes_next(
@@ -167,7 +109,7 @@ def test_slots_that_are_few_are_given_to_whoever_comes_next(
     assert len(states.attached) == states.slots.num_checkpoints
     again = [rank.generate(prompts[-1], 10), rank.generate(prompts[0], 10)]
     rank.turn(1)
-    assert [cached_tokens(rank, rid) for rid in again] == [56, 0]
+    assert [rank.cached_tokens(rid) for rid in again] == [56, 0]
     rank.run()
     assert rank.tokens[again[0]] == rank.tokens[rids[-1]]
     assert rank.tokens[again[1]] == rank.tokens[rids[0]]
@@ -210,8 +152,8 @@ def test_an_update_in_the_middle_keeps_states_or_computes_them_anew(
     path: Path, reference: Reference, other: Path, mode: PauseMode
 ) -> None:
     rank = Rank(path)
-    rids = [rank.generate(ids, 60) for ids in PROMPTS]
-    rank.turn(30)
+    rids = [rank.generate(ids, 30) for ids in PROMPTS]
+    rank.turn(15)
     rank.apply(PauseGenerationReqInput(mode=mode))
     before = [len(rank.tokens[rid]) for rid in rids]
     assert min(before) > 5
@@ -223,21 +165,25 @@ def test_an_update_in_the_middle_keeps_states_or_computes_them_anew(
     rank.run()
     references = {"old": reference, "new": Reference(other)}
     for rid, ids, count in zip(rids, PROMPTS, before, strict=True):
-        spans = [("old", 0, count), ("new", count, 60)]
+        spans = [("old", 0, count), ("new", count, 30)]
         versions = [{"version": name, "start": start, "end": end} for name, start, end in spans]
         output = {"output_ids": rank.tokens[rid], "meta_info": {"weight_versions": versions}}
         check_greedy_spans(references, ids, output, recomputes_kv=mode is PauseMode.RETRACT)
 
 
 @pytest.mark.parametrize("scope", ["any", "version"])
-def test_no_state_of_other_weights_is_found_after_any_of_twenty_updates(
-    path: Path, reference: Reference, other: Path, scope: str
+def test_no_state_of_other_weights_is_found_after_any_of_many_updates(
+    path: Path, reference: Reference, other: Path, scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Versions share nothing even where nothing is flushed; where they would share, an update flushes."""
-    rank = Rank(path, prefix_cache_scope=scope)
+    """Versions share nothing even where nothing is flushed; where they would share, an update flushes.
+
+    More of them leave checkpoints than there are slots.
+    """
+    monkeypatch.setattr(kv_sizing, "MIN_CHECKPOINTS", 8)
+    rank = Rank(path, prefix_cache_scope=scope, max_running_requests=2)
     expected = [reference.greedy(PROMPTS[1], 8), Reference(other).greedy(PROMPTS[1], 8)]
     assert expected[0] != expected[1]
-    for number in range(1, 21):
+    for number in range(1, 8):
         update = UpdateWeightFromDiskReqInput(
             model_path=str((path, other)[number % 2]), flush_cache=scope == "any"
         )
@@ -245,6 +191,6 @@ def test_no_state_of_other_weights_is_found_after_any_of_twenty_updates(
         for cached in (0, 56):
             rid = rank.generate(PROMPTS[1], 8)
             rank.turn(1)
-            assert cached_tokens(rank, rid) == cached
+            assert rank.cached_tokens(rid) == cached
             rank.run()
             assert rank.tokens[rid] == expected[number % 2]

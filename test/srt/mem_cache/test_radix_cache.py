@@ -277,7 +277,7 @@ class ManyGroupsMachine(WindowsMachine):
 
 TestWholeFuzz = fuzzed(WholeMachine, 80, 50)
 TestWindowsFuzz = fuzzed(WindowsMachine, 150, 60)
-TestAllWindowsFuzz = fuzzed(AllWindowsMachine, 80, 60)
+TestAllWindowsFuzz = fuzzed(AllWindowsMachine, 40, 60)
 TestManyGroupsFuzz = fuzzed(ManyGroupsMachine, 30, 50)
 
 

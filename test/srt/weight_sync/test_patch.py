@@ -53,8 +53,7 @@ class Parameters:
             place.region.copy_(place.part_of(whole))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("share", [0.3, 0.001])
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.3), (torch.float32, 0.001)])
 def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
     dtype: torch.dtype, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

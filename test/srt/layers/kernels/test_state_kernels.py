@@ -94,8 +94,7 @@ def test_convolution(name: str, dtype: torch.dtype, has_bias: bool) -> None:
     assert torch.equal(held, expected_held)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(("heads", "dtype"), list(zip(HEADS, DTYPES, strict=True)), ids=str)
 def test_delta_rule(name: str, heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     from ebbtide.srt.layers.kernels import gated_delta
 
