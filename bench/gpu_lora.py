@@ -17,6 +17,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,8 +92,10 @@ class Decoding:
         slots = self.runner.adapters
         assert slots is not None
         tensors = dict(adapter_tensors(shape, rank, self._device.name))
+        described = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        fit = slots.fit(adapter_config(config_of(rank)), described)
         for slot in range(slots.num_slots):
-            slots.write(slot, adapter_config(config_of(rank)), tensors.items())
+            slots.write(slot, fit, tensors.items())
         self._device.synchronize()
         self._rng = np.random.default_rng(0)
         self._vocab_size = shape["vocab_size"]
@@ -212,19 +215,23 @@ def loads(args: argparse.Namespace, report: Report) -> None:
             print("the engine has started", flush=True)
             tensors = dict(adapter_tensors(shape, RANK, args.device))
 
-            async def load() -> dict[str, Any]:
-                config = config_of(RANK)
-                return await engine.async_load_lora_adapter_from_tensors("policy", tensors, config)
+            async def load(*, keep_mapped: bool = False) -> dict[str, Any]:
+                return await engine.async_load_lora_adapter_from_tensors(
+                    "policy", tensors, config_of(RANK), keep_mapped=keep_mapped
+                )
 
             async def measure() -> dict[str, list[dict[str, Any]]]:
                 await load()
                 streams = Streams(args, engine, shape, lora_path="policy")
-                return await streams.steady(NUM_STREAMS, {"load": load})
+                updates = {"load": load, "kept": partial(load, keep_mapped=True)}
+                return await streams.steady(NUM_STREAMS, updates)
 
             runs = asyncio.run(measure())
         normal = statistics.median(run["stall_ms"] for run in runs["normal"])
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        report.add(keys[0], [run["reply_ms"] for run in runs["load"]], num_bytes=num_bytes)
+        # The same from memory that stays mapped.
+        kept_ms = [(run["reply_ms"], run["stall_ms"] - normal) for run in runs["kept"]]
+        report.add(keys[0], [run["reply_ms"] for run in runs["load"]], num_bytes=num_bytes, kept_ms=kept_ms)
         report.add(
             keys[1],
             [run["stall_ms"] - normal for run in runs["load"]],

@@ -450,6 +450,9 @@ class NullAdapters:
         self.runner.adapters[slot] = value
         yield 1
 
+    def is_read(self, slot: int) -> bool:
+        return any(slot in step.read for step in self.runner.under_way)
+
     def save(self, slot: int) -> object:
         self.fail_at("save")
         self.num_saved += 1

@@ -165,6 +165,28 @@ class WholeEncoder(PayloadEncoder):
         return Payload([safetensors.torch.save(copies)], "safetensors")
 
 
+def side_by_side(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedTensors:
+    """Copies of tensors of one GPU in one allocation: an engine maps it in the time of one of hundreds.
+
+    Waits for what computes them. Tensors of several devices, or of the CPU, are given back as they are.
+    Raises `RequestRejected` for what is not a dense tensor.
+    """
+    tensors = _checked(named_tensors)
+    devices = {tensor.device for _, tensor in tensors}
+    if [device.type for device in devices] != ["cuda"]:
+        return tensors
+    _finish_work(tensors)
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in tensors]
+    pieces = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=devices.pop()), sizes)
+    given = [tensor.detach() for _, tensor in tensors]
+    copies = [
+        piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for piece, tensor in zip(pieces, given, strict=True)
+    ]
+    torch._foreach_copy_(copies, given)
+    return [(name, copy) for (name, _), copy in zip(tensors, copies, strict=True)]
+
+
 def _reaches(reader: torch.device, device: torch.device) -> bool:
     if reader.type != "cuda" or device.type != "cuda":
         return False

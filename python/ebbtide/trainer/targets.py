@@ -32,7 +32,7 @@ from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.formats.tensor_list import Payload
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
 from ebbtide.trainer.buckets import Bucket
-from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
+from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder, side_by_side
 
 Transport = Literal["auto", "memory", "body", "broadcast"]
 # What each target's call returned, or why it failed, by the target's name.
@@ -214,7 +214,7 @@ class EngineTarget(Target):
 
     def load_adapter(self, adapter: Adapter, timeout_s: float) -> Mapping[str, Any]:
         return self._engine.load_lora_adapter_from_tensors(
-            **adapter.fields, tensors=adapter.tensors, timeout_s=timeout_s
+            **adapter.fields, tensors=adapter.tensors, keep_mapped=self._keep_mapped, timeout_s=timeout_s
         )
 
     def close(self) -> None:
@@ -280,7 +280,8 @@ class ServerTarget(Target):
 
     def load_adapter(self, adapter: Adapter, timeout_s: float) -> Mapping[str, Any]:
         self._encoder = self._find_encoder()
-        with self._encoder.encode(adapter.tensors) as payload:
+        tensors = adapter.tensors if self._keep_mapped else side_by_side(adapter.tensors)
+        with self._encoder.encode(tensors, keep_mapped=self._keep_mapped) as payload:
             return self._send("load_lora_adapter_from_tensors", payload, adapter.fields, timeout_s)
 
     def _send(

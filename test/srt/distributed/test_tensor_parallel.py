@@ -123,5 +123,6 @@ def generate_with_adapters(group: Any, path: Path) -> Output:
     slots, adapter = driver.runner.adapters, merged_adapter(path)
     assert slots is not None
     tensors = {name: each for name, each in adapter.tensors.items() if ".kv_b_proj." not in name}
-    slots.write(1, adapter_config(adapter.fields), tensors.items())
+    described = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    slots.write(1, slots.fit(adapter_config(adapter.fields), described), tensors.items())
     return outputs_of(driver, [PROMPTS[0]] * 2, NUM_TOKENS, adapters=[1, -1])

@@ -58,9 +58,8 @@ def slots(driver: RunnerDriver) -> AdapterSlots:
 
 
 def load(driver: RunnerDriver, slot: int, adapter: Adapter) -> None:
-    config = adapter_config(adapter.fields)
-    slots(driver).check(config, adapter.described)
-    slots(driver).write(slot, config, adapter.tensors.items())
+    fit = slots(driver).fit(adapter_config(adapter.fields), adapter.described)
+    slots(driver).write(slot, fit, adapter.tensors.items())
 
 
 def check(run: Run, reference: Reference, tolerance: float = 1e-5) -> None:
@@ -210,7 +209,8 @@ def test_adapters_outlive_a_release_of_the_weights(tmp_path: Path, keeps_weights
     adapters = rank.runner.adapters
     assert adapters is not None
     adapter = merged_adapter(tmp_path / "model")
-    adapters.write(1, adapter_config(adapter.fields), adapter.tensors.items())
+    fit = adapters.fit(adapter_config(adapter.fields), adapter.described)
+    adapters.write(1, fit, adapter.tensors.items())
     before = [adapters.checksum(slot) for slot in range(adapters.num_slots)]
     tags = (MemoryTag.WEIGHTS,)
     released = rank.apply(ReleaseMemoryOccupationReqInput(tags=tags, backup=keeps_weights))
@@ -275,7 +275,7 @@ def test_what_does_not_fit_is_refused_by_name(
     driver, adapter = llama
     before = slots(driver).generation
     with pytest.raises(RequestRejected, match=message):
-        slots(driver).check(adapter_config(adapter.fields), changed(adapter, **tensors))
+        slots(driver).fit(adapter_config(adapter.fields), changed(adapter, **tensors))
     assert slots(driver).generation == before
 
 
@@ -287,7 +287,7 @@ def test_what_latents_are_multiplied_by_takes_no_adapter(tmp_path: Path) -> None
         for half, size in (("A.weight", (4, 32)), ("B.weight", (128, 4)))
     ]
     with pytest.raises(RequestRejected, match=r"kv_b_proj.lora_A.weight: expected modules of the model"):
-        slots(driver).check(adapter_config({"r": 4}), described)
+        slots(driver).fit(adapter_config({"r": 4}), described)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +301,7 @@ def test_a_rank_beyond_the_slots_is_refused(llama: tuple[RunnerDriver, Adapter])
     large = {Q + "A.weight": torch.zeros(17, 64), Q + "B.weight": torch.zeros(64, 17)}
     described = [(name, tensor.shape, tensor.dtype) for name, tensor in large.items()]
     with pytest.raises(RequestRejected, match=r"r: expected at most 16 \(max_lora_rank\)"):
-        slots(driver).check(adapter_config({"r": 17}), described)
+        slots(driver).fit(adapter_config({"r": 17}), described)
 
 
 def test_only_the_modules_that_were_asked_for_take_adapters(tmp_path: Path) -> None:
@@ -309,11 +309,11 @@ def test_only_the_modules_that_were_asked_for_take_adapters(tmp_path: Path) -> N
     driver = RunnerDriver(model, lora_target_modules=["q_proj", "o_proj"], **LORA)
     adapter = merged_adapter(model)
     described = [each for each in adapter.described if ".q_proj." in each[0]]
-    slots(driver).check(adapter_config(adapter.fields), described)
+    slots(driver).fit(adapter_config(adapter.fields), described)
     with pytest.raises(
         RequestRejected, match=r"gate_proj\.lora_A\.weight: expected modules of lora_target_modules"
     ):
-        slots(driver).check(adapter_config(adapter.fields), adapter.described)
+        slots(driver).fit(adapter_config(adapter.fields), adapter.described)
     with pytest.raises(ConfigurationError, match="lora_target_modules: the model has no module 'qq_proj'"):
         RunnerDriver(model, lora_target_modules=["qq_proj"], **LORA)
 

@@ -19,6 +19,7 @@ from ebbtide.srt.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from ebbtide.formats.tensor_list import Payload
     from ebbtide.trainer.payload_encoding import PayloadEncoder
 
 # For (name, tensor) pairs the engine chooses how the bytes travel: these all mean whole tensors under their
@@ -523,21 +524,32 @@ class EngineMethods(ABC):
         in_flight: str = "stay",
         timeout_s: float | None = None,
         session_id: str | None = None,
+        keep_mapped: bool = False,
     ) -> dict[str, Any]:
         """As `load_lora_adapter`, from tensors of this process under PEFT's names.
 
         Args:
             tensors: as those of `update_weights_from_tensor`, or a dict.
             config_dict: what PEFT writes to adapter_config.json.
+            keep_mapped: as of `update_weights_from_tensor`; without it tensors on a GPU are copied there
+                first, as one allocation is mapped sooner than many.
         """
         fields = _arguments(locals())
-        given = fields.pop("tensors")
+        given, keep_mapped = fields.pop("tensors"), fields.pop("keep_mapped")
         if isinstance(given, list) and all(isinstance(one, bytes | str) for one in given):
             fields["serialized_named_tensors"] = given
             return await self._control(io_struct.LoadLoRAAdapterFromTensorsReqInput, fields)
         encoder = await self._payload_encoder()
+        # torch: whoever has tensors has it too
+        from ebbtide.trainer.payload_encoding import side_by_side
+
         pairs = given.items() if isinstance(given, Mapping) else given
-        with await asyncio.to_thread(encoder.encode, pairs) as payload:
+
+        def encode() -> Payload:
+            tensors = pairs if keep_mapped else side_by_side(pairs)
+            return encoder.encode(tensors, keep_mapped=keep_mapped)
+
+        with await asyncio.to_thread(encode) as payload:
             fields["serialized_named_tensors"] = payload.entries
             if load_format in _WHOLE_TENSOR_FORMATS:
                 fields["load_format"] = payload.load_format

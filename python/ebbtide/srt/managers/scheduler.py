@@ -21,6 +21,7 @@ from ebbtide.srt.managers.io_struct import (
     Expire,
     FinishReason,
     LoadGrammar,
+    LoadRequest,
     TokenizedGenerateReqInput,
     Verdict,
     WeightUpdateRequest,
@@ -163,9 +164,9 @@ class Scheduler:
                 self._shelf().load(message)
             case ControlCall():
                 self._begin(f"{type(message.request).__name__} {message.id}")
-                if not isinstance(message.request, WeightUpdateRequest):
+                if not isinstance(message.request, WeightUpdateRequest | LoadRequest):
                     self._settle()
-                # What an update brings is read beside the pass under way.
+                # What an update or a new adapter brings is read beside the pass under way.
                 self.control.apply(message, self._settle)
                 self.answer()
             case Verdict():

@@ -8,12 +8,15 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.adapter_config import MAX_TEXT, AdapterConfig
@@ -24,7 +27,8 @@ from ebbtide.srt.layers.lora import ProductAdapters
 from ebbtide.srt.layers.moe import Experts
 from ebbtide.srt.memory_saver.saver import ArenaSource
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.model_executor.weight_copies import CONVERTIBLE, NonFinite
+from ebbtide.srt.model_executor.host_copies import upload
+from ebbtide.srt.model_executor.weight_copies import CONVERTIBLE, NonFinite, Run, RunTable, WeightCopies
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM
 from ebbtide.srt.models.sharding import Part, Placement
 
@@ -97,6 +101,27 @@ class _Module:
     most_ranks: int
 
 
+@dataclass(eq=False)
+class AdapterFit:
+    """Where the tensors of an adapter go that fits the slots.
+
+    Attributes:
+        places: by their names, in the order in which they come: the module of each, and whether it is "A" or
+            "B" of it.
+        scalings: of a slot.
+        make_runs: what `runs` is, which only copies on a device ask for.
+    """
+
+    places: Mapping[str, tuple[_Module, str]]
+    scalings: tuple[float, ...]
+    make_runs: Callable[[], RunTable]
+
+    @cached_property
+    def runs(self) -> RunTable:
+        """Where those go that lie in a slot as they come, relative to its first byte."""
+        return self.make_runs()
+
+
 @dataclass(frozen=True, eq=False)
 class SlotCopy:
     """What a slot holds, in host memory."""
@@ -118,6 +143,7 @@ class AdapterSlots:
         num_slots, max_rank: as configured.
         arena: resident after construction, all slots cleared.
         generation: of the contents; it rises with every change.
+        last_read_R: the slots of the forward pass that was launched last; None: it had no adapters.
 
     Raises ConfigurationError for targets that the model does not have.
     """
@@ -133,6 +159,7 @@ class AdapterSlots:
     ) -> None:
         self.num_slots, self.max_rank = limits.num_slots, limits.max_rank
         self.generation = 0
+        self.last_read_R: NDArray[np.int32] | None = None
         self._device = device
         layouts = _layouts(model, placements, limits)
         self._modules = dict(_modules(model, layouts))
@@ -157,57 +184,75 @@ class AdapterSlots:
         """Bytes of one slot on this rank."""
         return self._values_SN[0].nbytes + self._scalings_SQ[0].nbytes
 
-    def check(
+    def is_read(self, slot: int) -> bool:
+        """Whether the forward pass that was launched last reads it."""
+        return self.last_read_R is not None and slot in self.last_read_R
+
+    def address(self, slot: int) -> int:
+        """Where a slot begins."""
+        return self._values_SN[slot].data_ptr()
+
+    def fit(
         self,
         config: AdapterConfig,
         names_shapes_dtypes: Iterable[tuple[str, Sequence[int], torch.dtype]],
-    ) -> None:
-        """Check the tensors of an adapter, by PEFT's names. Reads and changes no data.
+    ) -> AdapterFit:
+        """Hold the tensors of an adapter, by PEFT's names, against the slots. Reads and changes no data.
 
         Raises RequestRejected, naming the tensor or the field and what was expected.
         """
         shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, torch.dtype] = {}
         for name, shape, dtype in names_shapes_dtypes:
             if dtype not in CONVERTIBLE:
                 raise _tensor_refused(name, f"a floating type of 16 bits or more, got {dtype}")
             if name in shapes:
                 raise _tensor_refused(name, "it once, got it twice")
-            shapes[name] = tuple(shape)
-        self._pairs(config, shapes)
+            shapes[name], dtypes[name] = tuple(shape), dtype
+        scalings = [0.0] * self._scalings_SQ.shape[1]
+        modules: dict[str, tuple[_Module, str]] = {}
+        for pair in self._pairs(config, shapes):
+            scalings[pair.module.layout.first_scaling + pair.module.part] = pair.scaling
+            modules |= {pair.a_name: (pair.module, "A"), pair.b_name: (pair.module, "B")}
+        places = {name: modules[name] for name in shapes}
+
+        def runs() -> RunTable:
+            return RunTable([self._run(*places[name], shapes[name], dtypes[name]) for name in shapes])
+
+        return AdapterFit(places, tuple(scalings), runs)
 
     def write(
         self,
         slot: int,
-        config: AdapterConfig,
+        fit: AdapterFit,
         tensors: Iterable[tuple[str, Tensor]],
+        copies: WeightCopies | None = None,
         looked_at: NonFinite | None = None,
     ) -> None:
-        """Write an adapter that `check` accepts into a slot that no request runs on.
-
-        `looked_at` is to say which tensors hold NaN or Inf as they are written.
+        """Write an adapter into a slot that no request runs on, and no pass under way reads.
 
         On a GPU copies are launched beside forward passes and not waited for: the tensors must live until
         `Device.copies_done`, and passes with the slot follow `Device.follow_copies`.
+
+        Args:
+            tensors: those that `copies` does not write, which are ready to be launched.
+            looked_at: is to say which of the tensors hold NaN or Inf as they are written.
         """
-        given = dict(tensors)
-        pairs = self._pairs(config, {name: tuple(tensor.shape) for name, tensor in given.items()})
-        scalings = [0.0] * self._scalings_SQ.shape[1]
         self.generation += 1
         with self._device.copying(beside=False):
             self._values_SN[slot].zero_()
-            names: list[str] = []
-            copies: list[tuple[Tensor, Tensor]] = []
-            for pair in pairs:
-                parts = list(self._copies(slot, pair.module, given[pair.a_name], given[pair.b_name]))
-                names += [pair.a_name] + [pair.b_name] * (len(parts) - 1)
-                copies += parts
-                scalings[pair.module.layout.first_scaling + pair.module.part] = pair.scaling
+            for _ in () if copies is None else copies.launch():
+                pass
+            named = [
+                (name, pair) for name, one in tensors for pair in self._copies(slot, *fit.places[name], one)
+            ]
             # At once: one call for each of hundreds of small tensors would take as long as a pass.
-            rooms, pieces = [room for room, _ in copies], [piece for _, piece in copies]
-            torch._foreach_copy_(rooms, pieces, non_blocking=True)
-            self._scalings_SQ[slot].copy_(torch.tensor(scalings), non_blocking=True)
+            if named:
+                rooms, pieces = zip(*(pair for _, pair in named), strict=True)
+                torch._foreach_copy_(list(rooms), list(pieces), non_blocking=True)
+            self._scalings_SQ[slot].copy_(upload(list(fit.scalings), self._scalings_SQ.device))
             if looked_at is not None:
-                for name, room in zip(names, rooms, strict=True):
+                for name, (room, _) in named:
                     looked_at.add(name, room)
                 looked_at.finish()
 
@@ -249,27 +294,40 @@ class AdapterSlots:
             layout.ends,
         )
 
-    def _copies(self, slot: int, module: _Module, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where the parts of an adapter go that this rank holds, and the parts: of A one, then those of B."""
+    def _run(self, module: _Module, half: str, shape: tuple[int, ...], dtype: torch.dtype) -> Run | None:
+        """Where a tensor goes, if it goes there as it comes."""
+        copies = list(self._copies(0, module, half, torch.empty(shape, dtype=dtype, device="meta")))
+        if len(copies) != 1:
+            return None
+        [(room, piece)] = copies
+        if dtype != room.dtype or not (room.is_contiguous() and piece.is_contiguous()):
+            return None
+        skipped_bytes = int(piece.storage_offset()) * dtype.itemsize
+        return Run(room.data_ptr() - self.address(0), room.nbytes, skipped_bytes, dtype)
+
+    def _copies(
+        self, slot: int, module: _Module, half: str, given: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where the parts of A or B go that this rank holds, and the parts."""
         layout = module.layout
         adapters = self._adapters[layout.first_scaling]
-        a_EPD, b_EOR = adapters.a_SEPD[slot], adapters.b_SEOR[slot]
-        first = module.part * layout.rank + module.first_rank
-        if module.expert is None:
-            # E·R rows of A, expert after expert; E columns of B for each rank.
-            rank = len(a) // layout.num_experts
-            yield a_EPD[:, first : first + rank], a[:, module.columns].reshape(layout.num_experts, rank, -1)
-            b = b.reshape(len(b), rank, layout.num_experts).permute(2, 0, 1)
-            for rows, start in module.parts:
-                piece = b[:, rows]
-                yield b_EOR[:, start : start + piece.shape[1], :rank], piece
+        num_blocks = layout.num_experts if module.expert is None else 1
+        experts = (
+            slice(0, layout.num_experts) if module.expert is None else slice(module.expert, module.expert + 1)
+        )
+        rank = given.shape[0 if half == "A" else 1] // num_blocks
+        if half == "A":
+            # E·R rows of A, expert after expert.
+            first = module.part * layout.rank + module.first_rank
+            a_EPD = adapters.a_SEPD[slot, experts]
+            yield a_EPD[:, first : first + rank], given[:, module.columns].reshape(num_blocks, rank, -1)
             return
-        rank = len(a)
-        yield a_EPD[module.expert, first : first + rank], a[:, module.columns]
-        columns = slice(module.first_rank, module.first_rank + rank)
+        # E columns of B for each rank.
+        given_EOR = given.reshape(len(given), rank, num_blocks).permute(2, 0, 1)
+        b_EOR = adapters.b_SEOR[slot, experts, :, module.first_rank : module.first_rank + rank]
         for rows, start in module.parts:
-            piece = b[rows]
-            yield b_EOR[module.expert, start : start + len(piece), columns], piece
+            piece = given_EOR[:, rows]
+            yield b_EOR[:, start : start + piece.shape[1]], piece
 
     def _pairs(self, config: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[_Pair]:
         """Each module's A and B, checked."""

@@ -194,6 +194,8 @@ class ModelRunner:
         states = self.kv_pool.states
         if states is not None:
             states.copy(plan.copies_before)
+        if self.adapters is not None:
+            self.adapters.last_read_R = plan.adapters_R
         if self.graphs is not None and self.graphs.fits(plan):
             step = self._replay(plan, self.graphs, before_masks)
         else:

@@ -227,6 +227,19 @@ def test_versions_leave_when_nobody_runs_on_them() -> None:
     harness.assert_true(rid)
 
 
+def test_no_slot_is_written_that_a_pass_under_way_reads() -> None:
+    harness = AdapterHarness(num_slots=2, keep_adapter_versions=0)
+    harness.load("a", 1)
+    rid = harness.ask("a", max_new_tokens=40)
+    harness.turn(5)
+    harness.load("a", 2)
+    harness.turn()
+    harness.abort(rid)
+    # Its slot is free, and the last pass with it has not ended: the runner looks at what it reads.
+    harness.load("a", 3)
+    harness.assert_true(rid)
+
+
 def test_an_unload_waits_for_requests_and_takes_no_new_ones() -> None:
     harness = AdapterHarness()
     harness.load("a", 1)

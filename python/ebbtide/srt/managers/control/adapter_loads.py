@@ -95,6 +95,10 @@ class AdapterMemory(Protocol):
         """
         ...
 
+    def is_read(self, slot: int) -> bool:
+        """Whether the forward pass that was launched last reads it."""
+        ...
+
     def save(self, slot: int) -> object:
         """Launch a copy of what a slot holds to host memory.
 
@@ -110,6 +114,9 @@ class AdapterMemory(Protocol):
 
 class AdapterUsers(Protocol):
     """The requests that run on adapters, as one."""
+
+    def moves_running(self, name: str, in_flight: InFlight) -> bool:
+        """Whether a new version of this name changes anything for requests that have begun to run."""
 
     def move(self, version: AdapterVersion, in_flight: InFlight) -> int:
         """What was to run on another version of its name runs on this one, where it does not say otherwise.
@@ -239,7 +246,8 @@ class AdapterLoads:
                 session.held.push(held.pop_all())
                 session.refused.make_up(frozenset({f"{name}@{version}"}))
                 return self._reply(name, version, plan, f"Staged {name}@{version}.", is_changed=True)
-            yield Activity.BOUNDARY
+            if self._users.moves_running(name, request.in_flight):
+                yield Activity.BOUNDARY
             yield Activity.PREPARED
             stall = Stall()
             with stall.measure():
@@ -392,6 +400,9 @@ class AdapterLoads:
                     yield from self._save(holder, slot)
                 if holder is None or self.book.vacate(holder, name):
                     opened.push(attempt.pop_all())
+                    if self._slots.is_read(slot):
+                        # By requests that have ended, or lost their turn, since that pass was launched.
+                        yield Activity.BOUNDARY
                     return slot
 
     def _save(self, version: AdapterVersion, slot: int) -> Work[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -104,30 +104,34 @@ class LiveRequests:
         self.on_kv_given_up()
         self._send_ended(ended)
 
+    def moves_running(self, name: str, in_flight: InFlight) -> bool:
+        return any(req.first_update is not None for req, _ in self._to_move(name, in_flight))
+
     def move(self, version: AdapterVersion, in_flight: InFlight) -> int:
         num_moved = 0
         reason = FinishReason("abort", message="Aborted by a new version of its adapter (on_update)")
+        for req, how in list(self._to_move(version.name, in_flight)):
+            if how == "abort":
+                self._finish([req], reason)
+                continue
+            if how == "recompute":
+                self._policy.give_up_kv(req)
+            self._move(req, version)
+            num_moved += 1
+        self.on_kv_given_up()
+        return num_moved
+
+    def _to_move(self, name: str, in_flight: InFlight) -> Iterator[tuple[Req, str]]:
+        """The requests that do not stay where they are, and what becomes of each."""
         for req in self._all():
-            before = req.adapter
-            if before is None or before is version or before.name != version.name or req.names_version:
+            if req.adapter is None or req.adapter.name != name or req.names_version:
                 continue
             own = req.contract.on_update
             how = in_flight if own == "continue" else own
             if req.first_update is None:
-                self._move(req, version)
-            elif how == "abort":
-                self._finish([req], reason)
-                continue
-            elif how == "recompute":
-                self._policy.give_up_kv(req)
-                self._move(req, version)
-            elif how == "continue":
-                self._move(req, version)
-            else:
-                continue
-            num_moved += 1
-        self.on_kv_given_up()
-        return num_moved
+                how = "continue"
+            if how in ("abort", "recompute", "continue"):
+                yield req, how
 
     def _move(self, req: Req, version: AdapterVersion) -> None:
         """Have a request run on another version, with the KV that it has."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from ebbtide.formats.delta import as_hex, matrix_shape, state_sum
 from ebbtide.formats.stored_tensor import whole
@@ -24,10 +25,10 @@ from ebbtide.srt.managers.io_struct import (
     LoadLoRAAdapterReqInput,
     LoadRequest,
 )
-from ebbtide.srt.model_executor.adapters import AdapterSlots, SlotCopy
+from ebbtide.srt.model_executor.adapters import AdapterFit, AdapterSlots, SlotCopy
 from ebbtide.srt.model_executor.loader import CheckpointFile
-from ebbtide.srt.model_executor.weight_copies import NonFinite
-from ebbtide.srt.weight_sync.source import WeightSource
+from ebbtide.srt.model_executor.weight_copies import NonFinite, WeightCopies
+from ebbtide.srt.weight_sync.source import MAX_FIT_BYTES, TENSOR_BYTES, Recent, TableSource, WeightSource
 from ebbtide.srt.weight_sync.tensor_source import PayloadReader
 
 CONFIG_FILE: Final = "adapter_config.json"
@@ -47,6 +48,8 @@ class EngineAdapters:
     ) -> None:
         self.num_slots = slots.num_slots
         self._slots = slots
+        # A trainer sends an adapter of the same names and shapes again and again.
+        self._fits: Recent[tuple[Hashable, AdapterConfig], AdapterFit] = Recent(MAX_FIT_BYTES)
         self._refuses_nonfinite = refuses_nonfinite
         self._reader = reader
         self._device = device
@@ -58,8 +61,10 @@ class EngineAdapters:
     def open(self, request: LoadRequest, *, with_digest: bool) -> Slices[AdapterPlan]:
         config, source = yield from self._source(request)
         try:
-            looked_at = NonFinite() if self._refuses_nonfinite else None
-            adapter = AdapterPlan(self._slots, adapter_config(config), source, self._device, looked_at)
+            fit = self._fit(adapter_config(config), source)
+            adapter = AdapterPlan(
+                self._slots, fit, source, self._device, refuses_nonfinite=self._refuses_nonfinite
+            )
             yield from source.open()
             if with_digest:
                 adapter.digest = yield from _digest(config, source, self._device)
@@ -83,6 +88,18 @@ class EngineAdapters:
             case _:
                 raise RequestRejected(f"{type(request).__name__} is no load of an adapter")
 
+    def _fit(self, config: AdapterConfig, source: WeightSource) -> AdapterFit:
+        """Raises RequestRejected: 400, it does not fit the slots."""
+        fit = None if source.digest is None else self._fits.get((source.digest, config))
+        if fit is None:
+            fit = self._slots.fit(config, [(one.name, one.shape, one.dtype) for one in source.entries])
+            if source.digest is not None:
+                self._fits.put((source.digest, config), fit, TENSOR_BYTES * len(source.entries))
+        return fit
+
+    def is_read(self, slot: int) -> bool:
+        return self._slots.is_read(slot)
+
     def save(self, slot: int) -> SlotCopy:
         try:
             return self._slots.save(slot)
@@ -97,38 +114,54 @@ class EngineAdapters:
 class AdapterPlan:
     """An adapter that fits the slots.
 
-    Raises:
-        RequestRejected: 400, it does not.
+    Args:
+        refuses_nonfinite: `write` refuses it where it holds NaN or Inf.
     """
 
     def __init__(
         self,
         slots: AdapterSlots,
-        config: AdapterConfig,
+        fit: AdapterFit,
         source: WeightSource,
         device: Device,
-        looked_at: NonFinite | None,
+        *,
+        refuses_nonfinite: bool,
     ) -> None:
-        slots.check(config, [(entry.name, entry.shape, entry.dtype) for entry in source.entries])
         self.digest = ""
         self.num_tensors, self.num_bytes = len(source.entries), source.num_bytes
         self._slots = slots
-        self._config = config
+        self._fit = fit
         self._source = source
         self._device = device
-        self._looked_at = looked_at
+        self._refuses_nonfinite = refuses_nonfinite
         self._is_read = False
 
     def write(self, slot: int) -> Slices[None]:
         self._is_read = True
-        tensors = ((name, whole(tensor)) for name, tensor in self._source)
-        self._slots.write(slot, self._config, tensors, self._looked_at)
+        copies, tensors = self._planned(slot)
+        looked_at = NonFinite() if self._refuses_nonfinite else None
+        self._slots.write(slot, self._fit, tensors, copies, looked_at)
         yield self.num_bytes
-        if self._looked_at is not None:
+        if looked_at is not None:
             while not self._device.copies_done():
                 yield 0
-            if names := sorted(set(self._looked_at.names())):
+            found = looked_at.names() + ([] if copies is None else copies.nonfinite())
+            if names := sorted(set(found)):
                 raise RequestRejected(f"refuse_nonfinite: nothing was loaded. {describe_nonfinite(names)}")
+
+    def _planned(self, slot: int) -> tuple[WeightCopies | None, Iterator[tuple[str, Tensor]]]:
+        """Copies, by one kernel, of what is on the device as it is to be in the slot; and all the rest."""
+        source, device = self._source, torch.device(self._device.name)
+        is_table = isinstance(source, TableSource) and source.table.form.is_contiguous_T.all()
+        if device.type != "cuda" or source.near_bytes is None or not is_table:
+            return None, ((name, whole(tensor)) for name, tensor in source)
+        assert isinstance(source, TableSource)
+        copies, names, address = WeightCopies(device), source.table.form.names, self._slots.address(slot)
+        # The sender's events are awaited by the current stream, which must be the one of the copies.
+        with self._device.copying(beside=True):
+            left = copies.plan_table(names, source.address_T, self._fit.runs, address)
+            copies.prepare(address)
+        return copies, ((names[index], whole(source.tensor(index))) for index in left)
 
     def detach(self) -> Slices[None]:
         self._is_read = False
@@ -143,7 +176,7 @@ class AdapterPlan:
 
 def _digest(config: Mapping[str, Any], source: WeightSource, device: Device) -> Slices[str]:
     """Of the fields that are there, and the bytes of each tensor, wherever it lies."""
-    sums: dict[str, torch.Tensor] = {}
+    sums: dict[str, Tensor] = {}
     for name, given in source:
         tensor = whole(given)
         with device.copying(beside=True):
@@ -181,7 +214,7 @@ def _open_folder(folder: Path) -> Slices[WeightSource]:
         file = CheckpointFile(path)
     except ConfigurationError as error:
         raise RequestRejected(str(error)) from error
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     with file.open():
         for name, stored in file.tensors.items():
             tensors[name] = stored.read()
