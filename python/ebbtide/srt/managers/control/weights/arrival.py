@@ -52,7 +52,7 @@ class Arrivals:
 
     def open(
         self, request: WeightUpdateRequest, opened: ExitStack, contents: Contents
-    ) -> Work[Whole | Pieces]:
+    ) -> Work[WritePlan | Pieces]:
         """What comes with the request, fit to be written on every rank, or the senders of its pieces."""
         if is_piecewise(request):
             return (yield from self._meet(request, opened))
@@ -74,7 +74,7 @@ class Arrivals:
         if refusal is not None:
             raise refusal
         assert received.plan is not None, "what cannot be read is refused"
-        return Whole(received.plan)
+        return received.plan
 
     def receive(self, plan: WritePlan, session: WeightSession, terms: CommitTerms) -> Work[None]:
         """Wait for what others send, where the session has a place for it; forward passes go on meanwhile."""
@@ -146,19 +146,6 @@ class _Received:
         if self.refusal is None:
             return summary, None
         return summary, (self.refusal.message, self.refusal.status, self.refusal.fields)
-
-
-@dataclass(frozen=True)
-class Whole:
-    """An update's only plan, known before anything is written."""
-
-    plan: WritePlan
-
-    def take(self, write: Write) -> Work[None]:
-        yield from write(self.plan)
-
-    def finish(self) -> None:
-        """Do nothing: only the caller waits for an answer."""
 
 
 @dataclass

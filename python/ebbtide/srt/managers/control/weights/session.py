@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
-from msgspec import structs
+from msgspec import UNSET
 
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
@@ -134,27 +134,35 @@ class WeightSession:
         return None if isinstance(self.state, Empty) else self.state.staging
 
     def reply(
-        self, version: str, message: str, counts: Counts, *, is_committed: bool, num_paused: int = 0
+        self,
+        version: str,
+        message: str,
+        counts: Counts,
+        plan: WritePlan | None,
+        *,
+        is_committed: bool,
+        num_paused: int = 0,
     ) -> UpdateWeightsReqOutput:
-        """The answer to an update of the session, or to its commit. `version`: of the weights that serve."""
+        """The answer to an update of the session, or to its commit, once its copies have run.
+
+        Args:
+            version: of the weights that serve.
+            plan: the only one of an update. The answer says of a delta whether anybody looked at its base.
+        """
         content = self._content.report()
+        delta = plan if plan is not None and plan.how is How.PATCH else None
         return UpdateWeightsReqOutput(
             weight_version=version,
             committed=is_committed,
             staged=self.is_staged,
             **counts._asdict(),
-            stall_ms=0.0,
+            stall_ms=self.stall.longest_s * 1e3,
             num_paused_requests=num_paused,
             content=content.content,
             num_missing=content.num_missing,
-            message=message,
-        )
-
-    def with_outcome(self, reply: UpdateWeightsReqOutput) -> UpdateWeightsReqOutput:
-        """The answer with what is known only once the copies have run."""
-        message = f"{reply.message} {describe_nonfinite(self.nonfinite)}" if self.nonfinite else reply.message
-        return structs.replace(
-            reply, stall_ms=self.stall.longest_s * 1e3, num_nonfinite=len(self.nonfinite), message=message
+            num_nonfinite=len(self.nonfinite),
+            base_checked=UNSET if delta is None else delta.base_version is not None,
+            message=f"{message} {describe_nonfinite(self.nonfinite)}" if self.nonfinite else message,
         )
 
     def require_complete(self) -> None:
@@ -455,14 +463,14 @@ class WeightSession:
             self._ranks.certainly(self._kv.take_back)
             yield from self._do(self.state.staging.release(), Activity.WORKING)
 
-    def detach(self, plans: Iterable[WritePlan]) -> Work[None]:
+    def detach(self, plan: WritePlan | None) -> Work[None]:
         """After the commit, let senders use their memory again; returns what has yet to unmap it."""
         mapped, self._unmap = self._unmap, []
-        for plan in plans:
-            try:
+        try:
+            if plan is not None:
                 mapped.append(plan.detach())
-            except (RequestRejected, EngineError) as error:
-                logger.warning("memory of an update is given back late, at its end: %r", error)
+        except (RequestRejected, EngineError) as error:
+            logger.warning("memory of an update is given back late, at its end: %r", error)
 
         def unmap() -> Slices[None]:
             for slices in mapped:

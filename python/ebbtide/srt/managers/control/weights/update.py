@@ -9,13 +9,11 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Final
-
-from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
@@ -34,8 +32,8 @@ from ebbtide.srt.managers.control.ports import (
     Superseded,
     Work,
 )
-from ebbtide.srt.managers.control.weight_ports import How, TrialPass, Weights, WritePlan
-from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, GroupRequests, Pieces, Whole
+from ebbtide.srt.managers.control.weight_ports import TrialPass, Weights, WritePlan
+from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, GroupRequests, Pieces
 from ebbtide.srt.managers.control.weights.checks import CanaryTrials
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CommitConditions,
@@ -217,13 +215,15 @@ class WeightUpdates:
                 yield Activity.WAITING
             stages.end("wait")
             self._require_open_for(request)
-            plans = [parts.plan] if isinstance(parts, Whole) else []
-            self._require_plans(plans)
+            plan = None if isinstance(parts, Pieces) else parts
+            if plan is not None:
+                self._require_fit(plan)
             if self._session is not None:
                 before = self._session.counts
                 yield from self._take(parts, self._session, terms)
-                parts.finish()
-                return _with_base(self._staged(self._session, terms, before), plans)
+                if isinstance(parts, Pieces):
+                    parts.finish()
+                return self._staged(self._session, terms, before, plan)
             session = opened.enter_context(closing(self._new_session()))
             yield from self._take(parts, session, terms, opened)
             session.require_complete()
@@ -233,22 +233,22 @@ class WeightUpdates:
                     # There is no way back from its first byte on: other replicas were waited for before it.
                     yield from session.write(session.state.plan, terms)
                     stages.end("write")
-                reply = _with_base(self._commit(session, terms, mode), plans)
+                message, num_paused = self._commit(session, terms, mode)
                 stages.end("commit")
-                parts.finish()
-                return (yield from self._conclude(session, reply, plans))
+                if isinstance(parts, Pieces):
+                    parts.finish()
+                return (yield from self._conclude(session, message, num_paused, plan))
 
-    def _require_plans(self, plans: Sequence[WritePlan]) -> None:
-        """Refuse, ahead of the first byte, plans for other weights than these, or for parts of parameters."""
+    def _require_fit(self, plan: WritePlan) -> None:
+        """Refuse, ahead of the first byte, a plan for other weights, or for parts of parameters alone."""
         pending = None if self._session is None else self._session.version
-        for plan in plans:
-            require_base(plan.base_version, self.version, pending)
-            if self._session is None and plan.incomplete:
-                raise RequestRejected(plan.incomplete)
+        require_base(plan.base_version, self.version, pending)
+        if self._session is None and plan.incomplete:
+            raise RequestRejected(plan.incomplete)
 
     def _take(
         self,
-        parts: Whole | Pieces,
+        parts: WritePlan | Pieces,
         session: WeightSession,
         terms: CommitTerms,
         opened: ExitStack | None = None,
@@ -260,7 +260,7 @@ class WeightUpdates:
                 ahead of the first byte; of a single plan, which takes no time to come, while it is prepared.
         """
         before = session.counts.num_tensors
-        is_whole, is_alone = isinstance(parts, Whole), opened is not None
+        is_whole, is_alone = not isinstance(parts, Pieces), opened is not None
 
         def write(plan: WritePlan) -> Work[None]:
             yield from self._arrivals.receive(plan, session, terms)
@@ -280,14 +280,16 @@ class WeightUpdates:
             yield from session.write(plan, terms)
 
         try:
-            yield from parts.take(write)
+            yield from parts.take(write) if isinstance(parts, Pieces) else write(parts)
         except RequestRejected as refusal:
             if session.is_staged or session.counts.num_tensors == before:
                 raise
             # A refusal would say that nothing was written.
             raise EngineError(f"the update broke off half-way: {refusal.message}") from refusal
 
-    def _staged(self, session: WeightSession, terms: CommitTerms, before: Counts) -> UpdateWeightsReqOutput:
+    def _staged(
+        self, session: WeightSession, terms: CommitTerms, before: Counts, plan: WritePlan | None
+    ) -> UpdateWeightsReqOutput:
         session.flush_cache |= terms.flush_cache
         session.version = terms.version or session.version
         session.folder = terms.folder or session.folder
@@ -295,7 +297,7 @@ class WeightUpdates:
         message = f"Staged {counts.num_tensors} tensors."
         if not session.is_staged:
             message = f"Wrote {counts.num_tensors} tensors in place: nothing runs before end_weight_update."
-        return session.with_outcome(session.reply(self.version, message, counts, is_committed=False))
+        return session.reply(self.version, message, counts, plan, is_committed=False)
 
     def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         with self._line.turn() as has_come:
@@ -324,12 +326,12 @@ class WeightUpdates:
                 session.require_copy()
             with self._conditions.draining(terms):
                 mode = yield from self._agree(session, terms, stages)
-                reply = self._commit(session, terms, mode)
+                message, num_paused = self._commit(session, terms, mode)
                 stages.end("commit")
             self._session = None
             self._why_closed = "it was ended already"
             with closing(session):
-                return (yield from self._conclude(session, reply))
+                return (yield from self._conclude(session, message, num_paused))
 
     def _agree(self, session: WeightSession, terms: CommitTerms, stages: Stages) -> Work[PauseMode | None]:
         """Make the session whole, wait for the boundary, and for the verdict of all replicas.
@@ -350,10 +352,11 @@ class WeightUpdates:
         stages.end("vote")
         return mode
 
-    def _commit(
-        self, session: WeightSession, terms: CommitTerms, mode: PauseMode | None
-    ) -> UpdateWeightsReqOutput:
-        """Commit at a boundary: weights, version and cache together."""
+    def _commit(self, session: WeightSession, terms: CommitTerms, mode: PauseMode | None) -> tuple[str, int]:
+        """Commit at a boundary: weights, version and cache together.
+
+        Returns what the answer says of it, and how many requests it has kept waiting.
+        """
         version = terms.version if terms.version is not None else session.version
         folder = terms.folder or session.folder
         message = [f"Updated {session.counts.num_tensors} tensors."]
@@ -372,9 +375,7 @@ class WeightUpdates:
                 self.model_path, self.load_format = folder
             if terms.flush_cache:
                 self._requests.flush_cache()
-        return session.reply(
-            self.version, " ".join(message), session.counts, is_committed=True, num_paused=num_paused
-        )
+        return " ".join(message), num_paused
 
     def _verdict(self) -> Iterator[Activity]:
         """Refuse nothing from here on. Where several replicas commit together, wait until all are ready."""
@@ -429,7 +430,7 @@ class WeightUpdates:
             )
 
     def _conclude(
-        self, session: WeightSession, reply: UpdateWeightsReqOutput, plans: Sequence[WritePlan] = ()
+        self, session: WeightSession, message: str, num_paused: int, plan: WritePlan | None = None
     ) -> Work[UpdateWeightsReqOutput]:
         """Let forward passes in between the commit and giving memory back; returns the reply.
 
@@ -450,13 +451,15 @@ class WeightUpdates:
         except (DeadlinePassed, RequestRejected, EngineError) as error:
             logger.warning("the rest of a committed update is finished without further turns: %r", error)
             yield from session.finish()
-        self._operations.go_on(session.detach(plans))
-        stall_ms = session.stall.longest_s * 1e3
+        self._operations.go_on(session.detach(plan))
+        reply = session.reply(
+            self.version, message, session.counts, plan, is_committed=True, num_paused=num_paused
+        )
         logger.info(
             "weights updated: version=%s tensors=%d bytes=%d staged=%s stall_ms=%.1f",
-            *(reply.weight_version, reply.num_tensors, reply.num_bytes, reply.staged, stall_ms),
+            *(reply.weight_version, reply.num_tensors, reply.num_bytes, reply.staged, reply.stall_ms),
         )
-        return session.with_outcome(reply)
+        return reply
 
     def _serve(self, version: str, *, is_update: bool = True) -> None:
         self.version = version
@@ -478,11 +481,3 @@ class WeightUpdates:
         why = "the weights were released in between"
         self._abort_session(why)
         self._operations.cancel(WeightUpdateRequest, Superseded(f"{why}: resume them, then update again"))
-
-
-def _with_base(reply: UpdateWeightsReqOutput, plans: Sequence[WritePlan]) -> UpdateWeightsReqOutput:
-    """The reply, which says of a delta whether anybody has looked at what it is of."""
-    for plan in plans:
-        if plan.how is How.PATCH:
-            return structs.replace(reply, base_checked=plan.base_version is not None)
-    return reply
