@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
@@ -34,6 +34,8 @@ from ebbtide.srt.managers.io_struct import (
     ResizeMemoryOccupationReqOutput,
     RetractCause,
 )
+
+T = TypeVar("T")
 
 # How much memory changes hands between two forward passes while requests run: 3 to 5 ms of the driver's time.
 PART_BYTES: Final = 6 << 30
@@ -117,15 +119,18 @@ class KVSize:
                     f"no room to keep the KV of running requests: {error}. Nothing was changed"
                 ) from error
 
-        try:
-            yield from self._ranks.phase(Activity.ALONE, at_once(save))
-        except DeadlinePassed:
-            self._pool.discard()
-            raise RequestRejected(NOT_IN_TIME, 409) from None
-        except (RequestRejected, EngineError):
-            self._pool.discard()
-            raise
+        yield from self._or_undone(self._ranks.phase(Activity.ALONE, at_once(save)), self._pool.discard)
         return saved[0]
+
+    def _or_undone(self, work: Work[T], undo: Callable[[], None]) -> Work[T]:
+        """Do what all ranks do, or undo it where one of them cannot or is late."""
+        try:
+            return (yield from work)
+        except (DeadlinePassed, RequestRejected, EngineError) as error:
+            self._ranks.certainly(undo)
+            if isinstance(error, DeadlinePassed):
+                raise RequestRejected(NOT_IN_TIME, 409) from None
+            raise
 
     def _give(self, num_chunks: int) -> Work[int]:
         moved_bytes = 0
@@ -139,6 +144,11 @@ class KVSize:
 
     def _grow(self, num_chunks: int) -> Work[int]:
         """Take memory for these chunks, on all ranks or on none; returns the bytes."""
+        moved_bytes = yield from self._or_undone(self._add(num_chunks), self._pool.unadd)
+        self._pool.restore()
+        return moved_bytes
+
+    def _add(self, num_chunks: int) -> Work[int]:
         moved_bytes = 0
 
         def add(part: int) -> int:
@@ -149,27 +159,18 @@ class KVSize:
                     f"no memory for a larger KV cache: {error}. Nothing was changed"
                 ) from error
 
-        try:
-            while True:
-                part = self._part_of(num_chunks)
-                num_chunks -= part
-                moved_bytes += yield from self._ranks.phase(
-                    Activity.ALONE,
-                    at_once(lambda part=part: add(part)),  # type: ignore[misc]
-                )
-                if num_chunks == 0:
-                    break
-                yield from self._let_pass_run()
-                if self._memory.is_kv_released:
-                    raise RequestRejected("kv_cache was released as it grew. Nothing was changed", 409)
-        except DeadlinePassed:
-            self._ranks.certainly(self._pool.unadd)
-            raise RequestRejected(NOT_IN_TIME, 409) from None
-        except (RequestRejected, EngineError):
-            self._ranks.certainly(self._pool.unadd)
-            raise
-        self._pool.restore()
-        return moved_bytes
+        while True:
+            part = self._part_of(num_chunks)
+            num_chunks -= part
+            moved_bytes += yield from self._ranks.phase(
+                Activity.ALONE,
+                at_once(lambda part=part: add(part)),  # type: ignore[misc]
+            )
+            if num_chunks == 0:
+                return moved_bytes
+            yield from self._let_pass_run()
+            if self._memory.is_kv_released:
+                raise RequestRejected("kv_cache was released as it grew. Nothing was changed", 409)
 
     def _part_of(self, num_chunks: int) -> int:
         if self._num_running() == 0:
