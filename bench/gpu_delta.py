@@ -44,7 +44,7 @@ from ebbtide import Engine
 from ebbtide.formats.delta import bits_of
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.patch import Patch, Place, PlaceTable
+from ebbtide.srt.weight_sync.patch import MatrixPart, MatrixParts, Patch
 from ebbtide.trainer.buckets import Bucket, ServedWeights
 
 MODEL, NUM_STREAMS = "llama8b", 64
@@ -160,10 +160,10 @@ def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) 
     for _, tensor in trainer.weights:
         region = arena[start : start + tensor.numel()].view(tensor.shape)
         region.copy_(tensor)
-        places.append(Place.of(Destination(region, None), tuple(tensor.shape)))
+        places.append(MatrixPart.of(Destination(region, None), tuple(tensor.shape)))
         start += tensor.numel()
     base = bits_of(arena)
-    table = PlaceTable.of([place.numbers(base) for place in places], base.device)
+    table = MatrixParts.of([place.numbers(base) for place in places], base.device)
     held = [
         int(place.sum_after(unchanged(named))) for place, named in zip(places, trainer.weights, strict=True)
     ]

@@ -18,7 +18,7 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
 from ebbtide.srt.models.sharding import Part
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.patch import Patch, PatchedWeights, PatchKind, Place, PlaceTable
+from ebbtide.srt.weight_sync.patch import MatrixPart, MatrixParts, Patch, PatchedWeights, PatchKind
 
 Tensors = list[torch.Tensor]
 
@@ -41,7 +41,7 @@ class Parameters:
             Destination(bias, Part(0, ((30, 50),), is_first=True)),
         ]
         self.places = [
-            Place.of(place, shape) for place, shape in zip(self.destinations, self.shapes, strict=True)
+            MatrixPart.of(place, shape) for place, shape in zip(self.destinations, self.shapes, strict=True)
         ]
 
     def hold(self, wholes: Tensors) -> bool:
@@ -84,7 +84,7 @@ def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
     base = bits_of(parameters.arena)
     kernels.compile_deltas(base.device, dtype)
     rows = [place.numbers(base) for place in parameters.places]
-    table = PlaceTable.of(rows, base.device)
+    table = MatrixParts.of(rows, base.device)
     placed = kernels.PlacedBlocks(blocks, torch.cat(values), table, base)
     known = [int(state_sum(p.region, p.first_row, p.first_column)) for p in parameters.places]
     monkeypatch.setattr(kernels, "BLOCKS_AT_ONCE", 2)
@@ -98,7 +98,7 @@ def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
     # What no rank needs is passed over, but for what it holds.
     parameters.take(before)
     values[2][-1:] = float("nan")
-    table = PlaceTable.of([rows[0], None, None], base.device)
+    table = MatrixParts.of([rows[0], None, None], base.device)
     placed = kernels.PlacedBlocks(blocks, torch.cat(values), table, base)
     finish(placed.apply())
     assert parameters.hold([after[0], *before[1:]])
@@ -107,7 +107,7 @@ def test_changes_are_those_of_the_whole_tensors_by_kernel_and_without(
 
 def test_xor_twice_is_as_it_was() -> None:
     whole = torch.randn(8, 10).bfloat16()
-    place = Place.of(Destination(whole.clone(), None), (8, 10))
+    place = MatrixPart.of(Destination(whole.clone(), None), (8, 10))
     bits = torch.randint(-9999, 9999, (4,), dtype=torch.int16).view(torch.bfloat16)
     patch = Patch("w", (8, 10), torch.tensor([3, 9, 10, 79]), bits, PatchKind.XOR)
     expected = int(place.sum_after(patch))

@@ -23,7 +23,7 @@ from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.published import checksum_of
 
-# `Place.numbers` of a tensor that is not there.
+# `MatrixPart.numbers` of a tensor that is not there.
 _NOWHERE: Final = [0] * 8
 
 
@@ -77,7 +77,7 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class Place:
+class MatrixPart:
     """A rank's part of a tensor, as a part of a matrix.
 
     Attributes:
@@ -96,7 +96,7 @@ class Place:
     is_whole: bool = True
 
     @classmethod
-    def of(cls, destination: Destination, shape: tuple[int, ...]) -> Place:
+    def of(cls, destination: Destination, shape: tuple[int, ...]) -> MatrixPart:
         """The place of a tensor of this whole shape. Ranks divide its first dimension, or its last."""
         region, part = destination.region, destination.part
         _, num_columns = matrix_shape(shape)
@@ -121,14 +121,14 @@ class Place:
         ]
 
     @classmethod
-    def for_patch(cls, patch: Patch, destination: Destination | None) -> Place | None:
+    def for_patch(cls, patch: Patch, destination: Destination | None) -> MatrixPart | None:
         """Where a patch goes; None for what nobody needs."""
         if destination is None:
             return None
         place = cls.of(destination, patch.shape)
         return place._bytewise() if patch.kind is PatchKind.BYTES else place
 
-    def _bytewise(self) -> Place:
+    def _bytewise(self) -> MatrixPart:
         size = self.region.element_size()
         return replace(
             self,
@@ -189,8 +189,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class PlaceTable:
-    """Where T tensors lie on this rank, in `Place.numbers`: on the host, and where a kernel reads it."""
+class MatrixParts:
+    """Where T tensors lie on this rank, in `MatrixPart.numbers`: on the host, and where a kernel reads it."""
 
     rows_T8: NDArray[np.int64]
     on_device_T8: Tensor
@@ -208,15 +208,15 @@ class PatchedWeights:
 
     _store: WeightStore
     _shadow: Arena | None
-    places_known: PlaceTable | None = None
+    places_known: MatrixParts | None = None
 
     def destination(self, name: str) -> Destination | None:
         return self._store.destination(name, self._shadow)
 
-    def table(self, names: Sequence[str]) -> PlaceTable:
+    def table(self, names: Sequence[str]) -> MatrixParts:
         """Where these tensors lie, in elements of `base`: in every copy of a store at the same place."""
         if self.places_known is None:
-            self.places_known = PlaceTable.of([self._numbers(name) for name in names], self._store.device)
+            self.places_known = MatrixParts.of([self._numbers(name) for name in names], self._store.device)
         return self.places_known
 
     def _numbers(self, name: str) -> list[int] | None:
@@ -224,7 +224,7 @@ class PatchedWeights:
         if destination is None:
             return None
         live = self._store.arena.view(0, (0,), destination.region.dtype)
-        return Place.of(destination, self._store.shape(name)).numbers(live)
+        return MatrixPart.of(destination, self._store.shape(name)).numbers(live)
 
     def base(self, dtype: torch.dtype) -> Tensor:
         """All memory of the parameters, as integers."""

@@ -28,7 +28,7 @@ from ebbtide.formats.delta import (
 )
 from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.patch import PlaceTable
+from ebbtide.srt.weight_sync.patch import MatrixParts
 
 # Twice as many codes take 1.6 times as long to sum up: the scans over a block spill.
 BLOCK = 512
@@ -123,7 +123,7 @@ class PlacedBlocks:
         base: the memory in which all places lie, as integers of the values' size.
     """
 
-    def __init__(self, blocks: CodedBlocks, values: Tensor, places: PlaceTable, base: Tensor) -> None:
+    def __init__(self, blocks: CodedBlocks, values: Tensor, places: MatrixParts, base: Tensor) -> None:
         self._blocks = blocks
         self._values = values
         self._base = base
@@ -211,7 +211,7 @@ def compile_deltas(device: torch.device, dtype: torch.dtype) -> None:
         blocks = coded_blocks(torch.zeros(1, dtype=codes_dtype, device=device), [1])
         values = torch.zeros(1, dtype=dtype, device=device)
         base = torch.zeros(1, dtype=BITS[dtype.itemsize], device=device)
-        placed = PlacedBlocks(blocks, values, PlaceTable.of([[0, 1, 1, 0, 1, 0, 1, 1]], device), base)
+        placed = PlacedBlocks(blocks, values, MatrixParts.of([[0, 1, 1, 0, 1, 0, 1, 1]], device), base)
         finish(placed.sums_after([None]))
         for _ in placed.apply():
             pass

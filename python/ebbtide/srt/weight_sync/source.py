@@ -27,7 +27,7 @@ from ebbtide.srt.errors import EngineError
 from ebbtide.srt.model_executor.weight_copies import PlannedSpans, RunTable
 from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
-from ebbtide.srt.weight_sync.patch import PlaceTable
+from ebbtide.srt.weight_sync.patch import MatrixParts
 
 NamedTensor: TypeAlias = tuple[str, torch.Tensor | StoredTensor]
 K = TypeVar("K")
@@ -91,7 +91,7 @@ class Fit:
     unpaired: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     problems: list[dict[str, str]] = field(default_factory=list)
     runs: RunTable | None = None
-    places: PlaceTable | None = None
+    places: MatrixParts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

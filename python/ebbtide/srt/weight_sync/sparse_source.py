@@ -19,7 +19,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import NonFinite
 from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.patch import Patch, PatchedWeights, Place
+from ebbtide.srt.weight_sync.patch import MatrixPart, Patch, PatchedWeights
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, PayloadReader, is_safetensors
 
@@ -125,7 +125,9 @@ class PlacedPatches:
     """Patches, each of a tensor of its own or written after the last one of it."""
 
     def __init__(self, patches: Sequence[Patch], weights: PatchedWeights) -> None:
-        self._pairs = [(patch, Place.for_patch(patch, weights.destination(patch.name))) for patch in patches]
+        self._pairs = [
+            (patch, MatrixPart.for_patch(patch, weights.destination(patch.name))) for patch in patches
+        ]
         self._nonfinite = NonFinite()
 
     def verify(self) -> Iterator[int]:
