@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from fixtures.kept_memory import KeptMemory
 
 from ebbtide.srt.memory_saver import backup as backup_module
-from ebbtide.srt.memory_saver.backup import HostBackup
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 
@@ -27,17 +27,18 @@ def contents(arena):
 
 
 @pytest.fixture(params=[256 << 20, 32 << 20], ids=["one piece", "pieces"])
-def backup(request, arena, cuda_device, monkeypatch):
+def piece_bytes(request, monkeypatch):
     monkeypatch.setattr(backup_module, "PIECE_BYTES", request.param)
-    backup = HostBackup(arena, cuda_device.host_pinning())
+
+
+@pytest.fixture(params=[False, True], ids=["at the save", "in the background"])
+def backup(request, arena, cuda_device, piece_bytes):
+    backup = KeptMemory(arena, cuda_device.host_pinning(), in_background=request.param)
     yield backup
     backup.close()
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_contents_come_back_bit_for_bit(arena, backup, contents, caplog, in_background):
-    if in_background:
-        backup.start_allocating()
+def test_contents_come_back_bit_for_bit(arena, backup, contents, caplog):
     for generation in range(3):
         original = torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device="cuda")
         contents.copy_(original)
@@ -63,7 +64,7 @@ def test_host_memory_goes_back(arena, cuda_device, pss_bytes):
     torch.cuda.synchronize()
     before = pss_bytes()
     for _ in range(3):
-        backup = HostBackup(arena, cuda_device.host_pinning())
+        backup = KeptMemory(arena, cuda_device.host_pinning())
         backup.save(generation=0)
         assert pss_bytes() - before >= 0.95 * SIZE
         backup.close()

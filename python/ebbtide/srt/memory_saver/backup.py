@@ -93,85 +93,6 @@ class HostBuffer:
         self._arena.close()
 
 
-class HostBackup:
-    """One host buffer per arena, taken once and kept, with the generation of what it holds.
-
-    Whoever writes to the arena counts generations; contents that have not changed are not copied again.
-    """
-
-    def __init__(self, arena: Arena, pinning: HostPinning | None = None) -> None:
-        self._arena = arena
-        self._buffer = HostBuffer(arena.tag, arena.num_bytes, pinning)
-        self._allocation: threading.Thread | None = None
-        self._generation: int | None = None
-
-    @property
-    def generation(self) -> int | None:
-        """The generation that was saved last; None before the first save."""
-        return self._generation
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory held: none before `start_allocating` or the first save."""
-        return self._buffer.num_bytes
-
-    def start_allocating(self) -> None:
-        """Take and pin the buffer in another thread, so that the first save need not: it takes seconds.
-
-        Where that fails, the first save tries again, and says why.
-        """
-        self._allocation = threading.Thread(
-            target=self._allocate_in_background, name="host-backup", daemon=True
-        )
-        self._allocation.start()
-
-    def save(self, generation: int) -> None:
-        """Copy the resident arena to the host, unless this generation is there already.
-
-        OutOfDeviceMemory: the host has no room for the buffer; nothing was changed.
-        """
-        self._require_resident()
-        if generation == self._generation:
-            return
-        self._join()
-        self._buffer.allocate()
-        self._generation = None  # until the copy is whole
-        self._copy(to_host=True)
-        self._generation = generation
-
-    def restore(self) -> None:
-        self._require_resident()
-        if self._generation is None:
-            raise EngineError(f"there is no backup of {self._arena.tag} to restore")
-        self._copy(to_host=False)
-
-    def close(self) -> None:
-        self._join()
-        self._buffer.close()
-        self._generation = None
-
-    def _copy(self, *, to_host: bool) -> None:
-        for offset in range(0, self._arena.num_bytes, PIECE_BYTES):
-            shape = (min(PIECE_BYTES, self._arena.num_bytes - offset),)
-            piece, room = (part.view(offset, shape, torch.uint8) for part in (self._arena, self._buffer))
-            source, destination = (piece, room) if to_host else (room, piece)
-            destination.copy_(source, non_blocking=self._buffer.is_pinned)
-        self._buffer.synchronize()
-
-    def _allocate_in_background(self) -> None:
-        with suppress(OutOfDeviceMemory):
-            self._buffer.allocate()
-
-    def _join(self) -> None:
-        if self._allocation is not None:
-            self._allocation.join()
-            self._allocation = None
-
-    def _require_resident(self) -> None:
-        if not self._arena.is_resident:
-            raise EngineError(f"{self._arena.tag} is released: there is nothing to copy from or to")
-
-
 class ArenaMemory:
     """An arena whose contents are lost when it is released.
 
@@ -215,11 +136,13 @@ class ArenaMemory:
 
 
 class BackedUpMemory(ArenaMemory):
-    """An arena with a copy in host memory, so that a release can keep its contents.
+    """An arena whose contents can be kept in host memory while it is released.
+
+    The host's memory is taken once, and stays. Contents that have not changed are not copied again.
 
     Args:
         generation: of the contents; it rises with every change.
-        pinning: of the device. Where there is one, and every release keeps the contents, the copy's memory is
+        pinning: of the device. Where there is one, and every release keeps the contents, the host's memory is
             taken from now on in the background: pinned memory takes seconds to get.
         keeps_contents: whether releases that do not say keep them.
     """
@@ -236,24 +159,51 @@ class BackedUpMemory(ArenaMemory):
         self.keeps_contents = keeps_contents
         self._is_saved = False
         self._generation = generation
-        self._backup = HostBackup(arena, pinning)
+        self._held_generation: int | None = None
+        self._buffer = HostBuffer(arena.tag, arena.num_bytes, pinning)
+        self._allocation: threading.Thread | None = None
         if keeps_contents and pinning is not None:
-            self._backup.start_allocating()
+            self._allocation = threading.Thread(target=self._allocate, name="host-backup", daemon=True)
+            self._allocation.start()
 
     @property
     def backup_bytes(self) -> int:
-        return self._backup.num_bytes
+        return self._buffer.num_bytes
 
     def prepare_release(self, keep: bool) -> None:
+        """Copy the arena to the host if it is to be kept, unless this generation is there already."""
         if keep:
-            self._backup.save(self._generation())
+            self._arena.require_resident()
+            self._save(self._generation())
         self._is_saved = keep
 
     def resume(self) -> int:
         mapped_bytes = super().resume()
         if self._is_saved:
-            self._backup.restore()
+            self._copy(to_host=False)
         return mapped_bytes
+
+    def _save(self, generation: int) -> None:
+        if generation == self._held_generation:
+            return
+        if self._allocation is not None:
+            self._allocation.join()
+        self._buffer.allocate()
+        self._held_generation = None  # until the copy is whole
+        self._copy(to_host=True)
+        self._held_generation = generation
+
+    def _copy(self, *, to_host: bool) -> None:
+        for offset in range(0, self._arena.num_bytes, PIECE_BYTES):
+            shape = (min(PIECE_BYTES, self._arena.num_bytes - offset),)
+            piece, room = (part.view(offset, shape, torch.uint8) for part in (self._arena, self._buffer))
+            source, destination = (piece, room) if to_host else (room, piece)
+            destination.copy_(source, non_blocking=self._buffer.is_pinned)
+        self._buffer.synchronize()
+
+    def _allocate(self) -> None:
+        with suppress(OutOfDeviceMemory):  # the first save tries again, and says why
+            self._buffer.allocate()
 
 
 class JointMemory:
