@@ -54,7 +54,7 @@ class VllmOccupation:
         return self._service.state.paused is not None
 
     @property
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether generation is paused, or the weights or the KV cache are released on any rank."""
         return self._is_paused or bool(self._released())
 
@@ -128,12 +128,12 @@ class VllmOccupation:
     @vllm_route(GET, "/is_paused")
     async def is_paused(self, asked: Nothing) -> Body:
         """Whether nothing runs."""
-        return {"is_paused": self._is_idle}
+        return {"is_paused": self.is_idle}
 
     @vllm_route(GET, "/is_sleeping")
     async def is_sleeping(self, asked: Nothing) -> Body:
         """Whether memory is released, or generation paused."""
-        return {"is_sleeping": self._is_idle}
+        return {"is_sleeping": self.is_idle}
 
     @vllm_route(POST, "/inference/v1/abort_requests")
     async def abort_named(self, asked: AbortNamedParameters) -> Body:
