@@ -290,9 +290,9 @@ def measure_vllm(report: Report, args: argparse.Namespace) -> None:
             sizes = {"max_total_tokens": 32_768, "tp_size": tp_size}
             shapes = checkpoint_shapes(shape)
             with (
+                running_server(engine_args(args, folder, **sizes)) as server,
                 TrainerRanks(shapes, args.device, tp_size) as lenders,
                 TrainerRanks(shapes, args.device, 1, first_gpu=tp_size) as sender,
-                running_server(engine_args(args, folder, **sizes)) as server,
             ):
                 server.wait_ready()
                 for key in keys:

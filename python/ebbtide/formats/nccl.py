@@ -22,7 +22,7 @@ from ebbtide.srt.errors import EngineError
 UNIQUE_ID_BYTES: Final = 128
 _SUCCESS, _IN_PROGRESS = 0, 7
 _SUM: Final = 0
-# Most calls have settled at once: a wait for one is looked at soon, and then half as often each time.
+# Most calls settle within microseconds: a wait begins with short looks, each twice as long as the one before.
 _FIRST_LOOK_S: Final = 1e-5
 _LOOK_S: Final = 1e-3
 _UINT8: Final = 1
