@@ -1,6 +1,7 @@
 """A `WeightSender` that broadcasts to all ranks of real engines and servers: all of it serves, or nothing."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 import torch
 from fixtures.servers import Server, free_port, running_server, url_of, wait_until
 
-from ebbtide.formats.rendezvous import GroupAddress
+from ebbtide.formats import weight_group
+from ebbtide.formats.rendezvous import GroupAddress, Member, abort
 from ebbtide.trainer import WeightSender, WeightSendError
 from ebbtide.trainer.targets import EngineTarget
 
@@ -82,11 +84,23 @@ def test_an_engine_takes_all_weights_in_one_group_that_is_kept(
     assert len(groups[0]) == 1
 
 
-def test_a_closed_sender_makes_another_group_at_its_own_port(engine: Any, new: Weights) -> None:
+def test_a_closed_sender_has_left_and_makes_another_group_at_its_own_port(
+    engine: Any, new: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_left = []
+
+    def leave_slowly(members: list[Member]) -> None:
+        time.sleep(0.2)
+        abort(members)
+        has_left.append(True)
+
+    monkeypatch.setattr(weight_group, "abort", leave_slowly)
     sender = sender_to(engine, master_address="127.0.0.1", master_port=free_port(), backend="gloo")
-    for version in ("1", "2"):
+    for count, version in enumerate(("1", "2"), start=1):
         sender.send(new.items(), version=version)
         sender.close()
+        # The program may end now: one that ends while a thread is in torch is aborted.
+        assert len(has_left) == count
         assert groups_of(engine) == []
     assert serves(engine, new, "2")
 
