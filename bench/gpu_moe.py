@@ -49,6 +49,10 @@ SHAPES = {
     "qwen30b_tp4": (2048, MoeConfig(128, 8, 192, renormalize=True)),
     "mixtral": (4096, MoeConfig(8, 2, 14_336, renormalize=True)),
     "mixtral_tp2": (4096, MoeConfig(8, 2, 7168, renormalize=True)),
+    "nemotron-3-nano": (
+        2688,
+        MoeConfig(128, 6, 1856, renormalize=True, scoring="sigmoid", has_bias=True, is_gated=False),
+    ),
     "gpt-oss": (2880, MoeConfig(32, 4, 2880, renormalize=True, clamp=Clamp(1.702, 7.0))),
 }
 NUM_TOKENS = (1, 32, 256, 1024, 4096, 8192)
@@ -140,10 +144,11 @@ class Batch:
         """The least time of a call, and what sets it."""
         num_chosen = statistics.mean(len(experts.unique()) for _, experts in self.routes)
         num_slots = self.num_tokens * self.config.num_experts_per_token
-        weights = num_chosen * 3 * self.config.inner_size * self.hidden
+        of_slot = (3 if self.config.is_gated else 2) * self.config.inner_size * self.hidden
+        weights = num_chosen * of_slot
         activations = 2 * self.num_tokens * self.hidden
         reading_s = 2 * (weights + activations) / machine.copy_bytes_per_s
-        computing_s = num_slots * 6 * self.config.inner_size * self.hidden / machine.flops
+        computing_s = num_slots * 2 * of_slot / machine.flops
         if reading_s > computing_s:
             return reading_s * 1e6, f"memory, {num_chosen:.1f} experts"
         return computing_s * 1e6, "tensor cores"

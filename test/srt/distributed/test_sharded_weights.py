@@ -55,23 +55,29 @@ def test_every_tensor_of_a_checkpoint_reads_back_on_every_rank(
         assert same(held, checkpoint)
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-with-vision"])
+@pytest.mark.parametrize(
+    ("name", "block", "first"),
+    [
+        ("qwen3-moe", "model.layers.1.mlp.experts.", "gate_up_proj"),
+        ("qwen3.5-with-vision", "model.language_model.layers.1.mlp.experts.", "gate_up_proj"),
+        ("nemotron-h", "backbone.layers.1.mixer.experts.", "up_proj"),
+    ],
+)
 def test_experts_that_come_as_one_tensor_are_written_like_each_by_itself(
-    name: str, two_ranks: Ranks, tmp_path: Path
+    name: str, block: str, first: str, two_ranks: Ranks, tmp_path: Path
 ) -> None:
     path = make(tmp_path, name)
-    prefix = "model.language_model." if name == "qwen3.5-with-vision" else "model."
-    block = f"{prefix}layers.1.mlp.experts."
     generator = torch.Generator().manual_seed(1)
+    parts, outer = first.split("_")[:-1], 32 if name == "nemotron-h" else 64
     joint = {
-        block + "gate_up_proj": torch.randn((6, 80, 64), generator=generator),
-        block + "down_proj": torch.randn((6, 64, 40), generator=generator),
+        block + first: torch.randn((6, 40 * len(parts), outer), generator=generator),
+        block + "down_proj": torch.randn((6, outer, 40), generator=generator),
     }
     expected = {}
     for expert in range(6):
-        gate, up = joint[block + "gate_up_proj"][expert].chunk(2)
-        parts = {"gate": gate, "up": up, "down": joint[block + "down_proj"][expert]}
-        expected |= {f"{block}{expert}.{part}_proj.weight": tensor for part, tensor in parts.items()}
+        tensors = dict(zip(parts, joint[block + first][expert].split(40), strict=True))
+        tensors["down"] = joint[block + "down_proj"][expert]
+        expected |= {f"{block}{expert}.{part}_proj.weight": tensor for part, tensor in tensors.items()}
 
     for before, after in two_ranks.run(stage_and_commit, path, joint):
         assert before.keys() == after.keys()

@@ -79,6 +79,18 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "partial_rotary_factor": 0.25,
         },
     ),
+    "nemotron-h": ("NemotronHForCausalLM", {}),
+    "nemotron-h-latents": (
+        "NemotronHForCausalLM",
+        {
+            "moe_latent_size": 32,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_groups": 4,
+            "num_key_value_heads": 1,
+            "layers_block_type": ["moe", "full_attention", "linear_attention", "moe"],
+        },
+    ),
 }
 # Served by transformers' code.
 BORROWED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -110,18 +122,6 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
         {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 2, "linear_value_head_dim": 16},
     ),
     "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", {}),
-    "nemotron-h": ("NemotronHForCausalLM", {}),
-    "nemotron-h-latents": (
-        "NemotronHForCausalLM",
-        {
-            "moe_latent_size": 32,
-            "n_group": 2,
-            "topk_group": 1,
-            "n_groups": 4,
-            "num_key_value_heads": 1,
-            "layers_block_type": ["moe", "full_attention", "linear_attention", "moe"],
-        },
-    ),
     "qwen3.5-with-vision": ("Qwen3_5ForConditionalGeneration", {}),
     "qwen3.5-moe-with-vision-tied": ("Qwen3_5MoeForConditionalGeneration", {"tied": True}),
 }

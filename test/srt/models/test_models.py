@@ -334,12 +334,34 @@ def chosen_logprobs(reference: Reference) -> Tensor:
     return reference.logprobs(PROMPT)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None]).squeeze(1)
 
 
+NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+NEMOTRON_3_NANO: dict[str, Any] = {
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "hidden_size": 2688,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 64,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+}
+
+
 @pytest.mark.parametrize(
-    ("architecture", "billions"), [("DeepseekV3ForCausalLM", 671.0), ("Glm4MoeLiteForCausalLM", 29.9)]
+    ("architecture", "options", "billions"),
+    [
+        ("DeepseekV3ForCausalLM", {}, 671.0),
+        ("Glm4MoeLiteForCausalLM", {}, 29.9),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": NEMOTRON_H_8B}, 8.1),
+        ("NemotronHForCausalLM", NEMOTRON_3_NANO, 31.6),
+    ],
+    ids=str,
 )
-def test_models_have_the_parameters_that_their_publishers_name(architecture: str, billions: float) -> None:
+def test_models_have_the_parameters_that_their_publishers_name(
+    architecture: str, options: dict[str, Any], billions: float
+) -> None:
     """Transformers' defaults are the sizes of DeepSeek-V3 and of GLM-4.7-Flash."""
-    config = ARCHITECTURES[architecture][0]()
+    config = ARCHITECTURES[architecture][0](**options)
     model = build_model(architecture, config, torch.bfloat16, torch.device("cpu"))
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(
         billions * 1e9, rel=2e-3
