@@ -128,9 +128,9 @@ def _parallel_goals() -> dict[str, Goal]:
         )
     for how, what in {
         "broadcast": "broadcast from a trainer on a third GPU",
-        "broadcast_packed": "the same in buffers of 1 GiB",
+        "broadcast_packed": "broadcast from a trainer on a third GPU, in buffers of 1 GiB",
         "vllm": "broadcast from there by vLLM's protocol",
-        "vllm_packed": "the same in buffers of 1 GiB",
+        "vllm_packed": "broadcast from there by vLLM's protocol, in buffers of 1 GiB",
         "vllm_handles": "by vLLM's handles of a buffer of 1 GiB on each of the engine's GPUs",
     }.items():
         goals[f"parallel.tp2_{how}.llama8b"] = Goal(

@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,11 @@ def sources(files: Iterable[dict[str, Any]]) -> list[str]:
     for file in files:
         hardware, versions = file["hardware"], file["versions"]
         gpus = hardware.get("gpus", [])
-        names = ", ".join(f"{gpu['name']} {gpu['memory']}" for gpu in gpus)
+        counts = Counter(f"{gpu['name']} {gpu['memory']}" for gpu in gpus)
+        names = ", ".join(
+            name if count == 1 else f"{count} \N{MULTIPLICATION SIGN} {name}"
+            for name, count in counts.items()
+        )
         drivers = ", ".join(sorted({gpu["driver"] for gpu in gpus}))
         wanted = ("python", "torch", "flashinfer-python", "triton", "transformers")
         shown = ", ".join(f"{name} {versions[name]}" for name in wanted if name in versions)
