@@ -65,8 +65,10 @@ def delta_rule(
             updates_TVH,
             totals_TV,
             TOKENS=PIECE_TOKENS,
+            LEVELS=PIECE_TOKENS.bit_length() - 1,
             BLOCK_V=max(16, triton.next_power_of_2(v_dim)),
             PRECISION=precision,
+            INVERSE_PRECISION="ieee" if precision == "ieee" else "tf32x3",
             num_warps=8,
             **sizes,
         )
@@ -198,8 +200,10 @@ def _prepare_piece(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TOKENS: tl.constexpr,
+    LEVELS: tl.constexpr,
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
+    INVERSE_PRECISION: tl.constexpr,
 ) -> None:
     """Of a piece and a head: updates as if the matrix before were zero, and what it takes off them.
 
@@ -224,14 +228,14 @@ def _prepare_piece(  # type: ignore[no-untyped-def]
     is_later = index[:, None] > index[None, :]
     since = tl.exp(tl.where(is_later, total[:, None] - total[None, :], 0.0))
     owed = tl.dot(keys, tl.trans(k), input_precision=PRECISION)
-    # Row after row of (1 + A)⁻¹ − 1, from those before it.
-    solved = tl.where(is_later, -owed * since, 0.0)
-    for number in range(1, TOKENS):
-        is_row = index[:, None] == number
-        line = tl.sum(tl.where(is_row, solved, 0.0), axis=0)
-        line += tl.sum(line[:, None] * solved, axis=0)
-        solved = tl.where(is_row, line[None, :], solved)
-    solved += tl.where(index[:, None] == index[None, :], 1.0, 0.0)
+    owed = tl.where(is_later, owed * since, 0.0)
+    # (1 + A)⁻¹, of whose blocks on the diagonal each is made of two of half the size: what stands below the
+    # first and beside the second is −(second) A (first).
+    solved = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
+    for level in tl.static_range(LEVELS):
+        below = tl.where((index[:, None] >> level) ^ (index[None, :] >> level) == 1, owed, 0.0)
+        below = tl.dot(solved, below, input_precision=INVERSE_PRECISION)
+        solved -= tl.dot(below, solved, input_precision=INVERSE_PRECISION)
     updates = tl.dot(solved, v.to(tl.float32) * rate[:, None], input_precision=PRECISION)
     keys = tl.dot(solved, keys * tl.exp(total)[:, None], input_precision=PRECISION)
     place = token[:, None] * HEADS + head
