@@ -14,7 +14,11 @@ from ebbtide.version import SOURCE_ROOT
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # Models that come with Ebbtide.
 _OWN_MODELS = SOURCE_ROOT / "ebbtide" / "models"
-_SIZE = re.compile(r"_(dim|experts|group|heads|layers|rank|replace|size)$")
+_SIZE = re.compile(r"_(dim|experts|groups?|heads|layers|rank|replace|size|step)$")
+# Other numbers are divided by these.
+_DIVISOR = re.compile(
+    r"(head_dim|num_key_value_heads|linear_num_key_heads|n_groups?|topk_group|decoder_sparse_step)$"
+)
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors", "*.bin"]
 # Types of configs that mean the same as one that transformers has.
@@ -120,7 +124,7 @@ def positive_int(folder: Path, hf_config: SimpleNamespace, name: str) -> int:
 def require_sizes(folder: Path, hf_config: SimpleNamespace) -> None:
     """Refuse numbers of heads and layers, and sizes, that cannot be. Which of them a model has is its own."""
     for name, value in vars(hf_config).items():
-        least = 1 if name in ("head_dim", "num_key_value_heads") else 0
+        least = 1 if _DIVISOR.match(name) else 0
         if _SIZE.search(name) and isinstance(value, int) and value < least:
             raise ConfigurationError(
                 f"{folder}/config.json: expected {name} to be {least} or more, got {value}"

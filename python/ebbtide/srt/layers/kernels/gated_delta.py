@@ -232,7 +232,7 @@ def _prepare_piece(  # type: ignore[no-untyped-def]
     # (1 + A)⁻¹, of whose blocks on the diagonal each is made of two of half the size: what stands below the
     # first and beside the second is −(second) A (first).
     solved = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
-    for level in tl.static_range(LEVELS):
+    for level in range(LEVELS):
         below = tl.where((index[:, None] >> level) ^ (index[None, :] >> level) == 1, owed, 0.0)
         below = tl.dot(solved, below, input_precision=INVERSE_PRECISION)
         solved -= tl.dot(below, solved, input_precision=INVERSE_PRECISION)
