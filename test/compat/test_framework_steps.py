@@ -46,8 +46,8 @@ def test_areal_with_rollouts_interrupted() -> None:
 
 
 def test_a_sharded_trainer_beside_an_engine() -> None:
-    output = agreed(run_example("colocated_fsdp2.py", "--steps", "2"))
-    assert re.findall(r"then weights (\d)", output) == ["1", "2"]
+    output = agreed(run_example("colocated_fsdp2.py", "--steps", "1"))
+    assert re.findall(r"then weights (\d)", output) == ["1"]
 
 
 def test_plain_python_with_a_rollout_that_goes_on() -> None:

@@ -140,66 +140,54 @@ ADDITIONS = {
 +    "FooForCausalLM": FooForCausalLM,
 """,
 }
-HTTP = """
+# With three of them, on two replicas.
+SCRIPT = """
 import json
 import httpx
 from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.srt.entrypoints.openapi import openapi_document
 from ebbtide.testing.null_engine import NullEngine
 
+GIVEN = {"stop_multiple": 5, "max_tokens": 99}
+STOPPING = {
+    "/generate": {"input_ids": [1], "sampling_params": {"stop_multiple": 5, "sampling_seed": 1}},
+    "/v1/completions": {"model": "null", "prompt": [1], "seed": 1, "return_token_ids": True, **GIVEN},
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"seed": 1, **GIVEN}},
+}
+
 class Engine(NullEngine):
     async def over_http(self):
         transport = httpx.ASGITransport(app=create_app(self._service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await calls(client)
-"""
-SCRIPTS = {}
-SCRIPTS["a control request"] = f"""{HTTP}
-async def calls(client):
-    return {{
-        "posted": (await client.post("/count_queued", json={{"at_least": 3}})).json(),
-        "queried": (await client.get("/count_queued?at_least=4")).json(),
-        "paused": (await client.post("/pause_generation")).status_code,
-        "refused": (await client.post("/count_queued", json={{"at_least": "many"}})).json()["message"],
-    }}
+            async def post(path, **body):
+                return (await client.post(path, json=body)).json()
+
+            return {
+                "posted": await post("/count_queued", at_least=3),
+                "queried": (await client.get("/count_queued?at_least=4")).json(),
+                "paused": (await client.post("/pause_generation")).status_code,
+                "refused": (await post("/count_queued", at_least="many"))["message"],
+                "stopped": {path: await post(path, **body) for path, body in STOPPING.items()},
+                "refused_too": (await post(
+                    "/generate", input_ids=[1], sampling_params={"stop_multiple": 0}
+                ))["message"],
+            }
 
 if __name__ == "__main__":
     with Engine(dp_size=2, admin_api_key="only for what changes something") as engine:
         answers = engine._wait(engine.over_http())
         answers["called"] = engine.count_queued(at_least=2)
-        answers["step"] = engine.transition([{{"op": "count_queued", "at_least": 5}}])["steps"][0]["reply"]
-    answers["described"] = openapi_document()["paths"]["/count_queued"]["post"]
-    print(json.dumps(answers))
-"""
-SCRIPTS["a sampling parameter"] = f"""{HTTP}
-async def calls(client):
-    given = {{"stop_multiple": 5, "max_tokens": 99}}
-    for path, body in {{
-        "/generate": {{"input_ids": [1], "sampling_params": {{"stop_multiple": 5, "sampling_seed": 1}}}},
-        "/v1/completions": {{"model": "null", "prompt": [1], "seed": 1, "return_token_ids": True, **given}},
-        "/inference/v1/generate": {{"token_ids": [1], "sampling_params": {{"seed": 1, **given}}}},
-    }}.items():
-        answers[path] = (await client.post(path, json=body)).json()
-    body = {{"input_ids": [1], "sampling_params": {{"stop_multiple": 0}}}}
-    answers["refused"] = (await client.post("/generate", json=body)).json()["message"]
-
-if __name__ == "__main__":
-    answers = {{}}
-    with Engine() as engine:
-        engine._wait(engine.over_http())
-    schemas = openapi_document()["components"]["schemas"]
+        answers["step"] = engine.transition([{"op": "count_queued", "at_least": 5}])["steps"][0]["reply"]
+        params = {"max_new_tokens": 9, "sampling_seed": 1}
+        answers["generated"] = engine.generate(input_ids=[1], sampling_params=params)
+    document = openapi_document()
+    schemas = document["components"]["schemas"]
+    answers["summary"] = document["paths"]["/count_queued"]["post"]["summary"]
     kinds = ("SamplingParams", "CompletionRequest", "ChatCompletionRequest")
-    answers["described"] = [schemas[kind]["properties"]["stop_multiple"] for kind in kinds]
+    answers["minima"] = [schemas[kind]["properties"]["stop_multiple"]["minimum"] for kind in kinds]
+    answers["num_evens"] = schemas["MetaInfo"]["properties"]["num_evens"]
     print(json.dumps(answers))
 """
-SCRIPTS["a number in `meta_info`"] = f"""{HTTP}
-if __name__ == "__main__":
-    with NullEngine() as engine:
-        answer = engine.generate(input_ids=[1], sampling_params={{"max_new_tokens": 9, "sampling_seed": 1}})
-    schema = openapi_document()["components"]["schemas"]["MetaInfo"]
-    print(json.dumps([answer, schema["properties"]["num_evens"]]))
-"""
-
 RUN = """
 import json, sys
 from fixtures.model_runs import RunnerDriver
@@ -215,12 +203,20 @@ print(json.dumps(answers))
 """
 
 
-@pytest.fixture(autouse=True)
-def copied(tmp_path: Path) -> Path:
-    """A folder with a copy of the package, to be changed."""
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of the package that has all of them."""
+    folder = tmp_path_factory.mktemp("copied")
     package = Path(ebbtide.__file__).parent
-    shutil.copytree(package, tmp_path / "ebbtide", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
+    shutil.copytree(package, folder / "ebbtide", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ADDITIONS:
+        add(name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(copied: Path) -> Any:
+    return output_of(copied, SCRIPT)
 
 
 def edits(name: str) -> dict[str, list[tuple[str, str]]]:
@@ -256,11 +252,6 @@ def output_of(copied: Path, script: str, *arguments: object) -> Any:
     return json.loads(done.stdout)
 
 
-def answers_with(name: str, copied: Path) -> Any:
-    add(name, copied)
-    return output_of(copied, SCRIPTS[name])
-
-
 def test_the_table_names_these_files() -> None:
     table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| (an? .+?) \| (.+) \|$", table, re.M))
@@ -268,9 +259,7 @@ def test_the_table_names_these_files() -> None:
         assert set(re.findall(r"`(\S+\.py)`", rows[name])) == edits(name).keys(), name
 
 
-def test_a_control_request_is_asked_described_and_merged(copied: Path) -> None:
-    answers = answers_with("a control request", copied)
-
+def test_a_control_request_is_asked_described_and_merged(answers: Any) -> None:
     def counted(num_queued: int) -> dict[str, object]:
         return {"success": True, "message": "", "num_queued": num_queued, "num_ranks": 2}
 
@@ -282,25 +271,25 @@ def test_a_control_request_is_asked_described_and_merged(copied: Path) -> None:
     # Without the admin key, which this one does not need.
     assert answers["paused"] == 401
     assert "Expected `int`, got `str` - at `$.at_least`" in answers["refused"]
-    assert answers["described"]["summary"] == "Count what waits."
+    assert answers["summary"] == "Count what waits."
 
 
-def test_a_sampling_parameter_is_checked_and_acts_in_every_dialect(copied: Path) -> None:
-    answers = answers_with("a sampling parameter", copied)
-    ids = answers["/generate"]["output_ids"]
+def test_a_sampling_parameter_is_checked_and_acts_in_every_dialect(answers: Any) -> None:
+    stopped = answers["stopped"]
+    ids = stopped["/generate"]["output_ids"]
     assert 1 < len(ids) < 99
     assert [token % 5 == 0 for token in ids] == [False] * (len(ids) - 1) + [True]
-    assert answers["/v1/completions"]["choices"][0]["token_ids"] == ids
-    assert answers["/inference/v1/generate"]["choices"][0]["token_ids"] == ids
-    assert "stop_multiple: expected an integer ≥ 1, got 0" in answers["refused"]
-    assert [schema["minimum"] for schema in answers["described"]] == [1, 1, 1]
+    assert stopped["/v1/completions"]["choices"][0]["token_ids"] == ids
+    assert stopped["/inference/v1/generate"]["choices"][0]["token_ids"] == ids
+    assert "stop_multiple: expected an integer ≥ 1, got 0" in answers["refused_too"]
+    assert answers["minima"] == [1, 1, 1]
 
 
-def test_a_number_in_meta_info_is_told_and_described(copied: Path) -> None:
-    answer, schema = answers_with("a number in `meta_info`", copied)
-    told = answer["meta_info"]["num_evens"]
-    assert 0 < told == sum(token % 2 == 0 for token in answer["output_ids"])
-    assert schema == {"type": "integer"}
+def test_a_number_in_meta_info_is_told_and_described(answers: Any) -> None:
+    generated = answers["generated"]
+    told = generated["meta_info"]["num_evens"]
+    assert 0 < told == sum(token % 2 == 0 for token in generated["output_ids"])
+    assert answers["num_evens"] == {"type": "integer"}
 
 
 def test_a_model_and_an_attention_backend_serve(copied: Path, checkpoints: tuple[Path, Path]) -> None:
@@ -309,8 +298,6 @@ def test_a_model_and_an_attention_backend_serve(copied: Path, checkpoints: tuple
     shutil.copytree(known, new)
     config = json.loads((new / "config.json").read_text())
     (new / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
-    add("a model", copied)
-    add("an attention backend", copied)
     runs = [(known, "torch_native"), (new, "torch_native"), (known, "foo")]
     answers = output_of(copied, RUN, *(argument for run in runs for argument in run))
     assert [answer[:2] for answer in answers] == [

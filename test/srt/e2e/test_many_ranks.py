@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fixtures.gpu_device import DEVICE
-from fixtures.layouts import ONE_RANK, TWO_RANKS, Layout
+from fixtures.layouts import ONE_RANK, TWO_RANKS
 from fixtures.references import Reference
 from fixtures.servers import free_port, is_alive, wait_until
 
@@ -38,24 +38,6 @@ def assert_dies_of(said: str, waiting: Future[Any], pids: dict[str, int]) -> Non
     assert isinstance(error, EngineError)
     assert str(error).startswith(said)
     wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), "all have gone")
-
-
-@pytest.mark.parametrize("layout", [TWO_RANKS])
-def test_a_rank_that_dies_in_mid_decode_ends_the_engine(checkpoint_a: Path, layout: Layout) -> None:
-    with Engine(model_path=str(checkpoint_a), **ARGUMENTS, **layout.server_args) as engine:
-        pids = pids_of(engine)
-        params = {**GREEDY, "max_new_tokens": 250}
-        chunks = engine.generate(input_ids=[1, 2, 3], sampling_params=params, stream=True)
-        victim = list(pids)[-1]
-        next(chunks)
-        # The other rank now waits in a collective.
-        os.kill(pids[victim], signal.SIGSTOP)
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(list, chunks)
-            os.kill(pids[victim], signal.SIGKILL)
-            assert_dies_of(f"the {victim} process was ended by SIGKILL", waiting, pids)
-        with pytest.raises(EngineError, match=victim):
-            engine.generate(input_ids=[1], sampling_params=GREEDY)
 
 
 # ------------------------------------------------------------------------------------------------- two ranks
@@ -115,19 +97,30 @@ def test_parked_requests_end_as_if_the_engine_had_never_slept(two_ranks: Engine,
         assert other["meta_info"]["num_retractions"] == 0
 
 
-# The last one that takes this engine.
-def test_a_rank_that_dies_in_mid_update_ends_the_engine(two_ranks: Engine, reference_a: Reference) -> None:
+# The last one: the engine ends.
+def test_a_rank_that_dies_ends_the_engine_in_mid_decode_and_in_mid_update(
+    two_ranks: Engine, reference_a: Reference
+) -> None:
     engine = two_ranks
     if engine.server_args.tp_size == 1:
         pytest.skip("is of several ranks")
     pids = pids_of(engine)
     engine.begin_weight_update()
     engine.update_weights_from_tensor(list(reference_a.weights().items())[:5])
-    # No trainer is there: every rank waits for it.
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(
+    params = {**GREEDY, "max_new_tokens": 250}
+    chunks = engine.generate(input_ids=[1, 2, 3], sampling_params=params, stream=True)
+    next(chunks)
+    with ThreadPoolExecutor(2) as pool:
+        # No trainer is there: every rank waits for it.
+        joining = pool.submit(
             engine.init_weights_update_group, "127.0.0.1", free_port(), 1, 3, "group", "gloo"
         )
         wait_until(lambda: engine.server_info()["weight_update"]["session_open"], "the session is open")
+        # The other rank now waits in a collective.
+        os.kill(pids["scheduler-tp1"], signal.SIGSTOP)
+        decoding = pool.submit(list, chunks)
         os.kill(pids["scheduler-tp1"], signal.SIGKILL)
-        assert_dies_of("the scheduler-tp1 process was ended by SIGKILL", waiting, pids)
+        for waiting in (joining, decoding):
+            assert_dies_of("the scheduler-tp1 process was ended by SIGKILL", waiting, pids)
+    with pytest.raises(EngineError, match="scheduler-tp1"):
+        engine.generate(input_ids=[1], sampling_params=GREEDY)
