@@ -61,10 +61,13 @@ SERVED = (
     "vllm/test_vllm_sequences",
 )
 FORKING = ("test_distributed_source", "test_receive_plan")
+OF_ONE_RANK = ("test_canary_logprobs", "test_idle", "test_sampling_mask", "test_structured_output")
 FAMILIES = (
     ("test/trainer/",),
     ("test/srt/distributed/", *(f"test/srt/weight_sync/{name}.py" for name in FORKING)),
     tuple(f"test/srt/entrypoints/{name}.py" for name in SERVED),
+    tuple(f"test/srt/e2e/{name}.py" for name in OF_ONE_RANK),
+    tuple(f"test/compat/{name}.py" for name in ("test_published_versions", "test_sequences")),
 )
 
 

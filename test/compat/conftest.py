@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fixtures.servers import Server, running_server
 from torch.multiprocessing import reductions
 
 COMPAT = Path(__file__).parents[2] / "compat"
@@ -18,3 +19,12 @@ def torchs_own_pickling() -> Iterator[None]:
     yield
     reductions.reduce_tensor, reductions.rebuild_cuda_tensor = kept
     reductions.init_reductions()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(scope="session")
+def server_of_ids(checkpoints: tuple[Path, Path]) -> Iterator[Server]:
+    """One without a tokenizer, which the modules of a family share (`FAMILIES` in test/conftest.py)."""
+    options = ("--skip-tokenizer-init", "--max-total-tokens", "32768", "--log-level", "warning")
+    context = '{"max_position_embeddings": 1024}'
+    with running_server(checkpoints[0], *options, "--json-model-override-args", context) as server:
+        yield server

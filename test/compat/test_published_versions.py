@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 from fixtures.published_deltas import publish
-from fixtures.servers import Server, running_server
+from fixtures.servers import Server
 from safetensors.torch import load_file, save_file
 
 PLUGIN = Path(__file__).parents[2] / "plugins" / "ebbtide-rollout"
@@ -58,9 +58,8 @@ def kind() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints: tuple[Path, Path]) -> Iterator[Server]:
-    with running_server(checkpoints[0], "--skip-tokenizer-init", "--max-total-tokens", "4096") as server:
-        yield server
+def server(server_of_ids: Server) -> Server:
+    return server_of_ids
 
 
 @pytest.fixture

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 from fixtures.compat import play_example
-from fixtures.servers import running_server, url_of
+from fixtures.servers import Server, url_of
 
 
 @pytest.fixture(scope="module")
-def arguments(checkpoints: tuple[Path, Path]) -> Iterator[list[str]]:
+def arguments(server_of_ids: Server, checkpoints: tuple[Path, Path]) -> Iterator[list[str]]:
     """Those of examples, which share a server. Every fact that they state, they have checked."""
-    options = ("--skip-tokenizer-init", "--max-total-tokens", "32768", "--log-level", "warning")
-    context = '{"max_position_embeddings": 1024}'
-    with running_server(checkpoints[0], *options, "--json-model-override-args", context) as server:
-        yield ["--url", url_of(server), "--model-path", str(checkpoints[0])]
-        assert server.process.poll() is None, "the server has ended"
+    update = {"model_path": str(checkpoints[0]), "weight_version": "0"}
+    assert server_of_ids.post("/update_weights_from_disk", update).is_success
+    yield ["--url", url_of(server_of_ids), "--model-path", str(checkpoints[0])]
+    assert server_of_ids.process.poll() is None, "the server has ended"
 
 
 def test_4_and_5_rollouts_in_flight(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

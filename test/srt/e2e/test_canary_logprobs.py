@@ -1,6 +1,5 @@
 """New weights are tried out ahead of their commit, against the logprobs of another implementation."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,6 @@ PROMPTS = [[3, 1, 4, 1, 5], list(range(40)), [200]]
 ALL_ROWS = 10**6
 
 
-@pytest.fixture(scope="module")
-def shared_engine(checkpoint_a: Path) -> Iterator[Engine]:
-    arguments: dict[str, Any] = {"max_total_tokens": 8192, "skip_tokenizer_init": True}
-    with Engine(model_path=str(checkpoint_a), **arguments, **DEVICE.server_args) as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(shared_engine: Engine, checkpoint_a: Path) -> Engine:
-    """The shared engine with the weights of A, whatever the test before left."""
-    shared_engine.update_weights_from_disk(str(checkpoint_a), weight_version="a")
-    return shared_engine
-
-
 def assert_serves(engine: Engine, reference: Reference) -> None:
     """Every weight bit for bit, and what comes of them."""
     for name, tensor in reference.weights().items():
@@ -39,8 +24,9 @@ def assert_serves(engine: Engine, reference: Reference) -> None:
 
 
 def test_a_canary_lets_only_the_weights_through_that_it_is_of(
-    engine: Engine, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
+    engine_a: Engine, checkpoint_b: Path, reference_a: Reference, reference_b: Reference
 ) -> None:
+    engine = engine_a
     ids = PROMPTS[1]
     [of_a, of_b] = [
         [float(row[ids[1 + at]]) for at, row in enumerate(reference.logprobs(ids)[:-1])]

@@ -1,25 +1,16 @@
 """The tokens that could have been sampled, and the logprob among them of the one that was."""
 
 from base64 import b64decode
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fixtures.gpu_device import ON_CPU_AND_GPU
 from fixtures.references import Reference
 
 from ebbtide import Engine
 
 PROMPT = list(range(20))
-
-
-@pytest.fixture(scope="module", params=ON_CPU_AND_GPU)
-def engine(checkpoint_a: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with Engine(model_path=str(checkpoint_a), max_total_tokens=1024, **request.param) as engine:
-        yield engine
 
 
 @pytest.mark.parametrize(
@@ -32,8 +23,9 @@ def engine(checkpoint_a: Path, request: pytest.FixtureRequest) -> Iterator[Engin
     ],
 )
 def test_they_are_the_support_of_the_filters(
-    engine: Engine, reference_a: Reference, params: dict[str, Any]
+    sampling_engine: Engine, reference_a: Reference, params: dict[str, Any]
 ) -> None:
+    engine = sampling_engine
     given = {"max_new_tokens": 12, "sampling_seed": 3, **params}
     plain = engine.generate(input_ids=PROMPT, sampling_params=given)
     answer = engine.generate(input_ids=PROMPT, sampling_params=given, return_sampling_mask=True)
@@ -56,7 +48,8 @@ def test_they_are_the_support_of_the_filters(
             assert set(mask) == _support(rows[place], params)
 
 
-def test_slimes_form_is_the_same_in_two_arrays(engine: Engine) -> None:
+def test_slimes_form_is_the_same_in_two_arrays(sampling_engine: Engine) -> None:
+    engine = sampling_engine
     params: dict[str, Any] = {"top_p": 0.7, "max_new_tokens": 6, "sampling_seed": 3}
     lists = engine.generate(input_ids=PROMPT, sampling_params=params, return_sampling_mask=True)["meta_info"]
     params["custom_params"] = {"return_top_p_token_ids": True, "of_no_meaning": object()}

@@ -3,12 +3,10 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.gpu_device import ON_CPU_AND_GPU
 
 from ebbtide import Engine
 
@@ -30,13 +28,6 @@ TAG = {
 LONG = "[a-f]{60}"
 
 
-@pytest.fixture(scope="module", params=ON_CPU_AND_GPU)
-def engine(checkpoint_a: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    fixed = {"random_seed": 7, "max_total_tokens": 4096}
-    with Engine(model_path=str(checkpoint_a), **fixed, **request.param) as engine:
-        yield engine
-
-
 def sampled(engine: Engine, **params: Any) -> Any:
     return engine.generate(input_ids=[3, 1, 4], sampling_params={"max_new_tokens": 128, "n": 3, **params})
 
@@ -52,8 +43,10 @@ def sampled(engine: Engine, **params: Any) -> Any:
         ({"structural_tag": TAG}, "<a>[xy]{20}</a>"),
     ],
 )
-def test_outputs_keep_to_their_grammar(engine: Engine, params: dict[str, Any], pattern: str | None) -> None:
-    for output in sampled(engine, **params):
+def test_outputs_keep_to_their_grammar(
+    sampling_engine: Engine, params: dict[str, Any], pattern: str | None
+) -> None:
+    for output in sampled(sampling_engine, **params):
         if pattern is None:
             assert output["meta_info"]["finish_reason"]["type"] == "stop"
             assert set(json.loads(output["text"])) == {"n", "ok"}
@@ -62,8 +55,10 @@ def test_outputs_keep_to_their_grammar(engine: Engine, params: dict[str, Any], p
 
 
 def test_a_grammar_follows_the_tokens_through_updates_retraction_and_parking(
-    engine: Engine, checkpoint_a: Path
+    sampling_engine: Engine, checkpoint_a: Path
 ) -> None:
+    engine = sampling_engine
+
     async def run() -> None:
         async def generate(index: int) -> Any:
             params = {"regex": LONG, "max_new_tokens": 128, "sampling_seed": index}
