@@ -298,7 +298,7 @@ def test_a_refusal_is_described_too(server: Server, checkpoints: Any) -> None:
 # By its command: the cases of a parametrized test would be made by every worker that collects it.
 def test_nothing_makes_the_server_fail(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url_of(server)}/openapi.json"]
-    # The boundary cases of every field, thousands of them, and three random cases of each operation.
+    # Cases at the bounds of every field, thousands of them, and three random ones of each operation.
     command += ["--phases=coverage,fuzzing", "--max-examples=3", "--generation-deterministic"]
     command += ["--suppress-health-check=all", f"--request-timeout={HANG_S:g}"]
     # To put is to post. A drain ends the server, as it should.
