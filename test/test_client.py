@@ -121,23 +121,30 @@ def test_where_no_server_is_the_error_names_the_url() -> None:
         client.model_info()
 
 
-def test_keys_are_sent_and_a_wrong_one_is_named() -> None:
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Server]:
     with null_server("--api-key", "user", "--admin-api-key", "admin", is_ready=False) as server:
-        with Client(url_of(server), api_key="user", admin_api_key="admin") as client:
-            server.wait_ready()
-            assert client.generate(input_ids=PROMPT, sampling_params=GREEDY)["output_ids"]
-            assert client.pause_generation("in_place")["mode"] == "in_place"
-            client.continue_generation()
-        with Client(url_of(server), api_key="user") as client:
-            with pytest.raises(RequestRejected, match="key") as caught:
-                client.pause_generation("in_place")
-            assert caught.value.status in (401, 403)
+        yield server
 
 
-def test_a_server_that_goes_away_in_the_middle_of_a_stream_is_an_error() -> None:
-    with null_server() as server, Client(url_of(server)) as client:
+def test_keys_are_sent_and_a_wrong_one_is_named(guarded: Server) -> None:
+    with Client(url_of(guarded), api_key="user", admin_api_key="admin") as client:
+        guarded.wait_ready()
+        assert client.generate(input_ids=PROMPT, sampling_params=GREEDY)["output_ids"]
+        assert client.pause_generation("in_place")["mode"] == "in_place"
+        client.continue_generation()
+    with Client(url_of(guarded), api_key="user") as client:
+        with pytest.raises(RequestRejected, match="key") as caught:
+            client.pause_generation("in_place")
+        assert caught.value.status in (401, 403)
+
+
+# The last one: the server is gone after it.
+def test_a_server_that_goes_away_in_the_middle_of_a_stream_is_an_error(guarded: Server) -> None:
+    with Client(url_of(guarded), api_key="user", admin_api_key="admin") as client:
+        guarded.wait_ready()
         client.pause_generation("in_place")
         stream = client.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True)
-        server.process.kill()
+        guarded.process.kill()
         with pytest.raises(EngineError, match="went away"):
             list(stream)

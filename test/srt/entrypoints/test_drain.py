@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from fixtures.servers import Server, null_server, wait_until
+from fixtures.servers import Server, is_alive, null_server, wait_until
 
 from ebbtide.srt.entrypoints.http_server import ONE_STOP_S
 
@@ -74,6 +74,9 @@ def by_a_later_signal(server: Server) -> None:
 @pytest.mark.parametrize("end", [by_its_limit, by_a_later_signal])
 def test_what_cannot_end_is_answered_all_the_same(end: Callable[[Server], None]) -> None:
     with server_with_a_request() as (server, answer):
+        children = server.children()
         end(server)
         assert answer().status_code == 503
         assert server.process.wait() == 0
+        assert not any(is_alive(pid) for pid in children.values())
+        assert not server.sockets

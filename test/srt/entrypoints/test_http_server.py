@@ -55,34 +55,6 @@ def assert_error(response: Any, status: int, message: str) -> None:
 # --------------------------------------------------------------------------------------------- generation
 
 
-def test_text_and_ids_give_the_same_answer(server: Server) -> None:
-    by_text = generate(server)
-    response = server.client.put(
-        "/generate", json={"input_ids": list(b"tide"), "sampling_params": GREEDY, "rid": "mine"}
-    )
-    by_ids = response.json()
-    assert by_ids["output_ids"] == by_text["output_ids"]
-    assert by_ids["text"] == by_text["text"] == bytes(by_text["output_ids"]).decode(errors="replace")
-    meta = by_ids["meta_info"]
-    assert meta["id"] == "mine"
-    assert meta["finish_reason"] == {"type": "length", "length": 8}
-    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (4, 8)
-    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": 8}]
-
-
-def test_a_stream_is_cumulative_and_ends_with_done(server: Server) -> None:
-    whole = generate(server)
-    body = {"text": "tide", "stream": True, "sampling_params": GREEDY}
-    with server.client.stream("POST", "/generate", json=body) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        chunks = list(events(response.iter_lines()))
-    assert [len(chunk["output_ids"]) for chunk in chunks] == sorted({len(c["output_ids"]) for c in chunks})
-    assert all(whole["output_ids"][: len(chunk["output_ids"])] == chunk["output_ids"] for chunk in chunks)
-    assert chunks[-1]["text"] == whole["text"]
-    finishes = [chunk["meta_info"]["finish_reason"] for chunk in chunks]
-    assert finishes == [None] * (len(chunks) - 1) + [{"type": "length", "length": 8}]
-
-
 # -------------------------------------------------------------------------------------------- disconnects
 
 
@@ -121,6 +93,7 @@ def test_a_control_request_outlives_its_client(server: Server, checkpoints: Any)
 def test_abort_by_rid_ends_a_stream_with_a_last_chunk(server: Server) -> None:
     body = {"text": "tide", "sampling_params": ENDLESS, "stream": True, "rid": "endless"}
     with server.client.stream("POST", "/generate", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
         chunks = events(response.iter_lines())
         next(chunks)
         empty = server.post("/abort_request", {"rid": "endless"})
@@ -147,15 +120,6 @@ def test_a_flush_is_400_while_requests_hold_kv(server: Server, method: str) -> N
 
 
 # ------------------------------------------------------------------------------------------------ weights
-
-
-def test_weights_by_name_are_a_bare_list(server: Server) -> None:
-    rows = server.post("/get_weights_by_name", {"name": "lm_head.weight", "truncate_size": 2}).json()
-    assert [len(row) for row in rows] == [64, 64]
-    norm = server.get("/get_weights_by_name?name=model.norm.weight&truncate_size=3").json()
-    assert len(norm) == 3
-    assert all(isinstance(value, float) for value in norm)
-    assert_error(server.post("/get_weights_by_name", {"name": "nope"}), 400, "no parameter 'nope'")
 
 
 # -------------------------------------------------------------------------------------------- information
@@ -226,10 +190,13 @@ def test_unknown_paths_and_methods_answer_in_the_one_shape(
     assert_error(server.client.request(method, path), status, path)
 
 
-@pytest.mark.parametrize("path", [*CONTROL_ROUTES, "/generate"])
-def test_a_malformed_body_is_refused(server: Server, path: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [*(("POST", path) for path in CONTROL_ROUTES), ("POST", "/generate"), ("PUT", "/generate")],
+)
+def test_a_malformed_body_is_refused(server: Server, method: str, path: str) -> None:
     for body in (b"{", b"[]", b"1", b"\xff"):
-        assert_error(server.client.post(path, content=body), 400, "expected a JSON object")
+        assert_error(server.client.request(method, path, content=body), 400, "expected a JSON object")
 
 
 def test_fields_that_nobody_knows_are_named_in_the_reply(server: Server) -> None:

@@ -5,7 +5,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -111,24 +111,15 @@ def num_waiting(server: Server) -> int:
 # ---------------------------------------------------------------------------------------------------- stops
 
 
-def interrupt_as_a_terminal_does(server: Server) -> None:
-    """Ctrl-C reaches every process of the foreground, not only the server."""
-    for pid in (server.process.pid, *server.children().values()):
-        os.kill(pid, signal.SIGINT)
-
-
-def terminate(server: Server) -> None:
-    server.process.terminate()
-
-
-@pytest.mark.parametrize("stop", [interrupt_as_a_terminal_does, terminate])
-def test_a_stop_answers_what_waits_and_leaves_nothing(stop: Callable[[Server], None]) -> None:
+def test_a_stop_answers_what_waits_and_leaves_nothing() -> None:
+    """Ctrl-C reaches every process of the foreground; of a signal to the server alone see test_drain.py."""
     with null_server() as server, ThreadPoolExecutor(1) as pool, unread_stream(server):
         children = server.children()
         server.post("/pause_generation", {"mode": "in_place"})
         waiting = pool.submit(server.post, "/generate", WAITING)
         wait_until(lambda: num_waiting(server) == 1, "the request waits")
-        stop(server)
+        for pid in (server.process.pid, *children.values()):
+            os.kill(pid, signal.SIGINT)
         assert server.process.wait() == 0
         assert waiting.result().status_code == 503
         assert waiting.result().json()["message"] == "the server is shutting down"

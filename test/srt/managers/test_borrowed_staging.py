@@ -54,6 +54,36 @@ def make_rank(path: Path) -> Iterator[Callable[..., Rank]]:
         assert rank.vm.taken_bytes == 0
 
 
+Requests = list[tuple[list[int], int]]
+Tokens = Callable[[Requests], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(path: Path) -> Iterator[Tokens]:
+    """What requests get that nothing befalls."""
+    rank = Rank(path)
+    known: dict[str, list[list[int]]] = {}
+
+    def tokens(requests: Requests) -> list[list[int]]:
+        if (key := repr(requests)) not in known:
+            rids = begin(rank, requests)
+            rank.run()
+            known[key] = told(rank, rids)
+        return known[key]
+
+    yield tokens
+    rank.kv.close()
+    rank.store.arena.close()
+
+
+def begin(rank: Rank, requests: Requests) -> list[str]:
+    return [rank.generate(*request) for request in requests]
+
+
+def told(rank: Rank, rids: list[str]) -> list[list[int]]:
+    return [rank.tokens[rid] for rid in rids]
+
+
 def update(path: Path, **fields: Any) -> UpdateWeightFromDiskReqInput:
     """To the weights that serve already: streams must not notice it."""
     fields = {"pause_mode": PauseMode.IN_PLACE, "flush_cache": False, "weight_version": "b"} | fields
@@ -61,13 +91,10 @@ def update(path: Path, **fields: Any) -> UpdateWeightFromDiskReqInput:
 
 
 def test_streams_go_on_beside_updates_and_nothing_is_allocated(
-    make_rank: Callable[..., Rank], path: Path, monkeypatch: pytest.MonkeyPatch
+    make_rank: Callable[..., Rank], undisturbed: Tokens, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank, undisturbed = make_rank(), make_rank()
-    rids = [rank.generate(prompt(seed, 40), 120) for seed in range(3)]
-    for seed in range(3):
-        undisturbed.generate(prompt(seed, 40), 120)
-    undisturbed.run()
+    rank, requests = make_rank(), [(prompt(seed, 40), 120) for seed in range(3)]
+    rids = begin(rank, requests)
     rank.turn(10)
     for call in ("create", "release"):
         monkeypatch.setattr(rank.vm, call, lambda _, call=call: pytest.fail(f"{call} was called"))
@@ -78,32 +105,31 @@ def test_streams_go_on_beside_updates_and_nothing_is_allocated(
         rank.turn(5)
         rank.assert_whole()
     rank.run()
-    assert [rank.tokens[rid] for rid in rids] == list(undisturbed.tokens.values())
+    assert told(rank, rids) == undisturbed(requests)
     # Every chunk works again, those that hold what was the weights' memory too.
-    again = [rank.generate(prompt(100 + seed, 200), 40) for seed in range(8)]
-    expected = [undisturbed.generate(prompt(100 + seed, 200), 40) for seed in range(8)]
+    requests = [(prompt(100 + seed, 200), 40) for seed in range(8)]
+    rids = begin(rank, requests)
     rank.run()
-    undisturbed.run()
-    assert [rank.tokens[rid] for rid in again] == [undisturbed.tokens[rid] for rid in expected]
+    assert told(rank, rids) == undisturbed(requests)
     monkeypatch.undo()
 
 
-def test_cached_pages_make_room_where_no_chunk_is_empty(make_rank: Callable[..., Rank], path: Path) -> None:
-    rank, undisturbed = make_rank(), make_rank()
-    for one in (rank, undisturbed):
-        for seed in range(9):
-            one.generate(prompt(seed, 200), 30)
-        one.run()
+def test_cached_pages_make_room_where_no_chunk_is_empty(
+    make_rank: Callable[..., Rank], undisturbed: Tokens, path: Path
+) -> None:
+    rank = make_rank()
+    begin(rank, [(prompt(seed, 200), 30) for seed in range(9)])
+    rank.run()
     allocator, cache = rank.scheduler.policy.allocator, rank.scheduler.policy.cache
     assert not allocator.withdrawable()
-    live, expected = (one.generate(prompt(8, 200), 50) for one in (rank, undisturbed))
+    requests = [(prompt(8, 200), 50)]
+    rids = begin(rank, requests)
     rank.turn(4)
     num_evictable = cache.num_evictable_pages
     assert rank.apply(update(path)).staged
     assert 0 < cache.num_evictable_pages < num_evictable
     rank.run()
-    undisturbed.run()
-    assert rank.tokens[live] == undisturbed.tokens[expected]
+    assert told(rank, rids) == undisturbed(requests)
     rank.assert_whole()
 
 
@@ -112,16 +138,20 @@ def test_cached_pages_make_room_where_no_chunk_is_empty(make_rank: Callable[...,
     [("never", 0, False), ("auto", 7, False), ("always", 7, True)],
 )
 def test_where_all_pages_are_live_only_a_copy_that_must_be_takes_the_memory_of_the_youngest(
-    make_rank: Callable[..., Rank], path: Path, update_staging: str, num_requests: int, is_staged: bool
+    make_rank: Callable[..., Rank],
+    undisturbed: Tokens,
+    path: Path,
+    update_staging: str,
+    num_requests: int,
+    is_staged: bool,
 ) -> None:
-    rank, undisturbed = make_rank(update_staging=update_staging), make_rank()
-    rids = [rank.generate(prompt(seed, 200), 40) for seed in range(num_requests)]
-    expected = [undisturbed.generate(prompt(seed, 200), 40) for seed in range(num_requests)]
-    undisturbed.run()
+    rank = make_rank(update_staging=update_staging)
+    requests = [(prompt(seed, 200), 40) for seed in range(num_requests)]
+    rids = begin(rank, requests)
     rank.turn(15)
     assert rank.apply(update(path)).staged is is_staged
     rank.run()
-    assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
+    assert told(rank, rids) == undisturbed(requests)
     rank.assert_whole()
 
 
@@ -178,11 +208,11 @@ def resize(**size: int) -> ResizeMemoryOccupationReqInput:
     return ResizeMemoryOccupationReqInput(**size)
 
 
-def test_the_kv_cache_shrinks_and_grows_beside_streams(make_rank: Callable[..., Rank]) -> None:
-    rank, undisturbed = make_rank(), make_rank()
-    rids = [rank.generate(prompt(seed, 40), 120) for seed in range(2)]
-    expected = [undisturbed.generate(prompt(seed, 40), 120) for seed in range(2)]
-    undisturbed.run()
+def test_the_kv_cache_shrinks_and_grows_beside_streams(
+    make_rank: Callable[..., Rank], undisturbed: Tokens
+) -> None:
+    rank, requests = make_rank(), [(prompt(seed, 40), 120) for seed in range(2)]
+    rids = begin(rank, requests)
     rank.turn(8)
     before = rank.vm.taken_bytes
     reply = rank.apply(resize(num_tokens=3 * 256))
@@ -197,40 +227,35 @@ def test_the_kv_cache_shrinks_and_grows_beside_streams(make_rank: Callable[..., 
     assert not rank.apply(resize(num_tokens=6 * 256)).changed
     rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
     rank.run()
-    assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
+    assert told(rank, rids) == undisturbed(requests)
     rank.assert_whole()
 
 
 @pytest.mark.parametrize("preserve", [Preserve.NONE, Preserve.ALL])
 def test_a_pool_that_is_full_gives_up_what_is_cached_and_then_the_youngest(
-    make_rank: Callable[..., Rank], preserve: Preserve
+    make_rank: Callable[..., Rank], undisturbed: Tokens, preserve: Preserve
 ) -> None:
-    rank, undisturbed = make_rank(), make_rank()
+    rank, requests = make_rank(), [(prompt(seed, 150), 90) for seed in range(7)]
     for size in ({}, {"num_tokens": 1, "num_bytes": 1}, {"num_tokens": 0}, {"num_bytes": 1 << 60}):
         assert rank.apply(resize(**size)).status == 400
-    rids = [rank.generate(prompt(seed, 150), 90) for seed in range(7)]
-    expected = [undisturbed.generate(prompt(seed, 150), 90) for seed in range(7)]
-    undisturbed.run()
+    rids = begin(rank, requests)
     rank.turn(12)
     reply = rank.apply(ResizeMemoryOccupationReqInput(num_tokens=2 * 256, preserve=preserve))
     # The one of the youngest whose prompt is being computed too.
     assert (reply.num_parked, reply.num_retracted) == ((0, 4) if preserve is Preserve.NONE else (4, 0))
     assert rank.kv.resident_bytes == 2 * CHUNK
     rank.run()
-    assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
+    assert told(rank, rids) == undisturbed(requests)
     rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
     rank.assert_whole()
 
 
 @pytest.mark.parametrize("how", ["restored", "recomputed", "the oldest is aborted", "all are retracted"])
 def test_parked_requests_go_on_wherever_their_pages_lie(
-    make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, how: str
+    make_rank: Callable[..., Rank], undisturbed: Tokens, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    rank, undisturbed = make_rank(), make_rank()
-    rids, expected = (
-        [one.generate(prompt(seed, 150), 60) for seed in range(7)] for one in (rank, undisturbed)
-    )
-    undisturbed.run()
+    rank, requests = make_rank(), [(prompt(seed, 150), 60) for seed in range(7)]
+    rids = begin(rank, requests)
     rank.turn(12)
     if how == "recomputed":
         monkeypatch.setattr(HostPageStore, "page_s", 1000.0)
@@ -243,26 +268,27 @@ def test_parked_requests_go_on_wherever_their_pages_lie(
         rank.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT))
         rank.apply(ContinueGenerationReqInput())
     assert rank.apply(ResumeMemoryOccupationReqInput(tags=KV)).success
-    requests = [*rank.scheduler.policy.running, *rank.scheduler.policy.waiting]
+    live = [*rank.scheduler.policy.running, *rank.scheduler.policy.waiting]
     is_retracted = how in ("recomputed", "all are retracted")
-    assert any(req.num_retractions for req in requests) == is_retracted
+    assert any(req.num_retractions for req in live) == is_retracted
     rank.run()
-    ended = rids[1:] if how == "the oldest is aborted" else rids
-    assert [rank.tokens[rid] for rid in ended] == [undisturbed.tokens[rid] for rid in expected][-len(ended) :]
+    num_aborted = int(how == "the oldest is aborted")
+    assert told(rank, rids[num_aborted:]) == undisturbed(requests)[num_aborted:]
     rank.assert_whole()
 
 
 @pytest.mark.parametrize(("to", "fails"), [("a smaller pool", True), ("a second copy", False)])
 def test_live_pages_are_moved_together_and_nobody_notices(
-    make_rank: Callable[..., Rank], path: Path, monkeypatch: pytest.MonkeyPatch, to: str, fails: bool
+    make_rank: Callable[..., Rank],
+    undisturbed: Tokens,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    to: str,
+    fails: bool,
 ) -> None:
     """In most chunks something is in use, and much is not."""
-    rank, undisturbed = make_rank(), make_rank()
-    rids, expected = (
-        [one.generate(prompt(seed, 170), [60, 3, 3][seed % 3]) for seed in range(9)]
-        for one in (rank, undisturbed)
-    )
-    undisturbed.run()
+    rank, requests = make_rank(), [(prompt(seed, 170), [60, 3, 3][seed % 3]) for seed in range(9)]
+    rids = begin(rank, requests)
     rank.turn(25)
     moved: list[int] = []
     request = resize(num_tokens=3 * 256) if to == "a smaller pool" else update(path)
@@ -283,7 +309,7 @@ def test_live_pages_are_moved_together_and_nobody_notices(
     if to == "a second copy":
         assert reply.staged
     rank.run()
-    assert [rank.tokens[rid] for rid in rids] == [undisturbed.tokens[rid] for rid in expected]
+    assert told(rank, rids) == undisturbed(requests)
     rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
     rank.assert_whole()
 

@@ -233,16 +233,6 @@ def test_windows_and_latents_hold_across_chunks_shared_prefixes_and_retracts(
     assert tokens(again.logprobs) == pytest.approx(tokens(owner.logprobs)[6:], abs=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16])
-def test_prefill_in_chunks_equals_prefill_at_once(qwen3: Path, alone: Alone, chunk: int) -> None:
-    driver = RunnerDriver(qwen3)
-    run = driver.start(PROMPT, logprobs=LogprobSpec())
-
-    driver.generate([run], 12, chunk=chunk)
-
-    assert_same(run, alone(PROMPT, 12))
-
-
 def test_chunks_that_do_not_reach_the_end_sample_nothing(qwen3: Path, alone: Alone) -> None:
     driver = RunnerDriver(qwen3)
     first, second = driver.start(PROMPT), driver.start(PROMPT)
@@ -283,23 +273,6 @@ def test_the_experts_of_a_batch_are_each_tokens_own(name: str, tmp_path: Path) -
     driver.generate(runs, 12)
 
     assert [run.output_ids for run in runs] == [reference.greedy(prompt, 12) for prompt in OTHER_PROMPTS]
-
-
-def test_pages_of_a_shared_prefix_are_read_and_not_written(qwen3: Path, alone: Alone) -> None:
-    driver = RunnerDriver(qwen3, page_size=16)
-    owner = driver.start(PROMPT)
-    driver.generate([owner], 1)
-    pool = driver.runner.kv_pool
-    before = [pool.k(1)[page].clone() for page in owner.pages[0][:3]]
-    prompt = PROMPT[:48] + list(b" But another ending.")
-    guest = driver.start(prompt, shares=owner, num_shared=48)
-
-    driver.generate([guest], 12)
-
-    assert guest.output_ids == alone(prompt, 12).output_ids
-    assert all(
-        torch.equal(pool.k(1)[page], old) for page, old in zip(owner.pages[0][:3], before, strict=True)
-    )
 
 
 @pytest.mark.parametrize(

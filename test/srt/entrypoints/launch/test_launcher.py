@@ -105,14 +105,6 @@ def test_stages_are_shown_on_a_terminal_and_nowhere_else(
         assert stream.getvalue() == ""
 
 
-def test_a_death_is_reported_with_name_and_signal(processes: NodeProcesses) -> None:
-    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
-    processes.wait_ready()
-    processes.watch(deaths.put)
-    os.kill(processes.pids["detokenizer"], signal.SIGKILL)
-    assert deaths.get().startswith("the detokenizer process was ended by SIGKILL")
-
-
 def test_a_death_by_an_error_is_reported_with_that_error() -> None:
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
     started = NodeProcesses(CONFIG, targets(scheduler="crash_when_ready"))

@@ -22,7 +22,7 @@ from ebbtide.srt.managers.api.grammar_compiling import (
     GrammarCompiling,
 )
 from ebbtide.srt.managers.text import grammar
-from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
+from ebbtide.srt.managers.text.grammar import GrammarCompiler, GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.generation import LoadGrammar
 from ebbtide.srt.sampling_params import GrammarSpec, SamplingParams
@@ -166,28 +166,34 @@ def test_requests_for_the_same_grammar_share_its_compile(
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_json_has_no_more_whitespace_than_the_server_says(config: EngineConfig) -> None:
+def test_json_has_no_more_whitespace_than_the_server_says(
+    config: EngineConfig, process: CompilerProcess
+) -> None:
     spec = SamplingParams.from_dict({"json_schema": {"type": "array", "items": {"type": "integer"}}}).grammar
     assert spec is not None
     tokenizer = load_tokenizer(config.model)
     eos_token_ids = config.model.eos_token_ids | tokenizer.eos_token_ids
-    shelf = GrammarShelf(Vocabulary(tokenizer, config.model.vocab_size, eos_token_ids))
-    options: dict[str, dict[str, Any]] = {
-        "free": {},
-        "few": {"constrained_json_max_whitespace_cnt": 2},
-        "none": {"constrained_json_disable_any_whitespace": True},
+    vocabulary = Vocabulary(tokenizer, config.model.vocab_size, eos_token_ids)
+    shelf = GrammarShelf(vocabulary)
+
+    def start(**given: Any) -> CompilerStart:
+        return CompilerStart.of(replace(config, server_args=replace(config.server_args, **given)))
+
+    few = CompilerProcess(start(constrained_json_max_whitespace_cnt=2))
+    none = GrammarCompiler(vocabulary, start(constrained_json_disable_any_whitespace=True).whitespace)
+    compiled = {
+        "free": asyncio.run(process.compile(spec, [], 60.0)),
+        "few": asyncio.run(few.compile(spec, [], 60.0)),
+        "none": none.compile(spec),
     }
-    for name, given in options.items():
-        start = CompilerStart.of(replace(config, server_args=replace(config.server_args, **given)))
-        process = CompilerProcess(start)
-        compiled = asyncio.run(process.compile(spec, [], 60.0))
-        assert compiled is not None
-        shelf.load(LoadGrammar(key=name, compiled=compiled))
-        process.close()
+    few.close()
+    for name, one in compiled.items():
+        assert one is not None
+        shelf.load(LoadGrammar(key=name, compiled=one))
 
     def allow(text: str) -> list[str]:
         ids = tokenizer.encode(text, add_special_tokens=False)
-        return [name for name in options if all(map(shelf.mask(name, lambda: None).accept, ids))]
+        return [name for name in compiled if all(map(shelf.mask(name, lambda: None).accept, ids))]
 
     assert allow("[1, 2]") == ["free", "few", "none"]
     assert allow("[1,\n\t2]") == ["free", "few"]

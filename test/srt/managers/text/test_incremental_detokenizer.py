@@ -112,15 +112,6 @@ def test_many_special_tokens_do_not_cost_the_next_word_its_space() -> None:
 
 
 @TOKENIZERS
-def test_special_tokens_are_shown_only_on_request(make: Callable[[], Tokenizer]) -> None:
-    tokenizer = make()
-    (special,) = tokenizer.hf.convert_tokens_to_ids(["<|im_start|>"])
-    prompt = tokenizer.encode("a")
-    assert "".join(stream(tokenizer, prompt, [[special]], skip_special_tokens=True)) == ""
-    assert "".join(stream(tokenizer, prompt, [[special]], skip_special_tokens=False)) == "<|im_start|>"
-
-
-@TOKENIZERS
 def test_a_push_decodes_a_bounded_number_of_ids(
     make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
