@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Final, NamedTuple, TypeGuard
 
 from msgspec import structs
 
@@ -93,53 +93,41 @@ class Counts(NamedTuple):
     num_bytes: int = 0
 
 
-@dataclass
-class _Refused:
-    """An update of the session that was refused.
-
-    Attributes:
-        names: what it was to write and nobody has written since; None: not even its names could be read.
-    """
-
-    reason: str
-    names: frozenset[str] | None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        names = None if self.names is None else sorted(self.names)[:MAX_LISTED]
-        return {"message": self.reason, "names": names}
-
-
 class RefusedUpdates:
     """Updates of a session that were refused, until others have written all that these were to write."""
 
     def __init__(self) -> None:
-        self._refused: list[_Refused] = []
+        # Why, and what nobody has written since; None: not even its names could be read.
+        self._left: list[tuple[str, frozenset[str] | None]] = []
 
     def add(self, reason: str, names: frozenset[str] | None) -> None:
         """Count one as refused that was to write these names; None: nobody knows which."""
-        self._refused.append(_Refused(reason, names))
+        self._left.append((reason, names))
+        self.make_up(frozenset())
 
     def make_up(self, names: frozenset[str]) -> None:
         """Take these names as written."""
-        for refused in self._refused:
-            if refused.names is not None:
-                refused.names -= names
+        left = [(reason, None if wanted is None else wanted - names) for reason, wanted in self._left]
+        self._left = [refused for refused in left if refused[1] != frozenset()]
 
     def require_none(self) -> None:
         """Refuse to commit half of what was sent."""
-        left = [refused for refused in self._refused if refused.names != frozenset()]
-        if left:
-            can_be_sent_again = all(refused.names is not None for refused in left)
-            remedy = "Send it, or" if can_be_sent_again else "Not all of their names could be read:"
-            raise RequestRejected(
-                f"the session is incomplete: refused were {len(left)} of its updates, and what they were to "
-                f"write was not sent again: {first_few([refused.reason for refused in left], '; ')}. "
-                f"{remedy} abort_weight_update; allow_incomplete commits what there is",
-                409,
-                refusals=[refused.fields for refused in left[:MAX_LISTED]],
-                num_refusals=len(left),
-            )
+        if not self._left:
+            return
+        reasons = [reason for reason, _ in self._left]
+        can_be_sent_again = all(names is not None for _, names in self._left)
+        remedy = "Send it, or" if can_be_sent_again else "Not all of their names could be read:"
+        raise RequestRejected(
+            f"the session is incomplete: refused were {len(reasons)} of its updates, and what they were to "
+            f"write was not sent again: {first_few(reasons, '; ')}. "
+            f"{remedy} abort_weight_update; allow_incomplete commits what there is",
+            409,
+            refusals=[
+                {"message": reason, "names": None if names is None else sorted(names)[:MAX_LISTED]}
+                for reason, names in self._left[:MAX_LISTED]
+            ],
+            num_refusals=len(reasons),
+        )
 
 
 def check_fields(
