@@ -40,7 +40,7 @@ class Engine(JointEngine):
         self.num_reads = 0
         self.told: list[Any] = []
 
-    async def _read(self, index: int, first_byte: int) -> list[list[WeightPiece]]:
+    async def _read_pieces(self, index: int, first_byte: int) -> list[list[WeightPiece]]:
         self.num_reads += 1
         self.generation += self.changes
         return [self._pieces(index, first_byte, most) for most in self.most_together]
