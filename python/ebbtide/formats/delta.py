@@ -14,7 +14,7 @@ by that of the differences. Integers wrap around alike on every device, in whate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -87,16 +87,22 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return torch.Size(shape[:-1]).numel(), num_columns
 
 
-def state_sum(part: Tensor, first_row: int = 0, first_column: int = 0) -> Tensor:
+def state_sum(
+    part: Tensor,
+    first_row: int = 0,
+    first_column: int = 0,
+    mix: Callable[[int, int, int, torch.device], Tensor] | None = None,
+) -> Tensor:
     """The sum of a part of a matrix, int64 of no dimensions, on the part's device.
 
     Args:
         part: [rows, columns], of any dtype; the columns of a row lie side by side.
         first_row, first_column: where it begins in the whole matrix.
+        mix: `mixed`, or what remembers it for many matrices of one shape.
     """
-    device = part.device
-    columns = mixed(first_column, part.shape[1], COLUMN_SEED, device)
-    rows = mixed(first_row, part.shape[0], ROW_SEED, device)
+    device, mix = part.device, mixed if mix is None else mix
+    columns = mix(first_column, part.shape[1], COLUMN_SEED, device)
+    rows = mix(first_row, part.shape[0], ROW_SEED, device)
     total = torch.zeros((), dtype=torch.int64, device=device)
     rows_at_once = max(1, SLICE_LEN // max(1, part.shape[1]))
     for piece, factors in zip(torch.split(part, rows_at_once), torch.split(rows, rows_at_once), strict=True):

@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 from collections.abc import Hashable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ebbtide.formats.delta import as_hex, matrix_shape, state_sum
+from ebbtide.formats.delta import as_hex, matrix_shape, mixed, state_sum
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.adapter_config import AdapterConfig, adapter_config
@@ -177,16 +178,20 @@ class AdapterPlan:
 def _digest(config: Mapping[str, Any], source: WeightSource, device: Device) -> Slices[str]:
     """Of the fields that are there, and the bytes of each tensor, wherever it lies."""
     sums: dict[str, Tensor] = {}
+    mix = cache(mixed)  # Hundreds of tensors have a few shapes.
     for name, given in source:
         tensor = whole(given)
         with device.copying(beside=True):
-            sums[name] = state_sum(tensor.reshape(matrix_shape(tuple(tensor.shape))))
+            sums[name] = state_sum(tensor.reshape(matrix_shape(tuple(tensor.shape))), mix=mix)
         yield tensor.nbytes
     while not device.copies_done():
         yield 0
     headers = {header.name: f"{header.name} {header.dtype} {header.shape}" for header in source.entries}
     lines = [json.dumps(config, sort_keys=True, default=str)]
-    lines += [f"{headers[name]} {as_hex(int(sums[name]))}" for name in sorted(sums)]
+    if sums:
+        # One wait for the device instead of hundreds.
+        totals = torch.stack([one.to(device.name) for one in sums.values()]).tolist()
+        lines += sorted(f"{headers[name]} {as_hex(total)}" for name, total in zip(sums, totals, strict=True))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
