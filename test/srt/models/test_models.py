@@ -169,6 +169,16 @@ def test_what_other_nemotrons_would_have_is_refused_by_name(name: str, value: An
         RunnerDriver(tmp_path)
 
 
+def test_a_config_of_another_type_than_its_architecture_is_refused_by_the_field_it_lacks(
+    tmp_path: Path,
+) -> None:
+    edit_config(make_checkpoint(tmp_path, "LlamaForCausalLM"), architectures=["Qwen3NextForCausalLM"])
+    with pytest.raises(
+        ConfigurationError, match=r"Qwen3Next.*: expected \w+ in .* model_type 'llama' has not"
+    ):
+        RunnerDriver(tmp_path)
+
+
 def test_a_field_that_no_code_of_ours_reads_is_refused_unless_it_has_its_default(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "DeepseekV2ForCausalLM", mlp_bias=False, attention_dropout=0.1)
     RunnerDriver(path)

@@ -109,7 +109,15 @@ def build_model(
     """
     if architecture in MODELS and impl == "auto":
         fields = _Read(hf_config)
-        model = MODELS[architecture](fields, dtype, device)
+        try:
+            model = MODELS[architecture](fields, dtype, device)
+        except AttributeError as error:
+            if error.obj is not hf_config:
+                raise
+            kind = getattr(hf_config, "model_type", None)
+            raise ConfigurationError(
+                f"{architecture}: expected {error.name} in the config, which model_type {kind!r} has not"
+            ) from None
         fields.require_all(architecture)
         return model
     from ebbtide.srt.models.from_transformers import TransformersCausalLM  # seconds of imports
