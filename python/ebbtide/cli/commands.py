@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import typer
 
@@ -37,37 +37,8 @@ def ebbtide(
     pass
 
 
-def _serve(argv: Sequence[str]) -> int:
-    from ebbtide.launch_server import main
-
-    return main(argv, prog="ebbtide serve")
-
-
-def _demo(argv: Sequence[str]) -> int:
-    try:
-        from ebbtide.demo.run import main
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        print('ebbtide demo draws with matplotlib: pip install "ebbtide[demo]"', file=sys.stderr)
-        return 2
-    return main(list(argv))
-
-
-def _doctor(argv: Sequence[str]) -> int:
-    from ebbtide.doctor import main
-
-    return main(argv)
-
-
-def _warmup(argv: Sequence[str]) -> int:
-    from ebbtide.warmup import main
-
-    return main(argv)
-
-
-def _add_own(name: str, help: str, run: Callable[[Sequence[str]], int]) -> None:
-    """Add a command that reads its arguments itself, and imports its part when it is called."""
+def _add_own(name: str, help: str, module: str, **options: str) -> None:
+    """Add a command whose `main` reads its arguments itself, and is imported when it is called."""
 
     @app.command(
         name,
@@ -77,13 +48,28 @@ def _add_own(name: str, help: str, run: Callable[[Sequence[str]], int]) -> None:
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     )
     def command(context: typer.Context) -> None:
-        raise typer.Exit(run(context.args))
+        try:
+            main = import_module(module).main
+        except ModuleNotFoundError as error:
+            if error.name != "matplotlib":
+                raise
+            print('ebbtide demo draws with matplotlib: pip install "ebbtide[demo]"', file=sys.stderr)
+            raise typer.Exit(2) from None
+        raise typer.Exit(main(context.args, **options))
 
 
-_add_own("serve", "Serve a model over HTTP: a folder, a hub id, or `tiny`, which comes with Ebbtide.", _serve)
-_add_own("warmup", "Compile a model's GPU kernels ahead of time.", _warmup)
-_add_own("doctor", "Say what this machine has and what that means.", _doctor)
-_add_own("demo", "Train a small model by reinforcement learning, with Ebbtide for the rollouts.", _demo)
+_add_own(
+    *("serve", "Serve a model over HTTP: a folder, a hub id, or `tiny`, which comes with Ebbtide."),
+    *("ebbtide.launch_server",),
+    prog="ebbtide serve",
+)
+_add_own("warmup", "Compile a model's GPU kernels ahead of time.", "ebbtide.warmup")
+_add_own("doctor", "Say what this machine has and what that means.", "ebbtide.doctor")
+_add_own(
+    "demo",
+    "Train a small model by reinforcement learning, with Ebbtide for the rollouts.",
+    "ebbtide.demo.run",
+)
 app.command("chat", rich_help_panel=ASK)(talk.chat)
 app.command("generate", rich_help_panel=ASK)(talk.generate)
 app.command("bench", rich_help_panel=ASK)(measure.bench)

@@ -291,15 +291,10 @@ class Results:
             )
 
 
-def _resident(step: StepRecord, tag: str) -> str:
-    """MB of a tag while the engine generates, and while the trainer trains."""
-    awake, asleep = (step.stages[stage].memory.tag_bytes[tag] / MB for stage in (Stage.GENERATE, Stage.TRAIN))
-    return f"{awake:.1f}→{asleep:.1f}"
-
-
-def _process(step: StepRecord) -> str:
-    awake, asleep = (step.stages[stage].memory.process_bytes / MB for stage in (Stage.GENERATE, Stage.TRAIN))
-    return f"{awake:.0f}→{asleep:.0f}"
+def _megabytes(step: StepRecord, num_bytes: Callable[[MemorySample], int], digits: int = 1) -> str:
+    """While the engine generates, and while the trainer trains."""
+    awake, asleep = (num_bytes(step.stages[stage].memory) / MB for stage in (Stage.GENERATE, Stage.TRAIN))
+    return f"{awake:.{digits}f}→{asleep:.{digits}f}"
 
 
 def _stage_ms(stage: Stage) -> Callable[[StepRecord], str]:
@@ -317,9 +312,9 @@ COLUMNS: tuple[tuple[str, int, Callable[[StepRecord], str]], ...] = (
     ("reward", 6, lambda step: f"{step.reward:.3f}"),
     ("tokens/s", 8, lambda step: f"{step.tokens_per_s:.0f}"),
     *((f"{stage} ms", max(map(len, _on_two_lines(f"{stage} ms"))), _stage_ms(stage)) for stage in Stage),
-    ("weights MB", 7, lambda step: _resident(step, "weights")),
-    ("kv_cache MB", 9, lambda step: _resident(step, "kv_cache")),
-    ("processes MB", 9, _process),
+    ("weights MB", 7, lambda step: _megabytes(step, lambda held: held.tag_bytes["weights"])),
+    ("kv_cache MB", 9, lambda step: _megabytes(step, lambda held: held.tag_bytes["kv_cache"])),
+    ("processes MB", 9, lambda step: _megabytes(step, lambda held: held.process_bytes, 0)),
     ("Δlogprob", 8, lambda step: f"{step.logprob_difference:.1e}"),
 )
 

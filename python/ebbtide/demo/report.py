@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import psutil
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import NullFormatter
 
@@ -135,17 +136,7 @@ def memory_by_stage(figure: FigureBase, results: Results) -> None:
             axes.axvspan(index - 1, index, color=_GRID, alpha=0.45, linewidth=0, zorder=0)
     for index, stage in enumerate([*Stage] * len(shown)):
         time_ms = median(step.stages[stage].seconds for step in results.steps) * 1e3
-        label = f"{stage.replace(' ', chr(10))}\n{time_ms:,.0f} ms"
-        rows[0].annotate(
-            label,
-            (index + 0.5, 1.0),
-            (0, 4),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-            fontsize=7.5,
-            color=_FAINT,
-        )
+        _write_above(rows[0], index + 0.5, f"{stage.replace(' ', chr(10))}\n{time_ms:,.0f} ms", 7.5)
     rows[-1].set_xlim(0, len(shown) * len(Stage))
 
 
@@ -166,20 +157,21 @@ def memory_under_requests(figure: FigureBase, results: Results) -> None:
         axes.axvspan(
             span.start_s - start_s, span.end_s - start_s, color=_GRID, alpha=0.6, linewidth=0, zorder=0
         )
-        middle = ((span.start_s + span.end_s) / 2 - start_s, 1.0)
-        axes.annotate(
-            span.label,
-            middle,
-            (0, 4),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8.5,
-            color=_FAINT,
-        )
+        _write_above(axes, (span.start_s + span.end_s) / 2 - start_s, span.label, 8.5)
     axes.set(xlabel="seconds since the requests were sent", ylabel="MB", xlim=(0, times_s[-1]))
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside lower right", ncols=4, fontsize=8.5)
+
+
+def _write_above(axes: Axes, x: float, text: str, size: float) -> None:
+    axes.annotate(
+        *(text, (x, 1.0), (0, 4)),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="center",
+        fontsize=size,
+        color=_FAINT,
+    )
 
 
 def svg(plot: Plot, results: Results, width: float, height: float) -> bytes:

@@ -7,10 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from rich.console import Console
@@ -24,7 +21,6 @@ from ebbtide.demo.loop import (
     LAST_REWARD_ABOVE,
     Loop,
     Results,
-    Stage,
     StepRecord,
     heading,
     row,
@@ -99,7 +95,8 @@ def run(settings: Settings, seed: int, out: Path, console: Console) -> Results:
     _use_one_thread()
     transformers_logging.disable_progress_bar()
     problems, trainer = ProblemSet(seed), Trainer(settings.num_steps, seed)
-    with Display(console) as display:
+    display = Display(console)
+    with display.progress:
         _warm_up(trainer, problems, settings.warm_up_goal, display)
         warm_up_s = time.perf_counter() - start
         checkpoint = _save(trainer, out)
@@ -113,7 +110,9 @@ def run(settings: Settings, seed: int, out: Path, console: Console) -> Results:
                 problems,
                 num_prompts=settings.num_prompts,
                 group_size=settings.group_size,
-                on_stage=partial(display.doing_stage, settings.num_steps),
+                on_stage=lambda step, stage: display.doing(
+                    f"step {step + 1} of {settings.num_steps}: {stage}", step / settings.num_steps
+                ),
                 is_rounded=settings.is_fp8,
             )
             results = Results(seed, warm_up_s, loop.start, loop.examine(), is_fp8=settings.is_fp8)
@@ -195,15 +194,12 @@ class Display:
     def __init__(self, console: Console) -> None:
         self._console = console
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("", total=1.0)
+        self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self.progress.add_task("", total=1.0)
 
     def doing(self, what: str, share_done: float) -> None:
         """Say what goes on, and how much of it is done, from 0 to 1."""
-        self._progress.update(self._task, description=what, completed=share_done)
-
-    def doing_stage(self, num_steps: int, step: int, stage: Stage) -> None:
-        self.doing(f"step {step + 1} of {num_steps}: {stage}", step / num_steps)
+        self.progress.update(self._task, description=what, completed=share_done)
 
     def line(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style), soft_wrap=True)
@@ -212,12 +208,3 @@ class Display:
         if record.step == 0:
             self.line(heading(), "bold")
         self.line(row(record))
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()

@@ -5,12 +5,13 @@ A field that is not always there is one with a default.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from ebbtide.srt.managers.api.output_state import Triple
 
+Body = dict[str, Any]
 Positions = list[list[Triple] | None]
 
 

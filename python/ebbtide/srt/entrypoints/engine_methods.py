@@ -10,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.managers import io_struct
@@ -295,16 +295,37 @@ class EngineMethods(ABC):
         """
         fields = _arguments(locals())
         given, keep_mapped = fields.pop("named_tensors"), fields.pop("keep_mapped")
-        if isinstance(given, list) and all(isinstance(one, bytes | str) for one in given):
-            fields["serialized_named_tensors"] = given
-            return await self._control(io_struct.UpdateWeightsFromTensorReqInput, fields)
+        request = io_struct.UpdateWeightsFromTensorReqInput
+        return await self._send_tensors(request, fields, given, keep_mapped=keep_mapped)
+
+    async def _send_tensors(
+        self,
+        kind: type[io_struct.ControlRequest],
+        fields: dict[str, Any],
+        tensors: Iterable[tuple[str, torch.Tensor]] | list[bytes] | list[str],
+        *,
+        keep_mapped: bool,
+        joins: bool = False,
+    ) -> dict[str, Any]:
+        """Carry out a request that brings tensors (one allocation if it `joins` them) or serialized ones."""
+        if isinstance(tensors, list) and all(isinstance(one, bytes | str) for one in tensors):
+            return await self._control(kind, {**fields, "serialized_named_tensors": tensors})
         encoder = await self._payload_encoder()
+        pairs = cast("Iterable[tuple[str, torch.Tensor]]", tensors)
+
+        def encode() -> Payload:
+            if not joins:
+                return encoder.encode(pairs, keep_mapped=keep_mapped)
+            from ebbtide.trainer.payload_encoding import side_by_side  # torch: whoever has tensors has it too
+
+            return encoder.encode(side_by_side(pairs), keep_mapped=keep_mapped)
+
         # Gigabytes may be copied, and the loop of the caller is to go on meanwhile.
-        with await asyncio.to_thread(encoder.encode, given, keep_mapped=keep_mapped) as payload:
+        with await asyncio.to_thread(encode) as payload:
             fields["serialized_named_tensors"] = payload.entries
-            if load_format in _WHOLE_TENSOR_FORMATS:
+            if fields["load_format"] in _WHOLE_TENSOR_FORMATS:
                 fields["load_format"] = payload.load_format
-            return await self._control(io_struct.UpdateWeightsFromTensorReqInput, fields)
+            return await self._control(kind, fields)
 
     def forget_mapped(self) -> None:
         """Unmap what updates with `keep_mapped` left mapped, within a second or two."""
@@ -536,24 +557,11 @@ class EngineMethods(ABC):
         """
         fields = _arguments(locals())
         given, keep_mapped = fields.pop("tensors"), fields.pop("keep_mapped")
-        if isinstance(given, list) and all(isinstance(one, bytes | str) for one in given):
-            fields["serialized_named_tensors"] = given
-            return await self._control(io_struct.LoadLoRAAdapterFromTensorsReqInput, fields)
-        encoder = await self._payload_encoder()
-        # torch: whoever has tensors has it too
-        from ebbtide.trainer.payload_encoding import side_by_side
-
         pairs = given.items() if isinstance(given, Mapping) else given
-
-        def encode() -> Payload:
-            tensors = pairs if keep_mapped else side_by_side(pairs)
-            return encoder.encode(tensors, keep_mapped=keep_mapped)
-
-        with await asyncio.to_thread(encode) as payload:
-            fields["serialized_named_tensors"] = payload.entries
-            if load_format in _WHOLE_TENSOR_FORMATS:
-                fields["load_format"] = payload.load_format
-            return await self._control(io_struct.LoadLoRAAdapterFromTensorsReqInput, fields)
+        request = io_struct.LoadLoRAAdapterFromTensorsReqInput
+        return await self._send_tensors(
+            request, fields, pairs, keep_mapped=keep_mapped, joins=not keep_mapped
+        )
 
     async def async_unload_lora_adapter(
         self, lora_name: str, lora_version: str | int | None = None, timeout_s: float | None = None

@@ -43,7 +43,7 @@ from ebbtide.srt.entrypoints.metrics.observers import TraceContext
 from ebbtide.srt.entrypoints.middleware import FRAMED_BY_NONE, BrowserCheck, KeyCheck, OneSpelling, RequestIds
 from ebbtide.srt.entrypoints.openai.routes import Calls, OpenAIApi
 from ebbtide.srt.entrypoints.openai.tokenization import read_chat_template
-from ebbtide.srt.entrypoints.pages import Dashboard, Pages
+from ebbtide.srt.entrypoints.pages import Dashboard, StaticPages
 from ebbtide.srt.entrypoints.request_body import BodyReader
 from ebbtide.srt.entrypoints.routes import (
     CONTROL_ROUTES,
@@ -86,7 +86,7 @@ def create_app(service: EngineService) -> FastAPI:
     bodies, weight_bodies = BodyReader(), BodyReader()
     calls = Calls(service, bodies)
     parts = (
-        *(NativeApi(service, bodies), Pages(service), Dashboard(service)),
+        *(NativeApi(service, bodies), StaticPages(service), Dashboard(service)),
         *(OpenAIApi(service, bodies, calls), AnthropicApi(service, calls), TokensApi(service, bodies)),
     )
     answered = [*itertools.chain.from_iterable(map(endpoints, parts)), *vllm_endpoints(service, bodies)]

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from ebbtide.srt.entrypoints.http_answers import Json, server_event, while_connected
 from ebbtide.srt.entrypoints.openapi import openapi_document
-from ebbtide.srt.entrypoints.routing import GET, route
+from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.entrypoints.service import EngineService
 
 logger = logging.getLogger(__name__)
@@ -59,17 +59,17 @@ _NOTHING_FROM_OUTSIDE: Final = (
 )
 
 
-class Pages:
+class StaticPages:
     """Pages that show nothing of the engine, and the document that one of them is made of."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
 
-    @route(GET, "/")
+    @route("GET", "/")
     async def root(self, request: Request) -> Response:
         return HTMLResponse(_ROOT, headers=_FROM_HERE_ONLY)
 
-    @route(GET, "/docs")
+    @route("GET", "/docs")
     async def reference(self, request: Request) -> Response:
         page = get_swagger_ui_html(
             # Relative: the server may be below another path of a proxy.
@@ -82,7 +82,7 @@ class Pages:
         page.headers.update(_FROM_HERE_ONLY)
         return page
 
-    @route(GET, "/docs/{name}")
+    @route("GET", "/docs/{name}")
     async def asset(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in _ASSETS:
@@ -90,7 +90,7 @@ class Pages:
         # The package's files alone are used.
         return FileResponse(Path(str(resources.files("fastapi_offline"))) / "static" / name)
 
-    @route(GET, "/openapi.json")
+    @route("GET", "/openapi.json")
     async def document(self, request: Request) -> Response:
         root = self._service.config.server_args.root_path
         return Json({**_document(), "servers": [{"url": root}]} if root else _document())
@@ -106,11 +106,11 @@ class Dashboard:
         self._service = service
         self._page = resources.files(__package__).joinpath("dashboard.html").read_text(encoding="utf-8")
 
-    @route(GET, "/dashboard")
+    @route("GET", "/dashboard")
     async def show(self, request: Request) -> Response:
         return HTMLResponse(self._page, headers={"Content-Security-Policy": _NOTHING_FROM_OUTSIDE})
 
-    @route(GET, "/dashboard/events")
+    @route("GET", "/dashboard/events")
     async def events(self, request: Request) -> Response:
         return _EventStream(self._encoded(), media_type="text/event-stream")
 

@@ -7,9 +7,10 @@ import binascii
 import re
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, get_args, get_origin
 
 import msgspec
+from starlette.datastructures import QueryParams
 
 from ebbtide.srt.errors import RequestRejected
 
@@ -174,6 +175,13 @@ def _binary(item: msgspec.Raw) -> Any:
         end += len(piece)
     # Padding in the middle makes a piece shorter than it should be.
     return decoded if end == len(decoded) else msgspec.json.decode(item)
+
+
+def of_query(query: QueryParams, name: str, annotation: Any) -> Any:
+    """What a query has under a name: of a field that takes lists, all of its values."""
+    members = (annotation, *get_args(annotation))
+    takes_list = str not in members and any(get_origin(member) in (list, tuple) for member in members)
+    return query.getlist(name) if takes_list else query[name]
 
 
 # Header → the field that it stands for.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
 from functools import partial
-from typing import Any, Final, get_args, get_origin
+from typing import Any, Final
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -33,8 +33,8 @@ from ebbtide.srt.entrypoints.information import (
 from ebbtide.srt.entrypoints.metrics.prometheus import Metrics
 from ebbtide.srt.entrypoints.occupation import MemoryOccupationBody
 from ebbtide.srt.entrypoints.openai.protocol import parse
-from ebbtide.srt.entrypoints.request_body import MAX_BODY_BYTES, BodyReader
-from ebbtide.srt.entrypoints.routing import GET, POST, route
+from ebbtide.srt.entrypoints.request_body import MAX_BODY_BYTES, BodyReader, of_query
+from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.entrypoints.service import ControlAnswer, EngineService
 from ebbtide.srt.entrypoints.transition import TransitionReply, TransitionRequest
 from ebbtide.srt.entrypoints.vllm.routes import ServerInfoQuery, vllm_sections
@@ -75,7 +75,7 @@ NOT_IMPLEMENTED = (
 )
 
 
-_information = partial(route, GET, tag="information")
+_information = partial(route, "GET", tag="information")
 
 
 class NativeApi:
@@ -86,7 +86,7 @@ class NativeApi:
         self._bodies = reader
 
     @route(
-        *(("POST", "PUT"), "/generate"),
+        *("POST PUT", "/generate"),
         tag="generation",
         takes=GenerateReqInput,
         reply=bodies.GenerateOutput | list[bodies.GenerateOutput],
@@ -159,13 +159,13 @@ class NativeApi:
         """The weights' version."""
         return Json(WeightVersion(weight_version=self._service.state.weight_version))
 
-    @route(POST, "/drain", tag="control", takes=bodies.DrainRequest, reply=bodies.DrainReply)
+    @route("POST", "/drain", tag="control", takes=bodies.DrainRequest, reply=bodies.DrainReply)
     async def drain(self, request: Request) -> Response:
         """Serve what is in, refuse new generations with 503, then end."""
         wanted = parse(bodies.DrainRequest, await self._bodies.read(request.stream()))
         return Json(self._service.drain(wanted.timeout_s))
 
-    @route(POST, "/transition", tag="control", takes=TransitionRequest, reply=TransitionReply)
+    @route("POST", "/transition", tag="control", takes=TransitionRequest, reply=TransitionReply)
     async def transition(self, request: Request) -> Response:
         """Several control requests in order; may be sent again."""
         return Json(await self._service.transition(await self._bodies.read(request.stream())))
@@ -208,17 +208,12 @@ def query_fields(kind: type[ControlRequest], query: QueryParams) -> dict[str, An
     for key in query:
         name = kind.row.query_aliases.get(key, key)
         wanted = types.get(name, str)
-        given: Any = query.getlist(key) if _takes_list(wanted) else query[key]
+        given = of_query(query, key, wanted)
         try:
             fields[name] = msgspec.convert(given, wanted, strict=False)
         except msgspec.ValidationError:
             fields[name] = given
     return fields
-
-
-def _takes_list(annotation: Any) -> bool:
-    members = (annotation, *get_args(annotation))
-    return str not in members and any(get_origin(member) in (list, tuple) for member in members)
 
 
 def _answer(kind: type[ControlRequest], fields: Mapping[str, Any], answer: ControlAnswer) -> Response:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from ebbtide.srt.entrypoints import bodies
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-GET: Final = ("GET",)
-POST: Final = ("POST",)
 
 
 @dataclass(frozen=True)
@@ -38,12 +35,15 @@ class Route:
     error: Any = bodies.Error
 
 
-def route(methods: tuple[str, ...], *paths: str, **about: Any) -> Callable[[F], F]:
-    """Declare what a method answers. Its docstring begins with the summary; `about`: see `Route`."""
+def route(methods: str, *paths: str, **about: Any) -> Callable[[F], F]:
+    """Declare what a method answers, by `methods` such as "POST PUT"; `about`: see `Route`.
+
+    Its docstring begins with the summary.
+    """
 
     def declare(method: F) -> F:
         summary = (method.__doc__ or "").partition("\n")[0]
-        method.route = Route(methods, paths, summary, **about)  # type: ignore[attr-defined]
+        method.route = Route(tuple(methods.split()), paths, summary, **about)  # type: ignore[attr-defined]
         return method
 
     return declare

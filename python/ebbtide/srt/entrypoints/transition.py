@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct, field
 
-from ebbtide.srt.entrypoints.bodies import AnswerBody
+from ebbtide.srt.entrypoints.bodies import AnswerBody, Body
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
 from ebbtide.srt.managers.api.request_fields import MAX_CHARACTERS, build_request
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
@@ -26,8 +26,6 @@ STEPS: Final[dict[str, type[ControlRequest]]] = {
 }
 # How many outcomes are remembered: a retry comes within seconds or minutes, not after a thousand others.
 MAX_RECORDED = 1024
-
-Body = dict[str, Any]
 
 
 class TransitionRequest(Struct, frozen=True):

@@ -26,7 +26,7 @@ from ebbtide.srt.entrypoints.anthropic.requests import (
 from ebbtide.srt.entrypoints.http_answers import Json
 from ebbtide.srt.entrypoints.openai.protocol import parse
 from ebbtide.srt.entrypoints.openai.routes import Calls
-from ebbtide.srt.entrypoints.routing import POST, route
+from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.entrypoints.service import EngineService
 
 PATH = "/v1/messages"
@@ -40,7 +40,7 @@ class AnthropicApi:
         self._calls = calls
 
     @route(
-        *(POST, PATH),
+        *("POST", PATH),
         tag="Anthropic",
         takes=MessagesRequest,
         reply=MessageBody,
@@ -58,7 +58,7 @@ class AnthropicApi:
         return await self._calls.answer(request, call, MessageWriter(call, ignored_fields(fields)))
 
     @route(
-        *(POST, f"{PATH}/count_tokens"),
+        *("POST", f"{PATH}/count_tokens"),
         tag="Anthropic",
         takes=CountTokensRequest,
         reply=TokenCount,

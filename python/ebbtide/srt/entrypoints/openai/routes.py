@@ -57,7 +57,7 @@ from ebbtide.srt.entrypoints.openai.tokenization import (
 )
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
-from ebbtide.srt.entrypoints.routing import GET, POST, route
+from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.array_forms import RoutedForm
@@ -198,26 +198,26 @@ class OpenAIApi:
         self._bodies = bodies
         self._created = int(time.time())
 
-    @_openai(GET, "/v1/models", reply=ModelList)
+    @_openai("GET", "/v1/models", reply=ModelList)
     async def models(self, request: Request) -> Response:
         """The model that is served, and its adapters."""
         return Json(ModelList(data=self._cards()))
 
-    @_openai(GET, "/v1/models/{model:path}", reply=ModelCard)
+    @_openai("GET", "/v1/models/{model:path}", reply=ModelCard)
     async def model(self, request: Request) -> Response:
         """The model of this name."""
         wanted = request.path_params["model"]
         card = next((one for one in self._cards() if one.id == wanted), None)
         return error_answer(f"there is no model {wanted!r}", 404) if card is None else Json(card)
 
-    @_openai(POST, "/v1/completions", takes=CompletionRequest, reply=Completion, event=Completion)
+    @_openai("POST", "/v1/completions", takes=CompletionRequest, reply=Completion, event=Completion)
     async def completions(self, request: Request) -> Response:
         """Complete a prompt."""
         call = await self._calls.completion(await self._calls.fields_of(request))
         return await self._calls.answer(request, call, ChunkWriter(CompletionWriter(call), call))
 
     @_openai(
-        POST,
+        "POST",
         "/v1/chat/completions",
         takes=ChatCompletionRequest,
         reply=ChatCompletion,
@@ -228,7 +228,7 @@ class OpenAIApi:
         fields = await self._calls.fields_of(request)
         return await self._chat(request, await self._calls.chat(fields), fields.get("return_meta_info"))
 
-    @_openai(POST, "/v1/chat/completions/batch", takes=ChatBatchRequest, reply=ChatCompletion)
+    @_openai("POST", "/v1/chat/completions/batch", takes=ChatBatchRequest, reply=ChatCompletion)
     async def chat_batch(self, request: Request) -> Response:
         """Answer several conversations."""
         fields = await self._calls.fields_of(request)
@@ -241,7 +241,7 @@ class OpenAIApi:
         return await self._calls.answer(request, call, writer, wants_meta=wants_meta)
 
     @_openai(
-        POST,
+        "POST",
         "/v1/responses",
         takes=ResponsesRequest,
         reply=ResponseBody,
@@ -254,14 +254,14 @@ class OpenAIApi:
         call = await self._calls.chat(chat)
         return await self._calls.answer(request, call, ResponseWriter(call, asked, ignored_fields(fields)))
 
-    @_openai(POST, "/tokenize", "/v1/tokenize", takes=TokenizeRequest, reply=Tokens)
+    @_openai("POST", "/tokenize", "/v1/tokenize", takes=TokenizeRequest, reply=Tokens)
     async def tokenize(self, request: Request) -> Response:
         """Token ids of texts or of a conversation."""
         fields, tokenization = await self._bodies.read(request.stream()), self._tokenization
         self._service.require_model(fields.get("model"))
         return Json(await self._service.manager.in_thread(lambda: tokenization.tokenize(fields)))
 
-    @_openai(POST, "/detokenize", "/v1/detokenize", takes=DetokenizeRequest, reply=Texts)
+    @_openai("POST", "/detokenize", "/v1/detokenize", takes=DetokenizeRequest, reply=Texts)
     async def detokenize(self, request: Request) -> Response:
         """Texts of token ids."""
         fields, tokenization = await self._bodies.read(request.stream()), self._tokenization

@@ -20,6 +20,7 @@ from ebbtide.srt.entrypoints.http_answers import client_of
 from ebbtide.srt.entrypoints.openai.answers import ChunkWriter, Piece, known, prompt_logprobs, stop_reason
 from ebbtide.srt.entrypoints.openai.protocol import (
     NO_STREAM_OPTIONS,
+    Fields,
     FinishReasonName,
     PromptLogprobList,
     StreamOptions,
@@ -29,7 +30,7 @@ from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
 from ebbtide.srt.entrypoints.openai.routes import answer_call
 from ebbtide.srt.entrypoints.openai.shared_fields import check_salt, grammar_params
 from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
-from ebbtide.srt.entrypoints.routing import POST, route
+from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import meant_by
 from ebbtide.srt.errors import RequestRejected
@@ -120,8 +121,6 @@ class TokensAnswer(Struct, kw_only=True):
     prompt_token_ids: list[int] | None = None
 
 
-Fields = dict[str, Any]
-
 _UNSUPPORTED = (
     *("features", "content_parts", "token_offsets"),
     *("kv_transfer_params", "ec_transfer_params"),
@@ -164,7 +163,7 @@ class TokensApi:
         self._bodies = bodies
 
     @route(
-        *(POST, "/inference/v1/generate", "/skyrl/v1/generate"),
+        *("POST", "/inference/v1/generate", "/skyrl/v1/generate"),
         tag="vLLM",
         takes=TokensRequest,
         reply=TokensAnswer,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
-from ebbtide.srt.entrypoints.routing import GET, POST
+from ebbtide.srt.entrypoints.bodies import Body
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.parameters import (
     AbortNamedParameters,
@@ -35,8 +34,6 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
-Body = dict[str, Any]
-
 # What `/sleep` releases. The CUDA graphs stay: they come back by themselves whenever they are needed.
 SLEEPING_TAGS = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
 # What the ids of answers begin with, before the id that the request was posted with.
@@ -58,18 +55,18 @@ class VllmOccupation:
         """Whether generation is paused, or the weights or the KV cache are released on any rank."""
         return self._is_paused or bool(self._released())
 
-    @vllm_route(POST, "/pause")
+    @vllm_route("POST", "/pause")
     async def pause(self, asked: PauseParameters) -> Body:
         """Run no further forward pass."""
         async with self._paused(asked.pause_mode, flushes=asked.clear_cache) as paused:
             return {**paused, "status": "paused"}
 
-    @vllm_route(POST, "/resume")
+    @vllm_route("POST", "/resume")
     async def resume(self, asked: Nothing) -> Body:
         """End a pause."""
         return {**await self._service.control(ContinueGenerationReqInput, {}), "status": "resumed"}
 
-    @vllm_route(POST, "/sleep")
+    @vllm_route("POST", "/sleep")
     async def sleep(self, asked: SleepParameters) -> Body:
         """Pause, and give memory back.
 
@@ -86,7 +83,7 @@ class VllmOccupation:
             released = await self._service.control(ReleaseMemoryOccupationReqInput, release)
             return {**released, **answer, "mode": paused["mode"]}
 
-    @vllm_route(POST, "/wake_up")
+    @vllm_route("POST", "/wake_up")
     async def wake_up(self, asked: WakeUpParameters) -> Body:
         """Take memory again; with the last of it generation goes on.
 
@@ -102,20 +99,20 @@ class VllmOccupation:
         status = "sleeping" if self._released() else "awake"
         return {**reply, "status": status, "tags": asked.tags or None, "resumed": resumed}
 
-    @vllm_route(POST, "/release_kv_cache_memory")
+    @vllm_route("POST", "/release_kv_cache_memory")
     async def release_kv_cache(self, asked: Nothing) -> Body:
         """Give the memory of the KV cache back."""
         reply = await self._service.control(ReleaseMemoryOccupationReqInput, {"tags": [MemoryTag.KV_CACHE]})
         return {**reply, "status": "kv_cache_released"}
 
-    @vllm_route(POST, "/reset_prefix_cache")
+    @vllm_route("POST", "/reset_prefix_cache")
     async def reset_prefix_cache(self, asked: ResetCacheParameters) -> Body:
         """Empty the prefix cache."""
         fields = {"retract_running": asked.reset_running_requests}
         reply: Body = await self._service.control(FlushCacheReqInput, fields)
         return reply
 
-    @vllm_route(POST, "/abort_requests")
+    @vllm_route("POST", "/abort_requests")
     async def abort(self, asked: AbortParameters) -> Body:
         """End these requests, or all."""
         if not asked.request_ids:
@@ -125,17 +122,17 @@ class VllmOccupation:
         reply = await self._service.control(AbortReq, {"rid": rids})
         return {**reply, "status": "aborted", "aborted": len(asked.request_ids)}
 
-    @vllm_route(GET, "/is_paused")
+    @vllm_route("GET", "/is_paused")
     async def is_paused(self, asked: Nothing) -> Body:
         """Whether nothing runs."""
         return {"is_paused": self.is_idle}
 
-    @vllm_route(GET, "/is_sleeping")
+    @vllm_route("GET", "/is_sleeping")
     async def is_sleeping(self, asked: Nothing) -> Body:
         """Whether memory is released, or generation paused."""
         return {"is_sleeping": self.is_idle}
 
-    @vllm_route(POST, "/inference/v1/abort_requests")
+    @vllm_route("POST", "/inference/v1/abort_requests")
     async def abort_named(self, asked: AbortNamedParameters) -> Body:
         """End these requests."""
         return await self.abort(AbortParameters(request_ids=asked.request_ids))

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
-from starlette.datastructures import QueryParams
 from starlette.requests import Request
 
-from ebbtide.srt.entrypoints.request_body import BodyReader
+from ebbtide.srt.entrypoints.request_body import BodyReader, of_query
 from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import reader_of
@@ -220,7 +219,7 @@ class LentInfo(Struct, kw_only=True):
 H = TypeVar("H", bound=Callable[..., Any])
 
 
-def vllm_route(methods: tuple[str, ...], *paths: str) -> Callable[[H], H]:
+def vllm_route(methods: str, *paths: str) -> Callable[[H], H]:
     """Declare a handler: what it takes and returns, its signature says."""
 
     def declare(handler: H) -> H:
@@ -253,7 +252,7 @@ async def read_parameters(request: Request, kind: type[P], bodies: BodyReader) -
     values: dict[str, Any] = {}
     for known in msgspec.structs.fields(kind):
         if known.name in request.query_params:
-            given = _of_query(request.query_params, known.name, known.type)
+            given = of_query(request.query_params, known.name, known.type)
             values[known.name] = _converted(given, known.type, f"query.{known.name}", strict=False)
         elif body.get(known.name) is not None:
             values[known.name] = _converted(body[known.name], known.type, f"body.{known.name}", strict=True)
@@ -273,11 +272,6 @@ def checked(fields: Mapping[str, Any], kind: type[P], where: str) -> P:
     given = {name: value for name, value in fields.items() if value is not None}
     part: P = _converted(given, kind, where, strict=True)
     return part
-
-
-def _of_query(query: QueryParams, name: str, annotation: Any) -> Any:
-    is_list = any(get_origin(member) is list for member in (annotation, *get_args(annotation)))
-    return query.getlist(name) if is_list else query[name]
 
 
 def _converted(value: Any, annotation: Any, where: str, *, strict: bool) -> Any:

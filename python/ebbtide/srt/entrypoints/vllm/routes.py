@@ -11,11 +11,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ebbtide.srt.config import EngineConfig
+from ebbtide.srt.entrypoints.bodies import Body
 from ebbtide.srt.entrypoints.http_answers import Endpoint, Json
 from ebbtide.srt.entrypoints.request_body import BodyReader
-from ebbtide.srt.entrypoints.routing import GET, POST, Route, endpoints
+from ebbtide.srt.entrypoints.routing import Route, endpoints
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.entrypoints.vllm.occupation import SLEEPING_TAGS, Body, VllmOccupation
+from ebbtide.srt.entrypoints.vllm.occupation import SLEEPING_TAGS, VllmOccupation
 from ebbtide.srt.entrypoints.vllm.parameters import (
     FetchParameters,
     FinishParameters,
@@ -114,7 +115,7 @@ class RemoteCalls:
             "liveness_probe": (self._probe, ()),
         }
 
-    @vllm_route(POST, "/collective_rpc")
+    @vllm_route("POST", "/collective_rpc")
     async def call(self, asked: RpcParameters) -> Body:
         """One of a few methods, by its name.
 
@@ -212,7 +213,7 @@ class VllmAdapters:
     def __init__(self, service: EngineService) -> None:
         self._service = service
 
-    @vllm_route(POST, "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
+    @vllm_route("POST", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
     async def load(self, asked: LoadAdapterParameters) -> str:
         """Load a PEFT folder as an adapter."""
         name = asked.lora_name
@@ -225,7 +226,7 @@ class VllmAdapters:
         await self._service.control(LoadLoRAAdapterReqInput, fields)
         return f"Success: LoRA adapter '{name}' added successfully."
 
-    @vllm_route(POST, "/v1/unload_lora_adapter")
+    @vllm_route("POST", "/v1/unload_lora_adapter")
     async def unload(self, asked: UnloadAdapterParameters) -> str:
         """Remove an adapter."""
         fields = {"lora_name": asked.lora_name, "timeout_s": 0.0}
@@ -239,43 +240,43 @@ class VllmApi:
     def __init__(self, service: EngineService) -> None:
         self._service = service
 
-    @vllm_route(POST, "/reset_mm_cache", "/reset_encoder_cache")
+    @vllm_route("POST", "/reset_mm_cache", "/reset_encoder_cache")
     async def nothing_to_do(self, asked: Nothing) -> Body:
         """Nothing: there is no such cache."""
         return {"message": "There is no such cache."}
 
-    @vllm_route(POST, "/start_draft_weight_update")
+    @vllm_route("POST", "/start_draft_weight_update")
     async def no_draft_model(self, asked: Nothing) -> Body:
         """Refused: there is no draft model."""
         raise RequestRejected("there is no draft model", 409)
 
-    @vllm_route(GET, "/weight_info")
+    @vllm_route("GET", "/weight_info")
     async def weight_info(self, asked: Nothing) -> Body:
         """The version of the weights."""
         return {"weight_version": self._service.state.weight_version}
 
-    @vllm_route(POST, "/pull_weights")
+    @vllm_route("POST", "/pull_weights")
     async def pull_weights(self, asked: PullParameters) -> Body:
         """Which published version an update from a folder brings."""
         return await pull(asked, self._service.state.weight_version)
 
-    @vllm_route(GET, "/get_world_size")
+    @vllm_route("GET", "/get_world_size")
     async def world_size(self, asked: WorldSizeParameters) -> Body:
         """How many ranks there are."""
         parallel = self._service.config.parallel
         return {"world_size": parallel.tp_size * (parallel.dp_size if asked.include_dp else 1)}
 
-    @vllm_route(GET, "/version")
+    @vllm_route("GET", "/version")
     async def version(self, asked: Nothing) -> Body:
         """The versions of this server and of the dialect."""
         return {"version": __version__, "vllm_compat": VLLM_VERSION}
 
-    @vllm_route(GET, "/load")
+    @vllm_route("GET", "/load")
     async def load(self, asked: Nothing) -> Body:
         """How many requests are answered."""
         return {"server_load": self._service.manager.num_live}
 
-    @vllm_route(GET, "/liveness")
+    @vllm_route("GET", "/liveness")
     async def liveness(self, asked: Nothing) -> Body:
         """Whether every process lives."""
         await self._service.check_health()

@@ -13,9 +13,8 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any, Final
 
-from ebbtide.srt.entrypoints.routing import POST
+from ebbtide.srt.entrypoints.bodies import Body
 from ebbtide.srt.entrypoints.service import EngineService
-from ebbtide.srt.entrypoints.vllm.occupation import Body
 from ebbtide.srt.entrypoints.vllm.parameters import (
     BroadcasterParameters,
     CheckerParameters,
@@ -82,7 +81,7 @@ class VllmWeightTransfer:
             return asked
         return "gloo" if self._service.config.runtime.device == "cpu" else "raw_nccl"
 
-    @vllm_route(POST, "/init_weight_transfer_engine")
+    @vllm_route("POST", "/init_weight_transfer_engine")
     async def init(self, asked: InitParameters) -> Body:
         """Join the group of a trainer.
 
@@ -112,7 +111,7 @@ class VllmWeightTransfer:
         self._init_info, self._last = info, None
         return {**reply, "message": "Weight transfer initialized"}
 
-    @vllm_route(POST, "/init_broadcaster")
+    @vllm_route("POST", "/init_broadcaster")
     async def init_broadcaster(self, asked: BroadcasterParameters) -> Body:
         """Join the group of prime-rl's trainer.
 
@@ -133,7 +132,7 @@ class VllmWeightTransfer:
         reply: Body = await self._service.control(InitWeightsUpdateGroupReqInput, fields)
         return {**reply, "status": "ok"}
 
-    @vllm_route(POST, "/shutdown_weight_transfer_engine")
+    @vllm_route("POST", "/shutdown_weight_transfer_engine")
     async def shutdown(self, asked: Nothing) -> Body:
         """Leave the trainer's group."""
         if self._service.state.session is not None:
@@ -142,7 +141,7 @@ class VllmWeightTransfer:
         reply: Body = await self._service.control(DestroyWeightsUpdateGroupReqInput, {"group_name": GROUP})
         return {**reply, "message": "Weight transfer shut down"}
 
-    @vllm_route(POST, "/start_weight_update")
+    @vllm_route("POST", "/start_weight_update")
     async def start(self, asked: StartParameters) -> Body:
         """Open a session of updates."""
         if not asked.is_checkpoint_format:
@@ -154,7 +153,7 @@ class VllmWeightTransfer:
         self._is_started, self._failure = True, None
         return {**reply, "message": "Weight update started"}
 
-    @vllm_route(POST, "/update_weights")
+    @vllm_route("POST", "/update_weights")
     async def update(self, asked: UpdateParameters) -> Body:
         """Take weights by broadcast, or out of a folder.
 
@@ -183,7 +182,7 @@ class VllmWeightTransfer:
             raise
         return {**reply, "message": "Weights updated"}
 
-    @vllm_route(POST, "/receive_weight_update")
+    @vllm_route("POST", "/receive_weight_update")
     async def receive(self, asked: ReceiveParameters) -> Body:
         """Take weights by PipelineRL's broadcasts.
 
@@ -199,7 +198,7 @@ class VllmWeightTransfer:
         }
         return await self._update_alone(UpdateWeightsFromDistributedReqInput, source, str(asked.version))
 
-    @vllm_route(POST, "/finish_weight_update")
+    @vllm_route("POST", "/finish_weight_update")
     async def finish(self, asked: FinishParameters) -> Body:
         """Commit the session.
 
@@ -216,7 +215,7 @@ class VllmWeightTransfer:
         self._is_started = False
         return {**reply, "message": "Weight update finished"}
 
-    @vllm_route(POST, "/weight_checker")
+    @vllm_route("POST", "/weight_checker")
     async def check(self, asked: CheckerParameters) -> Body:
         """Sum the parameters up, or make them invalid, or compare."""
         if asked.action == "reset":
@@ -293,7 +292,7 @@ class VllmWeightTransfer:
             )
         return info
 
-    @vllm_route(POST, "/fetch_weights")
+    @vllm_route("POST", "/fetch_weights")
     async def fetch(self, asked: FetchParameters) -> Body:
         """Which published version the next update brings, in SkyRL's words."""
         return await fetch(asked, self._fetch_info, self._service.state.weight_version)
