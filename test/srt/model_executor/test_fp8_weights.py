@@ -148,7 +148,7 @@ def test_a_checkpoint_in_8_bits_is_what_the_engine_makes_of_its_weights(
     tensors = load_file(path / "model.safetensors")
     assert_same(plain.values, expected(tensors, quantization))
     assert plain.store.num_bytes < 0.6 * sum(tensor.nbytes for tensor in tensors.values())
-    assert not any(plain.store.is_quantized(name) for name in tensors if name.endswith(".mlp.gate.weight"))
+    assert not any(plain.store.precision_of(name) for name in tensors if name.endswith(".mlp.gate.weight"))
 
     folder = make_checkpoint(tmp_path / "in-8-bits", architecture, seed=1, dtype="bfloat16", **shape)
     as_it_is = RealRank(rewrite_in_eight_bits(folder, quantization))
@@ -440,7 +440,7 @@ def test_other_quantisations_and_sizes_are_refused_and_modules_excluded(path: Pa
     ):
         RealRank(biased, quantization="fp8")
     rank = RealRank(biased, quantization="fp8", quantization_exclude=["experts", "sinks", "router"])
-    assert {name.split(".")[-2] for name in rank.store.names if rank.store.is_quantized(name)} == {
+    assert {name.split(".")[-2] for name in rank.store.names if rank.store.precision_of(name)} == {
         "q_proj",
         "k_proj",
         "v_proj",
@@ -458,10 +458,10 @@ def test_other_quantisations_and_sizes_are_refused_and_modules_excluded(path: Pa
     plain = r"re:.*layers\.\d\.(self_attn|mlp\.experts)"
     edit_config(folder, quantization_config={**COMPRESSED_TENSORS, "ignore": ["lm_head", plain]})
     store = RealRank(folder).store
-    assert not any(map(store.is_quantized, store.names))
+    assert not any(map(store.precision_of, store.names))
     assert not Quantization((plain,)).excludes("model.layers.0.mlp.gate_proj")
     rank = RealRank(path, quantization="fp8", quantization_exclude=["o_proj", "model.layers.1.*"])
-    kept = {name for name in rank.store.names if rank.store.is_quantized(name)}
+    kept = {name for name in rank.store.names if rank.store.precision_of(name)}
     assert {name.split(".")[-2] for name in kept} == set(PROJECTIONS) - {"o_proj"}
     assert all(name.startswith("model.layers.0.") for name in kept)
 

@@ -237,14 +237,11 @@ class WeightStore:
         """Shape and dtype of a whole tensor as the model keeps it; None if it has none of this name."""
         return (self.shape(name), self._slot(name, direct=False).dtype) if self._knows(name) else None
 
-    def is_quantized(self, name: str) -> bool:
-        """Whether a tensor is kept in 8 bits."""
-        return name in self._placements and self._slot(name, direct=False).dtype == FP8
-
-    @property
-    def scaled_by(self) -> str:
-        """What has one scale in a weight that is kept in 8 bits."""
-        return str(self._layout)
+    def precision_of(self, name: str) -> str:
+        """How values from `read` differ from those kept; empty if they do not."""
+        if name not in self._placements or self._slot(name, direct=False).dtype != FP8:
+            return ""
+        return f"dequantized: it is kept as float8_e4m3fn, with a scale for each {self._layout}"
 
     def check_change(self, name: str, dtype: torch.dtype, *, of_bits: bool) -> TensorProblem | None:
         """What stands against changing some elements of a tensor that `check` accepts.

@@ -48,7 +48,7 @@ class EngineWeights:
     """Opens updates, and finds room for them. Implements `weight_ports.Weights`."""
 
     def __init__(self, store: WeightStore, config: EngineConfig, device: Device) -> None:
-        self.names = store.names
+        self.names, self.stored_as, self.precision_of = store.names, store.stored_as, store.precision_of
         self.parameters = ParameterChecker(store, device, config.parallel)
         self.requires_copy = config.update.staging == "always"
         self.refuses_nonfinite = config.update.refuse_nonfinite
@@ -122,14 +122,6 @@ class EngineWeights:
     def leave_group(self, name: str) -> Callable[[], bool] | None:
         leaving = self._groups.leave(name, "destroy_weights_update_group")
         return None if leaving is None else lambda: leaving.is_done
-
-    def stored_as(self, name: str) -> str:
-        return self._store.stored_as(name)
-
-    def precision_of(self, name: str) -> str:
-        if not self._store.is_quantized(name):
-            return ""
-        return f"dequantized: it is kept as float8_e4m3fn, with a scale for each {self._store.scaled_by}"
 
     def read(self, name: str, max_rows: int) -> list[Any]:
         rows: list[Any] = self._store.read(name, max_rows).tolist()
