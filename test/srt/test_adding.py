@@ -263,7 +263,7 @@ def test_a_control_request_is_asked_described_and_merged(answers: Any) -> None:
     def counted(num_queued: int) -> dict[str, object]:
         return {"success": True, "message": "", "num_queued": num_queued, "num_ranks": 2}
 
-    # Of two replicas of one rank; what is made of the replies of ranks: wire/test_reply_merging.py.
+    # Of two replicas of one rank; what is made of the replies of ranks: wire/test_merging.py.
     assert answers["posted"] == counted(6)
     assert answers["queried"] == counted(8)
     assert answers["called"] == counted(4)
