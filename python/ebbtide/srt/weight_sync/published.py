@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -129,15 +130,12 @@ def read_state(local_dir: Path) -> PulledState | None:
     file = local_dir / STATE
     if not file.is_file():
         return None
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+    with _read(file) as found:
         if "source_dir" not in found:
             return None  # Another engine wrote it, into a whole copy.
         return PulledState(
             Path(found["source_dir"]), found["base_version"], int(found["base"]), int(found["version"])
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RequestRejected(f"{file} cannot be read: {error!r}") from error
 
 
 def open_files(delta: PublishedDelta) -> dict[str, CheckpointFile]:
@@ -175,8 +173,8 @@ def checksum_of(data: memoryview, checksum_format: str) -> str:
 
 def _read_index(source_dir: Path, version: int) -> PublishedDelta:
     file = version_folder(source_dir, version) / INDEX
-    index = _read_json(file, "source_dir", version)
-    try:
+    _require_ready(file, "source_dir", version)
+    with _read(file) as index:
         metadata, weight_map = index["metadata"], index["weight_map"]
         encoding = metadata.get("delta_encoding")
         if encoding is None:
@@ -187,8 +185,6 @@ def _read_index(source_dir: Path, version: int) -> PublishedDelta:
         found = int(metadata["version"]), int(metadata["base_version"])
         files = list(weight_map.values())
         kinds = encoding, str(metadata["compression_format"]), str(metadata["checksum_format"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestRejected(f"{file} cannot be read: {error!r}") from error
     _check_versions(file, version, found)
     if encoding not in ENCODINGS or kinds[1] != "zstd" or kinds[2] not in _CHECKSUMS:
         raise RequestRejected(
@@ -201,16 +197,14 @@ def _read_index(source_dir: Path, version: int) -> PublishedDelta:
 
 def _read_manifest(file: Path, version: int) -> PublishedDelta:
     """SkyRL's index. Source: wire_vllm section 5.3."""
-    manifest = _read_json(file, "sync_dir", version)
-    try:
+    _require_ready(file, "sync_dir", version)
+    with _read(file) as manifest:
         found = int(manifest["version"]), int(manifest["base_version"])
         records = {record["name"]: record for record in manifest["tensors"]}
         kinds = {str(record.get("checksum_algorithm", "sha256")) for record in records.values()}
         checksums = {name: record.get("checksum") or record["sha256"] for name, record in records.items()}
         weight_map = {name: record["payload_file"] for name, record in records.items()}
         is_keyed = all(record["payload_key"] == name for name, record in records.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestRejected(f"{file} cannot be read: {error!r}") from error
     _check_versions(file, version, found)
     if not is_keyed or not all(isinstance(part, str) and "/" not in part for part in weight_map.values()):
         raise RequestRejected(
@@ -224,12 +218,17 @@ def _read_manifest(file: Path, version: int) -> PublishedDelta:
     return PublishedDelta(file.parent, version, version - 1, "xor", kind, weight_map, checksums)
 
 
-def _read_json(file: Path, field_name: str, version: int) -> Any:
+def _require_ready(file: Path, field_name: str, version: int) -> None:
     if not file.is_file():
         raise RequestRejected(f"{field_name}: version {version} is not ready: there is no {file}")
+
+
+@contextmanager
+def _read(file: Path) -> Iterator[Any]:
+    """What a file of JSON says; refused where it cannot be read, or does not say what is asked for within."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        yield json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RequestRejected(f"{file} cannot be read: {error!r}") from error
 
 
