@@ -132,6 +132,7 @@ class ScheduleConfig:
     `decode_log_interval`: forward passes from one line in the log to the next; 0: never.
     `ends_nonfinite`: whether logits that are not finite end their request.
     `fits_running`: whether fewer run where their states would leave the KV cache too little.
+    `max_running_per_adapter`: requests of one adapter in a batch; None: as many as there is room for.
     """
 
     max_running_requests: int
@@ -148,6 +149,7 @@ class ScheduleConfig:
     prefill_share: float = 1.0
     ends_nonfinite: bool = True
     fits_running: bool = False
+    max_running_per_adapter: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +377,7 @@ def _adapter_limits(args: ServerArgs) -> AdapterLimits | None:
     if rank > MAX_LORA_RANK:
         raise ConfigurationError(f"max_lora_rank: expected at most {MAX_LORA_RANK}, got {rank}")
     targets = tuple(args.lora_target_modules or ("all",))
-    if not args.enable_lora and not args.lora_paths:
+    if not args.enable_lora and not args.lora_paths and args.lora_folder is None:
         return None
     # One is loaded while a batch reads the others.
     num_slots = args.max_loras_per_batch + 1
@@ -461,6 +463,7 @@ def _resolve_schedule(args: ServerArgs, model: ModelConfig, device: str) -> Sche
         prefill_share=args.prefill_share or _prefill_share(chunk, model),
         ends_nonfinite=args.nonfinite_logits == "abort",
         fits_running=args.max_running_requests is None,
+        max_running_per_adapter=args.max_running_requests_per_lora,
     )
 
 

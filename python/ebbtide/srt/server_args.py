@@ -189,7 +189,9 @@ class ServerArgs(SglangArguments):
         minimum=1,
     )
     max_queued_requests: int | None = arg(
-        None, "Requests that may wait; further ones get 503 (default: no limit).", minimum=0
+        None,
+        "Requests that may wait for the model, and for each adapter; others get 503 (default: no limit).",
+        minimum=0,
     )
     chunked_prefill_size: int | None = arg(
         None,
@@ -269,8 +271,15 @@ class ServerArgs(SglangArguments):
     lora_paths: list[str] | None = arg(
         None, "Adapters to load at the start: folders, or name=folder (default: none)."
     )
+    lora_folder: str | None = arg(
+        None,
+        "A folder of adapters: one that a request names as its model is loaded from there (default: none).",
+    )
     max_loaded_loras: int | None = arg(
         None, "Adapters that may be loaded, in device and host memory (default: no limit).", minimum=1
+    )
+    max_running_requests_per_lora: int | None = arg(
+        None, "Requests of one adapter that run at a time; further ones wait (default: no limit).", minimum=1
     )
     lora_keep_versions: int = arg(
         1, "Earlier versions of an adapter that requests may still ask for, as name@version.", minimum=0

@@ -152,11 +152,11 @@ def assemble_scheduler(
         cache_by_version=config.cache_by_version,
         records_routes=config.records_routes,
     )
+    num_slots = 0 if parts.adapters is None else parts.adapters.num_slots
     book = AdapterBook(
-        0 if parts.adapters is None else parts.adapters.num_slots,
-        config.keep_adapter_versions,
-        config.max_adapters,
-        config.base_names,
+        *(num_slots, config.keep_adapter_versions, config.max_adapters, config.base_names),
+        # Its share of a batch: one request after the other would have the others' rows stand empty.
+        turn=-(-config.schedule.max_running_requests // max(1, num_slots - 1)),
     )
     # As many requests may run as the page table has rows.
     schedule = replace(config.schedule, max_running_requests=parts.table.spare_row)

@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from fixtures.adapter_control import AdapterHarness, loading
 from fixtures.control import PROMPT, Harness, updating
 
 from ebbtide.srt.errors import RequestRejected
@@ -16,7 +17,6 @@ from ebbtide.srt.managers.io_struct import (
     EndWeightUpdateReqInput,
     FinishReason,
     LoadLoRAAdapterFromTensorsReqInput,
-    LoadLoRAAdapterReqInput,
     PauseMode,
     Prepared,
     UnloadLoRAAdapterReqInput,
@@ -24,66 +24,9 @@ from ebbtide.srt.managers.io_struct import (
     VersionContract,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.testing import NullRunner, default_schedule
+from ebbtide.testing import default_schedule
 
 pytestmark = pytest.mark.unit
-
-
-def loading(name: str, value: int, **fields: Any) -> LoadLoRAAdapterReqInput:
-    return LoadLoRAAdapterReqInput(lora_name=name, lora_path=str(value), **fields)
-
-
-class AdapterHarness(Harness):
-    """Two adapters may run at a time, in three slots.
-
-    Attributes:
-        values: of each version that was loaded, what stands for its contents.
-        seeds: of each request.
-    """
-
-    def __init__(self, num_slots: int = 3, **args: Any) -> None:
-        super().__init__(num_adapter_slots=num_slots, **args)
-        self.contents: dict[str, int] = {}
-        self.seeds: dict[str, int] = {}
-
-    def load(self, name: str, value: int, **fields: Any) -> str:
-        """Load a version; returns its label."""
-        reply = self.do(loading(name, value, **fields))
-        label = f"{name}@{reply.lora_version}"
-        self.contents[label] = value
-        return label
-
-    def ask(self, adapter: str | None, **fields: Any) -> str:
-        seed = fields.setdefault("seed", len(self.seeds))
-        fields.setdefault("prompt", PROMPT)
-        rid = self.generate(adapter=adapter, **fields)
-        self.seeds[rid] = seed
-        return rid
-
-    def labels(self, rid: str) -> list[str]:
-        return [label for label, _ in self.outputs[rid].adapter_starts]
-
-    def assert_true(self, *rids: str) -> None:
-        """Every token is what the version that is named for it makes, over the base that is."""
-        runner = NullRunner()
-        for rid in rids or self.outputs:
-            output = self.outputs[rid]
-            for position, token in enumerate(output.token_ids):
-                base = [name for name, start in output.version_starts if start <= position][-1]
-                named = [label for label, start in output.adapter_starts if start <= position]
-                adapter = self.contents[named[-1]] if named else 0
-                # An update writes its number to each of four parameters; see `NullWeights.write`.
-                value = runner.adapted(0 if base == "default" else 10 * int(base), adapter)
-                assert token == runner.token(self.seeds[rid], position, value), (rid, position, named)
-
-    def finish(self, rid: str) -> FinishReason:
-        finish = self.outputs[rid].finish
-        assert finish is not None
-        return finish
-
-    @property
-    def loaded(self) -> list[str]:
-        return [f"{one.name}@{one.version}" for one in self.now.adapters]
 
 
 def test_requests_with_several_adapters_and_none_share_a_batch() -> None:
@@ -410,6 +353,25 @@ def test_a_full_shelf_and_the_names_of_the_base_are_refused_by_name() -> None:
     assert refused.value.status == 409
     with pytest.raises(RequestRejected, match="'base' means the base model"):
         book.check_name("base")
+
+
+def test_on_a_full_shelf_the_longest_unused_that_may_leave_makes_room() -> None:
+    book = AdapterBook(3, 0, max_names=3)
+    for name, may_leave in (("kept", False), ("old", True), ("new", True)):
+        book.check_load(name, None, "", pinned=False)
+        book.add(name, None, digest="", path="", slot=0, pinned=False, may_leave=may_leave)
+    old = book.resolve("old")
+    book.join(old)
+    book.start(old)
+    book.check_load("next", None, "", pinned=False)
+    book.add("next", None, digest="", path="", slot=1, pinned=False)
+    assert book.names == ["kept", "old", "next"], "a request runs on the other one"
+    book.check_load("last", None, "", pinned=False)
+    book.add("last", None, digest="", path="", slot=1, pinned=False)
+    assert book.names == ["kept", "next", "last"]
+    assert old.slot is not None, "its request comes to its end"
+    with pytest.raises(RequestRejected, match="max_loaded_loras is 3: kept, next, last"):
+        book.check_load("more", None, "", pinned=False)
 
 
 def test_a_load_while_the_weights_are_released_is_refused() -> None:

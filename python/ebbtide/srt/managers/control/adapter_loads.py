@@ -267,13 +267,16 @@ class AdapterLoads:
 
     def _commit(self, request: LoadRequest, digest: str, slot: int) -> tuple[AdapterVersion, int]:
         """Have the name mean what is in the slot; returns the version, and how many requests moved to it."""
-        path = request.lora_path if isinstance(request, LoadLoRAAdapterReqInput) else ""
+        path, may_leave = "", False
+        if isinstance(request, LoadLoRAAdapterReqInput):
+            path, may_leave = request.lora_path, request.may_leave
         added = self.book.add(
             *(request.lora_name, request.version),
             digest=digest,
             path=path,
             slot=slot,
             pinned=request.pinned,
+            may_leave=may_leave,
         )
         return added, self._users.move(added, request.in_flight)
 
@@ -281,7 +284,8 @@ class AdapterLoads:
         """What comes, on every rank fit for its slots."""
 
         def read() -> Work[AdapterPlan]:
-            slices = self._slots.open(request, with_digest=request.version is not None)
+            is_stored = isinstance(request, LoadLoRAAdapterReqInput)
+            slices = self._slots.open(request, with_digest=is_stored or request.version is not None)
             _, plan = yield from self._pace.turns(slices, Activity.COPYING)
             opened.enter_context(closing(plan))
             return plan
@@ -391,7 +395,8 @@ class AdapterLoads:
         while True:
             found = self.book.slot_for(name)
             if found is None:
-                yield Activity.WAITING
+                with self.book.awaiting_slot():
+                    yield Activity.WAITING
                 continue
             slot, holder = found
             with ExitStack() as attempt:

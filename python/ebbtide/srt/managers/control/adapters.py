@@ -37,9 +37,11 @@ class AdapterVersion:
         is_pinned: it keeps its slot.
         is_reachable: new requests may name it.
         is_wanted: a request waits for it to come into a slot.
+        may_leave: its name means nothing any more where there is no room for another one's.
         num_live: requests that run on it, or are to.
         num_running: those of them that hold KV.
-        last_used: by the count of admissions.
+        num_begun: requests that have begun to run on it since it was active last.
+        last_used: by the count of admissions; before the first one, that of its load.
     """
 
     name: str
@@ -52,8 +54,10 @@ class AdapterVersion:
     is_pinned: bool = False
     is_reachable: bool = True
     is_wanted: bool = False
+    may_leave: bool = False
     num_live: int = 0
     num_running: int = 0
+    num_begun: int = 0
     last_used: int = 0
 
     @property
@@ -76,19 +80,19 @@ class AdapterBook:
     """The adapters, by name.
 
     At most `num_active` versions run at a time. There is a slot more than that: a version can be loaded while
-    others run, or run along with pinned ones.
+    others run, or run along with pinned ones. While more are asked for, they take turns.
 
     Args:
         num_slots: that forward passes read, 2 or more; 0: there are no adapters.
         keep_versions: earlier versions of a name that may still be asked for.
         max_names: how many adapters there may be; None without limit.
         reserved: names that mean the base model.
+        turn: requests that may begin to run on a version before it makes room for another one.
 
     Attributes:
         wanted: what a request waits for, and is to be brought into a slot.
         staged: the checksums of versions that are loaded, and mean nothing before a session is committed.
         reports: the versions that requests may ask for; a new list whenever there are others.
-        is_blocked: a request of this pass waits for room; to be set to False ahead of a pass.
     """
 
     def __init__(
@@ -97,7 +101,9 @@ class AdapterBook:
         keep_versions: int,
         max_names: int | None = None,
         reserved: frozenset[str] = frozenset(),
+        turn: int = 1,
     ) -> None:
+        self._turn = turn
         self._reserved = reserved
         self.num_slots = num_slots
         self.num_active = max(0, num_slots - 1)
@@ -115,7 +121,8 @@ class AdapterBook:
         self._pinned: set[AdapterVersion] = set()
         # While a request waits for a slot, later ones do not begin to run on this version, so that it ends.
         self._leaving: AdapterVersion | None = None
-        self.is_blocked = False
+        self._is_blocked = False
+        self._num_loads_waiting = 0
         self.reports: list[AdapterReport] = []
 
     # ---------------------------------------------------------------------------------------------- asking
@@ -190,7 +197,7 @@ class AdapterBook:
 
     def _check_room(self, name: str, *, pinned: bool) -> None:
         limit = self._max_names
-        if limit is not None and name not in self._versions and len(self._versions) >= limit:
+        if self._is_full(name) and self._leaving_name() is None:
             raise RequestRejected(
                 f"max_loaded_loras is {limit}: {first_few(self.names)} are loaded. Unload one",
                 409,
@@ -202,13 +209,34 @@ class AdapterBook:
                 f"{first_few(others)}. Unload one of them, or load it unpinned",
                 409,
             )
-        unpinned = [one for one in self.names if one != name and one not in others]
-        if pinned and len(others) + 1 >= self.num_active and unpinned:
+        staged = [one for one, _ in self.staged if one != name]
+        unpinned = [one for one in self.names if one != name and one not in others] + staged
+        if pinned and len(others) + len(staged) + 1 >= self.num_active and unpinned:
             raise RequestRejected(
                 f"pinned: no slot would be left for {first_few(unpinned)} (max_loras_per_batch is "
                 f"{self.num_active})",
                 409,
             )
+
+    def _is_full(self, name: str) -> bool:
+        limit = self._max_names
+        return limit is not None and name not in self._versions and len(self._versions) >= limit
+
+    def _leaving_name(self) -> str | None:
+        """The name that gives its place to another one: if it can be, one that nobody runs on."""
+        last = [one for name in self.names if (one := self.current(name)) is not None and one.may_leave]
+        return min(
+            (one.name for one in last),
+            key=lambda name: (
+                self._is_in_use(name),
+                max(one.last_used for one in self._versions[name]),
+                name,
+            ),
+            default=None,
+        )
+
+    def _is_in_use(self, name: str) -> bool:
+        return any(one.num_live for one in self._versions[name])
 
     def check_stage(self, name: str) -> None:
         """Refuse (409) to stage an adapter that would leave no slot to requests until the session ends."""
@@ -222,15 +250,26 @@ class AdapterBook:
             )
 
     def add(
-        self, name: str, version: str | None, *, digest: str, path: str, slot: int, pinned: bool
+        self,
+        name: str,
+        version: str | None,
+        *,
+        digest: str,
+        path: str,
+        slot: int,
+        pinned: bool,
+        may_leave: bool = False,
     ) -> AdapterVersion:
         """From now on the name means what is in this slot."""
+        if self._is_full(name) and (leaving := self._leaving_name()) is not None:
+            self.remove(leaving, None)
         self._num_loads += 1
         if version is None:
             numbers = map(str, itertools.count(self._num_loads))
             version = next(one for one in numbers if (name, one) not in self._digests)
         self._remember(name, version, digest)
         added = AdapterVersion(name, version, self._num_loads, digest, path, slot, is_pinned=pinned)
+        added.may_leave, added.last_used = may_leave, self._num_admissions
         versions = self._versions.setdefault(name, [])
         for one in versions:
             one.is_pinned = False
@@ -268,7 +307,13 @@ class AdapterBook:
             self._retired.append(one)
         self._forget_unused()
         self.reports = [
-            AdapterReport(name=one.name, version=one.version, path=one.path, pinned=one.is_pinned)
+            AdapterReport(
+                name=one.name,
+                version=one.version,
+                path=one.path,
+                pinned=one.is_pinned,
+                checksum=one.digest,
+            )
             for versions in self._versions.values()
             for one in versions
         ]
@@ -324,14 +369,31 @@ class AdapterBook:
 
     # --------------------------------------------------------------------------------------------- requests
 
+    def begin_pass(self) -> None:
+        """Requests are about to be admitted. Where a load waits for a slot, some make room for it."""
+        self._is_blocked = False
+        if self._num_loads_waiting:
+            self._make_room()
+
+    @contextmanager
+    def awaiting_slot(self) -> Iterator[None]:
+        """A load waits for a slot meanwhile, and requests do not keep it out for ever."""
+        self._num_loads_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_loads_waiting -= 1
+
     def admits(self, version: AdapterVersion) -> bool:
         """Whether a request may begin to run on it now; otherwise it is fetched, or room is made for it."""
-        if version not in self._active:
-            has_slots = len(self._active | self._pinned | {version}) <= self.num_slots
-            if len(self._active) >= self.num_active or not has_slots:
+        if version.slot is None or version not in self._active:
+            # What is staged in a session has taken slots out of those that requests share.
+            others = self._active - {version}
+            num_slots = len(others | self._pinned | {version}) + len(self.staged)
+            if len(others) >= max(1, self.num_active - len(self.staged)) or num_slots > self.num_slots:
                 self._make_room()
                 return False
-        if self.is_blocked and version is self._leaving:
+        if self._is_blocked and version is self._leaving and version.num_begun >= self._turn:
             return False
         if version.slot is None:
             version.is_wanted = True
@@ -342,13 +404,15 @@ class AdapterBook:
 
     def _make_room(self) -> None:
         """Choose the version whose requests are to come to an end, unless one of them runs still."""
-        self.is_blocked = True
+        self._is_blocked = True
         if self._leaving is None or not self._leaving.num_running:
             running = [one for one in self._active - self._pinned if one.num_running]
-            self._leaving = min(running, key=lambda one: (one.num_live, one.number), default=None)
+            self._leaving = max(running, key=lambda one: (one.num_begun, one.number), default=None)
 
     def _weigh(self, version: AdapterVersion) -> None:
         """Whether it is active, or pinned, may have changed."""
+        if not version.is_active:
+            version.num_begun = 0
         for versions, is_in in ((self._active, version.is_active), (self._pinned, version.is_pinned)):
             if is_in:
                 versions.add(version)
@@ -379,6 +443,7 @@ class AdapterBook:
         self._num_admissions += 1
         version.last_used = self._num_admissions
         version.num_running += 1
+        version.num_begun += 1
         version.is_wanted = False
         self._weigh(version)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import random
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from ebbtide.srt.managers.scheduling.request import Req
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 # Requests whose prefixes are matched per step: that costs, and nobody waits on the order of the 200th.
 MATCHED_WINDOW: Final = 128
+# How many requests of an adapter a step looks at whose version has no slot yet.
+MAX_BARRED: Final = 64
 
 # Where a request stands in a tree: at each level how many go on the same way (negative), and the page.
 TreePlace: TypeAlias = tuple[tuple[int, int], ...]
@@ -43,12 +47,18 @@ class WaitingOrder:
         # The same on all ranks: they ask for the same numbers in the same turns.
         self._random = random.Random(0)
 
-    def candidates(self, waiting: Sequence[Req], cached_pages: Callable[[Req], list[int]]) -> Iterable[Req]:
+    def candidates(
+        self,
+        waiting: Sequence[Req],
+        cached_pages: Callable[[Req], list[int]],
+        num_matched: int = MATCHED_WINDOW,
+    ) -> Iterable[Req]:
         """The requests to be tried, in order. Each may leave `waiting` before the next is asked for.
 
         Args:
             waiting: retracted ones first, each group by arrival.
             cached_pages: the pages of the prefix cache that a request could begin with.
+            num_matched: requests that may be asked about.
         """
         match self._policy:
             case "fcfs":
@@ -61,13 +71,123 @@ class WaitingOrder:
                 return _ordered(waiting, lambda req: (-req.priority, -req.num_to_come))
             case "random":
                 return _ordered(waiting, lambda req: self._random.random())
-        window = waiting[:MATCHED_WINDOW]
+        window = waiting[:num_matched]
         pages = {req.rid: cached_pages(req) for req in window}
         if self._policy == "lpm":
             return _ordered(window, lambda req: -len(pages[req.rid]))
         assert self._policy == "dfs-weight", self._policy
         places = dfs_places(pages)
         return _ordered(window, lambda req: places[req.rid])
+
+
+class WaitingRequests:
+    """The requests that wait: those of each adapter, and those of none, in a line of their own.
+
+    Who has the fewest requests running is next, of equals who was served longest ago: many requests for one
+    adapter keep out neither the others nor the base. Within a line the schedule policy decides. Requests
+    whose KV was taken away come first of all, by arrival.
+
+    Args:
+        policy: see `WaitingOrder`.
+        max_running: requests of one adapter that may run at a time; None: all.
+
+    Attributes:
+        lines: by adapter, in order of arrival, retracted ones first; none of them is empty.
+    """
+
+    def __init__(self, policy: str, max_running: int | None = None) -> None:
+        self._order = WaitingOrder(policy)
+        self._max_running = max_running
+        self.lines: dict[str | None, list[Req]] = {}
+        self._num_running: Counter[str | None] = Counter()
+        # When each line was last served, by the count of requests that began to run; a new one: now.
+        self._served: dict[str | None, int] = {}
+        self._num_begun = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.lines.values()))
+
+    def __iter__(self) -> Iterator[Req]:
+        """In order of arrival, retracted ones first."""
+        lines = list(self.lines.values())
+        return iter(lines[0]) if len(lines) == 1 else heapq.merge(*lines, key=_by_turn)
+
+    def first(self, count: int) -> list[Req]:
+        return list(islice(self, count))
+
+    def num_of(self, adapter: str | None) -> int:
+        """Those that wait for one adapter; None: for the base."""
+        return len(self.lines.get(adapter, ()))
+
+    def add(self, req: Req) -> None:
+        name = req.adapter_name
+        if name not in self.lines:
+            self.lines[name], self._served[name] = [], self._num_begun
+        insort(self.lines[name], req, key=_by_turn)
+
+    def remove(self, req: Req) -> None:
+        name = req.adapter_name
+        self.lines[name].remove(req)
+        if not self.lines[name]:
+            del self.lines[name], self._served[name]
+
+    def begin(self, req: Req) -> None:
+        """It leaves its line, and runs."""
+        name = req.adapter_name
+        self._num_begun += 1
+        self._num_running[name] += 1
+        self._served[name] = self._num_begun
+        self.remove(req)
+
+    def stop(self, req: Req) -> None:
+        """It runs no more."""
+        name = req.adapter_name
+        self._num_running[name] -= 1
+        if not self._num_running[name]:
+            del self._num_running[name]
+
+    def candidates(
+        self, cached_pages: Callable[[Req], list[int]], is_ready: Callable[[Req], bool]
+    ) -> Iterator[Req]:
+        """The requests to be tried, in order. Each may begin to run before the next is asked for.
+
+        Args:
+            cached_pages: the pages of the prefix cache that a request could begin with.
+            is_ready: whether its adapter is where a pass can read it; asked once of each.
+        """
+        num_matched = MATCHED_WINDOW // len(self.lines) or 1 if self.lines else 0
+        walks = {
+            name: iter(self._order.candidates(line, cached_pages, num_matched))
+            for name, line in self.lines.items()
+        }
+        heads = [self._place(req) for walk in walks.values() for req in islice(walk, 1)]
+        heapq.heapify(heads)
+        num_barred: Counter[str | None] = Counter()
+        while heads:
+            req = heads[0][-1]
+            name = req.adapter_name
+            if self._is_full(name) or num_barred[name] == MAX_BARRED:
+                heapq.heappop(heads)
+                continue
+            if is_ready(req):
+                yield req
+            else:
+                num_barred[name] += 1
+            following = next(walks[name], None)
+            if following is None:
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, self._place(following))
+
+    def _is_full(self, name: str | None) -> bool:
+        limit = self._max_running
+        return limit is not None and name is not None and self._num_running[name] >= limit
+
+    def _place(self, req: Req) -> tuple[bool, int, int, int, int, Req]:
+        """What the heads of the lines are sorted by; no two of them arrived at once."""
+        name = req.adapter_name
+        fairness = (0, 0) if req.has_begun else (self._num_running[name], self._served.get(name, 0))
+        return (not req.has_begun, *fairness, req.arrival - req.head_start, req.arrival, req)
 
 
 def dfs_places(pages: Mapping[str, Sequence[int]]) -> dict[str, TreePlace]:
@@ -91,6 +211,11 @@ def dfs_places(pages: Mapping[str, Sequence[int]]) -> dict[str, TreePlace]:
             path.append((node, page))
     end = (1, 0)  # Behind every branch: those begin with a negative number.
     return {rid: (*((-num_through[node], page) for node, page in path), end) for rid, path in paths.items()}
+
+
+def _by_turn(req: Req) -> tuple[bool, int]:
+    """Requests that had KV first; each group in order of arrival, but for head starts."""
+    return not req.has_begun, req.arrival - req.head_start
 
 
 def _walk(waiting: Sequence[Req]) -> Iterator[Req]:

@@ -215,6 +215,11 @@ class Req:
         return self.namespace if self.adapter is None else (*self.namespace, self.adapter.namespace)
 
     @property
+    def adapter_name(self) -> str | None:
+        """Whose share of the engine it takes: that of all versions of its adapter, or the base's (None)."""
+        return None if self.adapter is None else self.adapter.name
+
+    @property
     def has_begun(self) -> bool:
         """Whether its KV was taken away: it is admitted again ahead of those that never had any."""
         return self.num_retractions > 0 or self.parked is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -16,7 +17,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.adapters import AdapterBook
 from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.io_struct import FinishReason, RetractCause
-from ebbtide.srt.managers.scheduling.admission import GrowthReserve, PrefillShare, WaitingOrder
+from ebbtide.srt.managers.scheduling.admission import GrowthReserve, PrefillShare, WaitingRequests
 from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
 from ebbtide.srt.managers.scheduling.request_pages import RequestPages
 from ebbtide.srt.managers.scheduling.running_rows import ScheduledBatch
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 NEXT_TURN_OVERTAKES: Final = 256
 # How many requests that wait for another one's prefix a step passes over at most.
 MAX_DEFERRED: Final = 128
-# The same of requests whose adapters have no slot yet.
-MAX_BARRED: Final = 1024
 
 
 class SchedulePolicy:
@@ -57,7 +56,7 @@ class SchedulePolicy:
         self.num_groups = len(pages.windows)
         self.holds_admission = False
         self.held: list[Req] = []
-        self.waiting: list[Req] = []
+        self.waiting = WaitingRequests(config.policy, config.max_running_per_adapter)
         self.running: list[Req] = []
         self._versions = ServedVersions("")
         self._num_updates = 0
@@ -66,7 +65,6 @@ class SchedulePolicy:
         self._num_in_flight = 0
         self._reserve = GrowthReserve(pages.page_size)
         self._share = PrefillShare(config)
-        self._order = WaitingOrder(config.policy)
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -90,12 +88,12 @@ class SchedulePolicy:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or (self.waiting and not self.holds_admission))
+        return bool(self.running or (self.waiting.lines and not self.holds_admission))
 
     @property
     def queued(self) -> list[Req]:
         """The requests that do not run, those that are held back among them."""
-        return self.waiting + self.held
+        return [*chain.from_iterable(self.waiting.lines.values()), *self.held]
 
     def find(self, rid: str) -> Req | None:
         return self._live.get(rid)
@@ -106,11 +104,7 @@ class SchedulePolicy:
         Raises:
             RequestRejected: 503, the queue is full; 409, the version that it asks for has passed.
         """
-        limit = self.config.max_queued_requests
-        if limit is not None and len(self.waiting) + len(self.held) >= limit:
-            raise RequestRejected(
-                f"the queue is full: max_queued_requests is {limit}, and so many requests wait", status=503
-            )
+        self._require_place(req.adapter_name)
         standing = self._versions.standing(req.contract)
         if standing is Standing.PASSED:
             raise RequestRejected(self._why_passed(req), status=409)
@@ -125,6 +119,17 @@ class SchedulePolicy:
         else:
             self._enqueue(req)
 
+    def _require_place(self, adapter: str | None) -> None:
+        limit = self.config.max_queued_requests
+        if limit is None:
+            return
+        num_queued = self.waiting.num_of(adapter) + sum(req.adapter_name == adapter for req in self.held)
+        if num_queued >= limit:
+            whose = "" if adapter is None else f" for the adapter {adapter!r}"
+            raise RequestRejected(
+                f"the queue is full: max_queued_requests is {limit}, and so many requests{whose} wait", 503
+            )
+
     def _is_next_turn(self, req: Req) -> bool:
         """Whether most of its prompt is in the cache: there is little to compute, and an agent waits."""
         return 2 * len(self.pages.matched(req)) * self.page_size >= req.num_tokens
@@ -138,7 +143,7 @@ class SchedulePolicy:
         self._versions.note(commit.version)
         self._num_updates += is_update
         ended: list[tuple[Req, FinishReason]] = []
-        for req in [*self.running, *self.waiting, *self.held]:
+        for req in self.running + self.queued:
             reason = self._why_ended(req, is_update=is_update)
             if reason is not None:
                 self.finish(req)
@@ -190,8 +195,10 @@ class SchedulePolicy:
         """Every running and waiting request ends; returns them."""
         queued = self.queued
         ended = self.running + queued
-        self.waiting, self.held = [], []
+        self.held = []
         for req in queued:
+            if req.phase is Phase.WAITING:
+                self.waiting.remove(req)
             self.pages.drop_parked(req)
             self._forget(req)
         self.finish_running(list(self.running))
@@ -213,6 +220,7 @@ class SchedulePolicy:
 
     def _release(self, req: Req, *, publish: bool) -> None:
         self.pages.release(req, publish=publish)
+        self.waiting.stop(req)
         if req.adapter is not None:
             self.adapters.stop(req.adapter)
 
@@ -221,7 +229,7 @@ class SchedulePolicy:
 
         So do those that wait with KV in host memory.
         """
-        retracted = [req for req in self.waiting if req.parked is not None] + self.running
+        retracted = [req for req in self.queued if req.parked is not None] + self.running
         for req in retracted:
             self.retract(req, cause)
         return len(retracted)
@@ -295,7 +303,7 @@ class SchedulePolicy:
     @property
     def holds_kv(self) -> bool:
         """Whether KV of any token is in the pool, or parked beside it."""
-        return bool(self.allocator.held) or any(req.parked is not None for req in self.waiting)
+        return bool(self.allocator.held) or any(req.parked is not None for req in self.queued)
 
     def flush_cache(self) -> int:
         """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
@@ -313,7 +321,7 @@ class SchedulePolicy:
         if not self.has_work or self._must_commit_first() or not self._grow_running():
             return None
         room = self.config.max_running_requests - len(self.running)
-        upcoming = [] if self.holds_admission else self.waiting[:room]
+        upcoming = [] if self.holds_admission else self.waiting.first(room)
         rows_R = self._running_rows()
         missing_R = self.rows.missing(rows_R)
         # Rows of one token come first, so that those of a kind lie together.
@@ -400,16 +408,12 @@ class SchedulePolicy:
         in_prefill = np.flatnonzero(~self.rows.is_decoding(rows_R)).tolist()
         prefilling = {self.pages.next_key(self.running[index]) for index in in_prefill}
         num_to_come = sum(self.rows.num_to_come(rows_R, window) for window in self.pages.windows)
-        num_deferred = num_barred = 0
-        self.adapters.is_blocked = False
-        for req in self._order.candidates(self.waiting, self.pages.matched):
+        num_deferred = 0
+        if self.adapters.num_slots:
+            self.adapters.begin_pass()
+        for req in self.waiting.candidates(self.pages.matched, self._is_ready):
             if len(self.running) >= self.config.max_running_requests:
                 return
-            if req.adapter is not None and not self.adapters.admits(req.adapter):
-                num_barred += 1
-                if num_barred == MAX_BARRED:
-                    return
-                continue
             hold = self._take_pages(req, prefilling, num_to_come)
             if hold is _DEFERRED:
                 num_deferred += 1
@@ -419,7 +423,7 @@ class SchedulePolicy:
             if hold is None:
                 return
             assert isinstance(hold, KVHold)
-            self.waiting.remove(req)
+            self.waiting.begin(req)
             insort(self.running, req, key=_by_arrival)
             self._rows_R = None
             req.phase = Phase.RUNNING
@@ -432,6 +436,9 @@ class SchedulePolicy:
             prefilling.add(self.pages.next_key(req))
             num_to_come += sum(req.num_to_come_within(window) for window in self.pages.windows)
             yield req
+
+    def _is_ready(self, req: Req) -> bool:
+        return req.adapter is None or self.adapters.admits(req.adapter)
 
     def _take_pages(
         self, req: Req, prefilling: set[tuple[object, ...]], num_to_come: int
@@ -495,7 +502,7 @@ class SchedulePolicy:
 
     def _enqueue(self, req: Req) -> None:
         req.phase = Phase.WAITING
-        insort(self.waiting, req, key=_by_turn)
+        self.waiting.add(req)
 
 
 class _Deferred:
@@ -507,8 +514,3 @@ _DEFERRED = _Deferred()
 
 def _by_arrival(req: Req) -> int:
     return req.arrival
-
-
-def _by_turn(req: Req) -> tuple[bool, int]:
-    """Requests that had KV first; each group in order of arrival, but for head starts."""
-    return not req.has_begun, req.arrival - req.head_start

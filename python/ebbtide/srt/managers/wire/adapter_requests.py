@@ -26,8 +26,8 @@ InFlight: TypeAlias = Literal["stay", "continue", "recompute", "abort"]
 class LoadLoRAAdapterReqOutput(TotalsReply, frozen=True, kw_only=True):
     """`changed` false: this version was loaded before, with the same contents.
 
-    `loaded_adapters`: by name, the version that it means now. `checksum`: of config and tensors, where the
-    load named a version.
+    `loaded_adapters`: by name, the version that it means now. `checksum`: of config and tensors; empty where
+    these were sent under no version.
     """
 
     changed: Annotated[bool, merge.ANY]
@@ -65,8 +65,8 @@ class LoadRequest(ControlRequest, frozen=True, kw_only=True):
         return None if self.lora_version is None else str(self.lora_version)
 
     @property
-    def subject(self) -> str | None:
-        return None if self.session_id is None else "session"
+    def subject(self) -> str:
+        return "adapters" if self.session_id is None else "session"
 
     def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
         """What only some have staged cannot be committed by all."""
@@ -88,11 +88,15 @@ def _load(path: str, per_rank: str | None = None) -> ControlRow:
 
 
 class LoadLoRAAdapterReqInput(LoadRequest, frozen=True, kw_only=True):
-    """Load an adapter from a PEFT folder that the engine's processes can read."""
+    """Load an adapter from a PEFT folder that the engine's processes can read.
+
+    `may_leave`: it is unloaded where `max_loaded_loras` others are used after it.
+    """
 
     row = _load("/load_lora_adapter")
 
     lora_path: str
+    may_leave: bool = False
 
 
 class LoadLoRAAdapterFromTensorsReqInput(LoadRequest, frozen=True, kw_only=True):
@@ -126,7 +130,12 @@ class UnloadLoRAAdapterReqInput(ControlRequest, frozen=True, kw_only=True):
     """
 
     row = ControlRow(
-        *(UnloadLoRAAdapterReqOutput, "/unload_lora_adapter"), deadline=Deadline.UPDATE, is_joint=True
+        *(UnloadLoRAAdapterReqOutput, "/unload_lora_adapter"),
+        deadline=Deadline.UPDATE,
+        subject="adapters",
+        turn=Turn.SHARED,
+        settles=False,
+        is_joint=True,
     )
 
     lora_name: str

@@ -173,12 +173,16 @@ class RankChecksums(Struct, frozen=True, kw_only=True):
 
 
 class AdapterReport(Struct, frozen=True, kw_only=True):
-    """A version of an adapter that requests may ask for. `path`: the folder that it came from, if any."""
+    """A version of an adapter that requests may ask for.
+
+    `path`: the folder that it came from, if any. `checksum`: of its config and tensors, if it was summed.
+    """
 
     name: str
     version: str
     path: str = ""
     pinned: bool = False
+    checksum: str = ""
 
 
 class StateReport(Message, frozen=True, kw_only=True):

@@ -1,0 +1,160 @@
+"""Requests for one adapter, however many, keep out neither those for others nor those for the base."""
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+from fixtures.adapter_control import AdapterHarness, loading
+
+from ebbtide.testing import default_schedule
+
+pytestmark = pytest.mark.unit
+
+FLOOD = 40
+
+
+class Fair(AdapterHarness):
+    """Few rows, many requests, no two with the same prompt."""
+
+    def __init__(self, *names: str, num_rows: int = 4, limit: int | None = None, **args: Any) -> None:
+        schedule = default_schedule(
+            max_running_requests=num_rows,
+            max_running_per_adapter=limit,
+            max_queued_requests=args.pop("queue", None),
+        )
+        super().__init__(schedule=schedule, num_pages=256, **args)
+        self._prompts = itertools.count()
+        for index, name in enumerate(names):
+            self.load(name, index + 1)
+
+    def flood(self, adapter: str | None, count: int = FLOOD, num_tokens: int = 8) -> list[str]:
+        return [
+            self.ask(adapter, prompt=[next(self._prompts) % 200, *range(9)], max_new_tokens=num_tokens)
+            for _ in range(count)
+        ]
+
+    def num_ended(self, rids: list[str]) -> int:
+        return sum(self.outputs[rid].finish is not None for rid in rids)
+
+    def turn_to_end_of(self, *rids: str) -> None:
+        self.turn_until(lambda: self.num_ended(list(rids)) == len(rids))
+
+    def running(self) -> Counter[str | None]:
+        return Counter(req.adapter_name for req in self.scheduler.policy.running)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_flood_keeps_out_neither_another_adapter_nor_the_base(num_ranks: int) -> None:
+    harness = Fair("a", "b", num_rows=2, num_ranks=num_ranks)
+    flood = harness.flood("a")
+    harness.turn(3)
+    late = [*harness.flood("b", 1), *harness.flood(None, 1)]
+    harness.turn_to_end_of(*late)
+    assert harness.num_ended(flood) <= 6
+    harness.run_until_idle()
+    assert harness.num_ended(flood) == FLOOD
+    harness.assert_true()
+
+
+def test_rows_are_shared_alike_whatever_requests_take() -> None:
+    harness = Fair("long", "short", num_rows=6)
+    harness.flood("long", num_tokens=40)
+    harness.flood("short", 200, num_tokens=5)
+    harness.flood(None, num_tokens=20)
+    held: Counter[str | None] = Counter()
+    harness.turn(60)
+    for _ in range(60):
+        harness.turn()
+        held += harness.running()
+    assert max(held.values()) <= 1.5 * min(held.values()), held
+
+
+def test_one_row_goes_round_even_if_somebody_asks_again_at_once() -> None:
+    harness = Fair("a", "b", num_rows=1)
+    [last] = harness.flood("b", 1)
+    a, base = harness.flood("a"), harness.flood(None)
+    num_b = 0
+    for _ in range(300):
+        harness.turn()
+        if harness.num_ended([last]):
+            [last], num_b = harness.flood("b", 1), num_b + 1
+    counts = [num_b, harness.num_ended(a), harness.num_ended(base)]
+    assert min(counts) >= 5
+    assert max(counts) - min(counts) <= 1, counts
+
+
+def test_an_adapter_that_is_alone_has_all_rows() -> None:
+    harness = Fair("a", "b")
+    rids = harness.flood("a", 8)
+    harness.turn(6)
+    assert harness.running() == {"a": 4}
+    harness.run_until_idle()
+    starts = [harness.outputs[rid].finish for rid in rids]
+    assert all(starts)
+
+
+def test_a_quota_leaves_rows_free_for_others() -> None:
+    harness = Fair("a", "b", num_rows=4, limit=2)
+    flood = harness.flood("a", 12)
+    harness.turn(5)
+    assert harness.running() == {"a": 2}, "the others wait"
+    base = harness.flood(None, 6)
+    most: Counter[str | None] = Counter()
+    for _ in range(30):
+        harness.turn()
+        most |= harness.running()
+    assert most == {"a": 2, None: 2}, "of the base there are as many as have room"
+    harness.run_until_idle()
+    assert harness.num_ended(flood + base) == 18
+    harness.assert_true()
+
+
+def test_a_full_queue_is_full_for_its_adapter_alone() -> None:
+    harness = Fair("a", "b", num_rows=1, queue=3)
+    flood = harness.flood("a", 9)
+    harness.turn(2)
+    others = [*harness.flood("b", 2), *harness.flood(None, 2)]
+    harness.turn(2)
+    refused = [rid for rid in flood if harness.outputs[rid].finish is not None]
+    reasons = {
+        (harness.finish(rid).status_code, "adapter 'a'" in harness.finish(rid).message) for rid in refused
+    }
+    assert (len(refused), reasons) == (6, {(503, True)})
+    harness.run_until_idle()
+    assert {harness.finish(rid).kind for rid in others} == {"length"}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_adapters_share_too_few_slots(num_ranks: int) -> None:
+    names = "abcd"
+    harness = Fair(*names, num_slots=2, num_ranks=num_ranks)
+    floods = {name: harness.flood(name, 60) for name in names}
+    for _ in range(120):
+        harness.turn()
+    counts = [harness.num_ended(rids) for rids in floods.values()]
+    assert min(counts) >= 4, counts
+    harness.assert_true()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_slots_that_a_session_has_taken_are_missed_by_nobody_for_long(num_ranks: int) -> None:
+    harness = Fair("a", "b", "c", num_slots=3, num_ranks=num_ranks)
+    harness.flood("a", 100)
+    harness.flood("b", 100)
+    harness.turn(6)
+    assert set(harness.running()) == {"a", "b"}
+    fields: dict[str, Any] = {"lora_version": "1", "session_id": "step"}
+    harness.begin(session_id="step")
+    # The second one needs a slot that requests run in and never leave by themselves.
+    calls = [harness.call(loading(name, 7, **fields)) for name in "de"]
+    harness.turn_until(lambda: all(call in harness.replies for call in calls))
+    [late] = harness.flood("c", 1)
+    harness.turn_to_end_of(late)
+    assert harness.scheduler.policy.adapters.staged, "the session is open still"
+    harness.end(session_id="step")
+    harness.contents.update({"d@1": 7, "e@1": 7})
+    rids = [*harness.flood("d", 1), *harness.flood("e", 1)]
+    harness.turn_to_end_of(*rids)
+    harness.run_until_idle()
+    harness.assert_true()
