@@ -38,7 +38,7 @@ RUFF_OPTIONS := --config python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo docs wheel test-plugins test-vllm-names clean test-gpu test-multi-gpu bench-gpu
+.PHONY: help install test static tests unit contract processes format-check lint types imports fuzz soak format demo docs wheel test-plugins test-vllm-names test-tinker clean test-gpu test-multi-gpu bench-gpu
 
 help:
 	@echo "make test     formatting, lint, types, import order, tests"
@@ -46,6 +46,7 @@ help:
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
 	@echo "make test-plugins  verl drives an engine through plugins/ebbtide-verl"
 	@echo "make test-vllm-names  TRL, OpenRLHF and SkyRL use a server or an engine, without a vLLM wheel"
+	@echo "make test-tinker  SkyRL's Tinker server trains adapters, and samples from an engine"
 	@echo "make wheel    dist/ebbtide-….whl"
 	@echo "make docs     the documentation as a site, in site/; the gate builds it too, to check its links"
 	@echo "make fuzz     50,000 random sequences of control requests (FUZZ_SEQUENCES)"
@@ -200,10 +201,22 @@ test-vllm-names: .venv-vllm-names/.installed
 	done
 	@touch $@
 
+# SkyRL's server brings jax. Its answers are what tinker's first clients read.
+test-tinker: .venv-tinker/.installed
+	@.venv-tinker/bin/python -m pytest --quiet compat/tinker
+
+.venv-tinker/.installed: python/pyproject.toml
+	@echo "installing SkyRL's Tinker server into .venv-tinker (minutes)"
+	@$(PYTHON) -m venv .venv-tinker
+	@.venv-tinker/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	@.venv-tinker/bin/pip install --quiet --disable-pip-version-check pytest requests uv \
+		"skyrl[tinker,jax]>=0.3,<0.4" "tinker>=0.3,<0.4" --editable python
+	@touch $@
+
 wheel: $(INSTALLED)
 	@$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./python
 	@ls dist/*.whl
 
 clean:
-	rm -rf $(VENV) .venv-plugins .venv-vllm-names demo_out dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-plugins .venv-vllm-names .venv-tinker demo_out dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	cd python && rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

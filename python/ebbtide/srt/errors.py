@@ -91,13 +91,16 @@ ERROR_TYPES = {
 }
 
 
-def error_body(message: str, status: int, param: str | None = None, **fields: Any) -> dict[str, Any]:
+def error_body(
+    message: str, status: int, param: str | None = None, kind: str | None = None, **fields: Any
+) -> dict[str, Any]:
     """The one shape of an error: for clients that read `message` and for those that read `error.message`.
 
     Args:
         param: which parameter was wrong, as `query.mode` or `body.update_info`.
+        kind: what a dialect calls this error; None: what all call errors of this status.
     """
-    kind = ERROR_TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    kind = kind or ERROR_TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     return {
         "success": False,
         "message": message,

@@ -1,7 +1,9 @@
 """Adapters through every door: SGLang's, vLLM's, OpenAI's and Python's words for them."""
 
 import json
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,16 @@ def expected(model: Path, adapters: list[Adapter]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, adapters: list[Adapter]) -> Iterator[Server]:
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder from which requests have adapters loaded."""
+    return tmp_path_factory.mktemp("shelf")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, adapters: list[Adapter], shelf: Path) -> Iterator[Server]:
     arguments = ["--lora-paths", f"first={adapters[0].folder}", "--max-lora-rank", "8"]
     names = ["--served-model-name", "tide", "--enable-metrics", "--max-loras-per-batch", "2"]
-    with running_server(model, *arguments, *names) as running:
+    with running_server(model, *arguments, *names, "--lora-folder", str(shelf)) as running:
         yield running
 
 
@@ -118,7 +126,8 @@ def test_vllms_clients_load_and_replace(
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'theirs' added successfully.")
     assert generate(server, lora_path="theirs")["output_ids"] == expected[1]
     body["lora_path"] = str(adapters[2].folder)
-    assert server.post(f"{prefix}/load_lora_adapter", body).status_code == 400
+    again = server.post(f"{prefix}/load_lora_adapter", body).json()["error"]
+    assert (again["code"], again["type"]) == (400, "InvalidUserInput")
     assert generate(server, lora_path="theirs")["output_ids"] == expected[1]
     assert server.post(f"{prefix}/load_lora_adapter", {**body, "load_inplace": True}).status_code == 200
     again = generate(server, lora_path="theirs")
@@ -127,6 +136,42 @@ def test_vllms_clients_load_and_replace(
     gone = server.post("/v1/unload_lora_adapter", {"lora_name": "theirs"})
     assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'theirs' removed successfully.")
     assert server.post("/generate", {"input_ids": PROMPT, "lora_path": "theirs"}).status_code == 404
+
+
+def test_a_request_has_its_adapter_loaded_from_the_folder(
+    server: Server, adapters: list[Adapter], shelf: Path, expected: list[list[int]]
+) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    url = "/v1/completions"
+    assert server.post(url, {**body, "model": "run_0001"}).status_code == 404
+    folder = Path(shutil.copytree(adapters[1].folder, shelf / "run_0001"))
+    with ThreadPoolExecutor(4) as pool:
+        asked = [{**body, "model": "run_0001"}] * 4
+        answers = [answer.json() for answer in pool.map(lambda one: server.post(url, one), asked)]
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected[1]] * 4
+    loaded = [card for card in server.get("/v1/models").json()["data"] if card["id"] == "run_0001"]
+    assert [card["root"] for card in loaded] == [str(folder)]
+    tokens = {
+        "token_ids": PROMPT,
+        "model": "run_0001@1",
+        "sampling_params": {"max_tokens": 6, "temperature": 0},
+    }
+    assert server.post("/inference/v1/generate", tokens).json()["choices"][0]["token_ids"] == expected[1]
+    # Whatever comes to lie under the name: it means what it meant.
+    server.post("/v1/unload_lora_adapter", {"lora_name": "run_0001"})
+    for file in adapters[2].folder.iterdir():
+        shutil.copy(file, folder)
+    refused = server.post(url, {**body, "model": "run_0001"})
+    assert (refused.status_code, "never changes" in refused.text) == (409, True)
+
+
+@pytest.mark.parametrize("name", ["..", "../shelf", "/etc", "a\0b", "", "x" * 5000])
+def test_what_lies_beside_the_folder_is_no_model(
+    server: Server, adapters: list[Adapter], shelf: Path, name: str
+) -> None:
+    shutil.copytree(adapters[1].folder, shelf.parent, dirs_exist_ok=True)
+    refused = server.post("/v1/completions", {"prompt": PROMPT, "model": name})
+    assert refused.status_code == 404, refused.text
 
 
 def test_a_client_loads_tensors_and_asks_for_a_version(
@@ -183,8 +228,9 @@ def test_bad_loads_are_refused_in_the_one_shape(
     server: Server, adapters: list[Adapter], tmp_path: Path
 ) -> None:
     for path in ("/load_lora_adapter", "/v1/load_lora_adapter"):
-        answer = server.post(path, {"lora_name": "bad", "lora_path": str(tmp_path)})
-        assert (answer.status_code, "adapter_config.json" in answer.json()["message"]) == (400, True)
+        for missing in (tmp_path, "/not/an/adapter"):
+            answer = server.post(path, {"lora_name": "bad", "lora_path": str(missing)})
+            assert (answer.status_code, "adapter_config.json" in answer.json()["message"]) == (404, True)
     for name in ("a b", "tide"):
         assert load(server, name, adapters[0], status=400)["success"] is False
     assert server.post("/load_lora_adapter", {"lora_name": "bad"}).status_code == 400

@@ -139,7 +139,9 @@ def test_the_event_loop_goes_on_while_an_answer_of_many_outputs_is_written() -> 
 
         manager = SimpleNamespace(prepare=prepare, in_thread=asyncio.to_thread)
         metrics = SimpleNamespace(note_all=note_all)
-        service: Any = SimpleNamespace(manager=manager, metrics=metrics, require_model=lambda name: None)
+        service: Any = SimpleNamespace(
+            manager=manager, metrics=metrics, models=SimpleNamespace(require=lambda name: None)
+        )
         request: Any = SimpleNamespace(receive=staying, client=None, headers={})
         call = completion_call({"prompt": [1], "n": len(outputs)}, "tide", None)
         writer = ChunkWriter(Writer(), call)  # type: ignore[arg-type]

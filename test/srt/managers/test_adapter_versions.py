@@ -38,7 +38,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
-from ebbtide.trainer.payload_encoding import PayloadEncoder
+from ebbtide.trainer.payload_encoding import PayloadEncoder, serialize
 
 NUM_ADAPTERS = 4
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 2}
@@ -247,24 +247,24 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("files", "status", "expected"),
     [
-        ({}, "adapter_config.json"),
-        ({"adapter_config.json": b"{"}, "adapter_config.json"),
-        ({"adapter_config.json": b"[]"}, "a JSON object"),
-        ({"adapter_config.json": b'{"r": 4}'}, "adapter_model.safetensors"),
-        ({"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"x" * 9}, "safetensors"),
+        ({}, 404, "adapter_config.json"),
+        ({"adapter_config.json": b"{"}, 400, "adapter_config.json"),
+        ({"adapter_config.json": b"[]"}, 400, "a JSON object"),
+        ({"adapter_config.json": b'{"r": 4}'}, 404, "adapter_model.safetensors"),
+        ({"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"x" * 9}, 400, "safetensors"),
     ],
 )
 def test_a_folder_that_is_no_adapter_is_refused(
-    model: Path, tmp_path: Path, files: dict[str, bytes], expected: str
+    model: Path, tmp_path: Path, files: dict[str, bytes], status: int, expected: str
 ) -> None:
     rank = AdapterRank(model)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     refusal = rank.apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path)))
     assert isinstance(refusal, Refusal)
-    assert (refusal.status, expected in refusal.message) == (400, True), refusal.message
+    assert (refusal.status, expected in refusal.message) == (status, True), refusal.message
 
 
 def test_a_pipe_in_the_place_of_a_config_is_not_waited_for(model: Path, tmp_path: Path) -> None:
@@ -324,4 +324,11 @@ def test_an_engine_of_one_rank_takes_a_single_entry(model: Path, adapters: list[
             serialized_tensors=entry, load_format=payload.load_format, **fields
         )
         assert rank.apply(request).changed
+    # As SGLang's clients send it: by name, in a pickle.
+    pickled = base64.b64encode(serialize(adapters[0].tensors)).decode()
+    assert rank.apply(LoadLoRAAdapterFromTensorsReqInput(serialized_tensors=pickled, **fields)).changed
+    rid = rank.ask("a@2", prompt(1, 20))
+    rank.run()
+    rank.references["a@2"] = adapters[0].reference
+    rank.assert_true(rid)
     assert "expected tensors, got none" in rank.apply(LoadLoRAAdapterFromTensorsReqInput(**fields)).message

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ebbtide.srt.config import ANY_NAME, EngineConfig
+from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.bodies import DrainReply
 from ebbtide.srt.entrypoints.information import (
     StartupTime,
@@ -34,8 +34,9 @@ from ebbtide.srt.entrypoints.occupation import (
     count_devices_once,
     memory_occupation,
 )
+from ebbtide.srt.entrypoints.served_models import ServedModels
 from ebbtide.srt.entrypoints.transition import Transitions
-from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, first_few
+from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
 from ebbtide.srt.managers.api.control_client import Vote
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_fields import build_request
@@ -45,7 +46,6 @@ from ebbtide.srt.managers.io_struct import (
     GetLoadReqInput,
     GetLoadReqOutput,
     Load,
-    LoadLoRAAdapterReqInput,
     ManagerInput,
     PauseGenerationReqInput,
     PingReqInput,
@@ -140,6 +140,7 @@ class EngineService:
         if self.tracing is not None:
             self.metrics.control.observers.append(self.tracing)
         self._transitions = Transitions(self.control)
+        self.models = ServedModels(config, self)
         self._processes = NodeProcesses(config, targets, early)
         try:
             # This runs while the scheduler loads the weights.
@@ -183,22 +184,10 @@ class EngineService:
 
         self._processes.watch(hand_over)
         await self._manager.control.call(PingReqInput(), HEALTH_TIMEOUT_S)
-        await self._load_adapters()
+        await self.models.load_given()
         self._open_s = time.monotonic() - self._started_s
         if sys.stderr.isatty():
             print(f"ready in {self._open_s:.1f} s", file=sys.stderr)
-
-    async def _load_adapters(self) -> None:
-        """Those that the server was started with. Raises ConfigurationError: one cannot be loaded."""
-        for given in self.config.server_args.lora_paths or ():
-            name, equals, path = given.partition("=")
-            try:
-                fields = {"lora_name": name, "lora_path": path if equals else name}
-                if given.startswith("{"):
-                    fields = msgspec.json.decode(given, type=dict[str, Any])
-                await self.control(LoadLoRAAdapterReqInput, fields)
-            except (RequestRejected, msgspec.MsgspecError) as error:
-                raise ConfigurationError(f"lora_paths: {given[:200]}: {error}") from error
 
     def _connect(self) -> TokenizerManager:
         limits = RequestLimits.of(
@@ -312,38 +301,6 @@ class EngineService:
         state = self.manager.state
         assert state is not None, "the first report comes ahead of the reply that `open` waits for"
         return state
-
-    def require_model(self, name: object) -> str | None:
-        """The adapter that a request names as its model; None: it means the base, by a name or a path.
-
-        An adapter is `adapter`, `adapter@version`, or either behind `base:`.
-
-        Raises RequestRejected: 404, there is no such model.
-        """
-        if name is None:
-            return None
-        model, given = self.config.model, str(name)
-        known = {one.rstrip("/") for one in (*model.names_answered, self.state.model_path)}
-        if given.rstrip("/") in known:
-            return None
-        for asked in (given, *(given.removeprefix(f"{base}:") for base in known)):
-            if self.has_adapter(asked):
-                return asked
-        if ANY_NAME in known:
-            return None
-        adapters = [f"{one.name}@{one.version}" for one in self.state.adapters]
-        also = f", with the adapters {first_few(adapters)}" if adapters else ""
-        raise RequestRejected(
-            f"model: there is no {given[:200]!r} here: {model.served_model_name!r} is served{also} "
-            "(--served-model-name '*' has any name mean it)",
-            404,
-            param="body.model",
-        )
-
-    def has_adapter(self, asked: str) -> bool:
-        """Whether requests may ask for this adapter, or this version of one."""
-        name, at, version = asked.partition("@")
-        return any(one.name == name and (not at or one.version == version) for one in self.state.adapters)
 
     async def control(self, kind: type[Any], fields: Mapping[str, Any], vote: Vote | None = None) -> Any:
         """Carry out a control request given as loose fields; returns the body of the reply.

@@ -287,6 +287,9 @@ def _is_pair(item: object) -> TypeGuard[Sequence[Any]]:
 
 
 def _open_named(decoded: object, memory: BorrowedMemory, *, direct: bool) -> WeightSource:
+    if isinstance(decoded, dict):
+        # As SGLang's clients send an adapter.
+        decoded = list(decoded.items())
     if isinstance(decoded, list):
         decoded = TensorTable.of([_named_ref(item) for item in decoded])
     if not isinstance(decoded, TensorTable):

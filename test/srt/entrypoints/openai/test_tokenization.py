@@ -101,7 +101,7 @@ def test_what_is_wrong_is_refused(method: str, fields: dict[str, Any], message: 
 def test_over_http(prefix: str, has_tokenizer: bool) -> None:
     async def script(engine: Engine) -> None:
         service: Any = SimpleNamespace(
-            require_model=lambda name: None,
+            models=SimpleNamespace(require=lambda name: None),
             manager=engine.manager,
             tracing=None,
             config=SimpleNamespace(

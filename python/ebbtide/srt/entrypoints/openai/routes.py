@@ -86,7 +86,7 @@ class Calls:
                 fields[name] = True
         if service.config.server_args.enable_force_include_usage:
             force_usage(fields)
-        service.require_model(fields.get("model"))
+        await service.models.find(fields.get("model"))
         return with_headers(fields, request.headers)
 
     async def completion(self, fields: Mapping[str, Any]) -> OpenAICall:
@@ -165,7 +165,7 @@ async def answer_call(
     `routed_form`: how routed experts are encoded. Raises RequestRejected, EngineError, ClientDisconnect: as
     `answer_whole` and `answer_events`.
     """
-    adapter = service.require_model(call.model)
+    adapter = service.models.require(call.model)
     if adapter is not None:
         if call.generate.get("lora_path") not in (None, "", adapter):
             raise RequestRejected(f"lora_path: model names another adapter, {adapter!r}")
@@ -258,14 +258,14 @@ class OpenAIApi:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of texts or of a conversation."""
         fields, tokenization = await self._bodies.read(request.stream()), self._tokenization
-        self._service.require_model(fields.get("model"))
+        self._service.models.require(fields.get("model"))
         return Json(await self._service.manager.in_thread(lambda: tokenization.tokenize(fields)))
 
     @_openai("POST", "/detokenize", "/v1/detokenize", takes=DetokenizeRequest, reply=Texts)
     async def detokenize(self, request: Request) -> Response:
         """Texts of token ids."""
         fields, tokenization = await self._bodies.read(request.stream()), self._tokenization
-        self._service.require_model(fields.get("model"))
+        self._service.models.require(fields.get("model"))
         return Json(await self._service.manager.in_thread(lambda: tokenization.detokenize(fields)))
 
     def _cards(self) -> list[ModelCard]:

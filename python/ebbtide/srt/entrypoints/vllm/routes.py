@@ -217,10 +217,11 @@ class VllmAdapters:
     async def load(self, asked: LoadAdapterParameters) -> str:
         """Load a PEFT folder as an adapter."""
         name = asked.lora_name
-        if not asked.load_inplace and self._service.has_adapter(name):
+        if not asked.load_inplace and self._service.models.has_adapter(name):
             raise RequestRejected(
-                f"the adapter {name[:200]!r} is loaded already: load_inplace=true replaces it",
+                f"the adapter {name[:200]!r} has already been loaded: load_inplace=true replaces it",
                 param="body.lora_name",
+                kind="InvalidUserInput",
             )
         fields = {"lora_name": name, "lora_path": asked.lora_path, "in_flight": "continue"}
         await self._service.control(LoadLoRAAdapterReqInput, fields)

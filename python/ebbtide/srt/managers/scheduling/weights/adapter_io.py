@@ -196,7 +196,7 @@ def _digest(config: Mapping[str, Any], source: WeightSource, device: Device) -> 
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """What PEFT has written to a folder. Raises RequestRejected: 400."""
+    """What PEFT has written to a folder. Raises RequestRejected: 400; 404, there is nothing."""
     file = folder / CONFIG_FILE
     try:
         # Opening a pipe would wait for somebody to write to it.
@@ -204,17 +204,20 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
             text = opened.read(MAX_CONFIG_BYTES + 1) or b""  # None: a pipe that nobody has written to
         config = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise RequestRejected(f"{file} cannot be read: {error}. Expected a PEFT folder"[:1000]) from error
+        # On a file system that several machines share, it may be there a moment later.
+        status = 404 if isinstance(error, FileNotFoundError) else 400
+        message = f"{file} cannot be read: {error}. Expected a PEFT folder"
+        raise RequestRejected(message[:1000], status) from error
     if not isinstance(config, dict) or len(text) > MAX_CONFIG_BYTES:
         raise RequestRejected(f"{file}: expected a JSON object of at most {MAX_CONFIG_BYTES} bytes")
     return config
 
 
 def _open_folder(folder: Path) -> Slices[WeightSource]:
-    """The tensors of a PEFT folder. Raises RequestRejected: 400."""
+    """The tensors of a PEFT folder. Raises RequestRejected: 400; 404, there are none."""
     path = next((folder / name for name in TENSORS_FILES if (folder / name).is_file()), None)
     if path is None:
-        raise RequestRejected(f"{folder} has none of {', '.join(TENSORS_FILES)}: expected a PEFT folder")
+        raise RequestRejected(f"{folder} has none of {', '.join(TENSORS_FILES)}: expected a PEFT folder", 404)
     try:
         file = CheckpointFile(path)
     except ConfigurationError as error:

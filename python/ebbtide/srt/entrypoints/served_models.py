@@ -1,0 +1,113 @@
+"""What the `model` of a request means: the base, or one of its adapters, which may have to be loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from ebbtide.srt.config import ANY_NAME, EngineConfig
+from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
+from ebbtide.srt.managers.io_struct import LoadLoRAAdapterReqInput, StateReport
+
+# What the contents of a folder are called: others under the same name are refused.
+FOLDER_VERSION: Final = "1"
+
+
+class Engine(Protocol):
+    """What is needed of it: the state that it reported last, and control requests."""
+
+    @property
+    def state(self) -> StateReport: ...
+
+    async def control(self, kind: type[Any], fields: Mapping[str, Any]) -> Any: ...
+
+
+class ServedModels:
+    """The names that requests may give as their model."""
+
+    def __init__(self, config: EngineConfig, engine: Engine) -> None:
+        self._model = config.model
+        self._args = config.server_args
+        self._engine = engine
+        # By name, the loads that requests wait for.
+        self._loads: dict[str, asyncio.Task[Any]] = {}
+
+    async def load_given(self) -> None:
+        """Load what the server was started with. Raises ConfigurationError: an adapter cannot be loaded."""
+        for given in self._args.lora_paths or ():
+            name, equals, path = given.partition("=")
+            try:
+                fields = {"lora_name": name, "lora_path": path if equals else name}
+                if given.startswith("{"):
+                    fields = msgspec.json.decode(given, type=dict[str, Any])
+                await self._engine.control(LoadLoRAAdapterReqInput, fields)
+            except (RequestRejected, msgspec.MsgspecError) as error:
+                raise ConfigurationError(f"lora_paths: {given[:200]}: {error}") from error
+
+    def has_adapter(self, asked: str) -> bool:
+        """Whether requests may ask for this adapter, or this version of one."""
+        name, at, version = asked.partition("@")
+        adapters = self._engine.state.adapters
+        return any(one.name == name and (not at or one.version == version) for one in adapters)
+
+    def require(self, name: object) -> str | None:
+        """The adapter that a request names as its model; None: it means the base, by a name or a path.
+
+        An adapter is `adapter`, `adapter@version`, or either behind `base:`.
+
+        Raises RequestRejected: 404, there is no such model.
+        """
+        if name is None:
+            return None
+        given, known = str(name), self._base_names()
+        if given.rstrip("/") in known:
+            return None
+        for asked in (given, *(given.removeprefix(f"{base}:") for base in known)):
+            if self.has_adapter(asked):
+                return asked
+        if ANY_NAME in known:
+            return None
+        adapters = [f"{one.name}@{one.version}" for one in self._engine.state.adapters]
+        also = f", with the adapters {first_few(adapters)}" if adapters else ""
+        if self._model.adapters is None:
+            also = ", without adapters (LoRA is not enabled: --enable-lora)"
+        raise RequestRejected(
+            f"model: there is no {given[:200]!r} here: {self._model.served_model_name!r} is served{also} "
+            "(--served-model-name '*' has any name mean it)",
+            404,
+            param="body.model",
+        )
+
+    async def find(self, name: object) -> str | None:
+        """As `require`; an adapter of `lora_folder` that is not loaded is loaded first.
+
+        Raises RequestRejected: it cannot be loaded.
+        """
+        if self._args.lora_folder is not None and isinstance(name, str):
+            await self._fetch(Path(self._args.lora_folder), name.partition("@")[0])
+        return self.require(name)
+
+    async def _fetch(self, folder: Path, name: str) -> None:
+        is_beside = "/" in name or name in ("", ".", "..")
+        if is_beside or self.has_adapter(name) or name in self._base_names():
+            return
+        # Unlike Path.is_file, it takes whatever name there is.
+        if not await asyncio.to_thread(os.path.isfile, folder / name / "adapter_config.json"):
+            return
+        if name not in self._loads:
+            fields: dict[str, Any] = {"lora_name": name, "lora_path": str(folder / name)}
+            fields |= {"lora_version": FOLDER_VERSION, "may_leave": True}
+            load = asyncio.ensure_future(self._engine.control(LoadLoRAAdapterReqInput, fields))
+            self._loads[name] = load
+            load.add_done_callback(lambda _: self._loads.pop(name))
+        # A client that goes away ends its own wait, not that of others.
+        await asyncio.shield(self._loads[name])
+
+    def _base_names(self) -> set[str]:
+        names = (*self._model.names_answered, self._engine.state.model_path)
+        return {one.rstrip("/") for one in names}

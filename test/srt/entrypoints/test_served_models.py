@@ -1,0 +1,86 @@
+"""What a request's `model` means, without an engine."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ebbtide.srt.entrypoints.served_models import ServedModels
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.io_struct import AdapterReport
+
+pytestmark = pytest.mark.unit
+
+
+class ScriptedEngine:
+    """An engine whose loads last until they are let go on."""
+
+    def __init__(self) -> None:
+        self.state: Any = SimpleNamespace(model_path="/models/tide", adapters=[])
+        self.loads: list[dict[str, Any]] = []
+        self.may_end = asyncio.Event()
+        self.refusal: RequestRejected | None = None
+
+    async def control(self, kind: type[Any], fields: Any) -> Any:
+        self.loads.append(fields)
+        await self.may_end.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        self.state.adapters.append(AdapterReport(name=fields["lora_name"], version=fields["lora_version"]))
+
+
+def models(engine: ScriptedEngine, folder: Path | None = None, adapters: object = True) -> ServedModels:
+    model = SimpleNamespace(served_model_name="tide", names_answered=("tide",), adapters=adapters)
+    args = SimpleNamespace(lora_paths=None, lora_folder=None if folder is None else str(folder))
+    config: Any = SimpleNamespace(model=model, server_args=args)
+    return ServedModels(config, engine)
+
+
+def test_without_adapters_the_refusal_says_how_to_have_some() -> None:
+    served = models(ScriptedEngine(), adapters=None)
+    assert [served.require(name) for name in (None, "tide", "/models/tide/")] == [None] * 3
+    with pytest.raises(RequestRejected, match="LoRA is not enabled: --enable-lora") as refused:
+        served.require("tide:run")
+    assert refused.value.status == 404
+
+
+def test_those_that_ask_meanwhile_wait_for_the_same_load(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "adapter_config.json").touch()
+
+    async def ask() -> None:
+        engine = ScriptedEngine()
+        served = models(engine, tmp_path)
+        asking = [asyncio.create_task(served.find("run")) for _ in range(3)]
+        while not engine.loads:
+            await asyncio.sleep(0.001)
+        asking.pop().cancel()
+        engine.may_end.set()
+        assert await asyncio.gather(*asking) == ["run", "run"], "a client that went away has ended no load"
+        [fields] = engine.loads
+        assert (fields["lora_path"], fields["may_leave"]) == (str(tmp_path / "run"), True)
+
+    asyncio.run(ask())
+
+
+def test_a_load_that_is_refused_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "adapter_config.json").touch()
+
+    async def ask() -> None:
+        engine = ScriptedEngine()
+        engine.may_end.set()
+        served = models(engine, tmp_path)
+        engine.refusal = RequestRejected("it does not fit")
+        for _ in range(2):
+            with pytest.raises(RequestRejected, match="it does not fit"):
+                await served.find("run")
+        engine.refusal = None
+        assert await served.find("run@1") == "run@1"
+        with pytest.raises(RequestRejected, match="there is no 'run@2' here"):
+            await served.find("run@2")
+        assert len(engine.loads) == 3
+
+    asyncio.run(ask())
