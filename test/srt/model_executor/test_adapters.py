@@ -9,7 +9,7 @@ import pytest
 import torch
 from fixtures.adapters import EXPERT_PARAMETERS, Adapter, make_adapter, merged_adapter
 from fixtures.checkpoints import make_checkpoint
-from fixtures.eight_bits import is_quantized, make_exact_checkpoint, quantized, restored
+from fixtures.eight_bits import MOE_SHAPE, is_quantized, make_exact_checkpoint, quantized, restored
 from fixtures.gpu_device import ON_CPU_AND_GPU
 from fixtures.model_runs import Run, RunnerDriver
 from fixtures.real_rank import RealRank
@@ -192,8 +192,13 @@ def test_patterns_are_those_of_peft(pattern: str, module: str, is_meant: bool) -
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
-def test_adapters_keep_their_precision_over_weights_of_8_bits(tmp_path: Path, quantization: str) -> None:
-    model = make_exact_checkpoint(tmp_path / "model", "LlamaForCausalLM")
+@pytest.mark.parametrize(
+    ("architecture", "shape"), [("LlamaForCausalLM", {}), ("Qwen3MoeForCausalLM", MOE_SHAPE)]
+)
+def test_adapters_keep_their_precision_over_weights_of_8_bits(
+    tmp_path: Path, architecture: str, shape: dict[str, Any], quantization: str
+) -> None:
+    model = make_exact_checkpoint(tmp_path / "model", architecture, **shape)
     rounded = rounded_by_rows(model, tmp_path / "rounded") if quantization == "w8a8_fp8" else model
     adapter = merged_adapter(rounded)
     driver = RunnerDriver(model, device="cpu", quantization=quantization, **LORA)
@@ -279,15 +284,33 @@ def test_what_does_not_fit_is_refused_by_name(
     assert slots(driver).generation == before
 
 
-def test_what_latents_are_multiplied_by_takes_no_adapter(tmp_path: Path) -> None:
-    driver = RunnerDriver(make_checkpoint(tmp_path, "DeepseekV3ForCausalLM"), **LORA)
-    name = "base_model.model.model.layers.0.self_attn.kv_b_proj.lora_"
+@pytest.mark.parametrize(
+    ("architecture", "module"),
+    [
+        ("DeepseekV3ForCausalLM", "self_attn.kv_b_proj"),
+        ("GptOssForCausalLM", "mlp.experts"),
+        ("GptOssForCausalLM", "mlp.experts.base_layer"),
+    ],
+)
+def test_what_no_kernel_adds_an_adapter_to_takes_none(tmp_path: Path, architecture: str, module: str) -> None:
+    driver = RunnerDriver(make_checkpoint(tmp_path, architecture), **LORA)
+    name = f"base_model.model.model.layers.0.{module}.lora_"
     described = [
         (name + half, torch.Size(size), torch.float32)
         for half, size in (("A.weight", (4, 32)), ("B.weight", (128, 4)))
     ]
-    with pytest.raises(RequestRejected, match=r"kv_b_proj.lora_A.weight: expected modules of the model"):
+    with pytest.raises(RequestRejected, match=rf"{module}.lora_A.weight: expected modules of the model"):
         slots(driver).fit(adapter_config({"r": 4}), described)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a CUDA GPU")
+def test_experts_with_scales_of_blocks_take_none_on_a_gpu(tmp_path: Path) -> None:
+    model = make_exact_checkpoint(tmp_path, "Qwen3MoeForCausalLM", **MOE_SHAPE)
+    options = {"device": "cuda", "quantization": "fp8", **LORA}
+    with pytest.raises(ConfigurationError, match=r"layers.0.mlp.experts, have no adapters on a GPU"):
+        RunnerDriver(model, **options)
+    assert RunnerDriver(model, lora_target_modules=["q_proj"], **options).runner.adapters is not None
 
 
 @pytest.fixture(scope="module")
