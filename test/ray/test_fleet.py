@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from fixtures.adapters import make_adapter
 from fixtures.references import Reference
 from fixtures.servers import ENVIRONMENT, wait_until
 from safetensors.torch import load_file
@@ -27,7 +28,7 @@ TWO_NODES: dict[str, Any] = {**OPTIONS, "tp": 2, "nnodes": 2, "bundles": [{"CPU"
 
 @pytest.fixture(scope="module")
 def fleet(cluster: None, checkpoints: tuple[Path, Path]) -> Iterator[RayFleet]:
-    with RayFleet(2, model_path=str(checkpoints[0]), **OPTIONS) as fleet:
+    with RayFleet(2, model_path=str(checkpoints[0]), enable_lora=True, max_lora_rank=8, **OPTIONS) as fleet:
         yield fleet
 
 
@@ -54,9 +55,14 @@ def test_an_engine_in_an_actor_is_an_engine(fleet: RayFleet, references: tuple[R
 
 
 def test_no_request_is_lost_with_its_replica(
-    fleet: RayFleet, checkpoints: tuple[Path, Path], references: tuple[Reference, Reference]
+    fleet: RayFleet,
+    checkpoints: tuple[Path, Path],
+    references: tuple[Reference, Reference],
+    tmp_path: Path,
 ) -> None:
     """One dies in mid-rollout and in mid-update. What serves by then is on no disk: it was sent."""
+    adapter = make_adapter(checkpoints[1], tmp_path)
+    fleet.load_lora_adapter("policy", str(tmp_path))
     weights = list(load_file(checkpoints[1] / "model.safetensors").items())
     assert fleet.update_weights_from_tensor(weights, weight_version="1")["weight_version"] == "1"
     pids = [process.pid for process in processes_of(fleet.engines[1])]
@@ -93,6 +99,8 @@ def test_no_request_is_lost_with_its_replica(
     assert [one["num_deaths"] for one in fleet.status()] == [0, 1]
     assert len(checksums(fleet)) == 1
     assert fleet.engines[1].weight_version == "2"
+    answer = fleet.engines[1].generate(input_ids=PROMPTS[0], sampling_params=GREEDY, lora_path="policy")
+    assert adapter.reference.accepts(PROMPTS[0], answer["output_ids"])
     done = fleet.update_weights_from_disk(str(checkpoints[0]), weight_version="3")
     assert [reply["weight_version"] for reply in done["replicas"].values()] == ["3", "3"]
     assert len(checksums(fleet)) == 1

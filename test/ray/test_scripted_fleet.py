@@ -4,7 +4,7 @@ import asyncio
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fixtures.deadlines import HANG_S
@@ -23,6 +23,7 @@ from ebbtide.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
     GivenUp,
+    LoadLoRAAdapterReqOutput,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     PauseMode,
@@ -53,6 +54,8 @@ class ScriptedEngine:
         faults: what a method raises, by its name; "commit": what comes of one.
         refusals: what is refused, by the method.
         then: what is done behind a method's first call.
+        adapters: those that it has, as its state says.
+        folders: the checksum of what lies in a folder.
     """
 
     num_ranks = 1
@@ -67,6 +70,8 @@ class ScriptedEngine:
         self.paused, self.kv_cache = life == 0, "resident" if life else "released"
         self.then: dict[str, Callable[[], None]] = {}
         self.session_open = False
+        self.adapters: list[dict[str, Any]] = []
+        self.folders: dict[str, str] = {}
         self.actor = self
         self.dead = asyncio.Event()
         self.verdicts: dict[str, asyncio.Future[str | None]] = {}
@@ -123,12 +128,20 @@ class ScriptedEngine:
         if method == "take_weights":
             self.version = args[1]
         self._note_state(method)
+        if method == "load_lora_adapter":
+            return self._load(args[0], kwargs["lora_version"], args[1])
+        if method == "unload_lora_adapter":
+            only = kwargs.get("lora_version")
+            self.adapters = [
+                one for one in self.adapters if one["name"] != args[0] or only not in (None, one["version"])
+            ]
         return {
             "weight_version": self.version,
             "per_engine_checksum": self.version,
             "weight_update": {"session_open": self.session_open},
             "state": {
                 "generation": {"state": "paused", "mode": "retract"} if self.paused else {"state": "running"},
+                "adapters": list(self.adapters),
                 "tags": {"weights": {"state": "resident"}, "kv_cache": {"state": self.kv_cache}},
             },
         }
@@ -148,10 +161,24 @@ class ScriptedEngine:
             self._fail_at("commit")
             if refusal is not None:
                 reply = GivenUp(status=400, message=refusal)
+            elif "lora_name" in fields:
+                self._load(fields["lora_name"], fields["lora_version"], fields.get("lora_path", ""))
+                reply = loaded(fields["lora_name"], fields["lora_version"])
             else:
                 self.version = fields["weight_version"]
                 reply = updated(self.version)
         yield Answered(reply, {"weight_version": self.version}, self.session_open)
+
+    def _load(self, name: str, version: str, path: str) -> dict[str, Any]:
+        checksum = self.folders.get(path, "of tensors")
+        self.adapters.append(
+            {"name": name, "version": version, "path": path, "pinned": False, "checksum": checksum}
+        )
+        return {"checksum": checksum}
+
+    @property
+    def labels(self) -> list[str]:
+        return [f"{one['name']}@{one['version']}" for one in self.adapters]
 
     def _note_state(self, method: str) -> None:
         match method:
@@ -170,6 +197,20 @@ class ScriptedEngine:
 
     def kill(self) -> None:
         self.asked.append(("kill", ()))
+
+
+def loaded(name: str, version: str) -> LoadLoRAAdapterReqOutput:
+    return LoadLoRAAdapterReqOutput(
+        changed=True,
+        lora_name=name,
+        lora_version=version,
+        checksum="",
+        num_tensors=1,
+        num_bytes=1,
+        num_moved=0,
+        stall_ms=0.0,
+        loaded_adapters={name: version},
+    )
 
 
 class ScriptedFleet(RayFleet):
@@ -470,6 +511,67 @@ class TestUpdates:
             fleet.wait_for_all(0.1)
         first_engine(fleet).session_open = False
         fleet.wait_for_all()
+
+
+class TestAdapters:
+    FOLDERS: ClassVar = {"/same": "1", "/kept": "2", "/other": "3"}
+
+    def replaced(self, fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
+        """The engine that stands in the place of replica 1; one folder holds something else by now."""
+        start = fleet._start_engine
+
+        def prepared(slot: int, changes: Any) -> Any:
+            engine: Any = start(slot, changes)
+            engine.folders = {**self.FOLDERS, "/other": "by others"}
+            engine._load("from-arguments", "1", "/same")
+            return engine
+
+        monkeypatch.setattr(fleet._supervisor, "_start", prepared)
+        fleet._runner.call(fleet.started[1][0].dead.set)
+        fleet.wait_for_all()
+        return fleet.started[2][0]
+
+    def load(self, fleet: ScriptedFleet, name: str, path: str, version: str | None = None) -> None:
+        for engine, _ in fleet.started[:2]:
+            engine.folders = self.FOLDERS
+        fleet.load_lora_adapter(name, path, lora_version=version)
+
+    def test_a_new_replica_has_those_of_the_others_or_gets_no_requests_for_them(
+        self, fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.load(fleet, "same", "/same", "a")
+        self.load(fleet, "same", "/kept", "b")
+        self.load(fleet, "sent", "/kept", "early")
+        self.load(fleet, "sent", "", "late")
+        self.load(fleet, "changed", "/other")
+        new = self.replaced(fleet, monkeypatch)
+        assert new.labels == ["same@a", "same@b"], "no name means an earlier version than elsewhere"
+        lacking = ["changed", "changed@fleet-1", "sent", "sent@early", "sent@late"]
+        assert [one["lacks"] for one in fleet.status()] == [[], lacking]
+        for name in (*lacking, "same"):
+            answers = fleet.generate(
+                input_ids=[[1], [2]], sampling_params={"max_new_tokens": 1}, lora_path=name
+            )
+            replicas = {one["meta_info"]["replica"] for one in answers}
+            assert replicas == ({"replica 0", "replica 1"} if name == "same" else {"replica 0"}), name
+        self.load(fleet, "sent", "")
+        assert fleet.started[0][0].labels[-1] == new.labels[-1] == "sent@fleet-2"
+        assert "sent" not in fleet.status()[1]["lacks"]
+
+    def test_a_load_waits_until_a_new_replica_can_take_part(
+        self, fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.load(fleet, "same", "/same", "a")
+        threads: list[threading.Thread] = []
+
+        def load() -> None:
+            threads.append(threading.Thread(target=lambda: self.load(fleet, "same", "/kept", "b")))
+            threads[0].start()
+
+        first_engine(fleet).then["server_info"] = load
+        new = self.replaced(fleet, monkeypatch)
+        threads[0].join()
+        assert new.labels == first_engine(fleet).labels == ["same@a", "same@b"]
 
 
 def test_a_fleet_that_cannot_start_tells_what_all_say_and_the_cause_first() -> None:

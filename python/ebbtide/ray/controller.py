@@ -24,6 +24,7 @@ from ebbtide.srt.managers.io_struct import (
     ControlRequest,
     GivenUp,
     InitWeightsUpdateGroupReqInput,
+    LoadRequest,
     Prepared,
     Refusal,
     Verdict,
@@ -48,6 +49,7 @@ class Replica:
         slot: its place in the fleet, which its successor takes.
         life: how many there were in that place before.
         num_live: requests that it is working on.
+        lacks: adapters that others have and it has not, by `name` or `name@version`.
         has_died: set once it has been found dead, with `reason`.
         numbers: of the calls that it carries out in their order.
     """
@@ -57,6 +59,7 @@ class Replica:
         self.life = life
         self.engine = engine
         self.num_live = 0
+        self.lacks: set[str] = set()
         self.has_died = asyncio.Event()
         self.reason = ""
         self.numbers = itertools.count()
@@ -130,6 +133,7 @@ class FleetController:
         self._committee = Committee(range(len(replicas)), self._broadcast, self._send, self._answer)
         self._calls: dict[str, _Call] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._load_numbers = itertools.count(1)
 
     # ------------------------------------------------------------------------------------------- membership
 
@@ -146,10 +150,10 @@ class FleetController:
         self._committee.join(replica.slot)
 
     @asynccontextmanager
-    async def without_updates(self) -> AsyncGenerator[None, None]:
-        """While no weights change: those updates that come meanwhile wait."""
+    async def without(self, subject: str) -> AsyncGenerator[None, None]:
+        """While nothing about a subject changes: requests about it that come meanwhile wait."""
         name, is_held = uuid.uuid4().hex, asyncio.Event()
-        self._committee.hold(name, "session", is_held.set)
+        self._committee.hold(name, subject, is_held.set)
         await is_held.wait()
         try:
             yield
@@ -168,6 +172,9 @@ class FleetController:
 
     async def control(self, kind: type[Any], fields: Mapping[str, Any]) -> Any:
         """Carry a request out on all live replicas; returns the first one's body, with all in `replicas`."""
+        if issubclass(kind, LoadRequest) and fields.get("lora_version") is None:
+            # Their own numbers differ: a new replica has seen fewer loads.
+            fields = {**fields, "lora_version": f"fleet-{next(self._load_numbers)}"}
         is_stored = not all(isinstance(one, bytes | str) for one in fields.get(TENSORS) or ())
         request, _ = build_request(kind, {**fields, TENSORS: []} if is_stored else fields)
         call = _Call(kind, fields, asyncio.get_running_loop().create_future())
@@ -295,6 +302,9 @@ class FleetController:
     def _answer(self, call_id: str, answer: Prepared | Closed) -> None:
         assert isinstance(answer, Closed), "the fleet itself decides"
         call = self._calls.pop(call_id)
+        if issubclass(call.kind, LoadRequest) and answer.is_committed:
+            for replica in self.living:
+                replica.lacks -= {call.fields["lora_name"]}
         done = {slot: reply for slot, reply in answer.replies.items() if not isinstance(reply, Refusal)}
         self.has_committed = self.has_committed or any(one.has_changed_weights for one in done.values())
         if answer.is_committed and done:

@@ -37,11 +37,12 @@ class RayFleet(RemoteMethods):
     `generate` sends each prompt to the replica with the fewest requests; consecutive equal prompts stay
     together, up to a replica's share of the batch.
 
-    A replica that dies is replaced by a new one, which takes the weights of a live one and then serves. The
-    requests of the dead one continue elsewhere, after the tokens generated so far, whose versions are kept,
-    as if there had been one replica. A request with stop strings, `n` > 1, or records other than logprobs
-    starts over there, unless it was streamed. In that case, and if it says `on_death="error"`, it ends with
-    an `EngineError`.
+    A replica that dies is replaced by a new one, which takes the weights of a live one, loads its adapters
+    from their folders, and then serves; what came as tensors it lacks until the next load. The requests of
+    the dead one continue elsewhere, after the tokens generated so far, whose versions are kept, as if there
+    had been one replica. A request with stop strings, `n` > 1, or records other than logprobs starts over
+    there, unless it was streamed. In that case, and if it says `on_death="error"`, it ends with an
+    `EngineError`.
 
     Args:
         num_replicas: number of replicas, 1 or more.
@@ -143,7 +144,7 @@ class RayFleet(RemoteMethods):
             # They share the prompt's KV, but no replica gets more of the batch than its part.
             is_full = replica is not None and placed[replica] * len(self._controller.living) >= len(singles)
             together = prompt == before and not is_full
-            replica = await self._choose(replica if together else None, placed)
+            replica = await self._choose(single, replica if together else None, placed)
             placed[replica] += 1
             before = prompt
             tasks.append(asyncio.create_task(self._generate_one(single, on_death, replica)))
@@ -163,7 +164,7 @@ class RayFleet(RemoteMethods):
         replica: Replica | None = first
         with self._aborts.known(output.rid) as asked:
             while True:
-                replica = await self._choose(replica)
+                replica = await self._choose(fields, replica)
                 try:
                     with replica.working(), _repeated(asked, replica, output):
                         return await replica.ask("answer", {**fields, "rid": output.rid})
@@ -181,7 +182,7 @@ class RayFleet(RemoteMethods):
         replica = first
         with self._aborts.known(output.rid) as asked:
             while True:
-                replica = await self._choose(replica)
+                replica = await self._choose(fields, replica)
                 try:
                     with replica.working(), _repeated(asked, replica, output):
                         chunks = replica.engine.stream(output.so_far, output.next_fields())
@@ -212,20 +213,27 @@ class RayFleet(RemoteMethods):
             ) from None
 
     async def _choose(
-        self, wanted: Replica | None = None, placed: Mapping[Replica, int] | None = None
+        self,
+        request: Mapping[str, Any],
+        wanted: Replica | None = None,
+        placed: Mapping[Replica, int] | None = None,
     ) -> Replica:
         """This replica if it lives, or the one with the fewest requests; waits while there is none.
+
+        One that has the adapter that is asked for, if there is any: what none has, none will take.
 
         Args:
             placed: requests that are about to go to each.
         """
-        if wanted is not None and wanted in self._controller.living:
-            return wanted
         while not self._controller.living:
             if self._supervisor.failure:
                 raise EngineError(self._supervisor.failure)
             await self._supervisor.next_change()
-        return min(self._controller.living, key=lambda one: one.num_live + (placed or {}).get(one, 0))
+        living, adapter = self._controller.living, request.get("lora_path")
+        able = [one for one in living if adapter not in one.lacks] or living
+        if wanted in able:
+            return wanted
+        return min(able, key=lambda one: one.num_live + (placed or {}).get(one, 0))
 
     # ---------------------------------------------------------------------------------------------- control
 
@@ -265,13 +273,17 @@ class RayFleet(RemoteMethods):
             raise EngineError(f"not all replicas serve: {reasons}")
 
     def status(self) -> list[dict[str, Any]]:
-        """Of each replica: name, whether it serves, earlier lives, running requests, why it last died."""
+        """Of each replica: name, whether it serves, earlier lives, running requests, why it last died.
+
+        `lacks`: adapters that the others have. Requests for them go elsewhere; a load brings them back.
+        """
         return [
             {
                 "replica": one.name,
                 "serves": not one.has_died.is_set(),
                 "num_deaths": one.life + one.has_died.is_set(),
                 "num_live": one.num_live,
+                "lacks": sorted(one.lacks),
                 "last_death": self._supervisor.deaths.get(one.slot),
             }
             for one in self._controller.replicas

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
+from ebbtide.ray.adapters import take_adapters
 from ebbtide.ray.controller import FleetController, Replica, replica_name
 from ebbtide.ray.engine import RayEngine
 from ebbtide.ray.errors import ActorDied
@@ -144,17 +145,27 @@ class Supervisor:
 
     async def _admit(self, replica: Replica) -> str:
         """Let a new replica serve, once it is as those that live; what it has to wait for, or nothing."""
-        async with self._controller.without_updates():
+        async with self._controller.without("session"):
             peers = self._controller.living
             obstacle = await bring_up_to_date(replica, peers)
-            if not obstacle:
+            if obstacle:
+                return obstacle
+            async with self._controller.without("adapters"):
+                peer = min(self._controller.living, key=lambda one: len(one.lacks), default=None)
+                try:
+                    if peer is not None:
+                        await take_adapters(replica, peer)
+                except ActorDied:
+                    if await _lives(replica):
+                        return "the replica that was to tell of its adapters has died"
+                    raise
                 self._controller.admit(replica)
-                # A pause or a release that came meanwhile was not for this one.
-                for peer in peers:
-                    if not peer.has_died.is_set():
-                        await imitate(replica, peer)
-                        break
-            return obstacle
+            # A pause or a release that came meanwhile was not for this one.
+            for peer in peers:
+                if not peer.has_died.is_set():
+                    await imitate(replica, peer)
+                    break
+            return ""
 
     def _note_change(self) -> None:
         self._changes.set()

@@ -18,7 +18,7 @@ from ebbtide.srt.device.nvml import device_memory_bytes, process_bytes
 from ebbtide.srt.entrypoints.bodies import AnswerBody
 from ebbtide.srt.entrypoints.launch.placement import node_of
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.managers.io_struct import RankReport, StateReport, TagReport, TotalsReply
+from ebbtide.srt.managers.io_struct import AdapterReport, RankReport, StateReport, TagReport, TotalsReply
 from ebbtide.srt.managers.wire.merging import merge_rules
 
 
@@ -45,6 +45,7 @@ class EngineState(AnswerBody, kw_only=True):
     reason: str
     tags: dict[str, TagReport]
     device: DeviceMemory
+    adapters: list[AdapterReport]
 
 
 class MemoryOccupationBody(EngineState, kw_only=True):
@@ -66,6 +67,7 @@ def memory_occupation(state: StateReport, parallel: ParallelConfig) -> MemoryOcc
         reason=state.reason,
         tags=total_tags(state.ranks),
         device=_total_device(state.ranks, devices, parallel),
+        adapters=state.adapters,
         ranks=[
             RankOccupation(**msgspec.structs.asdict(rank), device_bytes=device)
             for rank, device in zip(state.ranks, devices, strict=True)
