@@ -1,6 +1,8 @@
 """Compiling ahead of time and beside serving, with stand-ins for FlashInfer's modules."""
 
 import os
+import subprocess
+import sys
 from threading import Barrier, Event
 from typing import Any
 
@@ -120,3 +122,32 @@ def test_a_kernel_that_compiles_beside_serving_takes_over_from_the_next_plan_on(
         kernel.run(plan, *[None] * 5)
     now = "first" if fails else "second"
     assert log == ["first ran first's plan", f"{now} ran {now}'s plan"]
+
+
+ONE_ROW = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from ebbtide.srt.layers.small_batch import kernels
+
+TYPES = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
+TYPES |= dict.fromkeys(("slot_stride", "num_shrinking", "num_tokens"), "i32") | {"eps": "fp32"}
+GIVEN = {"num_rows": 1, "NUM_COLUMNS": 64, "SPLIT_COLUMNS": 64, "BLOCK_TOKENS": 16, "BLOCK_ROWS": 64}
+GIVEN |= {"BLOCK_COLUMNS": 64, "PREFETCHED_COLUMNS": 64, "OVERLAPPED": True, "RANK_SPLITS": 1}
+for kernel in (kernels.matvec, kernels.product):
+    kinds = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
+    values = {(place,): GIVEN.get(name, False if name.isupper() else None)
+              for place, name in enumerate(kinds) if kinds[name] == "constexpr"}
+    compile(ASTSource(kernel, kinds, values), target=GPUTarget("cuda", 90, 32))
+    print(kernel.fn.__name__)
+"""
+
+
+def test_products_of_few_tokens_compile_for_a_weight_of_one_row() -> None:
+    """As the gates of shared experts have it: Triton makes a constant of an argument that is 1."""
+    pytest.importorskip("triton")
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    kept["PYTHONPATH"] = os.pathsep.join(sys.path)
+    run = subprocess.run(
+        [sys.executable, "-c", ONE_ROW], env=kept, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.split() == ["matvec", "product"], run.stderr[-4000:]

@@ -18,8 +18,9 @@ from torch import Tensor
 from ebbtide.srt.layers.kernels.convolution import OF_PROMPTS
 from ebbtide.srt.layers.state.base import KEY_EPS, PIECE_TOKENS, StateStep
 
-# Columns of a matrix that a program holds: few requests then fill a GPU, and it stays in registers.
-COLUMNS = 32
+# Columns of a matrix that a program holds. It stays in registers then; a token alone reads longer runs of
+# memory with more of them, while pieces one after the other, of few prompts, need the programs.
+COLUMNS, PIECE_COLUMNS = 64, 32
 NORM_ROWS = 16
 
 
@@ -69,10 +70,10 @@ def delta_rule(
             BLOCK_V=max(16, triton.next_power_of_2(v_dim)),
             PRECISION=precision,
             INVERSE_PRECISION="ieee" if precision == "ieee" else "tf32x3",
-            num_warps=8,
+            num_warps=4,
             **sizes,
         )
-        _pieces_in_order[(len(states.lens_P), num_heads, triton.cdiv(v_dim, COLUMNS))](
+        _pieces_in_order[(len(states.lens_P), num_heads, triton.cdiv(v_dim, PIECE_COLUMNS))](
             qkv_TC,
             keys_TVH,
             updates_TVH,
@@ -82,7 +83,7 @@ def delta_rule(
             states.num_decoding,
             out_TVH,
             TOKENS=PIECE_TOKENS,
-            BLOCK_V=COLUMNS,
+            BLOCK_V=PIECE_COLUMNS,
             PRECISION=precision,
             num_warps=8,
             num_stages=1,

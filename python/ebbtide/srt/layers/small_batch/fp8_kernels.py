@@ -58,7 +58,7 @@ def stationary(
     word = tl.arange(0, BLOCK_WORDS)
     inside = word < WORDS
     wanted = inside[None, :] & (row >= 0)[:, None]
-    up_distance = num_rows.to(tl.int64) * WORDS
+    up_distance = tl.cast(num_rows, tl.int64) * WORDS
     tile = weight_ptr + (first_row + row).to(tl.int64)[:, None] * WORDS + word[None, :]
     words_up = tl.zeros((BLOCK_ROWS, BLOCK_WORDS), tl.int32)
     words = tl.load(tile, mask=wanted, other=0, eviction_policy="evict_first")
@@ -126,7 +126,7 @@ def passing(
     first_row = tl.program_id(0) * BLOCK_ROWS
     row, word = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_WORDS)
     wanted = (word < WORDS)[None, :] & (row >= 0)[:, None]
-    up_distance = num_rows.to(tl.int64) * WORDS
+    up_distance = tl.cast(num_rows, tl.int64) * WORDS
     tile = weight_ptr + (first_row + row).to(tl.int64)[:, None] * WORDS + word[None, :]
     scales = scale_ptr + first_row // _GROUP * (NUM_COLUMNS // _GROUP) + word // 32
     up_groups = num_rows // _GROUP * (NUM_COLUMNS // _GROUP)
@@ -247,7 +247,7 @@ def quantized(
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     tokens = tl.program_id(2) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     column = tl.arange(0, _GROUP)
-    up_distance = num_rows.to(tl.int64) * NUM_COLUMNS
+    up_distance = tl.cast(num_rows, tl.int64) * NUM_COLUMNS
     row_starts = weight_ptr + rows.to(tl.int64)[:, None] * NUM_COLUMNS + begin + column[None, :]
     if OVERLAPPED:
         lines = tl.arange(0, 4) * 128

@@ -168,7 +168,7 @@ def matvec(
     columns = tl.arange(0, BLOCK_COLUMNS)
     inside = (rows < num_rows)[:, None]
     tile = weight_ptr + rows.to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]
-    up_distance = num_rows.to(tl.int64) * NUM_COLUMNS
+    up_distance = tl.cast(num_rows, tl.int64) * NUM_COLUMNS
     ahead = _read(tile, inside & (columns < NUM_COLUMNS)[None, :], EVEN)
     if GATED:
         ahead_up = _read(tile + up_distance, inside & (columns < NUM_COLUMNS)[None, :], EVEN)
@@ -299,7 +299,7 @@ def product(
     tokens = tl.arange(0, BLOCK_TOKENS)
     columns = tl.arange(0, BLOCK_COLUMNS)
     inside = (rows < num_rows)[:, None]
-    up_distance = num_rows.to(tl.int64) * NUM_COLUMNS
+    up_distance = tl.cast(num_rows, tl.int64) * NUM_COLUMNS
     row_starts = weight_ptr + rows.to(tl.int64)[:, None] * NUM_COLUMNS
     if OVERLAPPED:
         LINE: tl.constexpr = _LINE_BITS // weight_ptr.dtype.element_ty.primitive_bitwidth
