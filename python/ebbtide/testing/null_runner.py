@@ -163,7 +163,8 @@ class NullRunner:
                 assert given == [SAMPLED_BEFORE]
                 assert not spec.needs_output_ids, "a penalty was computed without the last token"
                 given = [self._sampled_by_row[row]]
-                tokens.append(self.token(spec.seed, num_outputs - 1, value))
+                # What a mask decided is not the request's own choice.
+                tokens += given if spec.mask is not None else [self.token(spec.seed, num_outputs - 1, value)]
             end = start + num_new
             assert given == tokens[start:end]
             assert samples == (end == len(tokens) and spec.params.max_new_tokens != 0)

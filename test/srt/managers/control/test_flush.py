@@ -7,11 +7,6 @@ from ebbtide.srt.managers.io_struct import FlushCacheReqInput
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 
-@pytest.fixture
-def harness() -> Harness:
-    return Harness()
-
-
 def test_an_idle_engine_flushes_everything(harness: Harness) -> None:
     harness.generate(PROMPT, max_new_tokens=9)
     harness.run_until_idle()

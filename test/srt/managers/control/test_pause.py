@@ -8,11 +8,6 @@ from ebbtide.srt.managers.io_struct import AbortReq, FinishReason, PauseGenerati
 ORDER = [PauseMode.WAIT, PauseMode.IN_PLACE, PauseMode.RETRACT, PauseMode.ABORT]
 
 
-@pytest.fixture
-def harness() -> Harness:
-    return Harness()
-
-
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
 def test_a_pause_stops_forward_passes_and_continue_goes_on_where_it_stood(
     harness: Harness, mode: PauseMode

@@ -18,11 +18,6 @@ from ebbtide.testing.harness import default_schedule
 WEIGHTS = MemoryTag.WEIGHTS
 
 
-@pytest.fixture
-def harness() -> Harness:
-    return Harness()
-
-
 def test_buckets_serve_together_at_the_end(harness: Harness) -> None:
     rid = harness.begin_request()
     harness.begin()
