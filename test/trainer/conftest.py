@@ -39,12 +39,16 @@ def shared_engine(checkpoint: Path) -> Iterator[Any]:
         yield engine
 
 
+def with_old_weights(engine: Any, checkpoint: Path) -> Any:
+    """Whatever the test before left."""
+    engine.abort_weight_update()
+    engine.update_weights_from_disk(str(checkpoint), weight_version="old")
+    return engine
+
+
 @pytest.fixture
 def engine(shared_engine: Any, checkpoint: Path) -> Any:
-    """With the old weights, whatever the test before left."""
-    shared_engine.abort_weight_update()
-    shared_engine.update_weights_from_disk(str(checkpoint), weight_version="old")
-    return shared_engine
+    return with_old_weights(shared_engine, checkpoint)
 
 
 @pytest.fixture(scope="session")
@@ -61,10 +65,7 @@ def shared_divided_engine(checkpoint: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def divided_engine(shared_divided_engine: Any, checkpoint: Path) -> Any:
-    """With the old weights, whatever the test before left."""
-    shared_divided_engine.abort_weight_update()
-    shared_divided_engine.update_weights_from_disk(str(checkpoint), weight_version="old")
-    return shared_divided_engine
+    return with_old_weights(shared_divided_engine, checkpoint)
 
 
 @pytest.fixture(scope="session")

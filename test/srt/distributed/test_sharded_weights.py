@@ -157,15 +157,6 @@ def problems(group: ParallelGroup, path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_staged_update_is_live_after_its_commit(two_ranks: Ranks, qwen3: Path) -> None:
-    checkpoint = load_file(qwen3 / "model.safetensors")
-    new = {K: torch.randn(checkpoint[K].shape), EMBED: torch.randn(checkpoint[EMBED].shape)}
-
-    for before, after in two_ranks.run(stage_and_commit, qwen3, new):
-        assert same(before, checkpoint)
-        assert same(after, checkpoint | new)
-
-
 def stage_and_commit(
     group: ParallelGroup, path: Path, new: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -250,24 +250,6 @@ def test_fp8_holds_the_nearest_numbers_and_none_beyond_its_range(inverse: float 
     assert expected.float()[:3].tolist() == [1.0, 1.0, 1.25]
 
 
-def test_new_keys_and_values_lie_in_their_slots(name: str) -> None:
-    requests = Requests(1, 8, PAGE_SIZE)
-    pool = Pool(NUM_LAYERS, requests.num_pages, PAGE_SIZE, 2, HEAD_DIM)
-    attention, layers = build(name, pool, [PLAIN, PLAIN], 2, num_q_heads=2)
-    batch, positions = requests.grow([3])
-    qkv = torch.randn(3, 6, HEAD_DIM)
-    rope = ROTARY(positions, torch.float32)
-    keys, values = rotate(qkv[:, 2:4], *rope), qkv[:, 4:].clone()
-    attention.prepare(batch)
-
-    layers[0](qkv, rope, None, attention)
-
-    page = int(requests.table[0, 0])
-    torch.testing.assert_close(pool.k(0)[page, :3], keys)
-    assert torch.equal(pool.v(0)[page, :3], values)
-    assert int(pool.k(0).isnan().logical_not().sum()) == keys.numel()
-
-
 def test_a_plan_that_captured_kernels_do_not_fit_is_an_error() -> None:
     """They would read and write where the first plan said: an error, also under `python -O`."""
     plans = iter([[7, 1], [7, 1], [7, 2]])

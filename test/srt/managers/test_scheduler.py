@@ -29,20 +29,6 @@ def prompt_of(length: int, first: int = 1) -> Sequence[int]:
     return range(first, first + length)
 
 
-def test_each_request_gets_its_own_tokens_whatever_else_runs() -> None:
-    harness = SchedulerHarness(num_pages=256, context_len=256)
-    rids = [
-        harness.generate(prompt_of(3 + 5 * index, index), seed=index, max_new_tokens=4 + index)
-        for index in range(20)
-    ]
-    harness.run_until_idle()
-    for index, rid in enumerate(rids):
-        output = harness.outputs[rid]
-        assert output.token_ids == expected_tokens(index, 4 + index)
-        assert output.finish == FinishReason("length", length=4 + index)
-        assert output.version_starts == [("default", 0)]
-
-
 def test_requests_whose_next_token_depends_on_all_before_run_beside_others() -> None:
     harness = SchedulerHarness()
     penalised = harness.generate(prompt_of(5), seed=1, max_new_tokens=10, frequency_penalty=0.5)
