@@ -93,6 +93,15 @@ def test_planned_copies_bring_every_byte_and_name_what_is_not_finite(
     assert not arena[end + 64 : 2 << 20].any()
 
 
+def test_lines_alone_are_copied_as_lines(device: torch.device) -> None:
+    wide = torch.arange(12 * 40, dtype=FLOAT).view(12, 40).to(device)
+    arena, copies = torch.zeros(12 * 64, dtype=BYTES, device=device), WeightCopies(device)
+    assert copies.plan("wide", wide, Run(0, arena.nbytes, 48, FLOAT, 64, 160), arena.data_ptr())
+    copies.prepare(arena.data_ptr())
+    assert list(copies.launch()) == [arena.nbytes]
+    assert torch.equal(arena.view(FLOAT).view(12, 16), wide[:, 12:28])
+
+
 def every_number(dtype: torch.dtype) -> torch.Tensor:
     """Of each pattern of bits one; of 32 bits those with few ones, or few zeros, at either end."""
     if dtype == FLOAT:

@@ -69,13 +69,14 @@ class SpanCopies:
     def launch(self, launch_bytes: int) -> Iterator[int]:
         """Launch them, by kernels of about that many bytes each; yields the bytes of each kernel."""
         num_whole = self._num_whole
-        for first_row, end_row in ((0, num_whole), (num_whole, len(self._bytes_R))):
+        parts = ((False, 0, num_whole), (True, num_whole, len(self._bytes_R)))
+        for of_lines, first_row, end_row in parts:
             bytes_R = self._bytes_R[first_row:end_row]
             ends_R = np.cumsum(bytes_R)
             bounds = [0, *(np.flatnonzero(np.diff(ends_R // launch_bytes)) + 1), len(ends_R)]
             for first, end in pairwise(bounds):
                 if first < end:
-                    self._launch(slice(first_row + first, first_row + end), of_lines=first_row > 0)
+                    self._launch(slice(first_row + first, first_row + end), of_lines=of_lines)
                     yield int(bytes_R[first:end].sum())
 
     def _launch(self, chosen: slice, *, of_lines: bool) -> None:
