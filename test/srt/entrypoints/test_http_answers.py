@@ -14,7 +14,8 @@ from ebbtide.srt.entrypoints.http_answers import AnswerWriter, answer_events, an
 from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
 from ebbtide.srt.entrypoints.openai.answers import ChunkWriter
 from ebbtide.srt.entrypoints.openai.requests import completion_call
-from ebbtide.srt.entrypoints.openai.routes import answer_call
+from ebbtide.srt.entrypoints.openai.routes import Calls
+from ebbtide.srt.entrypoints.request_body import BodyReader
 
 
 async def leaving() -> dict[str, Any]:
@@ -145,6 +146,6 @@ def test_the_event_loop_goes_on_while_an_answer_of_many_outputs_is_written() -> 
         request: Any = SimpleNamespace(receive=staying, client=None, headers={})
         call = completion_call({"prompt": [1], "n": len(outputs)}, "tide", None)
         writer = ChunkWriter(Writer(), call)  # type: ignore[arg-type]
-        return bytes((await answer_call(service, request, call, writer, "int32")).body)
+        return bytes((await Calls(service, BodyReader()).answer(request, call, writer, "int32")).body)
 
     assert json.loads(asyncio.run(script())) == {"num_choices": len(outputs)}

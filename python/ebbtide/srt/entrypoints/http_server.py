@@ -87,7 +87,8 @@ def create_app(service: EngineService) -> FastAPI:
     calls = Calls(service, bodies)
     parts = (
         *(NativeApi(service, bodies), StaticPages(service), Dashboard(service)),
-        *(OpenAIApi(service, bodies, calls), AnthropicApi(service, calls), TokensApi(service, bodies)),
+        *(OpenAIApi(service, bodies, calls), AnthropicApi(service, calls)),
+        TokensApi(service, bodies, calls),
     )
     answered = [*itertools.chain.from_iterable(map(endpoints, parts)), *vllm_endpoints(service, bodies)]
     for route, endpoint in answered:

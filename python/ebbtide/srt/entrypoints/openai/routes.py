@@ -94,14 +94,14 @@ class Calls:
         manager = self._service.manager
         manager.limits.check_given("prompt", fields.get("prompt"), fields.get("truncate_prompt_tokens"))
         name, template = self.model_name, self.template
-        return self._within_limits(
+        return self.within_limits(
             await manager.worked_on(fields, lambda: completion_call(fields, name, template))
         )
 
     async def chat(self, fields: Mapping[str, Any], *, is_batch: bool = False) -> OpenAICall:
         """The call of a chat, or of several. Raises RequestRejected: 400."""
         name, template, defaults = self.model_name, self.template, self._recommended
-        return self._within_limits(
+        return self.within_limits(
             await self._service.manager.worked_on(
                 fields,
                 lambda: chat_call(fields, name, template, defaults, self._parsers, is_batch=is_batch),
@@ -119,11 +119,34 @@ class Calls:
         return self.template.tokenizer.encode(made, add_special_tokens=adds_special_tokens)
 
     async def answer(
-        self, request: Request, call: OpenAICall, writer: AnswerWriter, *, wants_meta: bool = False
+        self, request: Request, call: OpenAICall, writer: AnswerWriter, routed_form: str | None = None
     ) -> Response:
-        """As `answer_call`. An answer with SGLang's `meta_info` has routed experts in SGLang's form."""
-        form = "int32" if wants_meta else self._service.config.server_args.routed_experts_format
-        return await answer_call(self._service, request, call, writer, form)
+        """Carry a call out; its answer, or its chunks as events, are as the writer puts them.
+
+        `routed_form`: how routed experts are encoded; None: as the server's flag says. Raises
+        RequestRejected, EngineError, ClientDisconnect: as `answer_whole` and `answer_events`.
+        """
+        service = self._service
+        adapter = service.models.require(call.model)
+        if adapter is not None:
+            if call.generate.get("lora_path") not in (None, "", adapter):
+                raise RequestRejected(f"lora_path: model names another adapter, {adapter!r}")
+            call.generate["lora_path"] = adapter
+        form = routed_form or service.config.server_args.routed_experts_format
+        starting = service.manager.prepare(
+            *(call.generate, call.render),
+            is_incremental=True,
+            routed_form=cast("RoutedForm", form),
+            client=client_of(request),
+        )
+        if call.generate["stream"]:
+            return await answer_events(request.receive, starting, service.metrics.note_chunk, writer)
+        result = await answer_whole(request.receive, starting)
+        await service.metrics.note_all(result)
+        if isinstance(result, list) and len(result) > OUTPUTS_AT_ONCE:
+            # The event loop has its turns between those of the thread.
+            return await service.manager.in_thread(lambda: Json(writer.whole(result)))
+        return Json(writer.whole(result))
 
     @property
     def model_name(self) -> str:
@@ -139,7 +162,8 @@ class Calls:
         template = read_chat_template(config.server_args.chat_template)
         return ChatTemplate(tokenizer, template, config.model.eos_token_ids)
 
-    def _within_limits(self, call: OpenAICall) -> OpenAICall:
+    def within_limits(self, call: OpenAICall) -> OpenAICall:
+        """The call, unless it asks for more than is allowed. Raises RequestRejected: 400."""
         max_logprobs = self._service.config.server_args.max_logprobs
         return within_limits(call, max_logprobs, self._service.manager.limits.vocab_size)
 
@@ -151,39 +175,6 @@ class Calls:
     @cached_property
     def _recommended(self) -> Mapping[str, Any]:
         return recommended_sampling(self._service.config.model.path)
-
-
-async def answer_call(
-    service: EngineService,
-    request: Request,
-    call: OpenAICall,
-    writer: AnswerWriter,
-    routed_form: str,
-) -> Response:
-    """Carry a request out; its answer, or its chunks as events, are as the writer puts them.
-
-    `routed_form`: how routed experts are encoded. Raises RequestRejected, EngineError, ClientDisconnect: as
-    `answer_whole` and `answer_events`.
-    """
-    adapter = service.models.require(call.model)
-    if adapter is not None:
-        if call.generate.get("lora_path") not in (None, "", adapter):
-            raise RequestRejected(f"lora_path: model names another adapter, {adapter!r}")
-        call.generate["lora_path"] = adapter
-    starting = service.manager.prepare(
-        *(call.generate, call.render),
-        is_incremental=True,
-        routed_form=cast("RoutedForm", routed_form),
-        client=client_of(request),
-    )
-    if call.generate["stream"]:
-        return await answer_events(request.receive, starting, service.metrics.note_chunk, writer)
-    result = await answer_whole(request.receive, starting)
-    await service.metrics.note_all(result)
-    if isinstance(result, list) and len(result) > OUTPUTS_AT_ONCE:
-        # The event loop has its turns between those of the thread.
-        return await service.manager.in_thread(lambda: Json(writer.whole(result)))
-    return Json(writer.whole(result))
 
 
 _openai = partial(route, tag="OpenAI")
@@ -238,7 +229,8 @@ class OpenAIApi:
     async def _chat(self, request: Request, call: OpenAICall, return_meta_info: bool | None) -> Response:
         wants_meta = bool(return_meta_info)
         writer = ChunkWriter(ChatWriter(call, return_meta_info=wants_meta), call)
-        return await self._calls.answer(request, call, writer, wants_meta=wants_meta)
+        # SGLang's `meta_info` has them in SGLang's form.
+        return await self._calls.answer(request, call, writer, "int32" if wants_meta else None)
 
     @_openai(
         "POST",

@@ -26,8 +26,8 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     StreamOptions,
     Usage,
 )
-from ebbtide.srt.entrypoints.openai.requests import OpenAICall, within_limits
-from ebbtide.srt.entrypoints.openai.routes import answer_call
+from ebbtide.srt.entrypoints.openai.requests import OpenAICall
+from ebbtide.srt.entrypoints.openai.routes import Calls
 from ebbtide.srt.entrypoints.openai.shared_fields import check_salt, grammar_params
 from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
 from ebbtide.srt.entrypoints.routing import route
@@ -158,9 +158,10 @@ class TokensCall:
 class TokensApi:
     """What is behind `/inference/v1/generate`."""
 
-    def __init__(self, service: EngineService, bodies: BodyReader) -> None:
+    def __init__(self, service: EngineService, bodies: BodyReader, calls: Calls) -> None:
         self._service = service
         self._bodies = bodies
+        self._calls = calls
 
     @route(
         *("POST", "/inference/v1/generate", "/skyrl/v1/generate"),
@@ -178,7 +179,7 @@ class TokensApi:
         )
         call = tokens_call(fields, request.headers, self._service.config.model.served_model_name)
         args = self._service.config.server_args
-        common = within_limits(call.common, args.max_logprobs, self._service.manager.limits.vocab_size)
+        common = self._calls.within_limits(call.common)
         writer = ChunkWriter(TokensWriter(replace(call, common=common)), common)
         if call.request.continue_from is not None:
             ended, names = self._service.manager.ended, meant_by(call.request.continue_from)
@@ -187,8 +188,8 @@ class TokensApi:
         common.generate["return_routed_experts"] = self._service.manager.limits.records_routes
         if call.request.return_sampling_mask is None and not call.support_width:
             common.generate["return_sampling_mask"] = args.return_sampling_mask
-        form = "canonical" if request.url.path.startswith("/skyrl") else args.routed_experts_format
-        return await answer_call(self._service, request, common, writer, form)
+        form = "canonical" if request.url.path.startswith("/skyrl") else None
+        return await self._calls.answer(request, common, writer, form)
 
 
 def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_model: str) -> TokensCall:
