@@ -35,6 +35,7 @@ from typing import Any, Final
 import numpy as np
 import safetensors.torch
 import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.multiprocessing import reductions
 
 from ebbtide.formats.bucket import FlattenedTensorBucket
@@ -166,25 +167,34 @@ class WholeEncoder(PayloadEncoder):
 
 
 def side_by_side(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedTensors:
-    """Copies of tensors of one GPU in one allocation: an engine maps it in the time of one of hundreds.
+    """Copies of tensors of a GPU in one allocation: an engine maps it in the time of one of hundreds.
 
-    Waits for what computes them. Tensors of several devices, or of the CPU, are given back as they are.
+    Waits for what computes them. Where some are of the CPU, they are given back as they are.
     Raises `RequestRejected` for what is not a dense tensor.
     """
     tensors = _checked(named_tensors)
-    devices = {tensor.device for _, tensor in tensors}
-    if [device.type for device in devices] != ["cuda"]:
+    if {tensor.device.type for _, tensor in tensors} != {"cuda"}:
         return tensors
     _finish_work(tensors)
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in tensors]
-    pieces = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=devices.pop()), sizes)
-    given = [tensor.detach() for _, tensor in tensors]
-    copies = [
-        piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for piece, tensor in zip(pieces, given, strict=True)
-    ]
-    torch._foreach_copy_(copies, given)
-    return [(name, copy) for (name, _), copy in zip(tensors, copies, strict=True)]
+    return _joined(tensors)
+
+
+def _joined(tensors: NamedTensors) -> NamedTensors:
+    """Copies of tensors, those of one device and dtype in one allocation.
+
+    By few calls: each lets go of the interpreter's lock, for which a thread waits that serves streams.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
+    joined: list[tuple[str, torch.Tensor]] = []
+    with torch.no_grad():
+        for group in alike.values():
+            given = [tensor for _, tensor in group]
+            flat = _flatten_dense_tensors(given)  # type: ignore[no-untyped-call]
+            copies = _unflatten_dense_tensors(flat, given)  # type: ignore[no-untyped-call]
+            joined += zip((name for name, _ in group), copies, strict=True)
+    return joined
 
 
 def _reaches(reader: torch.device, device: torch.device) -> bool:

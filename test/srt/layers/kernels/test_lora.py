@@ -70,7 +70,7 @@ def add(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 7, 40])
 @pytest.mark.parametrize(
-    ("num_columns", "ends", "rank"), [(96, (64, 96, 128), 16), (160, (48,), 48), (512, (40, 80), 80)]
+    ("num_columns", "ends", "rank"), [(96, (64, 96, 128), 16), (160, (48,), 48), (1088, (40, 80), 80)]
 )
 def test_products_of_any_mix_of_adapters(
     device: str,

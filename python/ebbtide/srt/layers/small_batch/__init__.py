@@ -8,12 +8,12 @@ Shapes: T tokens, D inputs, O outputs, K columns, I intermediate size.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.launch import arrivals
 from ebbtide.srt.layers.kernels.tiles import (
     TOKEN_BUCKETS,
     Config,
@@ -222,11 +222,11 @@ def _product(
     )
     num_splits = _ceil_div(num_columns, split_columns)
     num_blocks = _ceil_div(num_rows, config.block_rows)
-    partial = squares = arrivals = None
+    partial = squares = arrived = None
     if num_splits > 1:
         partial = torch.empty(num_splits, num_tokens, len(weight), dtype=torch.float32, device=x.device)
         squares = torch.empty(num_blocks, num_splits, num_tokens, dtype=torch.float32, device=x.device)
-        arrivals = _arrivals(x.device, _power_of_2(num_blocks))
+        arrived = arrivals(x.device, _power_of_2(num_blocks))
     next_norm, normed = None, None
     # The parts are added up as one tile.
     if then is not None and num_blocks == _power_of_2(num_blocks) <= _MOST_SUMS:
@@ -241,7 +241,7 @@ def _product(
         out,
         partial,
         squares,
-        arrivals,
+        arrived,
         given,
         next_norm,
         None if normed is None else normed.x_TD,
@@ -266,12 +266,6 @@ def _product(
         **switches,
     )
     return normed
-
-
-@cache
-def _arrivals(device: torch.device, count: int) -> Tensor:
-    """So many zeros, which every product leaves as they are: products on a device run one after the other."""
-    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:
