@@ -196,9 +196,8 @@ class SchedulePolicy:
         queued = self.queued
         ended = self.running + queued
         self.held = []
+        self.waiting.clear()
         for req in queued:
-            if req.phase is Phase.WAITING:
-                self.waiting.remove(req)
             self.pages.drop_parked(req)
             self._forget(req)
         self.finish_running(list(self.running))
