@@ -36,7 +36,7 @@ from ebbtide.srt.managers.io_struct import (
     TokenOutput,
     VersionContract,
 )
-from ebbtide.srt.managers.scheduling.ranks.lockstep import (
+from ebbtide.srt.managers.scheduling.lockstep import (
     Demand,
     FollowerInbox,
     Inbox,
@@ -48,7 +48,7 @@ from ebbtide.srt.managers.scheduling.ranks.lockstep import (
 )
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
-from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.page_allocator import PageTable
 from ebbtide.srt.mem_cache.state_slots import StateSlots
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams

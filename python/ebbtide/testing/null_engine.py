@@ -21,9 +21,9 @@ from ebbtide.srt.entrypoints.launch.console import Stopped, configure_logging
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
-from ebbtide.srt.managers.scheduling.ranks.channels import open_rank_channels
+from ebbtide.srt.managers.scheduling.lockstep import open_rank_channels
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
-from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.page_allocator import PageTable
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_kv import NullDevice, NullPageStore
 from ebbtide.testing.null_runner import NullRunner

@@ -10,8 +10,7 @@ import numpy as np
 
 from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows, first_needed
-from ebbtide.srt.mem_cache.page_allocator import PageIds
-from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.page_allocator import PageIds, PageTable
 from ebbtide.srt.mem_cache.state_slots import StateSlots
 
 # What pages are called: as in a pool of which each chunk has a block that no page fills.

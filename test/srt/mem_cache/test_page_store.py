@@ -7,8 +7,7 @@ import torch
 
 from ebbtide.srt.mem_cache import page_store
 from ebbtide.srt.mem_cache.cache_spec import Paged
-from ebbtide.srt.mem_cache.kv_layout import KVLayout
-from ebbtide.srt.mem_cache.kv_pool import KVPool
+from ebbtide.srt.mem_cache.kv_pool import KVLayout, KVPool
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_store import HostPageStore
 from ebbtide.srt.memory_saver.tags import MemoryTag

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.page_allocator import PageTable
 
 
 def test_rows_hold_what_was_written() -> None:

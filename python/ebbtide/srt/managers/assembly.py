@@ -25,8 +25,8 @@ from ebbtide.srt.managers.scheduler import Scheduler
 from ebbtide.srt.managers.scheduling.kv_chunks import ChunkMemory, KVChunks
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, TimeLimits
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports, StepLog
+from ebbtide.srt.managers.scheduling.lockstep import RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
-from ebbtide.srt.managers.scheduling.ranks.lockstep import RankInbox
 from ebbtide.srt.managers.scheduling.request_pages import RequestPages
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.managers.scheduling.weights.trial_pass import SchedulerTrialPass
@@ -34,8 +34,7 @@ from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
-from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
-from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds, PageTable
 from ebbtide.srt.mem_cache.radix_cache import RadixCache
 from ebbtide.srt.mem_cache.state_slots import Checkpoints, StateSlots
 from ebbtide.srt.memory_saver.tags import MemoryTag

@@ -1,20 +1,147 @@
-"""The paged pool of keys and values: views into the `kv_cache` arena."""
+"""The paged pool of keys and values: views into chunks of the `kv_cache` arena.
+
+A chunk holds some pages of all layers of a group: it is `[layer][keys, values][page]`; in pages of other
+groups, other layers are in their places. The keys of a layer, and its values, are a *plane* each, and so
+are the latents of a layer that keeps those; the part of a page in one plane is a *block*. Blocks are all
+alike, so a plane is the whole arena as a flat run of blocks, from its own first block on. With P planes and
+C pages in a chunk, page i of chunk c is block c * stride + i of every plane's view. The stride is P * C, or
+a little more where chunks would not end on a multiple of the granularity. That number is the id of the
+page: what page tables hold.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from ebbtide.srt.mem_cache.cache_spec import WHOLE, CacheGroups, Latent
-from ebbtide.srt.mem_cache.kv_layout import KVLayout
+from ebbtide.srt.mem_cache.cache_spec import WHOLE, CacheGroups, Latent, TokenSpec
 from ebbtide.srt.mem_cache.kv_scales import HeadScales, KVScales
+from ebbtide.srt.mem_cache.page_allocator import PageIds
 from ebbtide.srt.mem_cache.state_pool import StatePool
-from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.arena import Arena, round_up
 
 # Pages that no kernel moves go through a buffer of this size.
 MOVED_AT_ONCE_BYTES = 64 << 20
+# A kernel reads one plane after the other. With runs of this size, a page of the driver's, it touches no more
+# pages of addresses than if each plane lay in one piece.
+CUDA_MIN_RUN_BYTES = 2 << 20
+# 100 GiB in chunks of 1 GiB go back to the driver in 36 ms, in chunks of 256 MiB in 82 ms; they are taken in
+# 31 and 65 ms. Attention does not notice (an H200: docs/performance.md).
+CUDA_CHUNK_BYTES = (2 << 20, 1 << 30)
+# Smaller chunks mean more of them: so many are to be in a device's memory, and in a pool of a given size.
+CHUNKS_OF_DEVICE, CHUNKS_OF_POOL = 128, 32
+# What is left over between the last page of a chunk and its end is less than a page: at most 1/32 of a pool.
+MIN_CHUNK_PAGES = 32
+
+
+def cuda_chunk_bytes(device_bytes: int, pool_bytes: int | None) -> int:
+    """The least size of a chunk on a device of this size: a power of two.
+
+    Args:
+        pool_bytes: of the KV cache; None: it takes what the device has.
+    """
+    wanted = device_bytes // CHUNKS_OF_DEVICE
+    if pool_bytes is not None:
+        wanted = min(wanted, pool_bytes // CHUNKS_OF_POOL)
+    least, most = CUDA_CHUNK_BYTES
+    return min(max(1 << max(0, wanted.bit_length() - 1), least), most)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What layers keep, in chunks.
+
+    Attributes:
+        num_layers: of a group.
+        page_size: tokens of a page.
+        spec: what a layer keeps on this rank.
+        dtype: of what is kept.
+        granularity: bytes; a chunk is a multiple of it.
+        min_chunk_bytes, min_chunk_pages: the least size of a chunk.
+        min_run_bytes: the least size of a chunk's part in one plane.
+    """
+
+    num_layers: int
+    page_size: int
+    spec: TokenSpec
+    dtype: torch.dtype
+    granularity: int = 1
+    min_chunk_bytes: int = 1
+    min_chunk_pages: int = 1
+    min_run_bytes: int = 1
+
+    @property
+    def num_planes(self) -> int:
+        return self.spec.num_planes * self.num_layers
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one page in one plane."""
+        return self.page_size * math.prod(self.spec.token_shape) * self.dtype.itemsize
+
+    @property
+    def word(self) -> torch.dtype:
+        """The largest integer that blocks are made of: what copies move, whatever the numbers in it."""
+        return torch.int64 if self.block_bytes % torch.int64.itemsize == 0 else torch.uint8
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all planes."""
+        return self.num_planes * self.block_bytes
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks that a chunk has room for: the distance from a page's id to that of its like in the next."""
+        least_bytes = max(
+            self.min_chunk_bytes,
+            self.num_planes * self.min_run_bytes,
+            self.min_chunk_pages * self.page_bytes,
+        )
+        step = self.granularity // math.gcd(self.granularity, self.block_bytes)
+        return round_up(-(-least_bytes // self.block_bytes), step)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.chunk_blocks * self.block_bytes
+
+    @property
+    def chunk_pages(self) -> int:
+        """Pages of a chunk."""
+        return self.chunk_blocks // self.num_planes
+
+    @property
+    def page_ids(self) -> PageIds:
+        return PageIds(self.chunk_pages, self.chunk_blocks)
+
+    def num_chunks(self, num_pages: int) -> int:
+        """Chunks that hold so many pages."""
+        return -(-num_pages // self.chunk_pages)
+
+    def arena_bytes(self, num_pages: int) -> int:
+        """Bytes of arena that so many pages take."""
+        return self.num_chunks(num_pages) * self.chunk_bytes
+
+    def plane(self, arena: Arena, num_pages: int, layer: int, side: int) -> torch.Tensor:
+        """The keys or latents (side 0) or the values (1) of a layer: [blocks, page_size, heads, head_dim].
+
+        Args:
+            layer: its number in its group.
+
+        Raises:
+            ValueError: the arena is too small.
+        """
+        first = (self.spec.num_planes * layer + side) * self.chunk_pages
+        num_blocks = (self.num_chunks(num_pages) - 1) * self.chunk_blocks + self.chunk_pages
+        shape = (num_blocks, self.page_size, *self.spec.token_shape)
+        return arena.view(first * self.block_bytes, shape, self.dtype)
+
+    def blocks(self, arena: Arena, num_pages: int) -> torch.Tensor:
+        """All blocks of all planes, in the order of the arena: [blocks, words of a block]."""
+        num_blocks = self.num_chunks(num_pages) * self.chunk_blocks
+        return arena.view(0, (num_blocks, self.block_bytes // self.word.itemsize), self.word)
 
 
 class KVPool:

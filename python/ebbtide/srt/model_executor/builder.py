@@ -31,7 +31,7 @@ from ebbtide.srt.layers.kernels.launch import card, has_fp8
 from ebbtide.srt.layers.step import Kernels
 from ebbtide.srt.mem_cache.cache_spec import Latent, State, TokenSpec
 from ebbtide.srt.mem_cache.kv_pool import KVPool
-from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.page_allocator import PageTable
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag

@@ -12,13 +12,13 @@ from ebbtide.srt.config import CacheConfig, ModelConfig, ScheduleConfig
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.mem_cache.cache_spec import CacheGroups, CacheSpec, Paged, State, TokenSpec
-from ebbtide.srt.mem_cache.kv_layout import (
+from ebbtide.srt.mem_cache.kv_pool import (
     CUDA_MIN_RUN_BYTES,
     MIN_CHUNK_PAGES,
     KVLayout,
+    KVPool,
     cuda_chunk_bytes,
 )
-from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
 from ebbtide.srt.mem_cache.state_pool import StateLayout, StatePool
 from ebbtide.srt.mem_cache.state_slots import StateSlots

@@ -18,7 +18,7 @@ from ebbtide.srt.layers.lora import StepAdapters
 from ebbtide.srt.layers.state.base import StateStep
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache.kv_pool import KVPool
-from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.page_allocator import PageTable
 from ebbtide.srt.model_executor.adapters import AdapterSlots
 from ebbtide.srt.model_executor.batch_plan import (
     BatchPlan,

@@ -38,7 +38,7 @@ from ebbtide.srt.managers.io_struct import (
     Verdict,
     WeightSessionReqOutput,
 )
-from ebbtide.srt.managers.scheduling.ranks import lockstep
+from ebbtide.srt.managers.scheduling import lockstep
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ebbtide.srt.managers.io_struct import PauseGenerationReqInput, PauseGenerationReqOutput, PauseMode
-from ebbtide.srt.managers.scheduling.ranks import lockstep
+from ebbtide.srt.managers.scheduling import lockstep
 from ebbtide.srt.managers.text.grammar import TOO_SLOW
 from ebbtide.testing import SchedulerHarness, default_schedule
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.scheduling.weights import checks
-from ebbtide.srt.managers.scheduling.weights.checks import ParameterChecker
+from ebbtide.srt.managers.scheduling.weights import weight_io
+from ebbtide.srt.managers.scheduling.weights.weight_io import ParameterChecker
 
 T = TypeVar("T")
 
@@ -86,13 +86,13 @@ def test_places_count(size: int) -> None:
 
 def test_pieces_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sum_of(sample())
-    monkeypatch.setattr(checks, "PIECE_BYTES", 64)
+    monkeypatch.setattr(weight_io, "PIECE_BYTES", 64)
     assert sum_of(sample()) == whole
     assert sum_of(torch.zeros(0)) == "0" * 16
 
 
 def test_sha256_is_that_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "PIECE_BYTES", 64)
+    monkeypatch.setattr(weight_io, "PIECE_BYTES", 64)
     tensor = sample()
     result, num_bytes = finish(checker(Store(w=tensor)).checksums((), "sha256"))
     data = tensor.view(torch.uint8).numpy().tobytes()
@@ -151,7 +151,7 @@ def test_parameters_are_filled_in_place() -> None:
 
 def test_a_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = type("Memory", (), {"available": 100})
-    monkeypatch.setattr(checks.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(weight_io.psutil, "virtual_memory", lambda: memory)
     with pytest.raises(RequestRejected, match="takes 2002 bytes of host memory, 100 are free") as caught:
         finish(checker(Store(a=sample())).snapshot())
     assert (caught.value.status, caught.value.fields["needed_bytes"]) == (409, 2002)
@@ -160,9 +160,9 @@ def test_a_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_copy_that_the_system_gives_no_memory_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # More than there are addresses: the system refuses it, whatever it promises otherwise.
     huge = torch.zeros(1, dtype=torch.uint8).expand(1 << 60)
-    monkeypatch.setattr(checks, "PIECE_BYTES", 1 << 60)
+    monkeypatch.setattr(weight_io, "PIECE_BYTES", 1 << 60)
     memory = type("Memory", (), {"available": 1 << 61})
-    monkeypatch.setattr(checks.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(weight_io.psutil, "virtual_memory", lambda: memory)
     with pytest.raises(RequestRejected, match="of host memory, 2002 are free") as caught:
         finish(checker(Store(a=sample(), b=huge)).snapshot())
     assert caught.value.status == 409

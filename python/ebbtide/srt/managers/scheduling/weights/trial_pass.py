@@ -14,7 +14,7 @@ import numpy as np
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
-from ebbtide.srt.mem_cache.page_table import PageTable
+from ebbtide.srt.mem_cache.page_allocator import PageTable
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, Runner, SampleSpec
 from ebbtide.srt.sampling_params import SamplingParams
 

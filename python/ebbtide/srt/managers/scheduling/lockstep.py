@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.committee import Ballot
 from ebbtide.srt.managers.control.pace import OneRank
 from ebbtide.srt.managers.control.phases import ManyRanks
@@ -26,6 +27,7 @@ from ebbtide.srt.managers.io_struct import (
     AnyReply,
     ControlCall,
     ControlReply,
+    DetokenizerInput,
     Expire,
     ManagerInput,
     Message,
@@ -35,7 +37,7 @@ from ebbtide.srt.managers.io_struct import (
     SchedulerInput,
     StateReport,
 )
-from ebbtide.srt.managers.wire.channel import ReceiveEnd, SendEnd
+from ebbtide.srt.managers.wire.channel import ChannelAddresses, ReceiveEnd, Receiver, SendEnd, Sender
 from ebbtide.srt.managers.wire.control_request import dealt, num_entries
 from ebbtide.srt.managers.wire.merging import merge_ranks, merge_refusals
 from ebbtide.srt.managers.wire.message import Decision
@@ -376,15 +378,12 @@ class _SentVotes:
         self._leader = leader
         self._tp_rank = tp_rank
 
-    def open(self, phase: int) -> None:
-        """The leader opens it for itself."""
+    def open(self, phase: int) -> None: ...
+    def close(self, phase: int) -> None: ...
 
     def cast(self, phase: int, failure: Refusal | None, fact: Any, *, ends: bool) -> None:
         vote = RankVote(tp_rank=self._tp_rank, phase=phase, failure=failure, fact=fact, ends=ends)
         self._leader.send(vote)
-
-    def close(self, phase: int) -> None:
-        """The leader closes it for itself."""
 
 
 class FollowerInbox(RankInbox):
@@ -431,11 +430,8 @@ class FollowerInbox(RankInbox):
 class NoOutputs:
     """Where followers send what they generate: the leader sends the same."""
 
-    def send(self, message: object) -> None:
-        """Nobody needs it twice."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
+    def send(self, message: object) -> None: ...
+    def close(self) -> None: ...
 
 
 class Tick(Message, frozen=True, kw_only=True):
@@ -473,3 +469,31 @@ class RankUpdate(Message, frozen=True, kw_only=True):
 
 
 RankMessage = RankVote | RankReply | RankUpdate
+
+
+class LeaderReceiver(Receiver[SchedulerInput | RankMessage]):
+    """One queue for what the API process and what the followers send, so that a sleep ends by either."""
+
+    def __init__(self, addresses: ChannelAddresses) -> None:
+        super().__init__(addresses.scheduler, SchedulerInput | RankMessage)
+        self._socket.bind(addresses.ranks)
+
+
+def open_rank_channels(
+    config: EngineConfig, addresses: ChannelAddresses
+) -> tuple[RankInbox, SendEnd[DetokenizerInput]]:
+    """The inbox of the rank that `config.parallel` names, and where its outputs go."""
+    parallel = config.parallel
+    if not parallel.is_leader:
+        ticks: Receiver[Tick] = Receiver(addresses.ticks[parallel.tp_rank], Tick)
+        leader: Sender[RankMessage] = Sender(addresses.ranks)
+        return FollowerInbox(ticks, leader, parallel.tp_rank, parallel.dp_rank), NoOutputs()
+    manager: Sender[ManagerInput] = Sender(addresses.manager)
+    outputs: Sender[DetokenizerInput] = Sender(
+        addresses.manager if config.model.skip_tokenizer_init else addresses.detokenizer
+    )
+    if parallel.tp_size == 1:
+        messages: Receiver[SchedulerInput] = Receiver(addresses.scheduler, SchedulerInput)
+        return Inbox(messages, manager, parallel.dp_rank), outputs
+    followers: list[Sender[Tick]] = [Sender(address) for address in addresses.ticks[1:]]
+    return LeaderInbox(LeaderReceiver(addresses), manager, followers, parallel.dp_rank), outputs

@@ -27,8 +27,8 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.scheduling.ranks import lockstep
-from ebbtide.srt.managers.scheduling.ranks.lockstep import Demand, LeaderInbox, Tick
+from ebbtide.srt.managers.scheduling import lockstep
+from ebbtide.srt.managers.scheduling.lockstep import Demand, LeaderInbox, Tick
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import NullDevice, default_schedule
 
