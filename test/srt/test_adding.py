@@ -123,7 +123,7 @@ ADDITIONS = {
     "a model": """
 --- models/foo.py
 @@
-+from ebbtide.srt.models.qwen3 import Qwen3ForCausalLM
++from ebbtide.srt.models.qwen import Qwen3ForCausalLM
 +
 +
 +class FooForCausalLM(Qwen3ForCausalLM):
@@ -134,7 +134,7 @@ ADDITIONS = {
 --- models/registry.py
 @@
 +from ebbtide.srt.models.foo import FooForCausalLM
- from ebbtide.srt.models.gemma2 import
+ from ebbtide.srt.models.gemma import
 @@
      "LlamaForCausalLM": LlamaForCausalLM,
 +    "FooForCausalLM": FooForCausalLM,

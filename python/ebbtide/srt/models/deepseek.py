@@ -31,14 +31,14 @@ class DeepseekV2ForCausalLM(LatentMoeCausalLM):
             scale=hf_config.routed_scaling_factor,
             shared_size=hf_config.moe_intermediate_size * (hf_config.n_shared_experts or 0),
         )
-        super().__init__(hf_config, moe, sparse_layers(hf_config), dtype, device)
+        super().__init__(hf_config, moe, layers_after_dense(hf_config), dtype, device)
 
 
 class DeepseekV3ForCausalLM(LatentMoeCausalLM):
     """Experts by sigmoids and a bias."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(hf_config, sigmoid_experts(hf_config), sparse_layers(hf_config), dtype, device)
+        super().__init__(hf_config, sigmoid_experts(hf_config), layers_after_dense(hf_config), dtype, device)
 
 
 def sigmoid_experts(hf_config: Any) -> MoeConfig:
@@ -62,8 +62,8 @@ def sigmoid_experts(hf_config: Any) -> MoeConfig:
     )
 
 
-def sparse_layers(hf_config: Any) -> range:
-    """The layers behind the first dense ones.
+def layers_after_dense(hf_config: Any) -> range:
+    """The layers after the first dense ones.
 
     Raises ConfigurationError where only some of those have experts.
     """

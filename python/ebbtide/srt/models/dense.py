@@ -1,4 +1,4 @@
-"""The decoder that Llama, Qwen2 and Qwen3 share. Their files say how they differ.
+"""The decoder that Llama, Qwen2, Qwen3 and others share. Their files say how they differ.
 
 Shapes: T tokens, N heads, H head_dim, D hidden, V vocabulary.
 """
@@ -300,7 +300,12 @@ class DenseCausalLM(CausalLM):
         dtype: of the parameters and activations.
         device: where buffers live; parameters are on the meta device.
         make_block: layer → that layer; None for `Block`s.
+
+    Attributes:
+        draft_prefix: of the names of tensors that draft tokens ahead, which are ignored.
     """
+
+    draft_prefix: str | None = None
 
     def __init__(
         self,
@@ -365,6 +370,8 @@ class DenseCausalLM(CausalLM):
         return "model.embed_tokens.weight" if self.config.tied and name == "lm_head.weight" else name
 
     def ignored(self, name: str) -> bool:
+        if self.draft_prefix is not None and name.startswith(self.draft_prefix):
+            return True
         return name.endswith(".rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight")
 
 

@@ -1,12 +1,14 @@
-"""GLM-4.5, 4.6 and 4.7."""
+"""GLM-4.5, 4.6, 4.7 and 4.7-Flash."""
 
 from typing import Any
 
 import torch
 
-from ebbtide.srt.layers.moe import MoeConfig
+from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.models.deepseek import sigmoid_experts
 from ebbtide.srt.models.dense import dense_config
-from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM, is_behind_layers
+from ebbtide.srt.models.latent import EXPERT_NAMES, LatentMoeCausalLM
+from ebbtide.srt.models.moe import MoeCausalLM, is_behind_layers
 
 
 class Glm4MoeForCausalLM(MoeCausalLM):
@@ -16,21 +18,21 @@ class Glm4MoeForCausalLM(MoeCausalLM):
         config = dense_config(
             hf_config, qkv_bias=bool(hf_config.attention_bias), qk_norm=bool(hf_config.use_qk_norm)
         )
-        moe = MoeConfig(
-            num_experts=hf_config.n_routed_experts,
-            num_experts_per_token=hf_config.num_experts_per_tok,
-            inner_size=hf_config.moe_intermediate_size,
-            renormalize=bool(hf_config.norm_topk_prob),
-            scoring="sigmoid",
-            has_bias=True,
-            num_groups=hf_config.n_group,
-            num_kept_groups=hf_config.topk_group,
-            scale=hf_config.routed_scaling_factor,
-            shared_size=hf_config.moe_intermediate_size * hf_config.n_shared_experts,
-        )
-        names = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
         layers = range(hf_config.first_k_dense_replace, config.num_layers)
-        super().__init__(config, moe, names, layers, dtype, device)
+        super().__init__(config, sigmoid_experts(hf_config), EXPERT_NAMES, layers, dtype, device)
 
     def ignored(self, name: str) -> bool:
         return super().ignored(name) or is_behind_layers(name, self.config.num_layers)
+
+
+class Glm4MoeLiteForCausalLM(LatentMoeCausalLM):
+    """DeepSeek-V3's layers; which of them have experts is said layer by layer."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        types = hf_config.mlp_layer_types
+        if unknown := set(types) - {"dense", "sparse"}:
+            raise ConfigurationError(
+                f"mlp_layer_types {min(unknown)!r} is not supported; supported are dense and sparse"
+            )
+        sparse = [layer for layer, name in enumerate(types) if name == "sparse"]
+        super().__init__(hf_config, sigmoid_experts(hf_config), sparse, dtype, device)

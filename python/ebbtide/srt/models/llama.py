@@ -1,10 +1,13 @@
-"""Llama 2 and 3, and what is shaped like them."""
+"""Llama 2 and 3, and its layers with windows: Mistral, Mixtral, Phi-3 and Phi-4."""
 
 from typing import Any
 
 import torch
 
-from ebbtide.srt.models.dense import DenseCausalLM, dense_config
+from ebbtide.srt.layers.moe import MoeConfig
+from ebbtide.srt.models.base import OUTPUTS, Split, WeightMap, divided, projection
+from ebbtide.srt.models.dense import DenseCausalLM, alike, dense_config, dense_layer_map
+from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
 
 
 class LlamaForCausalLM(DenseCausalLM):
@@ -19,3 +22,47 @@ class LlamaForCausalLM(DenseCausalLM):
             mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
         )
         super().__init__(config, dtype, device)
+
+
+class MistralForCausalLM(DenseCausalLM):
+    """Llama's layers, all with a window if the config says so."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dense_config(hf_config, types=alike(hf_config)), dtype, device)
+
+
+class MixtralForCausalLM(MoeCausalLM):
+    """Mistral's attention; every layer has experts, and a token's expert weights sum to one."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        moe = MoeConfig(
+            num_experts=hf_config.num_local_experts,
+            num_experts_per_token=hf_config.num_experts_per_tok,
+            inner_size=hf_config.intermediate_size,
+            renormalize=True,
+        )
+        names = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
+        layers = range(hf_config.num_hidden_layers)
+        super().__init__(dense_config(hf_config, types=alike(hf_config)), moe, names, layers, dtype, device)
+
+
+class Phi3ForCausalLM(MistralForCausalLM):
+    """Mistral's layers, whose checkpoints hold fused projections."""
+
+    def layer_map(self, layer: int) -> WeightMap:
+        config = self.config
+        sizes = {
+            "self_attn.qkv_proj": config.q_size + 2 * config.kv_size,
+            "mlp.gate_up_proj": 2 * config.intermediate_size,
+        }
+        rows = {
+            name: target
+            for name, target in dense_layer_map(config).items()
+            if target.parameter.removesuffix(".weight") not in sizes
+        }
+        for module, size in sizes.items():
+            rows |= projection(module, {module: size}, config.hidden_size, bias=False)
+        # A rank's part of these is several runs of rows: no rank takes a part.
+        return divided(
+            rows, {module: Split(OUTPUTS, 1, f"ranks that hold {module} of Phi-3") for module in sizes}
+        )

@@ -117,7 +117,7 @@ class NemotronHForCausalLM(DenseCausalLM):
     config: HybridConfig
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        config = hybrid_config(hf_config)
+        config = nemotron_config(hf_config)
         super().__init__(config, dtype, device, lambda layer: HybridBlock(config, dtype, layer))
         if sparse_layers := config.layers_of(MOE):
             self.routed = routed_layers(config.moe, config.num_layers, sparse_layers)
@@ -190,7 +190,7 @@ class NemotronHForCausalLM(DenseCausalLM):
 _INNER = "moe_intermediate_size"
 
 
-def hybrid_config(hf_config: Any) -> HybridConfig:
+def nemotron_config(hf_config: Any) -> HybridConfig:
     """Sizes from a Hugging Face config."""
     types = _types(hf_config.layers_block_type)
     low, high = hf_config.time_step_limit

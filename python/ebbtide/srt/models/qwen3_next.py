@@ -1,4 +1,7 @@
-"""Qwen3-Next: most layers have linear attention by the gated delta rule, and all of them experts."""
+"""Qwen3-Next, and Qwen3.5 and later: most layers have linear attention by the gated delta rule.
+
+Checkpoints for images and text hold a vision tower too, which is ignored.
+"""
 
 from typing import Any
 
@@ -6,28 +9,46 @@ import torch
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.gated_delta_net import DeltaConfig
-from ebbtide.srt.layers.moe import MoeConfig
-from ebbtide.srt.models.dense import FULL, DenseConfig, dense_config
-from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
-from ebbtide.srt.models.qwen3_moe import sparse_layers
+from ebbtide.srt.models.base import WeightMap
+from ebbtide.srt.models.dense import FULL, DenseCausalLM, DenseConfig, dense_config
+from ebbtide.srt.models.moe import MoeCausalLM
+from ebbtide.srt.models.qwen_moe import SHARED_NAMES, shared_moe, sparse_layers
 
 LINEAR = "linear_attention"
-EXPERT_NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj", shared="shared_expert")
 
 
 class Qwen3NextForCausalLM(MoeCausalLM):
-    """What drafts several tokens ahead is ignored."""
+    """All layers have experts but those that the config excepts."""
+
+    draft_prefix = "mtp."
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        config = hybrid_config(hf_config, interleaved=True)
+        config = linear_attention_config(hf_config, interleaved=True)
         moe = shared_moe(hf_config, renormalize=bool(hf_config.norm_topk_prob))
-        super().__init__(config, moe, EXPERT_NAMES, sparse_layers(hf_config), dtype, device)
-
-    def ignored(self, name: str) -> bool:
-        return super().ignored(name) or name.startswith("mtp.")
+        super().__init__(config, moe, SHARED_NAMES, sparse_layers(hf_config), dtype, device)
 
 
-def hybrid_config(hf_config: Any, *, interleaved: bool) -> DenseConfig:
+class Qwen3_5ForCausalLM(DenseCausalLM):
+    """Layers of Qwen3-Next, whose checkpoints hold their projections apart."""
+
+    draft_prefix = "mtp."
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(linear_attention_config(hf_config, interleaved=False), dtype, device)
+
+
+class Qwen3_5MoeForCausalLM(MoeCausalLM):
+    """The same with experts in all layers."""
+
+    draft_prefix = "mtp."
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        config = linear_attention_config(hf_config, interleaved=False)
+        moe = shared_moe(hf_config, renormalize=True)
+        super().__init__(config, moe, SHARED_NAMES, range(config.num_layers), dtype, device)
+
+
+def linear_attention_config(hf_config: Any, *, interleaved: bool) -> DenseConfig:
     """Sizes of a decoder whose layers have linear attention, or attention with output gates.
 
     Raises ConfigurationError for other types of layers, and for heads that do not fit together.
@@ -71,13 +92,29 @@ def hybrid_config(hf_config: Any, *, interleaved: bool) -> DenseConfig:
     )
 
 
-def shared_moe(hf_config: Any, *, renormalize: bool) -> MoeConfig:
-    """Experts beside an MLP with a gate of its own, which every token takes."""
-    return MoeConfig(
-        num_experts=hf_config.num_experts,
-        num_experts_per_token=hf_config.num_experts_per_tok,
-        inner_size=hf_config.moe_intermediate_size,
-        renormalize=renormalize,
-        shared_size=hf_config.shared_expert_intermediate_size,
-        gates_shared=True,
-    )
+def inside(model_class: type[DenseCausalLM]) -> type[DenseCausalLM]:
+    """The text model inside one for images and text: other names, and a vision tower that is ignored."""
+
+    class Inside(model_class):  # type: ignore[valid-type,misc]
+        def checkpoint_map(self) -> WeightMap:
+            return {_inside(name): target for name, target in super().checkpoint_map().items()}
+
+        def joint_map(self) -> WeightMap:
+            return {_inside(name): target for name, target in super().joint_map().items()}
+
+        def stored_as(self, name: str) -> str:
+            return _inside(super().stored_as(name))
+
+        def ignored(self, name: str) -> bool:
+            return name.startswith("model.visual.") or super().ignored(name)
+
+    return Inside
+
+
+Qwen3_5ForConditionalGeneration = inside(Qwen3_5ForCausalLM)
+Qwen3_5MoeForConditionalGeneration = inside(Qwen3_5MoeForCausalLM)
+
+
+def _inside(name: str) -> str:
+    outer, inner = "model.", "model.language_model."
+    return inner + name.removeprefix(outer) if name.startswith(outer) and not name.startswith(inner) else name

@@ -8,28 +8,25 @@ import torch
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
-from ebbtide.srt.models.gemma2 import Gemma2ForCausalLM
-from ebbtide.srt.models.gemma3 import Gemma3ForCausalLM
-from ebbtide.srt.models.glm4_moe import Glm4MoeForCausalLM
-from ebbtide.srt.models.glm4_moe_lite import Glm4MoeLiteForCausalLM
+from ebbtide.srt.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
+from ebbtide.srt.models.glm4_moe import Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM
 from ebbtide.srt.models.gpt_oss import GptOssForCausalLM
-from ebbtide.srt.models.llama import LlamaForCausalLM
-from ebbtide.srt.models.mimo import MiMoForCausalLM
-from ebbtide.srt.models.mistral import MistralForCausalLM
-from ebbtide.srt.models.mixtral import MixtralForCausalLM
+from ebbtide.srt.models.llama import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    Phi3ForCausalLM,
+)
 from ebbtide.srt.models.nemotron_h import NemotronHForCausalLM
-from ebbtide.srt.models.phi3 import Phi3ForCausalLM
-from ebbtide.srt.models.qwen2 import Qwen2ForCausalLM
-from ebbtide.srt.models.qwen2_moe import Qwen2MoeForCausalLM
-from ebbtide.srt.models.qwen3 import Qwen3ForCausalLM
-from ebbtide.srt.models.qwen3_5 import (
+from ebbtide.srt.models.qwen import MiMoForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from ebbtide.srt.models.qwen3_next import (
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeForConditionalGeneration,
+    Qwen3NextForCausalLM,
 )
-from ebbtide.srt.models.qwen3_moe import Qwen3MoeForCausalLM
-from ebbtide.srt.models.qwen3_next import Qwen3NextForCausalLM
+from ebbtide.srt.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 
 MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,

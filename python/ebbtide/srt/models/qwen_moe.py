@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts."""
+"""Qwen1.5, Qwen2 and Qwen3 with a mixture of experts."""
 
 from typing import Any
 
@@ -7,6 +7,17 @@ import torch
 from ebbtide.srt.layers.moe import MoeConfig
 from ebbtide.srt.models.dense import alike, dense_config
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
+
+SHARED_NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj", shared="shared_expert")
+
+
+class Qwen2MoeForCausalLM(MoeCausalLM):
+    """Qwen2's attention; besides its experts every token takes an MLP with a gate of its own."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        moe = shared_moe(hf_config, renormalize=bool(hf_config.norm_topk_prob))
+        config = dense_config(hf_config, qkv_bias=bool(hf_config.qkv_bias))
+        super().__init__(config, moe, SHARED_NAMES, sparse_layers(hf_config), dtype, device)
 
 
 class Qwen3MoeForCausalLM(MoeCausalLM):
@@ -39,3 +50,15 @@ def sparse_layers(hf_config: Any) -> list[int]:
         for layer in range(hf_config.num_hidden_layers)
         if (layer + 1) % step == 0 and layer not in (hf_config.mlp_only_layers or ())
     ]
+
+
+def shared_moe(hf_config: Any, *, renormalize: bool) -> MoeConfig:
+    """Experts, and an MLP with a gate of its own that every token takes too."""
+    return MoeConfig(
+        num_experts=hf_config.num_experts,
+        num_experts_per_token=hf_config.num_experts_per_tok,
+        inner_size=hf_config.moe_intermediate_size,
+        renormalize=renormalize,
+        shared_size=hf_config.shared_expert_intermediate_size,
+        gates_shared=True,
+    )

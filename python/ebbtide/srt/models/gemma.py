@@ -1,4 +1,4 @@
-"""Gemma 2: windows in every second layer, soft caps, and norms before and behind attention and MLP.
+"""Gemma 2 and 3, text only: windows in most layers, and norms before and behind attention and MLP.
 
 Shapes: T tokens, D hidden, V vocabulary, M rows that are wanted.
 """
@@ -13,6 +13,7 @@ from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention.base import AttentionKind
 from ebbtide.srt.layers.heads import Rope
 from ebbtide.srt.layers.norm import Residual
+from ebbtide.srt.layers.rotary import rope_from
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.models.base import WeightMap
 from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, dense_config, dense_layer_map
@@ -35,7 +36,7 @@ class GemmaBlock(Block):
 
 
 class GemmaCausalLM(DenseCausalLM):
-    """What Gemma 2 and 3 share.
+    """The decoder of both.
 
     Args:
         config: sizes and switches.
@@ -78,4 +79,15 @@ class Gemma2ForCausalLM(GemmaCausalLM):
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         config = gemma_config(hf_config, hf_config.attn_logit_softcapping)
+        super().__init__(config, hf_config, dtype, device)
+
+
+class Gemma3ForCausalLM(GemmaCausalLM):
+    """Queries and keys are normalised; layers with windows have a rotation of their own."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        if hf_config.attn_logit_softcapping is not None:
+            raise ConfigurationError("attn_logit_softcapping is not supported in Gemma 3; it must be null")
+        ropes = {name: rope_from(settings) for name, settings in hf_config.rope_parameters.items()}
+        config = gemma_config(hf_config, None, qk_norm=True, ropes=ropes)
         super().__init__(config, hf_config, dtype, device)
