@@ -6,8 +6,8 @@ import subprocess
 import pytest
 import torch
 
-from ebbtide.srt.device import nvml
 from ebbtide.srt.device.choose import open_device
+from ebbtide.srt.device.memory import process_bytes
 from ebbtide.srt.errors import ConfigurationError, EngineError
 
 pytestmark = pytest.mark.gpu
@@ -97,7 +97,7 @@ def test_what_this_process_holds_grows_with_its_tensors(device):
 
 def test_another_process_holds_nothing_or_is_not_known(device):
     with subprocess.Popen(["sleep", "60"]) as child:
-        if os.getpid() in nvml.process_bytes(device.uuid):
+        if os.getpid() in process_bytes(device.uuid):
             assert device.memory_info(child.pid).process_bytes == 0
         else:
             with pytest.raises(EngineError, match="NVML"):

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from ebbtide.srt.device import nvml
+from ebbtide.srt.device.memory import process_bytes
 from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
@@ -112,7 +112,7 @@ def test_what_torch_keeps_for_reuse_makes_room(make_arena, cuda_device):
 
 
 def test_nvml_sees_memory_come_and_go(make_arena, cuda_device):
-    if os.getpid() not in nvml.process_bytes(cuda_device.uuid):
+    if os.getpid() not in process_bytes(cuda_device.uuid):
         pytest.skip("NVML does not know this process by its id")
     arena = make_arena(4 * GIB, chunk_bytes=GIB)
     released = cuda_device.memory_info().process_bytes

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ebbtide.srt.device import nvml
 from ebbtide.srt.device.base import MemoryInfo
+from ebbtide.srt.device.memory import process_bytes
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning, CudaVirtualMemory
 
@@ -97,7 +97,7 @@ class CudaDevice:
             pid = ours
         if not Path("/proc", str(pid)).exists():
             raise ProcessLookupError(f"there is no process {pid}")
-        held_bytes = nvml.process_bytes(self.uuid)
+        held_bytes = process_bytes(self.uuid)
         if ours in held_bytes:
             return held_bytes.get(pid, 0)
         if pid != ours:

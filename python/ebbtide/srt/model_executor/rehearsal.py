@@ -24,8 +24,7 @@ from torch.nn import ModuleList
 
 from ebbtide.srt.distributed.parallel_group import SoloGroup
 from ebbtide.srt.layers.attention.base import AttentionShape, DecodeBuffers, LayerAttention, Progress
-from ebbtide.srt.layers.attention.decode_choice import serves_few
-from ebbtide.srt.layers.attention.few_requests import FewRequests
+from ebbtide.srt.layers.attention.decode_choice import FewRequests, serves_few
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.lora import StepAdapters
 from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateLayer, StateStep

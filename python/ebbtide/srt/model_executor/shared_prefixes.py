@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbtide.srt.layers.attention.shared_runs import SharedRuns, runs_of_neighbours
-from ebbtide.srt.layers.attention.work_items import ranges
+from ebbtide.srt.layers.attention.shared_runs import SharedRuns, ranges, runs_of_neighbours
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
 
 

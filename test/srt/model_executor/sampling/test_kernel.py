@@ -23,9 +23,8 @@ from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
 from ebbtide.srt.model_executor.sampling.choosing import Chooser, HostChooser, uniforms
 from ebbtide.srt.model_executor.sampling.kernel import KernelChooser
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
-from ebbtide.srt.model_executor.sampling.logprobs_kernel import token_logprobs
-from ebbtide.srt.model_executor.sampling.mask_kernel import forbid
 from ebbtide.srt.model_executor.sampling.sampler import Sampled, Sampler
+from ebbtide.srt.model_executor.sampling.score_kernels import forbid, token_logprobs
 from ebbtide.srt.model_executor.sampling.support import MAX_LISTED, SupportReader
 from ebbtide.srt.sampling_params import SamplingParams
 

@@ -10,8 +10,17 @@ from enum import Enum, auto
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
+from ebbtide.srt.layers.attention.base import (
+    AttentionKind,
+    AttentionShape,
+    DecodeBuffers,
+    KVPages,
+    LayerAttention,
+)
+from ebbtide.srt.layers.attention.shared_runs import SharedRuns
+from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 from ebbtide.srt.mem_cache.kv_scales import FP8
 
@@ -77,6 +86,44 @@ def suits_few(
         lens_R = np.minimum(lens_R, max(windows))
     cut = choose_cut(batch_size, shape.num_kv_heads, shape.group, device)
     return int(lens_R.max()) <= cut.splits * _MOST_FEW_KEYS
+
+
+class FewRequests:
+    """The attention of a decode step of few requests: one kernel from projection to projection.
+
+    With few requests a layer's attention takes as long as its kernels need to start and to end: one replaces
+    three, and is in place while the projection still runs. It reads lengths and pages itself.
+
+    Args:
+        buffers: where lengths and pages are, with the new tokens counted in, when a step runs.
+    """
+
+    def __init__(
+        self, kv_pages: KVPages, shape: AttentionShape, num_requests: int, buffers: DecodeBuffers
+    ) -> None:
+        self._kv_pages = kv_pages
+        groups = buffers.groups
+        self._slots = [each.slots_B[:num_requests] for each in groups]
+        self._pages = [each.pages(num_requests) for each in groups]
+        self._arrivals = torch.zeros(
+            num_requests * shape.num_kv_heads, dtype=torch.int32, device=buffers.slots_B.device
+        )
+
+    def plan(
+        self,
+        kv_indptr_B1: NDArray[np.int32],
+        last_page_len_B: NDArray[np.int32],
+        runs: SharedRuns | None = None,
+    ) -> None:
+        """There is nothing to plan."""
+
+    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
+        from ebbtide.srt.layers.kernels.few_decode import attend_few
+
+        pool, group = self._kv_pages, self._kv_pages.group(layer.layer)
+        keys_and_values = pool.k(layer.layer), pool.v(layer.layer)
+        step = self._slots[group], *keys_and_values, self._pages[group], self._arrivals
+        return attend_few(qkv_TNH, rope, norms, *step, sinks_N=layer.sinks, **layer.kind._asdict())
 
 
 def can_share(shape: AttentionShape, kind: AttentionKind) -> bool:

@@ -30,13 +30,13 @@ from ebbtide.srt.layers.attention.base import (
 )
 from ebbtide.srt.layers.attention.decode_choice import (
     DecodeKernel,
+    FewRequests,
     can_share,
     kernel_for,
     serves_few,
     sharing_saves,
     suits_few,
 )
-from ebbtide.srt.layers.attention.few_requests import FewRequests
 from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
     PrefillKernel,
@@ -90,7 +90,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _PlannedStep:
     """A planned step, by parts."""
 
     layers: PoolLayers
@@ -152,7 +152,7 @@ class FlashInferAttention(AttentionBackend):
         self._layers = PoolLayers(kv_pages, layers)
         self._kernels = _make_kernels(shape, device)
         self._shape, self._device = shape, device
-        self._step: _Step | None = None
+        self._step: _PlannedStep | None = None
 
     def prepare(self, batch: PagedBatch) -> None:
         """Plan for one step; the device is not waited for.
@@ -171,7 +171,7 @@ class FlashInferAttention(AttentionBackend):
                 parts[kind].append(_plan_part(groups, kernels.decode, 0, num_decoding))
             if num_decoding < num_requests:
                 parts[kind].append(_plan_part(groups, kernels.prefill, num_decoding, num_requests))
-        self._step = _Step(self._layers, [each.slots_T for each in groups], parts)
+        self._step = _PlannedStep(self._layers, [each.slots_T for each in groups], parts)
 
     def _items(self, batch: PagedBatch, num_decoding: int) -> ItemBuffers | None:
         """What the requests that decode do, where neighbours among them share enough pages."""
@@ -297,7 +297,7 @@ class GraphDecode:
         self._q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)  # one new token each
         groups = buffers.groups
         self._pages, self._rows = [each.pages(batch_size) for each in groups], slice(0, batch_size)
-        self._step = _Step(layers, [each.slots_B[:batch_size] for each in groups], {})
+        self._step = _PlannedStep(layers, [each.slots_B[:batch_size] for each in groups], {})
         self._planned: dict[AttentionKind, PagedKernel] = {}
         for kind, each in kernels.items():
             if items is not None and each.shared is not None:

@@ -23,8 +23,7 @@ from torch import Tensor
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.decode_choice import TILE_ROWS
 from ebbtide.srt.layers.attention.flashinfer_kernels import TileModule
-from ebbtide.srt.layers.attention.shared_runs import SharedRuns
-from ebbtide.srt.layers.attention.work_items import WorkItems, cut, piece_pages
+from ebbtide.srt.layers.attention.shared_runs import SharedRuns, WorkItems, cut, piece_pages
 from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 

@@ -70,12 +70,14 @@ class FlashInferLatentAttention(AttentionBackend):
         self._latents_PS1H = {layer.layer: kv_pages.k(layer.layer) for layer in layers}
         device = kv_pages.k(layers[0].layer).device
         self._kernel, self._page_size = _Kernel(shape, device), shape.page_size
-        self._step: _Step | None = None
+        self._step: _LatentStep | None = None
 
     def prepare(self, batch: PagedBatch) -> None:
         lens = batch.q_indptr_R1, batch.kv_indptr_R1, batch.lens_R
         plan = self._kernel.plan(*(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in lens))
-        self._step = _Step(self._kernel, self._latents_PS1H, batch.slots_T, batch.pages.kv_indices, plan)
+        self._step = _LatentStep(
+            self._kernel, self._latents_PS1H, batch.slots_T, batch.pages.kv_indices, plan
+        )
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         assert self._step is not None
@@ -84,14 +86,14 @@ class FlashInferLatentAttention(AttentionBackend):
     def graph_families(self, batch_sizes: Sequence[int]) -> list[GraphFamily]:
         return [GraphFamily("any", batch_sizes, self._capture)]
 
-    def _capture(self, batch_size: int, buffers: DecodeBuffers) -> GraphDecode:
+    def _capture(self, batch_size: int, buffers: DecodeBuffers) -> LatentGraphDecode:
         slots_B = buffers.slots_B[:batch_size]
-        step = _Step(self._kernel, self._latents_PS1H, slots_B, buffers.kv_indices, None)
-        return GraphDecode(step, self._page_size, batch_size)
+        step = _LatentStep(self._kernel, self._latents_PS1H, slots_B, buffers.kv_indices, None)
+        return LatentGraphDecode(step, self._page_size, batch_size)
 
 
 @dataclass(slots=True)
-class _Step:
+class _LatentStep:
     """A planned step. `plan` None: not planned yet."""
 
     kernel: _Kernel
@@ -108,10 +110,10 @@ class _Step:
         return self.kernel.run(self.plan, self.kv_indices, q_TNH, latents_PS1H.squeeze(2), layer.kind.scale)
 
 
-class GraphDecode:
+class LatentGraphDecode:
     """Attention of the decode steps that one CUDA graph serves: plans are what changes between replays."""
 
-    def __init__(self, step: _Step, page_size: int, batch_size: int) -> None:
+    def __init__(self, step: _LatentStep, page_size: int, batch_size: int) -> None:
         self._step, self._page_size = step, page_size
         self._q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)  # one new token each
 

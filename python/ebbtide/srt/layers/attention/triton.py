@@ -50,7 +50,7 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
         self._layers = PoolLayers(kv_pages, layers)
-        self._step: _Step | None = None
+        self._step: _TritonStep | None = None
 
     def prepare(self, batch: PagedBatch) -> None:
         """Requests with one new token that come first, those that decode, are a launch of their own."""
@@ -61,7 +61,7 @@ class TritonAttention(AttentionBackend):
             [each.pages.part(first, end, int(batch.num_new_R[first:end].max())) for first, end in ends]
             for each in groups
         ]
-        self._step = _Step(self._layers, [each.slots_T for each in groups], parts)
+        self._step = _TritonStep(self._layers, [each.slots_T for each in groups], parts)
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         assert self._step is not None
@@ -70,14 +70,14 @@ class TritonAttention(AttentionBackend):
     def graph_families(self, batch_sizes: Sequence[int]) -> list[GraphFamily]:
         return [GraphFamily("any", batch_sizes, self._capture)]
 
-    def _capture(self, batch_size: int, buffers: DecodeBuffers) -> _Step:
+    def _capture(self, batch_size: int, buffers: DecodeBuffers) -> _TritonStep:
         groups = buffers.groups
         parts = [[each.pages(batch_size)] for each in groups]
-        return _Step(self._layers, [each.slots_B[:batch_size] for each in groups], parts)
+        return _TritonStep(self._layers, [each.slots_B[:batch_size] for each in groups], parts)
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _TritonStep:
     """A step, captured or not, with slots and parts by group of layers.
 
     The kernels read lengths and pages themselves.

@@ -22,7 +22,7 @@ import triton.language as tl
 from ebbtide.srt.layers.kernels.activation import activate
 from ebbtide.srt.layers.kernels.fp8.quantize import divided
 from ebbtide.srt.layers.kernels.fp8.words import four_of, fours, row_sums
-from ebbtide.srt.layers.kernels.prefetch import prefetch
+from ebbtide.srt.layers.kernels.instructions import prefetch
 from ebbtide.srt.layers.small_batch.kernels import _announce, _await
 
 _GROUP: Any = tl.constexpr(128)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ebbtide.srt.layers.kernels.activation import activate
-from ebbtide.srt.layers.kernels.prefetch import prefetch
+from ebbtide.srt.layers.kernels.instructions import prefetch
 
 # Bits of a cache line.
 _LINE_BITS: Any = tl.constexpr(1024)

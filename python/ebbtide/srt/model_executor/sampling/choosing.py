@@ -30,7 +30,7 @@ _ROWS_ALIGNED = 2
 
 @dataclass(frozen=True, slots=True)
 class CutRows:
-    """Rows as the kernels left them: filters have cut them, and `kernel_parts` says what lies where.
+    """Rows as the kernels left them: filters have cut them, and `cut_kernel` says what lies where.
 
     Attributes:
         settings_S4, work, strips: of all rows; those without filters have no cut.

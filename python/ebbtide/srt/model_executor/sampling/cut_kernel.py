@@ -5,7 +5,8 @@ reads the strips whose largest does, and no others: a handful, once the threshol
 begins at bounds that cost no pass: what the maxima of the strips alone amount to above some score, all scores
 amount to at least; and where the whole vocabulary would weigh less than 1 − top-p, no nucleus reaches.
 
-One program serves one row, and everything that it adds up depends on that row alone.
+One program serves one row, and everything that it adds up depends on that row alone. The kernels
+before and after this one share its workspaces, whose planes are defined here.
 
 Imported on CUDA only, as `kernel` is. Shapes: V vocabulary, P tiles padded, Q strips padded.
 """
@@ -18,23 +19,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ebbtide.srt.model_executor.sampling.kernel_parts import (
-    CUT,
-    LAST_ID,
-    MAXIMA,
-    MIN_P,
-    NUM_PARAMS,
-    NUM_PLANES,
-    NUM_STRIP_PLANES,
-    SCALE,
-    STRIP_LIST,
-    STRIP_MAXIMA,
-    STRIP_SUMS,
-    SUMS,
-    TOP_K,
-    TOP_P,
-    base_of,
-)
+# Scores of a tile, and of a strip of it.
+TILE = tl.constexpr(2048)
+STRIP = tl.constexpr(128)
+# Planes of the workspace [S, planes, P]: what is known of each tile, then of each row.
+MAXIMA = tl.constexpr(0)
+SUMS = tl.constexpr(1)  # of exp(score − the tile's largest)
+BEST_IDS = tl.constexpr(2)  # int32
+CUT = tl.constexpr(3)  # [0]: the least score that stays
+LAST_ID = tl.constexpr(4)  # [0], int32: the last id that stays at that score
+NUM_PLANES = tl.constexpr(5)
+# Planes of the workspace [S, planes, Q], for rows with filters: what is known of each strip.
+STRIP_MAXIMA = tl.constexpr(0)  # of the scores before the temperature
+STRIP_SUMS = tl.constexpr(1)  # of exp(score − the row's largest), over what the filters leave
+STRIP_LIST = tl.constexpr(2)  # int32: the strips that a pass reads
+NUM_STRIP_PLANES = tl.constexpr(3)
+# Columns of the row parameters [S, 4] float32.
+SCALE = tl.constexpr(0)
+TOP_K = tl.constexpr(1)  # 0 is off
+TOP_P = tl.constexpr(2)  # 1 is off
+MIN_P = tl.constexpr(3)  # 0 is off
+NUM_PARAMS = tl.constexpr(4)
+
+NO_ID = tl.constexpr(2**31 - 1)
 
 # Beyond what sums in another order may differ by.
 _ROUNDED = tl.constexpr(1.0001)
@@ -337,3 +344,21 @@ def _float_of(order, SHIFT: tl.constexpr):
     bits = order.to(tl.int32) << SHIFT
     bits = tl.where(bits < 0, (bits | low_bits) ^ 0x7FFFFFFF, bits)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_scores(scores, ids, scale, V: tl.constexpr):
+    """Scores over the temperature; −∞ beyond the vocabulary."""
+    return tl.load(scores + ids, mask=ids < V, other=float("-inf")).to(tl.float32) * scale
+
+
+@triton.jit
+def or_lowest(x):
+    """What is not a number counts as −∞."""
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def base_of(largest):
+    """What is subtracted before exp: nothing where all scores are −∞."""
+    return tl.where(largest == float("-inf"), 0.0, largest)

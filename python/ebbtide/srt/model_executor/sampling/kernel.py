@@ -27,9 +27,7 @@ from torch import Tensor
 
 from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.sampling.choosing import Chosen, CutRows, temperature_of
-from ebbtide.srt.model_executor.sampling.cut_kernel import cut_kernel
-from ebbtide.srt.model_executor.sampling.filters import has_top_k, is_filtered
-from ebbtide.srt.model_executor.sampling.kernel_parts import (
+from ebbtide.srt.model_executor.sampling.cut_kernel import (
     BEST_IDS,
     CUT,
     LAST_ID,
@@ -48,9 +46,11 @@ from ebbtide.srt.model_executor.sampling.kernel_parts import (
     TOP_K,
     TOP_P,
     base_of,
+    cut_kernel,
     load_scores,
     or_lowest,
 )
+from ebbtide.srt.model_executor.sampling.filters import has_top_k, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 from ebbtide.srt.sampling_params import SamplingParams
 

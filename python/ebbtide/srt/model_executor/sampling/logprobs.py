@@ -74,9 +74,9 @@ def token_logprobs(scores_MV: Tensor, token_ids_M: Tensor) -> tuple[Tensor, Tens
     # The whole log-softmax is never made: one number per row turns scores into logprobs.
     if scores_MV.is_cuda:
         # Triton is there on CUDA machines alone.
-        from ebbtide.srt.model_executor.sampling import logprobs_kernel
+        from ebbtide.srt.model_executor.sampling import score_kernels
 
-        return logprobs_kernel.token_logprobs(scores_MV, token_ids_M)
+        return score_kernels.token_logprobs(scores_MV, token_ids_M)
     scores_MV = scores_MV.float()
     norm_M1 = scores_MV.logsumexp(-1, keepdim=True)
     return (scores_MV.gather(1, token_ids_M.unsqueeze(1)) - norm_M1).squeeze(1), norm_M1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec, SampleSpec, Supports
 from ebbtide.srt.model_executor.host_copies import download, upload
+from ebbtide.srt.model_executor.sampling.adjustments import AllowedTokens, Penalties, TokenMasks, bias_entries
 from ebbtide.srt.model_executor.sampling.choosing import (
     Chosen,
     HostChooser,
@@ -31,13 +32,8 @@ from ebbtide.srt.model_executor.sampling.logprobs import (
     alternatives,
     position_logprobs,
 )
-from ebbtide.srt.model_executor.sampling.penalties import Penalties
 from ebbtide.srt.model_executor.sampling.support import LaunchedSupports, SupportReader
-from ebbtide.srt.model_executor.sampling.token_masks import AllowedTokens, TokenMasks
 from ebbtide.srt.sampling_params import SamplingParams
-
-# Biases beyond this say nothing more, and their sums with scores stay finite.
-_MAX_BIAS = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +194,7 @@ class _Batch:
             if penalised
             else None
         )
-        self._bias = _bias_entries(specs, device)
+        self._bias = bias_entries(specs, device)
         self._allowed = AllowedTokens.of(specs, vocab_size, device)
         self._minimum_S = np.array([spec.params.min_new_tokens for spec in specs])
         self._has_minimum = bool(self._minimum_S.any())
@@ -264,8 +260,18 @@ class _Batch:
         )
 
     @cached_property
-    def _dropping(self) -> _Dropping | None:
-        return _Dropping.of(self.logprob_rows, self.specs, self._vocab_size, self._device)
+    def _dropping(self) -> tuple[Tensor, Filters] | None:
+        """Which of the rows whose logprobs are wanted have filters, and these; None: no row has any."""
+        params = [self.specs[row].params for row in self.logprob_rows]
+        rows = [
+            row
+            for row, each in enumerate(params)
+            if not each.is_greedy and is_filtered(each, self._vocab_size)
+        ]
+        if not rows:
+            return None
+        filters = Filters([params[row] for row in rows], self._vocab_size, self._device)
+        return upload(rows, self._device), filters
 
     @property
     def drops_tokens(self) -> bool:
@@ -283,7 +289,13 @@ class _Batch:
             scores_MV = scores_MV * self._wanted(chosen.scale_S1)
         if self._dropping is None:
             return scores_MV
-        return self._dropping.apply(scores_MV, self._wanted(chosen.tokens_S))
+        rows_F, filters = self._dropping
+        support_FV = filters.support(scores_MV[rows_F].softmax(-1))
+        # The chosen token stays, whatever sums were rounded to.
+        support_FV.scatter_(1, self._wanted(chosen.tokens_S)[rows_F].unsqueeze(1), value=True)
+        keeps_MV = torch.ones_like(scores_MV, dtype=torch.bool)
+        keeps_MV[rows_F] = support_FV
+        return scores_MV.masked_fill(~keeps_MV, float("-inf"))
 
     def logprobs_of(self, scores_MV: Tensor, chosen: Chosen) -> LaunchedLogprobs:
         """What was asked for, of these scores of the rows that are wanted."""
@@ -304,36 +316,6 @@ class _Batch:
         return self._mask
 
 
-@dataclass(frozen=True, slots=True)
-class _Dropping:
-    """The filters of those of M rows that have any."""
-
-    filters: Filters
-    rows_F: Tensor
-
-    @staticmethod
-    def of(
-        rows: list[int], specs: list[SampleSpec], vocab_size: int, device: torch.device
-    ) -> _Dropping | None:
-        """None: no row has any."""
-        params = [specs[row].params for row in rows]
-        places = [
-            place for place, each in enumerate(params) if not each.is_greedy and is_filtered(each, vocab_size)
-        ]
-        if not places:
-            return None
-        filters = Filters([params[place] for place in places], vocab_size, device)
-        return _Dropping(filters, upload(places, device))
-
-    def apply(self, scores_MV: Tensor, tokens_M: Tensor) -> Tensor:
-        """The scores, −∞ for what is dropped. The chosen token stays, whatever sums were rounded to."""
-        support_FV = self.filters.support(scores_MV[self.rows_F].softmax(-1))
-        support_FV.scatter_(1, tokens_M[self.rows_F].unsqueeze(1), value=True)
-        keeps_MV = torch.ones_like(scores_MV, dtype=torch.bool)
-        keeps_MV[self.rows_F] = support_FV
-        return scores_MV.masked_fill(~keeps_MV, float("-inf"))
-
-
 def _chooser_of(device: torch.device) -> MakeChooser:
     if device.type == "cpu":
         return HostChooser
@@ -341,18 +323,3 @@ def _chooser_of(device: torch.device) -> MakeChooser:
     from ebbtide.srt.model_executor.sampling.kernel import KernelChooser
 
     return KernelChooser
-
-
-def _bias_entries(
-    specs: list[SampleSpec], device: torch.device
-) -> tuple[tuple[Tensor, Tensor], Tensor] | None:
-    """logit_bias of all rows as ((rows, ids), values)."""
-    entries = [
-        (row, token_id, max(-_MAX_BIAS, min(bias, _MAX_BIAS)))
-        for row, spec in enumerate(specs)
-        for token_id, bias in (spec.params.logit_bias or {}).items()
-    ]
-    if not entries:
-        return None
-    rows, token_ids, values = (list(column) for column in zip(*entries, strict=True))
-    return (upload(rows, device), upload(token_ids, device)), upload(values, device)

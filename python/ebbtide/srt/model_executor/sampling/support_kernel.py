@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.model_executor.sampling.choosing import Chosen
-from ebbtide.srt.model_executor.sampling.cut_kernel import list_strips, load_strips
-from ebbtide.srt.model_executor.sampling.kernel_parts import (
+from ebbtide.srt.model_executor.sampling.cut_kernel import (
     CUT,
     LAST_ID,
     MAXIMA,
@@ -31,7 +30,9 @@ from ebbtide.srt.model_executor.sampling.kernel_parts import (
     STRIP_SUMS,
     TILE,
     base_of,
+    list_strips,
     load_scores,
+    load_strips,
 )
 
 # Columns before the ids of a row: how many there are, and the bits of the logprob of the one that was chosen.

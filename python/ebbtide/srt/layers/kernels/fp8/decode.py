@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.heads import Pages
-from ebbtide.srt.layers.kernels.exponent import exp2_or_0
+from ebbtide.srt.layers.kernels.instructions import exp2_or_0
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.paged_attention import room_for_parts
 

@@ -1,12 +1,39 @@
-"""What NVML, the library behind nvidia-smi, knows of a device: for processes that have no context on it."""
+"""The memory of the host and of GPUs, and how much of it processes hold.
+
+Needs neither torch nor a CUDA context: the API process asks. GPUs are asked through NVML, the library behind
+nvidia-smi.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 
+from ebbtide.srt.device.base import MemoryInfo
+from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
+
 T = TypeVar("T")
+
+
+def host_memory_info(pid: int | None = None) -> MemoryInfo:
+    """Memory now; what a process holds is its proportional set size (Pss): pages shared by n count 1/n.
+
+    ProcessLookupError: there is no such process. PermissionError: it is another user's.
+    """
+    host = read_host_memory()
+    return MemoryInfo(host.total_bytes, host.available_bytes, _pss_bytes(pid))
+
+
+def _pss_bytes(pid: int | None) -> int:
+    path = Path("/proc", "self" if pid is None else str(pid), "smaps_rollup")
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        raise ProcessLookupError(f"there is no process {pid}") from None
+    [pss_kib] = [int(line.split()[1]) for line in lines if line.startswith("Pss:")]
+    return pss_kib * 1024
 
 
 def process_bytes(uuid: str, nvml: Any = None) -> dict[int, int]:

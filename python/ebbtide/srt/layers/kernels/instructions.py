@@ -1,10 +1,21 @@
-"""Asking for memory ahead of time."""
+"""Single instructions that kernels use and Triton does not name."""
 
 # Triton has no types, and a kernel is not Python.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
+# mypy: disallow-untyped-calls=False
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def exp2_or_0(x, ASM: tl.constexpr):
+    """2ˣ, and 0 where that is no normal number: one instruction, where Triton's own takes four."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.exp2(x)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbtide.srt.device.nvml import process_bytes
+from ebbtide.srt.device.memory import process_bytes
 
 
 class NVMLError(Exception):
