@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from ebbtide.srt.config import EngineConfig, ScheduleConfig
 from ebbtide.srt.managers.control.adapter_loads import AdapterLoads, AdapterMemory
 from ebbtide.srt.managers.control.adapters import AdapterBook
@@ -16,15 +18,15 @@ from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Wei
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pace import Pace
 from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.ports import PageStore, TagMemory
+from ebbtide.srt.managers.control.ports import HandlerTable, PageStore, TagMemory
 from ebbtide.srt.managers.control.weight_ports import Weights
 from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
-from ebbtide.srt.managers.io_struct import DetokenizerInput, RankReport
+from ebbtide.srt.managers.io_struct import DetokenizerInput, GetLoadReqInput, GetLoadReqOutput, RankReport
 from ebbtide.srt.managers.scheduler import Scheduler
 from ebbtide.srt.managers.scheduling.kv_chunks import ChunkMemory, KVChunks
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, TimeLimits
-from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, LoadReports, StepLog
+from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, StepLog
 from ebbtide.srt.managers.scheduling.lockstep import RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.request_pages import RequestPages
@@ -246,9 +248,9 @@ def _control_plane(
         timeout_s=config.update_timeout_s,
     )
     others = (
-        CacheFlush(requests),
-        KVSize(chunks, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks),
-        WeightChecks(parts.weights, memory, inbox.ranks, pace, lambda: updates.is_under_way),
+        CacheFlush(requests).handlers,
+        KVSize(chunks, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks).handlers,
+        WeightChecks(parts.weights, memory, inbox.ranks, pace, lambda: updates.is_under_way).handlers,
         _load_reports(parts, inbox, meter, generation, chunks, operations),
     )
     return ControlPlane(
@@ -261,7 +263,7 @@ def _control_plane(
         ),
         operations,
         inbox.ranks,
-        [other.handlers for other in others],
+        others,
         RankReport(
             dp_rank=inbox.dp_rank,
             tp_rank=inbox.tp_rank,
@@ -283,12 +285,15 @@ def _load_reports(
     generation: Generation,
     chunks: KVChunks,
     operations: Operations,
-) -> LoadReports:
-    return LoadReports(
-        meter,
-        inbox.dp_rank,
-        is_paused=lambda: isinstance(generation.state, Paused),
-        lent_bytes=lambda: chunks.lent_bytes,
-        stalls=operations.stalls,
-        gc_pause_s=parts.gc_pause_s,
-    )
+) -> HandlerTable:
+    def report(request: GetLoadReqInput) -> GetLoadReqOutput:
+        load = structs.replace(
+            # Running requests of a generation that is paused count as paused.
+            meter.load(inbox.dp_rank, is_paused=isinstance(generation.state, Paused)),
+            lent_bytes=chunks.lent_bytes,
+            gc_pause_s=parts.gc_pause_s(),
+            stalls=operations.stalls.report(),
+        )
+        return GetLoadReqOutput(loads=[load])
+
+    return {GetLoadReqInput: report}

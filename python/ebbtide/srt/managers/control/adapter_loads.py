@@ -25,13 +25,13 @@ from ebbtide.srt.managers.control.ports import (
     HandlerTable,
     Operation,
     Ranks,
+    Requests,
     Slices,
     Superseded,
     Work,
 )
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
-    InFlight,
     LoadLoRAAdapterFromTensorsReqInput,
     LoadLoRAAdapterReqInput,
     LoadLoRAAdapterReqOutput,
@@ -112,25 +112,6 @@ class AdapterMemory(Protocol):
         ...
 
 
-class AdapterUsers(Protocol):
-    """The requests that run on adapters, as one."""
-
-    def moves_running(self, name: str, in_flight: InFlight) -> bool:
-        """Whether a new version of this name changes anything for requests that have begun to run."""
-
-    def move(self, version: AdapterVersion, in_flight: InFlight) -> int:
-        """What was to run on another version of its name runs on this one, where it does not say otherwise.
-
-        Requests that wait for their first step move in any case, unless they ask for a version. Returns the
-        number of those that moved.
-        """
-        ...
-
-    def end(self, version: AdapterVersion, message: str) -> None:
-        """Those that run on it, or are to, end with an error of the engine."""
-        ...
-
-
 class AdapterLoads:
     """The control requests about adapters, and what keeps their bytes where forward passes find them.
 
@@ -147,7 +128,7 @@ class AdapterLoads:
         book: AdapterBook,
         memory: MemoryOccupation,
         updates: WeightUpdates,
-        users: AdapterUsers,
+        requests: Requests,
         operations: Operations,
         ranks: Ranks,
         pace: Pace,
@@ -156,7 +137,7 @@ class AdapterLoads:
         self._given_slots = slots
         self._memory = memory
         self._updates = updates
-        self._users = users
+        self._requests = requests
         self._operations = operations
         self._ranks = ranks
         self._pace = pace
@@ -246,7 +227,7 @@ class AdapterLoads:
                 session.held.push(held.pop_all())
                 session.refused.make_up(frozenset({f"{name}@{version}"}))
                 return self._reply(name, version, plan, f"Staged {name}@{version}.", is_changed=True)
-            if self._users.moves_running(name, request.in_flight):
+            if self._requests.moves_running(name, request.in_flight):
                 yield Activity.BOUNDARY
             yield Activity.PREPARED
             stall = Stall()
@@ -278,7 +259,7 @@ class AdapterLoads:
             pinned=request.pinned,
             may_leave=may_leave,
         )
-        return added, self._users.move(added, request.in_flight)
+        return added, self._requests.move_to(added, request.in_flight)
 
     def _open(self, request: LoadRequest, opened: ExitStack) -> Work[AdapterPlan]:
         """What comes, on every rank fit for its slots."""
@@ -381,7 +362,9 @@ class AdapterLoads:
             # After a release it is asked for again.
             if num_releases == self._num_releases:
                 yield Activity.BOUNDARY
-                self._users.end(version, f"the adapter {version.label} could not be brought in: {error}")
+                self._requests.end_on(
+                    version, f"the adapter {version.label} could not be brought in: {error}"
+                )
         finally:
             self._is_fetching = False
             if self.book.wanted is version:

@@ -40,7 +40,7 @@ class AdapterVersion:
         may_leave: its name means nothing any more where there is no room for another one's.
         num_live: requests that run on it, or are to.
         num_running: those of them that hold KV.
-        num_begun: requests that have begun to run on it since it was active last.
+        num_started: requests that have begun to run on it since it was active last.
         last_used: by the count of admissions; before the first one, that of its load.
     """
 
@@ -57,7 +57,7 @@ class AdapterVersion:
     may_leave: bool = False
     num_live: int = 0
     num_running: int = 0
-    num_begun: int = 0
+    num_started: int = 0
     last_used: int = 0
 
     @property
@@ -224,19 +224,13 @@ class AdapterBook:
 
     def _leaving_name(self) -> str | None:
         """The name that gives its place to another one: if it can be, one that nobody runs on."""
-        last = [one for name in self.names if (one := self.current(name)) is not None and one.may_leave]
-        return min(
-            (one.name for one in last),
-            key=lambda name: (
-                self._is_in_use(name),
-                max(one.last_used for one in self._versions[name]),
-                name,
-            ),
-            default=None,
-        )
 
-    def _is_in_use(self, name: str) -> bool:
-        return any(one.num_live for one in self._versions[name])
+        def rank(name: str) -> tuple[bool, int, str]:
+            versions = self._versions[name]
+            return any(one.num_live for one in versions), max(one.last_used for one in versions), name
+
+        leaving = [name for name, versions in self._versions.items() if versions[-1].may_leave]
+        return min(leaving, key=rank, default=None)
 
     def check_stage(self, name: str) -> None:
         """Refuse (409) to stage an adapter that would leave no slot to requests until the session ends."""
@@ -267,7 +261,9 @@ class AdapterBook:
         if version is None:
             numbers = map(str, itertools.count(self._num_loads))
             version = next(one for one in numbers if (name, one) not in self._digests)
-        self._remember(name, version, digest)
+        self._digests[name, version] = digest
+        if len(self._digests) > MAX_REMEMBERED:
+            self._digests.popitem(last=False)
         added = AdapterVersion(name, version, self._num_loads, digest, path, slot, is_pinned=pinned)
         added.may_leave, added.last_used = may_leave, self._num_admissions
         versions = self._versions.setdefault(name, [])
@@ -322,11 +318,6 @@ class AdapterBook:
         for one in [one for one in self._retired if not one.num_live]:
             self._retired.remove(one)
             one.slot = one.copy = None
-
-    def _remember(self, name: str, version: str, digest: str) -> None:
-        self._digests[name, version] = digest
-        if len(self._digests) > MAX_REMEMBERED:
-            self._digests.popitem(last=False)
 
     # ------------------------------------------------------------------------------------------------ slots
 
@@ -393,7 +384,7 @@ class AdapterBook:
             if len(others) >= max(1, self.num_active - len(self.staged)) or num_slots > self.num_slots:
                 self._make_room()
                 return False
-        if self._is_blocked and version is self._leaving and version.num_begun >= self._turn:
+        if self._is_blocked and version is self._leaving and version.num_started >= self._turn:
             return False
         if version.slot is None:
             version.is_wanted = True
@@ -407,12 +398,12 @@ class AdapterBook:
         self._is_blocked = True
         if self._leaving is None or not self._leaving.num_running:
             running = [one for one in self._active - self._pinned if one.num_running]
-            self._leaving = max(running, key=lambda one: (one.num_begun, one.number), default=None)
+            self._leaving = max(running, key=lambda one: (one.num_started, one.number), default=None)
 
     def _weigh(self, version: AdapterVersion) -> None:
         """Whether it is active, or pinned, may have changed."""
         if not version.is_active:
-            version.num_begun = 0
+            version.num_started = 0
         for versions, is_in in ((self._active, version.is_active), (self._pinned, version.is_pinned)):
             if is_in:
                 versions.add(version)
@@ -443,7 +434,7 @@ class AdapterBook:
         self._num_admissions += 1
         version.last_used = self._num_admissions
         version.num_running += 1
-        version.num_begun += 1
+        version.num_started += 1
         version.is_wanted = False
         self._weigh(version)
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.control.adapters import AdapterVersion
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,
+    InFlight,
     Preserve,
     RetractCause,
 )
@@ -199,6 +201,19 @@ class Requests(Protocol):
 
         Requests that ask for a version, or for no other, begin to run or end here.
         """
+
+    def moves_running(self, name: str, in_flight: InFlight) -> bool:
+        """Whether a new version of this name changes anything for requests that have begun to run."""
+
+    def move_to(self, version: AdapterVersion, in_flight: InFlight) -> int:
+        """What was to run on another version of its name runs on this one, where it does not say otherwise.
+
+        Requests that wait for their first step move in any case, unless they ask for a version. Returns the
+        number of those that moved.
+        """
+
+    def end_on(self, version: AdapterVersion, message: str) -> None:
+        """Those that run on it, or are to, end with an error of the engine."""
 
 
 class TagMemory(Protocol):

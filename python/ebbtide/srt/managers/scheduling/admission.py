@@ -102,7 +102,7 @@ class WaitingRequests:
         self._num_running: Counter[str | None] = Counter()
         # When each line was last served, by the count of requests that began to run; a new one: now.
         self._served: dict[str | None, int] = {}
-        self._num_begun = 0
+        self._num_started = 0
 
     def __len__(self) -> int:
         return sum(map(len, self.lines.values()))
@@ -122,7 +122,7 @@ class WaitingRequests:
     def add(self, req: Req) -> None:
         name = req.adapter_name
         if name not in self.lines:
-            self.lines[name], self._served[name] = [], self._num_begun
+            self.lines[name], self._served[name] = [], self._num_started
         insort(self.lines[name], req, key=_by_turn)
 
     def remove(self, req: Req) -> None:
@@ -139,9 +139,9 @@ class WaitingRequests:
     def begin(self, req: Req) -> None:
         """It leaves its line, and runs."""
         name = req.adapter_name
-        self._num_begun += 1
+        self._num_started += 1
         self._num_running[name] += 1
-        self._served[name] = self._num_begun
+        self._served[name] = self._num_started
         self.remove(req)
 
     def stop(self, req: Req) -> None:
@@ -191,8 +191,8 @@ class WaitingRequests:
     def _place(self, req: Req) -> tuple[bool, int, int, int, int, Req]:
         """What the heads of the lines are sorted by; no two of them arrived at once."""
         name = req.adapter_name
-        fairness = (0, 0) if req.has_begun else (self._num_running[name], self._served.get(name, 0))
-        return (not req.has_begun, *fairness, req.arrival - req.head_start, req.arrival, req)
+        fairness = (0, 0) if req.was_retracted else (self._num_running[name], self._served.get(name, 0))
+        return (not req.was_retracted, *fairness, req.arrival - req.head_start, req.arrival, req)
 
 
 def dfs_places(pages: Mapping[str, Sequence[int]]) -> dict[str, TreePlace]:
@@ -220,7 +220,7 @@ def dfs_places(pages: Mapping[str, Sequence[int]]) -> dict[str, TreePlace]:
 
 def _by_turn(req: Req) -> tuple[bool, int]:
     """Requests that had KV first; each group in order of arrival, but for head starts."""
-    return not req.has_begun, req.arrival - req.head_start
+    return not req.was_retracted, req.arrival - req.head_start
 
 
 def _walk(waiting: Sequence[Req]) -> Iterator[Req]:
@@ -234,7 +234,7 @@ def _walk(waiting: Sequence[Req]) -> Iterator[Req]:
 
 
 def _ordered(requests: Sequence[Req], key: Callable[[Req], Key]) -> list[Req]:
-    return sorted(requests, key=lambda req: (not req.has_begun, key(req)))
+    return sorted(requests, key=lambda req: (not req.was_retracted, key(req)))
 
 
 class PrefillShare:
@@ -262,8 +262,8 @@ class PrefillShare:
         Those that end with it come first. Returns what is left of the pass too.
 
         Args:
-            upcoming: those that wait and may be admitted: a share is left to them. Those that have begun
-                come first.
+            upcoming: those that wait and may be admitted: a share is left to them. Retracted ones come
+                first.
             num_streams: requests that decode and are streamed.
         """
         budget = self._of_pass(prefilling, upcoming, num_streams)
@@ -279,12 +279,12 @@ class PrefillShare:
     def _of_pass(self, prefilling: Sequence[Req], upcoming: Sequence[Req], num_streams: int) -> int:
         """Prompt tokens of the next pass.
 
-        Streams that have begun and lost their KV stand still until it is there again: they wait for it too.
+        Streams that have lost their KV stand still until it is there again: they wait for it too.
         """
-        begun = [req for req in prefilling if req.has_begun]
-        begun += takewhile(lambda req: req.has_begun, upcoming)
-        num_newcomers = len(prefilling) + len(upcoming) - len(begun)
-        num_streams += sum(req.is_streamed for req in begun)
+        retracted = [req for req in prefilling if req.was_retracted]
+        retracted += takewhile(lambda req: req.was_retracted, upcoming)
+        num_newcomers = len(prefilling) + len(upcoming) - len(retracted)
+        num_streams += sum(req.is_streamed for req in retracted)
         is_whole = num_newcomers > NEWCOMERS_PER_STREAM * num_streams
         return self.budget if is_whole or not num_streams else self.budget_beside_streams
 

@@ -26,7 +26,7 @@ SLOW_MASKS: Final = "slow-masks-"
 
 
 class LiveRequests:
-    """Implements `Requests` and `AdapterUsers` of the control plane; aborted requests get their last output.
+    """Implements `Requests` of the control plane; aborted requests get their last output.
 
     Args:
         calibration: of a KV cache whose scales follow what was seen; None where they stay.
@@ -107,7 +107,7 @@ class LiveRequests:
     def moves_running(self, name: str, in_flight: InFlight) -> bool:
         return any(req.first_update is not None for req, _ in self._to_move(name, in_flight))
 
-    def move(self, version: AdapterVersion, in_flight: InFlight) -> int:
+    def move_to(self, version: AdapterVersion, in_flight: InFlight) -> int:
         num_moved = 0
         reason = FinishReason("abort", message="Aborted by a new version of its adapter (on_update)")
         for req, how in list(self._to_move(version.name, in_flight)):
@@ -148,7 +148,7 @@ class LiveRequests:
             req.parked = replace(req.parked, is_mixed=True)
         adapters.leave(before)
 
-    def end(self, version: AdapterVersion, message: str) -> None:
+    def end_on(self, version: AdapterVersion, message: str) -> None:
         ended = [req for req in self._all() if req.adapter is version]
         self._finish(ended, FinishReason("abort", message=message, status_code=500))
         self.on_kv_given_up()
@@ -211,7 +211,7 @@ class TimeLimits:
         """Whether this was a limit of a request; ends it, if it still waits for its first step, or runs."""
         if deadline_id.startswith(WAITING):
             req = self._find(deadline_id.removeprefix(WAITING))
-            if req is not None and req.phase in (Phase.HELD, Phase.WAITING) and not req.has_begun:
+            if req is not None and req.phase in (Phase.HELD, Phase.WAITING) and not req.was_retracted:
                 self._end(req, f"Aborted: it has waited {self._waiting_s:g} s (SGLANG_REQ_WAITING_TIMEOUT)")
             return True
         if deadline_id.startswith(RUNNING):

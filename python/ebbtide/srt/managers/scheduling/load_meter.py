@@ -8,11 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 
-from msgspec import structs
-
-from ebbtide.srt.managers.control.pace import StallTally
-from ebbtide.srt.managers.control.ports import HandlerTable
-from ebbtide.srt.managers.io_struct import STEP_BOUNDS, GetLoadReqInput, GetLoadReqOutput, Load
+from ebbtide.srt.managers.io_struct import STEP_BOUNDS, Load
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 
@@ -93,44 +89,6 @@ class LoadMeter:
         if self._num_tokens and now > self._stretch_start_s:
             self._throughput = self._num_tokens / (now - self._stretch_start_s)
         self._stretch_start_s, self._num_tokens = now, 0
-
-
-class LoadReports:
-    """Answers `GetLoadReqInput`.
-
-    Args:
-        lent_bytes: what the KV cache has lent.
-        is_paused: whether generation is; running requests then count as paused.
-        stalls: of control requests.
-        gc_pause_s: for which the garbage collector has stopped this process.
-    """
-
-    def __init__(
-        self,
-        meter: LoadMeter,
-        dp_rank: int,
-        is_paused: Callable[[], bool],
-        lent_bytes: Callable[[], int],
-        stalls: StallTally,
-        gc_pause_s: Callable[[], float],
-    ) -> None:
-        self._meter = meter
-        self._stalls = stalls
-        self._gc_pause_s = gc_pause_s
-        self._lent_bytes = lent_bytes
-        self._dp_rank = dp_rank
-        self._is_paused = is_paused
-        self.handlers: HandlerTable = {GetLoadReqInput: self.report}
-
-    def report(self, request: GetLoadReqInput) -> GetLoadReqOutput:
-        load = self._meter.load(self._dp_rank, is_paused=self._is_paused())
-        load = structs.replace(
-            load,
-            lent_bytes=self._lent_bytes(),
-            gc_pause_s=self._gc_pause_s(),
-            stalls=self._stalls.report(),
-        )
-        return GetLoadReqOutput(loads=[load])
 
 
 class StepLog:

@@ -220,7 +220,7 @@ class Req:
         return None if self.adapter is None else self.adapter.name
 
     @property
-    def has_begun(self) -> bool:
+    def was_retracted(self) -> bool:
         """Whether its KV was taken away: it is admitted again ahead of those that never had any."""
         return self.num_retractions > 0 or self.parked is not None
 

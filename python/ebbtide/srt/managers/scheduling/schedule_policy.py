@@ -59,7 +59,6 @@ class SchedulePolicy:
         self.waiting = WaitingRequests(config.policy, config.max_running_per_adapter)
         self.running: list[Req] = []
         self._versions = ServedVersions("")
-        self._num_updates = 0
         self._rows_R: NDArray[np.int64] | None = None
         self._live: dict[str, Req] = {}
         self._num_in_flight = 0
@@ -107,7 +106,7 @@ class SchedulePolicy:
         self._require_place(req.adapter_name)
         standing = self._versions.standing(req.contract)
         if standing is Standing.PASSED:
-            raise RequestRejected(self._why_passed(req), status=409)
+            raise RequestRejected(self._versions.why_passed(req.contract), status=409)
         self._live[req.rid] = req
         if req.adapter is not None:
             self.adapters.join(req.adapter)
@@ -140,11 +139,11 @@ class SchedulePolicy:
         With an update, what still holds KV of the weights before keeps it, gives it up, or ends, as it asks.
         """
         self.pages.commit = commit
-        self._versions.note(commit.version)
-        self._num_updates += is_update
+        self._versions.note(commit.version, is_update=is_update)
         ended: list[tuple[Req, FinishReason]] = []
         for req in self.running + self.queued:
-            reason = self._why_ended(req, is_update=is_update)
+            has_kv = req.phase is Phase.RUNNING or req.parked is not None
+            reason = self._versions.why_ended(req.contract, req.first_update, loses_kv=is_update and has_kv)
             if reason is not None:
                 self.finish(req)
                 ended.append((req, reason))
@@ -155,27 +154,6 @@ class SchedulePolicy:
             self.held.remove(req)
             self._enqueue(req)
         return ended
-
-    def _why_ended(self, req: Req, *, is_update: bool) -> FinishReason | None:
-        """Why a request ends with the weights that serve now; None: it goes on."""
-        contract = req.contract
-        has_passed = self._versions.standing(contract) is Standing.PASSED
-        if req.first_update is None:
-            reason = FinishReason("abort", message=self._why_passed(req), status_code=409)
-            return reason if has_passed else None
-        if has_passed:
-            return FinishReason("stale", message=self._why_passed(req))
-        if contract.max_lag is not None and self._num_updates - req.first_update > contract.max_lag:
-            message = f"more than {contract.max_lag} updates were committed while it ran (max_version_lag)"
-            return FinishReason("stale", message=message)
-        has_kv = req.phase is Phase.RUNNING or req.parked is not None
-        if is_update and has_kv and contract.on_update == "abort":
-            return FinishReason("abort", message="Aborted by a weight update (on_update)")
-        return None
-
-    def _why_passed(self, req: Req) -> str:
-        wanted, current = req.contract.exact_version, self.commit.version
-        return f"exact_weight_version: {wanted!r} has passed, {current!r} serves"
 
     def finish(self, req: Req) -> None:
         """A request ends, wherever it stands. Its KV goes to the prefix cache as far as that wants it."""
@@ -423,12 +401,12 @@ class SchedulePolicy:
                 return
             assert isinstance(hold, KVHold)
             self.waiting.begin(req)
-            insort(self.running, req, key=_by_arrival)
+            insort(self.running, req, key=lambda running: running.arrival)
             self._rows_R = None
             req.phase = Phase.RUNNING
             if req.cached_tokens is None:
                 req.cached_tokens = hold.num_computed
-                req.first_update = self._num_updates
+                req.first_update = self._versions.num_updates
             self.pages.begin(req, hold)
             if req.adapter is not None:
                 self.adapters.start(req.adapter)
@@ -509,7 +487,3 @@ class _Deferred:
 
 
 _DEFERRED = _Deferred()
-
-
-def _by_arrival(req: Req) -> int:
-    return req.arrival

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from ebbtide.srt.managers.wire.generation import VersionContract
+from ebbtide.srt.managers.wire.generation import FinishReason, VersionContract
 
 NO_CONTRACT: Final = VersionContract()
 
@@ -141,16 +141,45 @@ class ServedVersions:
 
     Attributes:
         current: serves now.
+        num_updates: that were committed so far.
     """
 
     def __init__(self, version: str) -> None:
         self.current = version
+        self.num_updates = 0
         self._served = {version}
 
-    def note(self, version: str) -> None:
-        """This version serves from now on."""
+    def note(self, version: str, *, is_update: bool) -> None:
+        """This version serves from now on; of other weights, if `is_update`."""
         self.current = version
+        self.num_updates += is_update
         self._served.add(version)
+
+    def why_ended(
+        self, contract: VersionContract, first_update: int | None, *, loses_kv: bool
+    ) -> FinishReason | None:
+        """Why a request ends with the weights that serve now; None: it goes on.
+
+        Args:
+            first_update: `num_updates` when it began to run; None: it has not.
+            loses_kv: whether it has KV of the weights before an update.
+        """
+        has_passed = self.standing(contract) is Standing.PASSED
+        if first_update is None:
+            reason = FinishReason("abort", message=self.why_passed(contract), status_code=409)
+            return reason if has_passed else None
+        if has_passed:
+            return FinishReason("stale", message=self.why_passed(contract))
+        if contract.max_lag is not None and self.num_updates - first_update > contract.max_lag:
+            message = f"more than {contract.max_lag} updates were committed while it ran (max_version_lag)"
+            return FinishReason("stale", message=message)
+        if loses_kv and contract.on_update == "abort":
+            return FinishReason("abort", message="Aborted by a weight update (on_update)")
+        return None
+
+    def why_passed(self, contract: VersionContract) -> str:
+        """The message for a request whose exact version serves no more."""
+        return f"exact_weight_version: {contract.exact_version!r} has passed, {self.current!r} serves"
 
     def standing(self, contract: VersionContract) -> Standing:
         """Whether a request of this contract may begin now, later, or never."""
