@@ -17,7 +17,7 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.adapters import CONTROL_CHARACTERS, AdapterBook, AdapterVersion
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Line, Operations, in_turn, require_timeout
-from ebbtide.srt.managers.control.pace import Pace, Stall, at_once
+from ebbtide.srt.managers.control.pace import Pace, Stall, at_once, guarded
 from ebbtide.srt.managers.control.ports import (
     Activity,
     CopyStream,
@@ -244,7 +244,7 @@ class AdapterLoads:
     def _give_back(self, plan: AdapterPlan) -> None:
         """End the mappings of the sender's memory behind the reply: the driver waits for passes there."""
         unmapping = self._pace.turns(plan.detach(), Activity.WORKING)
-        self._operations.go_on(_without_result(self._ranks.phase(Activity.WORKING, unmapping)))
+        self._operations.go_on(self._ranks.phase(Activity.WORKING, unmapping))
 
     def _commit(self, request: LoadRequest, digest: str, slot: int) -> tuple[AdapterVersion, int]:
         """Have the name mean what is in the slot; returns the version, and how many requests moved to it."""
@@ -403,24 +403,14 @@ class AdapterLoads:
         """Copy from or to slots while forward passes run, which write none of them."""
         num_releases = self._num_releases
 
-        def guarded() -> Slices[T]:
-            with closing(slices):
-                while True:
-                    self._require_slots(num_releases)
-                    try:
-                        yield next(slices)
-                    except StopIteration as end:
-                        result: T = end.value
-                        return result
+        def require_slots() -> None:
+            if num_releases != self._num_releases:
+                raise RequestRejected(RELEASED, 409)
 
-        work = self._pace.turns(guarded(), Activity.COPYING, copies=self._slots.copies)
+        work = self._pace.turns(guarded(slices, require_slots), Activity.COPYING, copies=self._slots.copies)
         _, result = yield from self._ranks.phase(Activity.COPYING, work)
-        self._require_slots(num_releases)
+        require_slots()
         return result
-
-    def _require_slots(self, num_releases: int) -> None:
-        if num_releases != self._num_releases:
-            raise RequestRejected(RELEASED, 409)
 
     def _end_for_release(self) -> None:
         """The weights are about to be released: what is on its way to a slot has lost it.
@@ -433,10 +423,6 @@ class AdapterLoads:
             self._operations.cancel(kind, refusal)
         while not self._slots.copies.copies_done():
             time.sleep(1e-4)
-
-
-def _without_result(work: Work[object]) -> Work[None]:
-    yield from work
 
 
 def _launched(act: Callable[[], T]) -> Slices[T]:

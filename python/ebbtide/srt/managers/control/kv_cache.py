@@ -60,9 +60,6 @@ class KVSize:
         started = time.perf_counter()
         if (request.num_tokens is None) == (request.num_bytes is None):
             raise RequestRejected("expected either num_tokens or num_bytes", 400)
-        return self._resize(request, started)
-
-    def _resize(self, request: ResizeMemoryOccupationReqInput, started: float) -> Operation:
         try:
             while self._memory.is_kv_partial or self._is_busy:
                 yield Activity.WAITING
@@ -109,18 +106,17 @@ class KVSize:
         """Keep the KV of requests that are parked, on all ranks; returns the bytes."""
         if not plan.parked:
             return 0
-        saved: list[int] = []
 
-        def save() -> None:
+        def save() -> int:
             try:
-                saved.append(self._pool.save(plan))
+                return self._pool.save(plan)
             except OutOfDeviceMemory as error:
                 raise error.refusal(
                     f"no room to keep the KV of running requests: {error}. Nothing was changed"
                 ) from error
 
-        yield from self._or_undone(self._ranks.phase(Activity.ALONE, at_once(save)), self._pool.discard)
-        return saved[0]
+        saving = self._ranks.phase(Activity.ALONE, at_once(save))
+        return (yield from self._or_undone(saving, self._pool.discard))
 
     def _or_undone(self, work: Work[T], undo: Callable[[], None]) -> Work[T]:
         """Do what all ranks do, or undo it where one of them cannot or is late."""

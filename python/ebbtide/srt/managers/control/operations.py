@@ -101,7 +101,7 @@ class Operations:
         self._pending[call_id] = _Pending(request, operation, is_joint)
         self._turn(call_id, operation.__next__, settle)
 
-    def go_on(self, work: Work[None]) -> None:
+    def go_on(self, work: Work[object]) -> None:
         """Have work done that no reply waits for, from the next turn on; a failure is logged."""
         self._pending[f"work-{next(self._numbers)}"] = _Pending(None, _unanswered(work), is_joint=False)
 
@@ -274,11 +274,11 @@ class Stages:
         self._began_s = now_s
 
     @property
-    def told_ms(self) -> dict[str, float]:
-        return {name: round(took_ms, 3) for name, took_ms in self._ms.items()}
+    def took_ms(self) -> dict[str, float]:
+        return {name: round(ms, 3) for name, ms in self._ms.items()}
 
 
-def _unanswered(work: Work[None]) -> Work[None]:
+def _unanswered(work: Work[object]) -> Work[None]:
     try:
         yield from work
     except OutOfStep:

@@ -239,6 +239,18 @@ def at_once(act: Callable[[], T]) -> Work[T]:
     yield Activity.WORKING
 
 
+def guarded(slices: Slices[T], require: Callable[[], None]) -> Slices[T]:
+    """The same work; before each slice `require` may refuse to go on."""
+    with closing(slices):
+        while True:
+            require()
+            try:
+                yield next(slices)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+
+
 def is_burst(num_bytes: int) -> bool:
     """Whether a device copies so much within the longest turn."""
     return num_bytes <= LONGEST_TURN_S * BURST_BYTES_PER_S

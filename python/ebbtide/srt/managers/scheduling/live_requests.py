@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
     from ebbtide.srt.mem_cache.kv_scales import KVScales
 
-WAITING: Final = "waiting-request-"
-RUNNING: Final = "running-request-"
-SLOW_MASKS: Final = "slow-masks-"
+WAITING: Final = "waiting-request"
+RUNNING: Final = "running-request"
+SLOW_MASKS: Final = "slow-masks"
 
 
 class LiveRequests:
@@ -123,7 +123,7 @@ class LiveRequests:
 
     def _to_move(self, name: str, in_flight: InFlight) -> Iterator[tuple[Req, str]]:
         """The requests that do not stay where they are, and what becomes of each."""
-        for req in self._all():
+        for req in self._policy.live:
             if req.adapter is None or req.adapter.name != name or req.names_version:
                 continue
             own = req.contract.on_update
@@ -149,12 +149,9 @@ class LiveRequests:
         adapters.leave(before)
 
     def end_on(self, version: AdapterVersion, message: str) -> None:
-        ended = [req for req in self._all() if req.adapter is version]
+        ended = [req for req in self._policy.live if req.adapter is version]
         self._finish(ended, FinishReason("abort", message=message, status_code=500))
         self.on_kv_given_up()
-
-    def _all(self) -> list[Req]:
-        return [*self._policy.running, *self._policy.queued]
 
     def _finish(self, requests: list[Req], reason: FinishReason) -> None:
         for req in requests:
@@ -196,41 +193,34 @@ class TimeLimits:
     def note_queued(self, req: Req) -> None:
         """A request has been queued."""
         if self._waiting_s is not None:
-            self._set_deadline(f"{WAITING}{req.arrival}", self._waiting_s)
+            self._set_deadline(f"{WAITING}-{req.arrival}", self._waiting_s)
 
     def note_started(self, req: Req) -> None:
         """A request begins to run, for the first time."""
         if self._running_s is not None:
-            self._set_deadline(f"{RUNNING}{req.arrival}", self._running_s)
+            self._set_deadline(f"{RUNNING}-{req.arrival}", self._running_s)
 
     def note_slow_masks(self, arrival: int) -> None:
         """The masks of the request that arrived as this one have taken longer than they may."""
-        self._set_deadline(f"{SLOW_MASKS}{arrival}", 0.0)
+        self._set_deadline(f"{SLOW_MASKS}-{arrival}", 0.0)
 
     def expire(self, deadline_id: str) -> bool:
         """Whether this was a limit of a request; ends it, if it still waits for its first step, or runs."""
-        if deadline_id.startswith(WAITING):
-            req = self._find(deadline_id.removeprefix(WAITING))
-            if req is not None and req.phase in (Phase.HELD, Phase.WAITING) and not req.was_retracted:
-                self._end(req, f"Aborted: it has waited {self._waiting_s:g} s (SGLANG_REQ_WAITING_TIMEOUT)")
+        kind, _, arrival = deadline_id.rpartition("-")
+        if kind not in (WAITING, RUNNING, SLOW_MASKS):
+            return False
+        # Another live request may have its rid by now.
+        req = next((req for req in self._policy.live if str(req.arrival) == arrival), None)
+        if req is None:
             return True
-        if deadline_id.startswith(RUNNING):
-            req = self._find(deadline_id.removeprefix(RUNNING))
-            if req is not None:
-                self._end(req, f"Aborted: it has run {self._running_s:g} s (SGLANG_REQ_RUNNING_TIMEOUT)")
-            return True
-        if deadline_id.startswith(SLOW_MASKS):
-            req = self._find(deadline_id.removeprefix(SLOW_MASKS))
-            grammar = None if req is None else req.spec.params.grammar
-            if req is not None and grammar is not None:
-                self._end(req, f"Aborted: sampling_params.{grammar.kind}: {TOO_SLOW}")
-            return True
-        return False
-
-    def _find(self, arrival: str) -> Req | None:
-        """The live request that arrived as this one; another may have its rid by now."""
-        live = (*self._policy.running, *self._policy.queued)
-        return next((req for req in live if req.arrival == int(arrival)), None)
+        grammar = req.spec.params.grammar
+        if kind == RUNNING:
+            self._end(req, f"Aborted: it has run {self._running_s:g} s (SGLANG_REQ_RUNNING_TIMEOUT)")
+        elif kind == SLOW_MASKS and grammar is not None:
+            self._end(req, f"Aborted: sampling_params.{grammar.kind}: {TOO_SLOW}")
+        elif kind == WAITING and req.phase is not Phase.RUNNING and not req.was_retracted:
+            self._end(req, f"Aborted: it has waited {self._waiting_s:g} s (SGLANG_REQ_WAITING_TIMEOUT)")
+        return True
 
     def _end(self, req: Req, message: str) -> None:
         self._requests.abort([req.rid], message)

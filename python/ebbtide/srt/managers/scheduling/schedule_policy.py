@@ -94,6 +94,11 @@ class SchedulePolicy:
         """The requests that do not run, those that are held back among them."""
         return [*chain.from_iterable(self.waiting.lines.values()), *self.held]
 
+    @property
+    def live(self) -> list[Req]:
+        """All requests: those that run, and those that do not."""
+        return [*self.running, *self.queued]
+
     def find(self, rid: str) -> Req | None:
         return self._live.get(rid)
 
@@ -141,7 +146,7 @@ class SchedulePolicy:
         self.pages.commit = commit
         self._versions.note(commit.version, is_update=is_update)
         ended: list[tuple[Req, FinishReason]] = []
-        for req in self.running + self.queued:
+        for req in self.live:
             has_kv = req.phase is Phase.RUNNING or req.parked is not None
             reason = self._versions.why_ended(req.contract, req.first_update, loses_kv=is_update and has_kv)
             if reason is not None:

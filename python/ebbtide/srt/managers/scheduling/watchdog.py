@@ -45,7 +45,7 @@ class Watchdog:
         self._soft_limit_s = soft_limit_s
         self._end = end
         self._dump = dump
-        self._told: tuple[str, float] | None = None
+        self._reported: tuple[str, float] | None = None
         self._interval_s = min(limit_s, soft_limit_s or limit_s) / _LOOKS_PER_LIMIT
         self._looked_s = time.monotonic()
         self._seen: tuple[str, float] | None = None
@@ -68,13 +68,13 @@ class Watchdog:
         what, since_s = current
         taken_s = now - since_s - self._stood_still_s
         if taken_s > self._limit_s:
-            told = f"{what} has not ended within {self._limit_s:g} s (--watchdog-timeout)"
+            message = f"{what} has not ended within {self._limit_s:g} s (--watchdog-timeout)"
             # Stacks do not say whose they are, and those of several ranks may lie in one log.
-            logger.critical("%s; where every thread stands:", told)
+            logger.critical("%s; where every thread stands:", message)
             self._dump()
-            self._end(told)
-        elif self._soft_limit_s is not None and taken_s > self._soft_limit_s and current != self._told:
-            self._told = current
+            self._end(message)
+        elif self._soft_limit_s is not None and taken_s > self._soft_limit_s and current != self._reported:
+            self._reported = current
             logger.error(
                 "%s takes longer than %g s (--soft-watchdog-timeout); where every thread stands:",
                 *(what, self._soft_limit_s),

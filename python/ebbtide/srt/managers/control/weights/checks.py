@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -17,7 +16,7 @@ import msgspec
 
 from ebbtide.srt.errors import RequestRejected, first_few
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.pace import Pace
+from ebbtide.srt.managers.control.pace import Pace, guarded
 from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Ranks, Slices, Work
 from ebbtide.srt.managers.control.weight_ports import Snapshot, TrialPass, Weights
 from ebbtide.srt.managers.io_struct import (
@@ -156,22 +155,16 @@ class WeightChecks:
             )
 
     def _watched(self, slices: Slices[T]) -> Work[T]:
-        _, result = yield from self._pace.turns(self._while_unchanged(slices), Activity.WORKING)
-        return result
-
-    def _while_unchanged(self, slices: Slices[T]) -> Slices[T]:
-        """The same work, refused if a control request changes or releases the weights between two turns."""
+        """Do this work; refused if a control request changes or releases the weights between two turns."""
         before = self._parameters.generation, self._memory.content.missing
-        with closing(slices):
-            while True:
-                now = self._parameters.generation, self._memory.content.missing
-                if now != before or MemoryTag.WEIGHTS in self._memory.released:
-                    raise RequestRejected("the weights were changed or released meanwhile: ask again", 409)
-                try:
-                    yield next(slices)
-                except StopIteration as end:
-                    result: T = end.value
-                    return result
+
+        def require_unchanged() -> None:
+            now = self._parameters.generation, self._memory.content.missing
+            if now != before or MemoryTag.WEIGHTS in self._memory.released:
+                raise RequestRejected("the weights were changed or released meanwhile: ask again", 409)
+
+        _, result = yield from self._pace.turns(guarded(slices, require_unchanged), Activity.WORKING)
+        return result
 
 
 def _refusing(differences: Slices[list[dict[str, str]]]) -> Slices[None]:

@@ -262,7 +262,7 @@ class CommitConditions:
                 f"the update failed, the old weights serve: {type(error).__name__}: {error}"
             ) from error
         stages.end("release" if reply.committed else "stage")
-        return structs.replace(reply, stages_ms=stages.told_ms)
+        return structs.replace(reply, stages_ms=stages.took_ms)
 
     def _waits(self, terms: CommitTerms) -> bool:
         """Whether running requests get to their end first. They cannot where no forward pass can run."""
