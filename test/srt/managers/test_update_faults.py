@@ -33,7 +33,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
     UpdateWeightsReqOutput,
 )
-from ebbtide.srt.managers.scheduler_process import staging_told
+from ebbtide.srt.managers.scheduler_process import describe_staging
 from ebbtide.srt.managers.scheduling.weights import weight_io
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -181,7 +181,7 @@ def test_a_second_copy_is_made_as_update_staging_says(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rule: str, has_room: bool
 ) -> None:
     rank = RealRank(checkpoints[0], update_staging=rule)
-    told = staging_told(rule, rank.runner)
+    told = describe_staging(rule, rank.runner)
     assert ("second copy" in told, "refused" in told) == (rule != "never", rule == "always")
     before = checksum_of(rank.store)
     if not has_room:

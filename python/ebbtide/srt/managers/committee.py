@@ -71,7 +71,7 @@ class Closed:
     Attributes:
         replies: of the members that are left.
         refusal: the one reply, where what some of them did has been undone.
-        is_committed: whether they were told to commit.
+        is_committed: whether the verdict was to commit.
     """
 
     replies: Mapping[int, AnyReply]
@@ -187,7 +187,7 @@ class Committee:
         self._propose_held(subject)
 
     def release(self, name: str) -> None:
-        """End a hold that has begun."""
+        """End a hold."""
         held = self._proposals.pop(name)
         assert held.subject is not None
         self._propose_held(held.subject)

@@ -59,8 +59,8 @@ class Scheduler:
         eos_token_ids: of the model and its tokenizer.
         grammars: None where there is no tokenizer.
         overlap: whether a step is launched before the one before it is committed.
-        pace: is told how long forward passes take.
-        step_log: is told when none may run.
+        pace: notes how long forward passes take.
+        step_log: notes when none may run.
 
     `activity`: what the loop is doing, and since when; None: it waits for messages. Its watchdog reads it.
     """

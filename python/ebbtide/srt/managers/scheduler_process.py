@@ -81,7 +81,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         group,
         stages=stages,
     )
-    logger.info("%s", staging_told(config.update.staging, runner))
+    logger.info("%s", describe_staging(config.update.staging, runner))
     # Ranks decide alike which requests are parked, so they must have the same room.
     parts = rank_parts(config, runner, device, saver, park_bytes=group.smallest(_park_bytes(config)))
     scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, inbox, outputs)
@@ -176,7 +176,7 @@ def rank_parts(
     )
 
 
-def staging_told(staging: str, runner: ModelRunner) -> str:
+def describe_staging(staging: str, runner: ModelRunner) -> str:
     """How updates will be written, and where a second copy of the weights will find room."""
     num_bytes = runner.weight_store.num_bytes
     if staging == "never":

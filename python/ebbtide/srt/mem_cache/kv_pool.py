@@ -31,7 +31,7 @@ CUDA_MIN_RUN_BYTES = 2 << 20
 # 100 GiB in chunks of 1 GiB go back to the driver in 36 ms, in chunks of 256 MiB in 82 ms; they are taken in
 # 31 and 65 ms. Attention does not notice (an H200: docs/performance.md).
 CUDA_CHUNK_BYTES = (2 << 20, 1 << 30)
-# Smaller chunks mean more of them: so many are to be in a device's memory, and in a pool of a given size.
+# Smaller chunks mean more of them: this many are to be in a device's memory, and in a pool of a given size.
 CHUNKS_OF_DEVICE, CHUNKS_OF_POOL = 128, 32
 # What is left over between the last page of a chunk and its end is less than a page: at most 1/32 of a pool.
 MIN_CHUNK_PAGES = 32
@@ -117,11 +117,11 @@ class KVLayout:
         return PageIds(self.chunk_pages, self.chunk_blocks)
 
     def num_chunks(self, num_pages: int) -> int:
-        """Chunks that hold so many pages."""
+        """Chunks that hold `num_pages`."""
         return -(-num_pages // self.chunk_pages)
 
     def arena_bytes(self, num_pages: int) -> int:
-        """Bytes of arena that so many pages take."""
+        """Bytes of arena that `num_pages` take."""
         return self.num_chunks(num_pages) * self.chunk_bytes
 
     def plane(self, arena: Arena, num_pages: int, layer: int, side: int) -> torch.Tensor:

@@ -27,8 +27,8 @@ _NAME = re.compile(
 )
 
 
-# Calibrated scales leave room for numbers so much larger than any that was seen. It costs none of the others
-# a bit: they are numbers of FP8 with a smaller exponent.
+# Calibrated scales leave room for numbers this many times larger than any that was seen. It costs none of the
+# others a bit: they are numbers of FP8 with a smaller exponent.
 HEADROOM = 2.0
 _MAX_EXPONENT = 40.0
 
@@ -59,7 +59,7 @@ class KVScales:
     """The scales of all layers of a rank.
 
     They may be calibrated: after `begin` passes that are not captured record how large the numbers of their
-    heads are, until so many tokens were seen. `settle` makes scales of that, powers of two, so that what is
+    heads are, until enough tokens were seen. `settle` makes scales of that, powers of two, so that what is
     divided by them is exact. It is for moments when the pool holds nothing: whatever lies in the pool has the
     scales that are in force. All ranks see the same passes, so that they settle at the same moment.
 

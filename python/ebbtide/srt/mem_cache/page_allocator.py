@@ -30,7 +30,7 @@ class PageIds:
         return page // self.stride
 
     def of_chunk(self, chunk: int, num_pages: int) -> range:
-        """The ids in a chunk of a pool of so many pages; the last chunk may be filled in part."""
+        """The ids in a chunk of a pool of `num_pages`; the last chunk may be filled in part."""
         count = min(self.per_chunk, num_pages - chunk * self.per_chunk)
         return range(chunk * self.stride, chunk * self.stride + count)
 

@@ -114,7 +114,7 @@ class PrefixLease:
             self._node = None
 
     def relocate(self, target_of: Mapping[int, int]) -> None:
-        """Some of the pages have moved to others; the cache is told by itself."""
+        """Some of the pages have moved to others; `RadixCache.relocate` is called too."""
         self.pages = [[target_of.get(page, page) for page in pages] for pages in self.pages]
 
 
@@ -245,7 +245,7 @@ class RadixCache:
         assert self._checkpoints is not None
         node, depth = lease._node, len(lease)
         assert node is not None, "the lease has been released"
-        assert 0 < num_pages <= depth, "the lease has not so many pages"
+        assert 0 < num_pages <= depth, "the lease has fewer pages"
         while depth - len(node) >= num_pages:
             depth -= len(node)
             assert node.parent is not None
@@ -307,7 +307,7 @@ class RadixCache:
         return len(freed)
 
     def relocate(self, target_of: Mapping[int, int]) -> None:
-        """Some pages have moved to others, and their contents with them. Leases are told by themselves."""
+        """Some pages have moved to others, with their contents; `PrefixLease.relocate` is called too."""
         for node in self._followers(self._root):
             node.pages = [[target_of.get(page, page) for page in pages] for pages in node.pages]
         if self.windowed:
@@ -371,7 +371,7 @@ class RadixCache:
         return num_usable
 
     def _last_gap(self, pages: list[list[int]], num_pages: int) -> int | None:
-        """The last page that a token behind so many pages attends to, and that is missing in some group."""
+        """The last page that a token behind `num_pages` attends to, and that is missing in some group."""
         gaps = []
         for group in self.windowed:
             first = first_needed(num_pages * self._page_size, self._windows[group], self._page_size)
@@ -495,7 +495,7 @@ class RadixCache:
         return upper
 
     def _trim(self, leaf: _Node, num_pages: int) -> list[int]:
-        """Take pages of tokens off the end of an idle leaf until that frees so many pages, or all."""
+        """Take pages of tokens off the end of an idle leaf until that frees `num_pages`, or all."""
         first = len(leaf)
         if not self.windowed:
             return self._cut(leaf, max(0, first - -(-num_pages // len(self._whole))))

@@ -303,7 +303,7 @@ class ChunkArena(VirtualArena):
         self.num_bytes = num_bytes
         self._pool = pool
         self._is_twin = is_twin
-        # Chunks that a twin has of lenders: so many it gives back to them, be they others by then.
+        # Chunks that a twin has of lenders: as many it gives back to them, be they others by then.
         self._num_borrowed = 0
 
     @property
@@ -344,8 +344,7 @@ class ChunkArena(VirtualArena):
         """Have memory under lent chunks again, contents undefined; those that are not lent stay as they are.
 
         Of a released arena it goes back to the driver: the next resume brings these chunks along.
-        EngineError: they are
-        still in use, or the driver failed: a second call does the rest.
+        EngineError: they are still in use, or the driver failed: a second call does the rest.
         """
         slots = [slot for slot in (self._slots[chunk] for chunk in sorted(chunks)) if slot.is_lent]
         for slot in slots:

@@ -24,12 +24,12 @@ MAX_BARRED: Final = 64
 TreePlace: TypeAlias = tuple[tuple[int, int], ...]
 Key = TypeVar("Key", float, tuple[int, int], TreePlace)
 
-# A pass that streams wait for takes prompt tokens for so many shares only. By default they take about as long
-# as 1,024 requests that decode: beside those, a pass takes twice as long as one without prompts. Nothing here
-# is measured, so all ranks decide alike.
-SHARES_BESIDE_STREAMS: Final = 3
-# Smaller passes serve fewer tokens per second, which whoever has no token yet waits for: as long as there are
-# more than so many of them to each stream, passes are whole.
+# Shares of prompt tokens in a pass that streams wait for. By default they take about as long as 1,024
+# requests that decode, so that with those a pass takes twice as long as one without prompts. Nothing
+# here is measured, so all ranks decide alike.
+SHARES_WITH_STREAMS: Final = 3
+# Smaller passes serve fewer tokens per second, which whoever has no token yet waits for: with more of them to
+# each stream than this, passes are whole.
 NEWCOMERS_PER_STREAM: Final = 7
 
 
@@ -242,7 +242,7 @@ class PrefillShare:
 
     Attributes:
         budget: prompt tokens of a pass.
-        budget_beside_streams: the same, where streams wait for it.
+        budget_with_streams: the same, where streams wait for it.
         tokens: of one prompt; without chunks there are no shares.
     """
 
@@ -250,7 +250,7 @@ class PrefillShare:
         chunk = config.chunked_prefill_size
         self.budget = config.max_prefill_tokens if chunk is None else chunk
         self.tokens = self.budget if chunk is None else max(1, int(chunk * config.prefill_share))
-        self.budget_beside_streams = min(self.budget, SHARES_BESIDE_STREAMS * self.tokens)
+        self.budget_with_streams = min(self.budget, SHARES_WITH_STREAMS * self.tokens)
         self._is_chunked = chunk is not None
         self._has_stepped_aside = False
 
@@ -286,7 +286,7 @@ class PrefillShare:
         num_newcomers = len(prefilling) + len(upcoming) - len(retracted)
         num_streams += sum(req.is_streamed for req in retracted)
         is_whole = num_newcomers > NEWCOMERS_PER_STREAM * num_streams
-        return self.budget if is_whole or not num_streams else self.budget_beside_streams
+        return self.budget if is_whole or not num_streams else self.budget_with_streams
 
     def short_first(self, chunks: dict[Req, int]) -> dict[Req, int]:
         """The chunks of a pass. Where short prompts end with it, those that go on wait for the next one, so
@@ -316,7 +316,7 @@ class GrowthReserve:
         self._share = self.SHARE_AT_START
 
     def pages(self, num_tokens: int) -> int:
-        """How many are kept for so many tokens that running requests may still generate."""
+        """How many are kept for `num_tokens` that running requests may still generate."""
         return int(self._share * num_tokens) // self._page_size
 
     def note_step(self) -> None:

@@ -174,7 +174,7 @@ class TimeLimits:
     then is read off the request, which stands alike on all of them.
 
     Args:
-        set_deadline: has an `Expire` of this id come after so many seconds.
+        set_deadline: has an `Expire` of this id come after this number of seconds.
     """
 
     def __init__(

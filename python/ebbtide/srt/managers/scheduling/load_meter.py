@@ -35,7 +35,7 @@ class LoadMeter:
         self._step_tokens = 0
 
     def note_step(self, num_tokens: int, num_sampled: int) -> None:
-        """A step of so many tokens has run, and sampled so many."""
+        """A step of `num_tokens` has run, and sampled `num_sampled` of its own."""
         self._step_counts[bisect_left(STEP_BOUNDS, num_tokens)] += 1
         self._step_tokens += num_tokens
         now = time.monotonic()
@@ -92,11 +92,12 @@ class LoadMeter:
 
 
 class StepLog:
-    """Writes a log line every so many forward passes (`--decode-log-interval`), and one when requests have to
-    wait. It reads a clock, as `LoadMeter` does.
+    """Writes a log line after every `interval` forward passes, and one when requests have to wait.
+
+    It reads a clock, as `LoadMeter` does.
 
     Args:
-        interval: forward passes from one line to the next; 0: no lines at all.
+        interval: `--decode-log-interval`, forward passes from one line to the next; 0: no lines at all.
         clock: in seconds.
     """
 
@@ -112,7 +113,7 @@ class StepLog:
         self._is_blocked = False
 
     def note_step(self, num_sampled: int) -> None:
-        """A forward pass has sampled so many tokens."""
+        """A forward pass has sampled `num_sampled` tokens."""
         self._is_blocked = False
         self._num_steps += 1
         self._num_sampled += num_sampled

@@ -42,7 +42,7 @@ from ebbtide.srt.managers.wire.control_request import dealt, num_entries
 from ebbtide.srt.managers.wire.merging import merge_ranks, merge_refusals
 from ebbtide.srt.managers.wire.message import Decision
 
-# The answers of all ranks may take so much longer than the request itself.
+# The answers of all ranks may take this much longer than the request itself.
 ANSWER_GRACE_S: Final = 2.0
 # The leader has all ranks try what it proposes of its own accord no more often than this.
 PROPOSAL_INTERVAL_S: Final = 0.25
@@ -340,7 +340,7 @@ class LeaderInbox(RankInbox):
             self._replies[call_id][tp_rank] = reply
 
     def _send_answers(self) -> None:
-        """Send the state, once every rank has told its own, and what all ranks have replied to."""
+        """Send the state, once every rank has reported its own, and what all ranks have replied to."""
         if self._report is None or len(self._followers) < self._num_ranks - 1:
             return
         followers = [self._followers[rank] for rank in range(1, self._num_ranks)]

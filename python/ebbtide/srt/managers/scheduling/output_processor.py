@@ -36,7 +36,7 @@ class OutputProcessor:
     """Applies step results to requests, and builds the outputs that the API process is owed.
 
     Args:
-        step_log: told of every forward pass.
+        step_log: notes every forward pass.
 
     Attributes:
         meter: counts what steps sample, and what requests have found in the prefix cache.
@@ -59,7 +59,7 @@ class OutputProcessor:
         num_sampled = int(np.count_nonzero(plan.samples_R))
         self.meter.note_step(len(plan.input_ids_T), num_sampled)
         live_R = policy.rows.serial[plan.page_rows_R] == batch.serials_R
-        spoilt = self._end_nonfinite(batch, result, live_R)
+        nonfinite = self._end_nonfinite(batch, result, live_R)
         sampled = np.flatnonzero(live_R & plan.samples_R)
         tokens_S = np.array(result.token_ids, dtype=np.int64)[sampled]
         if result.routes is not None:
@@ -71,7 +71,7 @@ class OutputProcessor:
             for place, index in enumerate(result.supports.rows):
                 if live_R[index]:
                     batch.requests[index].new_supports.append(result.supports, place)
-        ended = spoilt | self._find_ended(batch, live_R, sampled, tokens_S)
+        ended = nonfinite | self._find_ended(batch, live_R, sampled, tokens_S)
         rows_S = plan.page_rows_R[sampled]
         is_plain_S = policy.rows.stream_kind[rows_S] == PLAIN_STREAM
         is_plain_S &= ~np.isin(sampled, list(ended | looked_at))
@@ -168,12 +168,12 @@ class OutputProcessor:
         return ended
 
     def _finish(self, ended: list[Req]) -> None:
-        all_pages = [req.kv.pages for req in ended if req.num_nonfinite and req.kv]
-        spoilt = {page for of_groups in all_pages for pages in of_groups for page in pages}
+        nonfinite = [req.kv for req in ended if req.num_nonfinite and req.kv]
+        dropped = {page for kv in nonfinite for pages in kv.pages for page in pages}
         self._policy.finish_running(ended)
-        if spoilt:
+        if dropped:
             # NaN in a page would be in the logits of all who go on from it, whatever weights serve then.
-            self._policy.cache.drop(spoilt)
+            self._policy.cache.drop(dropped)
 
     def _streamed(
         self,

@@ -57,9 +57,9 @@ class KVHold:
         is_prefilled: whether all tokens that there were when it was taken are computed.
         is_mixed: some of it was computed with another adapter: nobody else goes on from it.
         commit_starts: (commit, first token) per span of KV that this request computed itself.
-        ends: where others may want to go on from its state, besides every so many tokens: where a cached
+        ends: where others may want to go on from its state, besides every `interval` tokens: where a cached
             prefix ends that has no checkpoint, and the last whole page before its last token.
-        checkpoints: token → slot with the state behind so many tokens, once these are computed.
+        checkpoints: token → slot with the state behind that many tokens, once these are computed.
     """
 
     lease: PrefixLease
@@ -118,7 +118,7 @@ class Req:
         adapter: what it runs on beside them; None: on nothing.
         names_version: whether it asked for that version, and runs on no other.
         new_supports: which tokens could have been sampled, per output token that was not sent on yet.
-        routes_from: first token whose experts are told at its end; None: nobody asks.
+        routes_from: first token whose experts are reported at its end; None: nobody asks.
         routes: the experts of its tokens, where they are recorded.
         given_routes: those that the first tokens of its prompt take in place of the router's choice.
         head_start: requests that it may overtake in the queue.

@@ -78,7 +78,7 @@ class RequestPages:
         return self._with_routes(req, tokens, lease)
 
     def allocate(self, num_pages: int) -> list[int] | None:
-        """Free pages; cached ones that nobody uses are evicted for them. None: there are not so many."""
+        """Free pages; cached ones that nobody uses are evicted for them. None: too few are left."""
         shortage = num_pages - self.allocator.num_free
         if shortage > 0:
             self.cache.evict(shortage)
@@ -87,7 +87,7 @@ class RequestPages:
     def take(self, lease: PrefixLease, num_pages: int) -> list[list[int]] | None:
         """Pages for a request's first tokens in each group: those of its lease, and free ones behind them.
 
-        None: there are not so many.
+        None: too few are left.
         """
         num_new = num_pages - len(lease)
         pages = self.allocate(num_new * len(self.windows))
@@ -223,7 +223,7 @@ class RequestPages:
             kv.ends = tuple(end * self.page_size for end in sorted({kv.lease.num_common, last}))
 
     def up_to_checkpoint(self, req: Req, num_new: int) -> int:
-        """How many of so many new tokens a pass may compute, so that it ends where a state is to be kept."""
+        """How many of `num_new` tokens a pass may compute, so that it ends where a state is to be kept."""
         kv, states = req.kv, self.states
         assert kv is not None
         if states is None or not self.cache.is_enabled:

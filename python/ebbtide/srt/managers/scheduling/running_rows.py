@@ -82,7 +82,7 @@ class RunningRows(KVCounts):
         self._num_opened = 0
 
     def open(self, row: int, req: Req, *, num_computed: int, num_pages_tokens: int) -> None:
-        """A request begins to hold a row, with the KV of so many tokens and pages for so many."""
+        """A request begins to hold a row. `num_pages_tokens`: what its pages have room for."""
         self._num_opened += 1
         spec = req.spec
         self.serial[row] = self._num_opened

@@ -78,11 +78,11 @@ class SchedulePolicy:
         return int(self.table.array.shape[1]) * self.num_groups
 
     def pages_of(self, num_tokens: int) -> int:
-        """Pages that so many tokens of a request fill, in all groups of layers."""
+        """Pages that `num_tokens` of a request fill, in all groups of layers."""
         return -(-num_tokens // self.page_size) * self.num_groups
 
     def tokens_of(self, num_pages: int) -> int:
-        """Tokens that so many pages hold, where no window lets any go."""
+        """Tokens that `num_pages` hold, where no window lets any go."""
         return num_pages * self.page_size // self.num_groups
 
     @property
@@ -222,7 +222,7 @@ class SchedulePolicy:
             self.retract(req, RetractCause.UPDATE)
 
     def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
-        """What can be kept of the pool in so many pages; nothing changes yet.
+        """What can be kept of the pool in `max_pages`; nothing changes yet.
 
         Args:
             with_cache: keep the prefix cache too, if all of it has room beside the requests.
@@ -273,7 +273,7 @@ class SchedulePolicy:
             self.pages.relocate(req.kv, target_of)
 
     def borrow_pages(self, num_pages: int) -> list[int] | None:
-        """Pages for what is no request, to be freed by the caller; None: the pool has not so many.
+        """Pages for what is no request, to be freed by the caller; None: the pool has too few.
 
         Where too few are free the youngest requests that run give up theirs.
         """

@@ -75,13 +75,13 @@ class Burst:
 
 
 @dataclass(frozen=True)
-class Spoilt:
+class Unsound:
     """A plan that changes what it finds broke off half-way: what the copy holds is unknown."""
 
     staging: Staging
 
 
-SessionState: TypeAlias = Empty | Staged | InPlace | Burst | Spoilt
+SessionState: TypeAlias = Empty | Staged | InPlace | Burst | Unsound
 
 
 @dataclass
@@ -233,7 +233,7 @@ class WeightSession:
         return isinstance(self._content.state, Valid)
 
     def _require_sound(self) -> None:
-        if isinstance(self.state, Spoilt):
+        if isinstance(self.state, Unsound):
             raise RequestRejected(
                 "an update that changes the copy failed in this session, and may have left its work half "
                 "done: abort_weight_update, then begin again"
@@ -353,7 +353,7 @@ class WeightSession:
                 )
         except BaseException as error:
             if plan.how is not How.COPY:
-                self.state = Spoilt(staging)
+                self.state = Unsound(staging)
             is_refusal = isinstance(error, RequestRejected) and not isinstance(error, Superseded)
             if is_refusal and is_in_place and serves:
                 raise EngineError(f"the update broke off half-way: {error}") from error
