@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +12,17 @@ from fixtures.checkpoints import ARCHITECTURES, checksum_of, make_checkpoint
 from fixtures.model_runs import RunnerDriver
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3_5TextConfig
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor import weight_store
 from ebbtide.srt.model_executor.loader import load_weights
+from ebbtide.srt.model_executor.weight_copies import WeightCopies
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
+from ebbtide.srt.models.quantizing import Quantization
 from ebbtide.srt.models.registry import build_model
 
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -224,3 +228,27 @@ def test_updates_of_a_vision_tower_are_accepted_and_set_aside(tmp_path: Path) ->
         assert store.check(name, tuple(tensor.shape), tensor.dtype) is None
         assert store.write(name, tensor + 1, None) == 0
     assert same(snapshot(store), before)
+
+
+def test_copies_are_planned_of_memory_that_lives_until_they_run() -> None:
+    """Queries, keys and values in one tensor are put together anew of what a rank holds of each."""
+    config = Qwen3_5TextConfig(
+        num_hidden_layers=2,
+        hidden_size=128,
+        intermediate_size=256,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    model = build_model("Qwen3_5ForCausalLM", config, torch.bfloat16, torch.device("cpu"))
+    second: Any = SimpleNamespace(rank=1, size=2, smallest=lambda number: number)
+    saver = VirtualMemorySaver(HostVirtualMemory())
+    store = WeightStore(model, saver, group=second, quantization=Quantization())
+    copies, planned = WeightCopies(torch.device("cpu")), {}
+    for name in ("in_proj_qkv", "in_proj_z", "out_proj"):
+        full_name = f"model.layers.0.linear_attn.{name}.weight"
+        sent = torch.zeros(store.shape(full_name), dtype=torch.bfloat16)
+        planned[name] = store.plan(copies, full_name, sent, None)
+
+    assert planned == {"in_proj_qkv": False, "in_proj_z": True, "out_proj": True}
+    store.arena.close()

@@ -307,6 +307,8 @@ class WeightStore:
             place = self.destination(name, shadow, direct)
             assert place is not None
             assert place.scales is not None
+            if place.part is not None and len(place.part.ranges) > 1:
+                return False  # What is put together of several ranges does not live until the copies run.
             return copies.plan_quantized(name, place.part_of(tensor), place.region, place.scales)
         run = self._runs[direct].get(name)
         return run is not None and copies.plan(name, tensor, run, self.address(shadow))
