@@ -179,9 +179,13 @@ def _digest(config: Mapping[str, Any], source: WeightSource, device: Device) -> 
     """Of the fields that are there, and the bytes of each tensor, wherever it lies."""
     sums: dict[str, Tensor] = {}
     mix = cache(mixed)  # Hundreds of tensors have a few shapes.
-    for name, given in source:
-        tensor = whole(given)
+    tensors = iter(source)
+    while True:
+        # The sender's events are awaited by the current stream, which must be the one of the sums.
         with device.copying(beside=True):
+            if (named := next(tensors, None)) is None:
+                break
+            name, tensor = named[0], whole(named[1])
             sums[name] = state_sum(tensor.reshape(matrix_shape(tuple(tensor.shape))), mix=mix)
         yield tensor.nbytes
     while not device.copies_done():
