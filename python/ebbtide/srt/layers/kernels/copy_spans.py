@@ -118,7 +118,8 @@ def _rows(spans_S7: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.in
     return bytes_R[order_R], rows_R9[order_R]
 
 
-@triton.jit
+# Where the rows of a kernel begin differs from update to update, and no update should wait for a compiler.
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "found_ptr"])
 def _copy_rows(  # type: ignore[no-untyped-def]
     rows_ptr,
     found_ptr,

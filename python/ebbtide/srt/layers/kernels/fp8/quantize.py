@@ -174,7 +174,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     tl.store(scales_ptr + tl.program_id(1) * scales_row + tl.program_id(0) * scales_column + one, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _quantize_rows(rows_ptr, found_ptr) -> None:  # type: ignore[no-untyped-def]
     """A program has one block."""
     row_ptr = rows_ptr + tl.program_id(1).to(tl.int64) * 7
