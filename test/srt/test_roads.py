@@ -10,7 +10,7 @@ from fixtures import roads
 # How many files each road may have: as many as today, so that none grows. In the comments, the goals.
 BUDGETS = {
     "idle turn": 7,  # 9
-    "first pass of a prompt": 38,  # 40
+    "first pass of a prompt": 37,  # 40
     "decode step": 26,  # 28
     "release kv_cache": 20,  # 24
     "resume kv_cache": 18,  # 24

@@ -23,7 +23,7 @@ from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
 )
-from ebbtide.srt.managers.scheduling.weights import weight_io as engine_weights
+from ebbtide.srt.managers.scheduling import weight_io as engine_weights
 
 BUFFER_BYTES = 96 << 10
 

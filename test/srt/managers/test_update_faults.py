@@ -34,7 +34,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsReqOutput,
 )
 from ebbtide.srt.managers.scheduler_process import describe_staging
-from ebbtide.srt.managers.scheduling.weights import weight_io
+from ebbtide.srt.managers.scheduling import weight_io
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.weight_copies import Destination

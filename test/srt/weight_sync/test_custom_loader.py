@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from ebbtide.srt.config import resolve
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
-from ebbtide.srt.managers.scheduling.weights.weight_io import EngineWeights
+from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory

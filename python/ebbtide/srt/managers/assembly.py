@@ -31,7 +31,7 @@ from ebbtide.srt.managers.scheduling.lockstep import RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.request_pages import RequestPages
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
-from ebbtide.srt.managers.scheduling.weights.trial_pass import SchedulerTrialPass
+from ebbtide.srt.managers.scheduling.trial_pass import SchedulerTrialPass
 from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
@@ -249,7 +249,7 @@ def _control_plane(
     )
     others = (
         CacheFlush(requests).handlers,
-        KVSize(chunks, memory, lambda: requests.num_running, parts.free_bytes, inbox.ranks).handlers,
+        KVSize(chunks, memory, requests, parts.free_bytes, inbox.ranks).handlers,
         WeightChecks(parts.weights, memory, inbox.ranks, pace, lambda: updates.is_under_way).handlers,
         _load_reports(parts, inbox, meter, generation, chunks, operations),
     )

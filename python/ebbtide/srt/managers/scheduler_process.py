@@ -18,10 +18,10 @@ from ebbtide.srt.kernel_cache import keep_kernels_in
 from ebbtide.srt.layers.attention.registry import name_of
 from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
 from ebbtide.srt.managers.control.ports import TagMemory
+from ebbtide.srt.managers.scheduling.adapter_io import EngineAdapters
 from ebbtide.srt.managers.scheduling.lockstep import open_rank_channels
 from ebbtide.srt.managers.scheduling.watchdog import Watchdog, dump_stacks, end_hung_process
-from ebbtide.srt.managers.scheduling.weights.adapter_io import EngineAdapters
-from ebbtide.srt.managers.scheduling.weights.weight_io import EngineWeights
+from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_store import HostPageStore

@@ -188,7 +188,10 @@ class TokenizerManager:
         self._check_alive()
         if self._refusal is not None:
             raise RequestRejected(self._refusal, 503)
-        self._check_taken()
+        paused = None if self.state is None else self.state.paused
+        rejects = self._config.server_args.paused_requests == "reject"
+        if rejects and paused in (PauseMode.ABORT, PauseMode.WAIT):
+            raise RequestRejected("Generation is paused. Please retry after it resumes.", 503)
         is_incremental = self._is_incremental if is_incremental is None else is_incremental
         fields = msgspec.structs.asdict(given) if isinstance(given, GenerateReqInput) else given
         self.limits.check_given("input_ids", fields.get("input_ids"), fields.get("truncate_prompt_tokens"))
@@ -379,12 +382,6 @@ class TokenizerManager:
         if self._state is None and len(self.reports) == self._num_replicas:
             self._state = merge_reports([self.reports[rank] for rank in range(self._num_replicas)])
         return self._state
-
-    def _check_taken(self) -> None:
-        paused = None if self.state is None else self.state.paused
-        rejects = self._config.server_args.paused_requests == "reject"
-        if rejects and paused in (PauseMode.ABORT, PauseMode.WAIT):
-            raise RequestRejected("Generation is paused. Please retry after it resumes.", 503)
 
     def _check_alive(self) -> None:
         if self._failure is not None:

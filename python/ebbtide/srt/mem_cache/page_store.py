@@ -18,7 +18,7 @@ MEASURED_BYTES = 16 << 20
 
 
 class HostPageStore:
-    """Keeps the contents of pages in slots, and brings them back to whatever pages.
+    """Keeps the contents of pages in slots, and brings them back to whatever pages: see `ports.PageStore`.
 
     Host memory is taken a piece at a time. What is pinned is kept, since pinning takes seconds, and so is
     what `allocate` took; the rest is given back from the end on as its slots are dropped.
@@ -45,17 +45,14 @@ class HostPageStore:
 
     @property
     def num_free(self) -> int:
-        """Pages that there is room for."""
         return len(self._free)
 
     @property
     def num_bytes(self) -> int:
-        """What the pages held now take."""
         return (self._max_slots - len(self._free)) * self._page_bytes
 
     @property
     def page_s(self) -> float | None:
-        """Seconds that a page takes to the host, and about as many back; None: not measured yet."""
         return self._page_s
 
     def allocate(self) -> None:
@@ -64,13 +61,7 @@ class HostPageStore:
         self._allocate(self._max_slots)
 
     def save(self, owners: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Copy these pages to the host, those of several owners; returns each owner's slots, page for page.
-
-        A page that several owners share takes one slot, until the last of them has dropped it.
-
-        Raises:
-            OutOfDeviceMemory: the host has no room; nothing more is held than before.
-        """
+        """A page that several owners share takes one slot, until the last of them has dropped it."""
         pages = list(dict.fromkeys(page for owner in owners for page in owner))
         assert len(pages) <= len(self._free), f"{len(pages)} pages are kept where {len(self._free)} have room"
         slots = sorted(self._free, reverse=True)[len(self._free) - len(pages) :][::-1]
@@ -91,19 +82,14 @@ class HostPageStore:
         return kept
 
     def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy what these slots hold to these pages of the pool, behind what was launched before.
-
-        What is copied to the same slots later is launched behind this.
-        """
+        """Copies are launched behind what was launched before."""
         for part, room in self._runs(slots):
             self._pool.write(pages[part], room.to(self._pool.device, non_blocking=self._is_pinned))
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy pages to others of the pool: `KVPool.move`."""
         self._pool.move(sources, targets)
 
     def drop(self, slots: Sequence[int]) -> None:
-        """An owner needs these no more."""
         for slot in slots:
             self._num_users[slot] -= 1
             assert self._num_users[slot] >= 0, f"slot {slot} is dropped twice"

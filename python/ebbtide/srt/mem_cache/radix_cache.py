@@ -29,15 +29,12 @@ from dataclasses import dataclass, field
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.state_slots import Checkpoints
-from ebbtide.srt.mem_cache.window_pages import WindowPages
+from ebbtide.srt.mem_cache.window_pages import MISSING, WindowPages
 
 # Prefixes are shared within one namespace only, e.g. (cache_salt, extra_key) or with the weight version.
 Namespace = tuple[str, ...]
 # Pages in order: the label of each run of them, and where it ends.
 Runs = Sequence[tuple[int, int]]
-
-# In place of the id of a page that the cache does not have.
-MISSING = -1
 
 # A child is found by its first page of tokens, and by the namespace: one tree serves all namespaces.
 _Edge = tuple[Namespace, bytes]
@@ -403,7 +400,7 @@ class RadixCache:
                     return depth + index
                 for group in gaps:
                     page = node.pages[group][index] = pages[group][depth + index]
-                    self._window_pages.place(page, node, self._now)
+                    self._window_pages.place([page], node, self._now)
             depth += num_common
         return num_whole
 
@@ -463,13 +460,8 @@ class RadixCache:
         self._idle[node] = None
         self._num_evictable += len(node) * len(self._whole)
         for group in self.windowed:
-            self._place(pages[group], node)
+            self._window_pages.place(pages[group], node, self._now)
         return node
-
-    def _place(self, pages: Sequence[int], node: _Node) -> None:
-        for page in pages:
-            if page != MISSING:
-                self._window_pages.place(page, node, self._now)
 
     def _split(self, node: _Node, num_pages: int) -> _Node:
         """Move the first `num_pages` pages of a run into a new parent, and return that. The caller pins it.
@@ -491,7 +483,7 @@ class RadixCache:
         if self._checkpoints is not None:
             self._checkpoints.split(node, upper, num_pages)
         for group in self.windowed:
-            self._place(first[group], upper)
+            self._window_pages.place(first[group], upper, self._now)
         return upper
 
     def _trim(self, leaf: _Node, num_pages: int) -> list[int]:

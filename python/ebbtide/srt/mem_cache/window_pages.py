@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 Run = TypeVar("Run")
+
+# In place of the id of a page that the cache does not have.
+MISSING = -1
 
 
 class WindowPages(Generic[Run]):
@@ -21,11 +24,14 @@ class WindowPages(Generic[Run]):
         self._runs: dict[int, Run] = {}
         self._num_leases: dict[int, int] = {}
 
-    def place(self, page: int, run: Run, now: int) -> None:
-        """A page that no lease keeps yet is part of a run, or of another one than before."""
-        if page not in self._runs:
-            self.idle[page] = now
-        self._runs[page] = run
+    def place(self, pages: Iterable[int], run: Run, now: int) -> None:
+        """Pages that no lease keeps yet are part of a run, or of another one than before."""
+        for page in pages:
+            if page == MISSING:
+                continue
+            if page not in self._runs:
+                self.idle[page] = now
+            self._runs[page] = run
 
     def keep(self, pages: Sequence[int]) -> None:
         """One more lease keeps these pages."""

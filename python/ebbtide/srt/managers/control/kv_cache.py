@@ -48,7 +48,7 @@ class KVSize:
 
     _pool: KVMemory
     _memory: MemoryOccupation
-    _num_running: Callable[[], int]
+    _requests: Requests
     _free_bytes: Callable[[], int]
     _ranks: Ranks
     _is_busy: bool = field(default=False, init=False)
@@ -169,7 +169,7 @@ class KVSize:
                 raise RequestRejected("kv_cache was released as it grew. Nothing was changed", 409)
 
     def _part_of(self, num_chunks: int) -> int:
-        if self._num_running() == 0:
+        if self._requests.num_running == 0:
             return num_chunks
         return min(num_chunks, max(1, PART_BYTES // self._pool.chunk_bytes))
 

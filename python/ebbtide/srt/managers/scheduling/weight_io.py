@@ -31,7 +31,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightPiece,
     WeightUpdateRequest,
 )
-from ebbtide.srt.managers.scheduling.weights.write_plan import (
+from ebbtide.srt.managers.scheduling.write_plan import (
     TensorPlan,
     WeightStaging,
     make_plan,

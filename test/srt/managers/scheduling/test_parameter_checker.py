@@ -12,8 +12,8 @@ from torch import Tensor
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.scheduling.weights import weight_io
-from ebbtide.srt.managers.scheduling.weights.weight_io import ParameterChecker
+from ebbtide.srt.managers.scheduling import weight_io
+from ebbtide.srt.managers.scheduling.weight_io import ParameterChecker
 
 T = TypeVar("T")
 

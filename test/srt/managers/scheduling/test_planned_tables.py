@@ -21,7 +21,7 @@ from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.tensor_list import DeviceStorage, Listing
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.distributed.parallel_group import SoloGroup
-from ebbtide.srt.managers.scheduling.weights.write_plan import TensorPlan, WeightStaging, make_plan
+from ebbtide.srt.managers.scheduling.write_plan import TensorPlan, WeightStaging, make_plan
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor.weight_copies import EXPONENTS, WeightCopies

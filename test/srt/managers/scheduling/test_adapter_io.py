@@ -9,7 +9,7 @@ import torch
 
 from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
-from ebbtide.srt.managers.scheduling.weights.adapter_io import EngineAdapters
+from ebbtide.srt.managers.scheduling.adapter_io import EngineAdapters
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.source import WeightSource
 
