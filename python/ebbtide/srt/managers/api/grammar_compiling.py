@@ -343,6 +343,11 @@ def _limit(limit_s: float, memory_bytes: int, connection: socket.socket) -> int:
     flags = fcntl.fcntl(connection, fcntl.F_GETFL)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
+    # Whoever has hung up before sends no signal.
+    ended = select.poll()
+    ended.register(connection, select.POLLHUP)
+    if ended.poll(0):
+        raise SystemExit
     return flags
 
 
