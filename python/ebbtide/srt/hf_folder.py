@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ _OF_THE_WHOLE = ("architectures", "model_type", "dtype", "quantization_config", 
 
 def folder_of(given: str) -> Path:
     """The folder of a path; of a model that comes with Ebbtide, such as `tiny`, by its name."""
-    folder = Path(given).expanduser()
+    # Unlike Path.expanduser, it takes a user that there is not.
+    folder = Path(os.path.expanduser(given))
     own = _OWN_MODELS / given
     return own if _HUB_ID.fullmatch(given) and not folder.exists() and own.is_dir() else folder
 

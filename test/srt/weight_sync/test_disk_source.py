@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from ebbtide.formats.stored_tensor import StoredTensor, whole
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.loader import CheckpointFile
-from ebbtide.srt.weight_sync.disk_source import open_checkpoint
+from ebbtide.srt.weight_sync.disk_source import open_checkpoint, open_folder
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 
@@ -49,6 +49,14 @@ def test_a_folder_yields_what_its_headers_say(checkpoint: Path, load_format: str
     source.close()
 
 
+def test_no_path_at_all_is_refused() -> None:
+    with pytest.raises(RequestRejected, match="cannot be read: File name too long") as refused:
+        open_folder(
+            "x" * 300, None, architecture=ARCHITECTURE, describe=lambda _: None, device=torch.device("cpu")
+        )
+    assert len(refused.value.message) < 300
+
+
 def test_faults_of_the_folder_are_found_before_anything_is_read(copy: Path) -> None:
     def refusal(path: Path, load_format: str | None = None, architecture: str = ARCHITECTURE) -> str:
         with pytest.raises(RequestRejected) as refused:
@@ -57,6 +65,7 @@ def test_faults_of_the_folder_are_found_before_anything_is_read(copy: Path) -> N
         return refused.value.message
 
     assert "not a folder" in refusal(copy / "nowhere")
+    assert "not a folder" in refusal(Path("~nobody-of-this-name"))
     assert "not a folder" in refusal(copy / "config.json")
     assert "'Qwen3ForCausalLM'], the engine runs LlamaForCausalLM" in refusal(
         copy, architecture="LlamaForCausalLM"

@@ -47,11 +47,17 @@ def open_folder(
     describe: Describe,
     device: torch.device,
 ) -> WeightSource:
-    """The source of a folder: what was pulled into it, else the checkpoint that it is."""
+    """The source of a folder: what was pulled into it, else the checkpoint that it is.
+
+    RequestRejected (400): as `open_checkpoint`; or no path can be so, such as a name that is too long.
+    """
     path = Path(model_path)
-    if (path / STATE).is_file() and (pulled := read_state(path)) is not None:
-        return open_published(pulled, describe, device)
-    return open_checkpoint(model_path, load_format, architecture=architecture)
+    try:
+        if (path / STATE).is_file() and (pulled := read_state(path)) is not None:
+            return open_published(pulled, describe, device)
+        return open_checkpoint(model_path, load_format, architecture=architecture)
+    except OSError as error:
+        raise RequestRejected(f"{model_path[:200]!r} cannot be read: {error.strerror}") from error
 
 
 def open_checkpoint(model_path: str, load_format: str | None, *, architecture: str) -> WeightSource:
@@ -76,7 +82,7 @@ def _check_architecture(path: Path, architecture: str) -> None:
         raise RequestRejected(f"{file} cannot be read: there is no such file")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestRejected(f"{file} cannot be read: {error}") from error
     found = config.get("architectures") if isinstance(config, dict) else None
     if not isinstance(found, list) or architecture not in found:

@@ -299,6 +299,9 @@ class TestUpdates:
         client.post("/pause?mode=keep&clear_cache=false")
         updated = client.post("/update_weights", {"weight_dir": "0012"})
         assert (updated["status"], updated["weight_version"], updated["committed"]) == ("ok", "12", True)
+        assert client.post("/update_weights", {"weight_dir": "0" * 300})["committed"], (
+            "no file has such a name"
+        )
         client.post("/resume")
         client.post("/start_weight_update")
         assert (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -248,7 +249,8 @@ class VllmWeightTransfer:
         is_met = BROADCASTER in self._service.state.weight_groups
         if folder is None:
             return is_met
-        is_ready = Path(folder, READY_FILE).exists()
+        # Unlike Path.exists, it takes whatever name there is.
+        is_ready = os.path.exists(Path(folder, READY_FILE))
         if is_ready and not is_met and not has_weights(Path(folder)):
             raise RequestRejected(
                 f"{folder} holds no checkpoint, and no broadcasting trainer has been met: write the weights "

@@ -206,13 +206,13 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
         # Opening a pipe would wait for somebody to write to it.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
             text = opened.read(MAX_CONFIG_BYTES + 1) or b""  # None: a pipe that nobody has written to
-        config = json.loads(text)
+        config = json.loads(text) if len(text) <= MAX_CONFIG_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
         # On a file system that several machines share, it may be there a moment later.
         status = 404 if isinstance(error, FileNotFoundError) else 400
         message = f"{file} cannot be read: {error}. Expected a PEFT folder"
         raise RequestRejected(message[:1000], status) from error
-    if not isinstance(config, dict) or len(text) > MAX_CONFIG_BYTES:
+    if not isinstance(config, dict):
         raise RequestRejected(f"{file}: expected a JSON object of at most {MAX_CONFIG_BYTES} bytes")
     return config
 
