@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fixtures.deadlines import HANG_S
 
 from ebbtide.srt.entrypoints.served_models import ServedModels
 from ebbtide.srt.errors import RequestRejected
@@ -28,14 +29,25 @@ class ScriptedEngine:
         await self.may_end.wait()
         if self.refusal is not None:
             raise self.refusal
+        leaving = fields.get("instead_of")
+        self.state.adapters = [one for one in self.state.adapters if one.name != leaving]
         self.state.adapters.append(AdapterReport(name=fields["lora_name"], version=fields["lora_version"]))
 
 
-def models(engine: ScriptedEngine, folder: Path | None = None, adapters: object = True) -> ServedModels:
+def models(
+    engine: ScriptedEngine, folder: Path | None = None, adapters: object = True, limit: int | None = None
+) -> ServedModels:
     model = SimpleNamespace(served_model_name="tide", names_answered=("tide",), adapters=adapters)
-    args = SimpleNamespace(lora_paths=None, lora_folder=None if folder is None else str(folder))
+    args = SimpleNamespace(
+        lora_paths=None, lora_folder=None if folder is None else str(folder), max_loaded_loras=limit
+    )
     config: Any = SimpleNamespace(model=model, server_args=args)
     return ServedModels(config, engine)
+
+
+async def find(served: ServedModels, name: str) -> str | None:
+    async with served.held(name) as found:
+        return found
 
 
 def test_without_adapters_the_refusal_says_how_to_have_some() -> None:
@@ -53,7 +65,7 @@ def test_those_that_ask_meanwhile_wait_for_the_same_load(tmp_path: Path) -> None
     async def ask() -> None:
         engine = ScriptedEngine()
         served = models(engine, tmp_path)
-        asking = [asyncio.create_task(served.find("run")) for _ in range(3)]
+        asking = [asyncio.create_task(find(served, "run")) for _ in range(3)]
         while not engine.loads:
             await asyncio.sleep(0.001)
         asking.pop().cancel()
@@ -76,11 +88,54 @@ def test_a_load_that_is_refused_is_tried_again(tmp_path: Path) -> None:
         engine.refusal = RequestRejected("it does not fit")
         for _ in range(2):
             with pytest.raises(RequestRejected, match="it does not fit"):
-                await served.find("run")
+                await find(served, "run")
         engine.refusal = None
-        assert await served.find("run@1") == "run@1"
+        assert await find(served, "run@1") == "run@1"
         with pytest.raises(RequestRejected, match="there is no 'run@2' here"):
-            await served.find("run@2")
+            await find(served, "run@2")
         assert len(engine.loads) == 3
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_of_more_adapters_than_there_is_room_for_none_leaves_before_its_requests_are_sent(
+    tmp_path: Path, limit: int
+) -> None:
+    names = [f"run-{index}" for index in range(10)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").touch()
+
+    async def ask() -> None:
+        engine = ScriptedEngine()
+        engine.may_end.set()
+        served = models(engine, tmp_path, limit=limit)
+
+        async def send(name: str) -> None:
+            async with served.held(name) as found:
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                    assert served.has_adapter(name), "it has left before the request has come"
+                assert found == name
+            assert len(engine.state.adapters) <= limit
+
+        await asyncio.wait_for(asyncio.gather(*map(send, names * 3)), HANG_S)
+
+    asyncio.run(ask())
+
+
+def test_the_adapter_that_was_asked_for_least_recently_leaves(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").touch()
+
+    async def ask() -> None:
+        engine = ScriptedEngine()
+        engine.may_end.set()
+        served = models(engine, tmp_path, limit=2)
+        for name in "abac":
+            await find(served, name)
+        assert [one.name for one in engine.state.adapters] == ["a", "c"]
 
     asyncio.run(ask())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -36,6 +38,14 @@ class ServedModels:
         self._engine = engine
         # By name, the loads that requests wait for.
         self._loads: dict[str, asyncio.Task[Any]] = {}
+        # Those of the folder, the longest unasked first.
+        self._asked: dict[str, None] = {}
+        # Where there is a limit, one is loaded at a time, in the place of the one that leaves.
+        self._turn = asyncio.Lock()
+        self._leaving: str | None = None
+        # By name, the requests that were told of it and have not reached the engine.
+        self._on_way: Counter[str] = Counter()
+        self._has_arrived = asyncio.Event()
 
     async def load_given(self) -> None:
         """Load what the server was started with. Raises ConfigurationError: an adapter cannot be loaded."""
@@ -83,30 +93,72 @@ class ServedModels:
             param="body.model",
         )
 
-    async def find(self, name: object) -> str | None:
+    @asynccontextmanager
+    async def held(self, name: object) -> AsyncIterator[str | None]:
         """As `require`; an adapter of `lora_folder` that is not loaded is loaded first.
+
+        Meanwhile it does not leave for another one of the folder: a request is to reach the engine before.
 
         Raises RequestRejected: it cannot be loaded.
         """
-        if self._args.lora_folder is not None and isinstance(name, str):
-            await self._fetch(Path(self._args.lora_folder), name.partition("@")[0])
-        return self.require(name)
+        plain = str(name).partition("@")[0]
+        while self._leaving == plain:
+            await asyncio.wait(self._loads.values(), return_when=asyncio.FIRST_COMPLETED)
+        self._on_way[plain] += 1
+        try:
+            if self._args.lora_folder is not None and isinstance(name, str):
+                await self._fetch(Path(self._args.lora_folder), plain)
+            yield self.require(name)
+        finally:
+            self._on_way[plain] -= 1
+            if not self._on_way[plain]:
+                del self._on_way[plain]
+                self._has_arrived.set()
 
     async def _fetch(self, folder: Path, name: str) -> None:
         is_beside = "/" in name or name in ("", ".", "..")
         if is_beside or self.has_adapter(name) or name in self._base_names():
+            if name in self._asked:
+                self._note_asked(name)
             return
         # Unlike Path.is_file, it takes whatever name there is.
-        if not await asyncio.to_thread(os.path.isfile, folder / name / "adapter_config.json"):
+        is_there = await asyncio.to_thread(os.path.isfile, folder / name / "adapter_config.json")
+        if not is_there or self.has_adapter(name):
             return
         if name not in self._loads:
-            fields: dict[str, Any] = {"lora_name": name, "lora_path": str(folder / name)}
-            fields |= {"lora_version": FOLDER_VERSION, "may_leave": True}
-            load = asyncio.ensure_future(self._engine.control(LoadLoRAAdapterReqInput, fields))
-            self._loads[name] = load
-            load.add_done_callback(lambda _: self._loads.pop(name))
+            self._loads[name] = asyncio.ensure_future(self._load(folder, name))
         # A client that goes away ends its own wait, not that of others.
         await asyncio.shield(self._loads[name])
+
+    async def _load(self, folder: Path, name: str) -> None:
+        fields: dict[str, Any] = {"lora_name": name, "lora_path": str(folder / name)}
+        fields |= {"lora_version": FOLDER_VERSION, "may_leave": True}
+        limit = self._args.max_loaded_loras
+        try:
+            async with self._turn if limit is not None else nullcontext():
+                if limit is not None:
+                    fields["instead_of"] = await self._left_by(limit)
+                await self._engine.control(LoadLoRAAdapterReqInput, fields)
+            self._note_asked(name)
+        finally:
+            self._leaving = None
+            del self._loads[name]
+
+    async def _left_by(self, limit: int) -> str | None:
+        """The adapter that leaves where one more is too many, once no request for it is on its way."""
+        loaded = {one.name for one in self._engine.state.adapters}
+        self._asked = {name: None for name in self._asked if name in loaded}
+        if len(loaded) >= limit:
+            # Requests for one that is being loaded wait for that.
+            self._leaving = next((one for one in self._asked if one not in self._loads), None)
+        while self._leaving is not None and self._on_way[self._leaving]:
+            self._has_arrived.clear()
+            await self._has_arrived.wait()
+        return self._leaving
+
+    def _note_asked(self, name: str) -> None:
+        self._asked.pop(name, None)
+        self._asked[name] = None
 
     def _base_names(self) -> set[str]:
         names = (*self._model.names_answered, self._engine.state.model_path)

@@ -374,6 +374,16 @@ def test_on_a_full_shelf_the_longest_unused_that_may_leave_makes_room() -> None:
         book.check_load("more", None, "", pinned=False)
 
 
+def test_the_one_that_was_named_leaves_before_the_longest_unused() -> None:
+    book = AdapterBook(3, 0, max_names=3)
+    for name in ("kept", "old", "new"):
+        book.add(name, None, digest="", path="", slot=0, pinned=False, may_leave=name != "kept")
+    book.add("next", None, digest="", path="", slot=0, pinned=False, may_leave=True, instead_of="old")
+    assert book.names == ["kept", "new", "next"]
+    book.add("last", None, digest="", path="", slot=0, pinned=False, instead_of="kept")
+    assert book.names == ["kept", "next", "last"], "what may not leave stays"
+
+
 def test_a_load_while_the_weights_are_released_is_refused() -> None:
     harness = AdapterHarness(keeps_weights=True)
     harness.load("a", 1)

@@ -69,7 +69,8 @@ class AnthropicApi:
         fields = await self._calls.fields_of(request)
         asked = parse(CountTokensRequest, fields)
         call = await self._calls.chat(prompt_fields(asked, fields, has_reasoning=self._has_reasoning))
-        tokens = await self._service.manager.in_thread(lambda: self._calls.prompt_ids(call))
+        async with self._service.models.held(call.model):
+            tokens = await self._service.manager.in_thread(lambda: self._calls.prompt_ids(call))
         return Json(TokenCount(input_tokens=len(tokens)))
 
     @property

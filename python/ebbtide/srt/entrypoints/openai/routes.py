@@ -61,6 +61,7 @@ from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.array_forms import RoutedForm
+from ebbtide.srt.managers.api.live_generation import LiveGeneration
 
 
 class Calls:
@@ -86,7 +87,6 @@ class Calls:
                 fields[name] = True
         if service.config.server_args.enable_force_include_usage:
             force_usage(fields)
-        await service.models.find(fields.get("model"))
         return with_headers(fields, request.headers)
 
     async def completion(self, fields: Mapping[str, Any]) -> OpenAICall:
@@ -127,18 +127,22 @@ class Calls:
         RequestRejected, EngineError, ClientDisconnect: as `answer_whole` and `answer_events`.
         """
         service = self._service
-        adapter = service.models.require(call.model)
-        if adapter is not None:
-            if call.generate.get("lora_path") not in (None, "", adapter):
-                raise RequestRejected(f"lora_path: model names another adapter, {adapter!r}")
-            call.generate["lora_path"] = adapter
         form = routed_form or service.config.server_args.routed_experts_format
-        starting = service.manager.prepare(
-            *(call.generate, call.render),
-            is_incremental=True,
-            routed_form=cast("RoutedForm", form),
-            client=client_of(request),
-        )
+
+        async def start() -> LiveGeneration:
+            async with service.models.held(call.model) as adapter:
+                if adapter is not None:
+                    if call.generate.get("lora_path") not in (None, "", adapter):
+                        raise RequestRejected(f"lora_path: model names another adapter, {adapter!r}")
+                    call.generate["lora_path"] = adapter
+                return await service.manager.prepare(
+                    *(call.generate, call.render),
+                    is_incremental=True,
+                    routed_form=cast("RoutedForm", form),
+                    client=client_of(request),
+                )
+
+        starting = start()
         if call.generate["stream"]:
             return await answer_events(request.receive, starting, service.metrics.note_chunk, writer)
         result = await answer_whole(request.receive, starting)

@@ -173,7 +173,6 @@ class TokensApi:
     async def generate(self, request: Request) -> Response:
         """Generate from token ids."""
         fields = await self._bodies.read(request.stream())
-        await self._service.models.find(fields.get("model"))
         self._service.manager.limits.check_given(
             "token_ids", fields.get("token_ids"), _params_of(fields).get("truncate_prompt_tokens")
         )

@@ -248,9 +248,9 @@ class AdapterLoads:
 
     def _commit(self, request: LoadRequest, digest: str, slot: int) -> tuple[AdapterVersion, int]:
         """Have the name mean what is in the slot; returns the version, and how many requests moved to it."""
-        path, may_leave = "", False
+        path, may_leave, instead_of = "", False, None
         if isinstance(request, LoadLoRAAdapterReqInput):
-            path, may_leave = request.lora_path, request.may_leave
+            path, may_leave, instead_of = request.lora_path, request.may_leave, request.instead_of
         added = self.book.add(
             *(request.lora_name, request.version),
             digest=digest,
@@ -258,6 +258,7 @@ class AdapterLoads:
             slot=slot,
             pinned=request.pinned,
             may_leave=may_leave,
+            instead_of=instead_of,
         )
         return added, self._requests.move_to(added, request.in_flight)
 

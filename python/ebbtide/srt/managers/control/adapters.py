@@ -222,12 +222,13 @@ class AdapterBook:
         limit = self._max_names
         return limit is not None and name not in self._versions and len(self._versions) >= limit
 
-    def _leaving_name(self) -> str | None:
-        """The name that gives its place to another one: if it can be, one that nobody runs on."""
+    def _leaving_name(self, first: str | None = None) -> str | None:
+        """The name that gives its place to another one: `first`, or if it can be one that nobody runs on."""
 
-        def rank(name: str) -> tuple[bool, int, str]:
+        def rank(name: str) -> tuple[bool, bool, int, str]:
             versions = self._versions[name]
-            return any(one.num_live for one in versions), max(one.last_used for one in versions), name
+            is_in_use = any(one.num_live for one in versions)
+            return name != first, is_in_use, max(one.last_used for one in versions), name
 
         leaving = [name for name, versions in self._versions.items() if versions[-1].may_leave]
         return min(leaving, key=rank, default=None)
@@ -253,9 +254,10 @@ class AdapterBook:
         slot: int,
         pinned: bool,
         may_leave: bool = False,
+        instead_of: str | None = None,
     ) -> AdapterVersion:
         """From now on the name means what is in this slot."""
-        if self._is_full(name) and (leaving := self._leaving_name()) is not None:
+        if self._is_full(name) and (leaving := self._leaving_name(instead_of)) is not None:
             self.remove(leaving, None)
         self._num_loads += 1
         if version is None:

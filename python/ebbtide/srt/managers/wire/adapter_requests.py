@@ -90,13 +90,15 @@ def _load(path: str, per_rank: str | None = None) -> ControlRow:
 class LoadLoRAAdapterReqInput(LoadRequest, frozen=True, kw_only=True):
     """Load an adapter from a PEFT folder that the engine's processes can read.
 
-    `may_leave`: it is unloaded where `max_loaded_loras` others are used after it.
+    `may_leave`: it is unloaded where `max_loaded_loras` others are used after it. `instead_of`: the one of
+    these that is unloaded first, where there are so many.
     """
 
     row = _load("/load_lora_adapter")
 
     lora_path: str
     may_leave: bool = False
+    instead_of: str | None = None
 
 
 class LoadLoRAAdapterFromTensorsReqInput(LoadRequest, frozen=True, kw_only=True):
