@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ebbtide.srt.layers.linear import Gated, Inputs, Linear, linear
 from ebbtide.srt.layers.moe import AdaptedExperts, Experts, run_experts
 from ebbtide.srt.layers.norm import Activation, QuantizedTokens, RMSNorm, Started, tensor_of
+from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class EightBitLinear(Linear, ABC):
         super().__init__(1, 1, bias=False, dtype=FP8)
         self.group = plain.group
         self.bias = plain.bias
-        self.weight = on_meta(tuple(plain.weight.shape), FP8)
+        self.weight = parameter(*plain.weight.shape, dtype=FP8)
 
     def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
         if x.x_TD.is_cuda:
@@ -347,8 +348,8 @@ class EightBitExperts(Experts, ABC):
     def __init__(self, plain: Experts) -> None:
         super().__init__(plain.config, 1, FP8, plain.layer)
         self.group = plain.group
-        self.gate_up_proj = on_meta(tuple(plain.gate_up_proj.shape), FP8)
-        self.down_proj = on_meta(tuple(plain.down_proj.shape), FP8)
+        self.gate_up_proj = parameter(*plain.gate_up_proj.shape, dtype=FP8)
+        self.down_proj = parameter(*plain.down_proj.shape, dtype=FP8)
 
     def run(
         self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapted: AdaptedExperts | None
@@ -395,9 +396,4 @@ class Fp8Experts(EightBitExperts):
 
 
 def _meta_scales(weight: Tensor) -> nn.Parameter:
-    return on_meta(BLOCKS.shape(*weight.shape), torch.float32)
-
-
-def on_meta(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """A parameter without memory."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    return parameter(*BLOCKS.shape(*weight.shape), dtype=torch.float32)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ebbtide.srt.layers.fp8 import CHANNELS, EightBitExperts, EightBitLinear, dequantize, on_meta
+from ebbtide.srt.layers.fp8 import CHANNELS, EightBitExperts, EightBitLinear, dequantize
 from ebbtide.srt.layers.linear import Inputs, Linear
 from ebbtide.srt.layers.moe import Experts
+from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class ChannelLinear(EightBitLinear):
 
     def __init__(self, plain: Linear) -> None:
         super().__init__(plain)
-        self.weight_scale = on_meta(CHANNELS.shape(*self.weight.shape), torch.float32)
+        self.weight_scale = parameter(*CHANNELS.shape(*self.weight.shape), dtype=torch.float32)
 
     def multiply_onto(self, residual_TO: Tensor, x_TK: Tensor, kernels: Kernels) -> None:
         residual_TO += self.multiply(Inputs(x_TK), self.bias, kernels)
@@ -61,8 +62,8 @@ class ChannelExperts(EightBitExperts):
 
     def __init__(self, plain: Experts) -> None:
         super().__init__(plain)
-        self.gate_up_proj_scale = on_meta(CHANNELS.shape(*self.gate_up_proj.shape), torch.float32)
-        self.down_proj_scale = on_meta(CHANNELS.shape(*self.down_proj.shape), torch.float32)
+        self.gate_up_proj_scale = parameter(*CHANNELS.shape(*self.gate_up_proj.shape), dtype=torch.float32)
+        self.down_proj_scale = parameter(*CHANNELS.shape(*self.down_proj.shape), dtype=torch.float32)
 
     def run_fused(
         self,

@@ -20,8 +20,9 @@ from torch import Tensor
 from ebbtide.srt.layers.heads import Rope
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import Addend, NormedResidual, tensor_of
+from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.state import reference
-from ebbtide.srt.layers.state.base import StateLayer, StateStep, parameter
+from ebbtide.srt.layers.state.base import StateLayer, StateStep
 from ebbtide.srt.layers.step import Step
 from ebbtide.srt.mem_cache.cache_spec import State
 
@@ -75,10 +76,10 @@ class GatedDeltaNet(StateLayer):
         self.rates_proj = Linear(hidden_size, 2 * config.num_v_heads, bias=False, dtype=dtype)
         self.rates_proj.is_quantizable = False
         self.out_proj = Linear(config.v_size, hidden_size, bias=False, dtype=dtype)
-        self.conv_weight = parameter((channels, 1, config.conv_size), dtype)
-        self.decay_log = parameter((config.num_v_heads,), torch.float32)
-        self.rate_bias = parameter((config.num_v_heads,), torch.float32)
-        self.norm_weight = parameter((config.v_dim,), dtype)
+        self.conv_weight = parameter(channels, 1, config.conv_size, dtype=dtype)
+        self.decay_log = parameter(config.num_v_heads, dtype=torch.float32)
+        self.rate_bias = parameter(config.num_v_heads, dtype=torch.float32)
+        self.norm_weight = parameter(config.v_dim, dtype=dtype)
 
     def forward(self, x: NormedResidual, rope: Rope, step: Step) -> Addend:
         assert step.states is not None, "the pass has no states"

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ebbtide.srt.layers.parameters import parameter
+
 
 class Rope(NamedTuple):
     """Cosines [T, 1, R], twice the same, and sines [T, 1, R/2] of the positions of one step.
@@ -43,7 +45,7 @@ class Sinks(nn.Module):
 
     def __init__(self, num_heads: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, dtype=dtype, device="meta"), requires_grad=False)
+        self.weight = parameter(num_heads, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from ebbtide.srt.layers.norm import (
     gated,
     tensor_of,
 )
+from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels, Step
 
 if TYPE_CHECKING:
@@ -91,14 +92,8 @@ class Linear(nn.Module):
         super().__init__()
         self.group: ParallelGroup = SoloGroup()
         self.adapters: ProductAdapters | None = None
-        self.weight = nn.Parameter(
-            torch.empty(out_features, in_features, dtype=dtype, device="meta"), requires_grad=False
-        )
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), requires_grad=False)
-            if bias
-            else None
-        )
+        self.weight = parameter(out_features, in_features, dtype=dtype)
+        self.bias = parameter(out_features, dtype=dtype) if bias else None
 
     @property
     def scales(self) -> Tensor | None:

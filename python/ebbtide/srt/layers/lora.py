@@ -15,7 +15,7 @@ from torch import Tensor
 from ebbtide.srt.layers.norm import Activation, gated
 
 if TYPE_CHECKING:
-    from ebbtide.srt.layers.kernels.lora import Factors, Groups
+    from ebbtide.srt.layers.kernels.lora import Factors, SlotGroups
     from ebbtide.srt.layers.small_batch import Shrinking
 
 
@@ -31,7 +31,7 @@ class StepAdapters:
 
     slots_T: Tensor
     num_slots: int
-    groups: Groups | None
+    groups: SlotGroups | None
 
     @classmethod
     def of(cls, slots_T: Tensor, num_slots: int) -> StepAdapters:

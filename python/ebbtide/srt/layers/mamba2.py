@@ -20,8 +20,9 @@ import torch
 from ebbtide.srt.layers.heads import Rope
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import Addend, NormedResidual
+from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.state import reference
-from ebbtide.srt.layers.state.base import StateLayer, parameter
+from ebbtide.srt.layers.state.base import StateLayer
 from ebbtide.srt.layers.step import Step
 from ebbtide.srt.mem_cache.cache_spec import State
 
@@ -76,12 +77,12 @@ class Mamba2(StateLayer):
         self.in_proj = Linear(hidden_size, num_outputs, bias=False, dtype=dtype)
         self.in_proj.may_be_ragged = True
         self.out_proj = Linear(config.inner_size, hidden_size, bias=False, dtype=dtype)
-        self.conv_weight = parameter((config.channels, 1, config.conv_size), dtype)
-        self.conv_bias = parameter((config.channels,), dtype)
-        self.decay_log = parameter((config.num_heads,), torch.float32)
-        self.step_bias = parameter((config.num_heads,), torch.float32)
-        self.skip = parameter((config.num_heads,), torch.float32)
-        self.norm_weight = parameter((config.inner_size,), dtype)
+        self.conv_weight = parameter(config.channels, 1, config.conv_size, dtype=dtype)
+        self.conv_bias = parameter(config.channels, dtype=dtype)
+        self.decay_log = parameter(config.num_heads, dtype=torch.float32)
+        self.step_bias = parameter(config.num_heads, dtype=torch.float32)
+        self.skip = parameter(config.num_heads, dtype=torch.float32)
+        self.norm_weight = parameter(config.inner_size, dtype=dtype)
 
     def forward(self, x: NormedResidual, rope: Rope, step: Step) -> Addend:
         assert step.states is not None, "the pass has no states"

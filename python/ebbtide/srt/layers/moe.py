@@ -16,6 +16,7 @@ from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.layers.linear import Inputs, Linear, linear
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.norm import Addend, NormedResidual, RMSNorm, Started, gated, squared_relu, tensor_of
+from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels, Step
 
 if TYPE_CHECKING:
@@ -94,13 +95,7 @@ class Router(Linear):
         # Sigmoids of many experts lie close together: those routers are trained, and kept, in float32.
         dtype = torch.float32 if config.scoring == "sigmoid" or config.has_wide_router else dtype
         super().__init__(hidden_size, config.num_experts, bias=config.clamp is not None, dtype=dtype)
-        self.bias_E = (
-            nn.Parameter(
-                torch.empty(config.num_experts, dtype=torch.float32, device="meta"), requires_grad=False
-            )
-            if config.has_bias
-            else None
-        )
+        self.bias_E = parameter(config.num_experts, dtype=torch.float32) if config.has_bias else None
 
     def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
         x_TD = x.tensor()
@@ -136,12 +131,8 @@ class Experts(nn.Module):
         self.adapters: dict[str, ProductAdapters] = {}
         self.group: ParallelGroup = SoloGroup()
         num_rows = num_experts * inner * (2 if config.is_gated else 1)
-        self.gate_up_proj = nn.Parameter(
-            torch.empty(num_rows, hidden_size, dtype=dtype, device="meta"), requires_grad=False
-        )
-        self.down_proj = nn.Parameter(
-            torch.empty(num_experts * hidden_size, inner, dtype=dtype, device="meta"), requires_grad=False
-        )
+        self.gate_up_proj = parameter(num_rows, hidden_size, dtype=dtype)
+        self.down_proj = parameter(num_experts * hidden_size, inner, dtype=dtype)
 
     def forward(self, x_TD: Tensor, logits_TE: Tensor, step: Step, bias_E: Tensor | None = None) -> ExpertSum:
         """The weighted sum [T, D] of each token's experts, chosen by the router's scores and its bias."""
@@ -214,15 +205,11 @@ class BiasedExperts(Experts):
     ) -> None:
         super().__init__(config, hidden_size, dtype, layer)
         num_experts, inner = config.num_experts, config.inner_size
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
-
         self.clamp = clamp
-        self.gate_up_proj = parameter(num_experts, hidden_size, 2 * inner)
-        self.gate_up_proj_bias = parameter(num_experts, 2 * inner)
-        self.down_proj = parameter(num_experts, inner, hidden_size)
-        self.down_proj_bias = parameter(num_experts, hidden_size)
+        self.gate_up_proj = parameter(num_experts, hidden_size, 2 * inner, dtype=dtype)
+        self.gate_up_proj_bias = parameter(num_experts, 2 * inner, dtype=dtype)
+        self.down_proj = parameter(num_experts, inner, hidden_size, dtype=dtype)
+        self.down_proj_bias = parameter(num_experts, hidden_size, dtype=dtype)
 
     @property
     def weights(self) -> BiasedWeights:
@@ -371,7 +358,7 @@ def route_at_once(
     logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `route` by one kernel, with int32 numbers."""
-    from ebbtide.srt.layers.kernels.moe_routing import Groups, route
+    from ebbtide.srt.layers.kernels.moe_routing import ExpertGroups, route
 
     return route(
         logits_TE,
@@ -380,7 +367,7 @@ def route_at_once(
         bias_E,
         by_sigmoid=config.scoring == "sigmoid",
         scale=config.scale,
-        groups=Groups(config.num_groups, config.num_kept_groups, config.num_group_scores)
+        groups=ExpertGroups(config.num_groups, config.num_kept_groups, config.num_group_scores)
         if config.is_grouped
         else None,
     )

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ebbtide.srt.layers.parameters import parameter
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -54,7 +56,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, *, eps: float, dtype: torch.dtype, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"), requires_grad=False)
+        self.weight = parameter(size, dtype=dtype)
         self.eps = eps
         self.offset = offset
 

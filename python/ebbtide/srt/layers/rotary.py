@@ -146,7 +146,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
 
 
 def _pair_that_turns(turns: float, rope: RopeConfig, rotary_dim: int) -> float:
-    """The place of the pair that turns so many times within the original context."""
+    """The place of the pair that turns that often within the original context."""
     wave = rope.original_context_len / (turns * 2 * math.pi)
     return rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
 

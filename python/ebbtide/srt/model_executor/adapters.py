@@ -42,7 +42,7 @@ RANK_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _AdapterLayout:
     """Where the adapters of one product lie in a slot.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Module:
         num_outputs, num_inputs: of B and A as they come.
     """
 
-    layout: _Layout
+    layout: _AdapterLayout
     expert: int | None
     part: int
     first_rank: int
@@ -282,7 +282,7 @@ class AdapterSlots:
             digest.update(row.cpu().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
-    def _views(self, layout: _Layout) -> ProductAdapters:
+    def _views(self, layout: _AdapterLayout) -> ProductAdapters:
         def view(offset: int, shape: tuple[int, ...]) -> Tensor:
             return self._values_SN[:, offset : offset + math.prod(shape)].view(-1, *shape)
 
@@ -331,16 +331,16 @@ class AdapterSlots:
 
     def _pairs(self, config: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[_Pair]:
         """Each module's A and B, checked."""
-        halves: dict[str, dict[str, str]] = {}
+        pairs: dict[str, dict[str, str]] = {}
         for name in shapes:
             match = _PEFT_NAME.fullmatch(name)
             if match is None:
                 raise _tensor_refused(name, "a name of PEFT's, as in base_model.model.….q_proj.lora_A.weight")
-            if halves.setdefault(match[1], {}).setdefault(match[2], name) != name:
-                raise _tensor_refused(name, f"it once, got {halves[match[1]][match[2]][:MAX_TEXT]} too")
-        if not halves:
+            if pairs.setdefault(match[1], {}).setdefault(match[2], name) != name:
+                raise _tensor_refused(name, f"it once, got {pairs[match[1]][match[2]][:MAX_TEXT]} too")
+        if not pairs:
             raise RequestRejected("adapter: expected tensors, got none")
-        return [self._pair(config, module, names, shapes) for module, names in halves.items()]
+        return [self._pair(config, module, names, shapes) for module, names in pairs.items()]
 
     def _pair(
         self,
@@ -448,8 +448,8 @@ def _is_targeted(module: str, targets: tuple[str, ...] | None) -> bool:
 
 def _layouts(
     model: CausalLM, placements: Mapping[str, Placement], limits: AdapterLimits
-) -> dict[str, _Layout]:
-    layouts: dict[str, _Layout] = {}
+) -> dict[str, _AdapterLayout]:
+    layouts: dict[str, _AdapterLayout] = {}
     end, num_scalings = 0, 0
     max_rank = -(-limits.max_rank // RANK_MULTIPLE) * RANK_MULTIPLE
     for parameter, modules in _products(model, placements).items():
@@ -466,7 +466,7 @@ def _layouts(
             targets = [placement.target for placement in modules.values()]
             ends = [target.start + target.length for target in targets]
             rank = max_rank
-        layout = _Layout(modules, num_experts, num_inputs, tuple(ends), rank, num_scalings, end)
+        layout = _AdapterLayout(modules, num_experts, num_inputs, tuple(ends), rank, num_scalings, end)
         layouts[parameter] = layout
         end, num_scalings = layout.end, num_scalings + len(ends)
     for target in limits.targets or ():
@@ -490,7 +490,7 @@ def _untargeted(
     return frozenset(others | {name.rpartition(".")[0].rpartition(".")[0] for name in others})
 
 
-def _modules(model: CausalLM, layouts: Mapping[str, _Layout]) -> Iterable[tuple[str, _Module]]:
+def _modules(model: CausalLM, layouts: Mapping[str, _AdapterLayout]) -> Iterable[tuple[str, _Module]]:
     """Where the adapter of each module of a checkpoint goes, and that of all experts of a layer."""
     for parameter, layout in layouts.items():
         holder = parameter.rpartition(".")[0]

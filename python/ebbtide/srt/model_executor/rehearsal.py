@@ -78,7 +78,7 @@ def rehearse(
         _apart(model),
         torch.inference_mode(),
     ):
-        for num_tokens in _telling(decode_sizes):
+        for num_tokens in _representative(decode_sizes):
             _pass(model, kernels, shape, device, num_tokens)
             if num_slots is not None:
                 _pass(model, kernels, shape, device, num_tokens, num_slots=num_slots)
@@ -197,7 +197,7 @@ def _one_layer_of_each_kind(model: CausalLM) -> Iterator[None]:
         decoder.layers = whole
 
 
-def _telling(sizes: Sequence[int]) -> list[int]:
+def _representative(sizes: Sequence[int]) -> list[int]:
     """The powers of two among them and the largest: tiles are chosen by such bounds."""
     return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
 

@@ -42,8 +42,8 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _CHANGING_ROPES = {"dynamic", "longrope"}
 _TRIAL_TOKENS = 3
 _MANY_ROWS = 256  # for no kernel of ours
-# What attention is called with besides queries, keys, values and a mask, and needs no equal here: it is told
-# of the same in another way, or is of other implementations.
+# What attention is called with besides queries, keys, values and a mask, and needs no equal here: the same
+# comes in another way, or is of other implementations.
 _UNUSED = {
     "cache",
     "cache_position",
@@ -156,12 +156,12 @@ class _Trial:
         self.called[layer] = _Called(kind, num_heads, num_kv_heads, head_dim, sinks is not None)
         return q_1NTH.transpose(1, 2).contiguous()
 
-    def _window(self, name: str, mask: Any, told: int | None) -> int | None:
+    def _window(self, name: str, mask: Any, given: int | None) -> int | None:
         windows = [window for made, window, _ in self.masks if made is mask]
         if not windows:
             raise ConfigurationError(f"{name} has a mask of its own")
-        if told not in (None, windows[0]):
-            raise ConfigurationError(f"{name} has a window of {told}, and its mask one of {windows[0]}")
+        if given not in (None, windows[0]):
+            raise ConfigurationError(f"{name} has a window of {given}, and its mask one of {windows[0]}")
         return windows[0]
 
 

@@ -207,13 +207,14 @@ class CapturedAttention(AttentionStep, Protocol):
         last_page_len_B: NDArray[np.int32],
         runs: SharedRuns | None = None,
     ) -> None:
-        """Get ready for the lengths of one step, without waiting for the device.
+        """Get ready for the lengths of one step, without waiting for the device. Nothing has to be done where
+        kernels read lengths and pages themselves.
 
         Args:
             kv_indptr_B1, last_page_len_B: what the buffers hold, or will hold when the graph is replayed.
             runs: who shares which pages, in graphs that read these once; None for nobody.
         """
-        ...
+        return
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from torch import Tensor
 from ebbtide.srt.layers.attention.base import (
     AttentionKind,
     AttentionShape,
+    CapturedAttention,
     DecodeBuffers,
     KVPages,
     LayerAttention,
 )
-from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 from ebbtide.srt.mem_cache.kv_scales import FP8
@@ -88,7 +88,7 @@ def suits_few(
     return int(lens_R.max()) <= cut.splits * _MOST_FEW_KEYS
 
 
-class FewRequests:
+class FewRequests(CapturedAttention):
     """The attention of a decode step of few requests: one kernel from projection to projection.
 
     With few requests a layer's attention takes as long as its kernels need to start and to end: one replaces
@@ -108,14 +108,6 @@ class FewRequests:
         self._arrivals = torch.zeros(
             num_requests * shape.num_kv_heads, dtype=torch.int32, device=buffers.slots_B.device
         )
-
-    def plan(
-        self,
-        kv_indptr_B1: NDArray[np.int32],
-        last_page_len_B: NDArray[np.int32],
-        runs: SharedRuns | None = None,
-    ) -> None:
-        """There is nothing to plan."""
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         from ebbtide.srt.layers.kernels.few_decode import attend_few

@@ -52,7 +52,13 @@ from ebbtide.srt.layers.attention.fp8_kernels import (
     Fp8PrefillKernel,
     WidePages,
 )
-from ebbtide.srt.layers.attention.paged_kernel import HostLens, PagedKernel, PlannedAttention, PoolLayers
+from ebbtide.srt.layers.attention.paged_kernel import (
+    HostLens,
+    Operands,
+    PagedKernel,
+    PlannedAttention,
+    PoolLayers,
+)
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns, runs_of_neighbours
 from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
 from ebbtide.srt.mem_cache.kv_scales import FP8
@@ -100,20 +106,17 @@ class _PlannedStep:
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         return self.layers.forward(layer, qkv_TNH, rope, norms, self.slots, self._attend)
 
-    def _attend(
-        self, layer: LayerAttention, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
-    ) -> None:
-        group, sums_TN = self.layers.groups[layer.layer], None
+    def _attend(self, layer: LayerAttention, x: Operands) -> None:
         if layer.sinks is not None:
-            sums_TN = torch.empty(q_TNH.shape[:2], dtype=torch.float32, device=q_TNH.device)
+            sums_TN = torch.empty(x.q_TNH.shape[:2], dtype=torch.float32, device=x.q_TNH.device)
+            x = x._replace(sums_TN=sums_TN)
+        group = self.layers.groups[layer.layer]
         for part in self.parts[layer.kind]:
-            pages, rows = part.pages[group], part.rows
-            sums = None if sums_TN is None else sums_TN[rows]
-            part.kernel.run(part.plan, pages, q_TNH[rows], k_PSKH, v_PSKH, out_TNH[rows], sums)
-        if layer.sinks is not None and sums_TN is not None:
+            part.kernel.run(part.plan, part.pages[group], x.part(part.rows))
+        if layer.sinks is not None:
             from ebbtide.srt.layers.kernels.merge_parts import count_sinks_
 
-            count_sinks_(out_TNH, sums_TN, layer.sinks)
+            count_sinks_(x.out_TNH, sums_TN, layer.sinks)
 
 
 class FlashInferAttention(AttentionBackend):

@@ -23,6 +23,7 @@ from torch import Tensor
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.decode_choice import TILE_ROWS
 from ebbtide.srt.layers.attention.flashinfer_kernels import TileModule
+from ebbtide.srt.layers.attention.paged_kernel import Operands
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns, WorkItems, cut, piece_pages
 from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
@@ -149,32 +150,14 @@ class ItemKernel:
         # Nothing is left in a workspace.
         self._no_workspace = torch.zeros(16, dtype=torch.uint8, device=device)
 
-    def run(
-        self,
-        plan: Any,
-        pages: Pages,
-        q_TNH: Tensor,
-        k_PSKH: Tensor,
-        v_PSKH: Tensor,
-        out_TNH: Tensor,
-        sums_TN: Tensor | None = None,
-    ) -> None:
+    def run(self, plan: Any, pages: Pages, x: Operands) -> None:
         from ebbtide.srt.layers.kernels.merge_parts import merge_parts
 
         items: ItemBuffers = plan
-        parts_CTNH = q_TNH.new_empty(items.max_parts, *q_TNH.shape)
-        sums_CTN = torch.empty(parts_CTNH.shape[:-1], dtype=torch.float32, device=q_TNH.device)
+        parts_CTNH = x.q_TNH.new_empty(items.max_parts, *x.q_TNH.shape)
+        sums_CTN = torch.empty(parts_CTNH.shape[:-1], dtype=torch.float32, device=parts_CTNH.device)
         listed = Pages(items.q_indptr, items.kv_indptr, pages.kv_indices, items.last_page_len)
         # The kernel takes the places of its results from the list.
-        self._module.run(
-            self._no_workspace,
-            items.words,
-            items.plan_info,
-            listed,
-            q_TNH,
-            k_PSKH,
-            v_PSKH,
-            parts_CTNH[0],
-            sums_CTN[0],
-        )
-        merge_parts(parts_CTNH, sums_CTN, items.num_parts_B, out_TNH, sums_TN)
+        into = x._replace(out_TNH=parts_CTNH[0], sums_TN=sums_CTN[0])
+        self._module.run(self._no_workspace, items.words, items.plan_info, listed, into)
+        merge_parts(parts_CTNH, sums_CTN, items.num_parts_B, x.out_TNH, x.sums_TN)

@@ -22,7 +22,7 @@ from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.kernel_cache import add_scripts_to_path, compiled_as_they_are
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape, Progress
 from ebbtide.srt.layers.attention.decode_choice import DecodeKernel, kernel_for, unsplit_from
-from ebbtide.srt.layers.attention.paged_kernel import HostLens, PagedKernel, UntilCompiled
+from ebbtide.srt.layers.attention.paged_kernel import HostLens, Operands, PagedKernel, UntilCompiled
 from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.kernels.launch import can_overlap, num_multiprocessors
 
@@ -94,28 +94,19 @@ class StreamKernel:
             self._of_kv_dtype,
         )
 
-    def run(
-        self,
-        plan: Any,
-        pages: Pages,
-        q_TNH: Tensor,
-        k_PSKH: Tensor,
-        v_PSKH: Tensor,
-        out_TNH: Tensor,
-        sums_TN: Tensor | None = None,
-    ) -> None:
+    def run(self, plan: Any, pages: Pages, x: Operands) -> None:
         self._module.run(
             self._workspace.partial,
             self._workspace.plans,
             plan,
-            q_TNH,
-            k_PSKH,
-            v_PSKH,
+            x.q_TNH,
+            x.k_PSKH,
+            x.v_PSKH,
             pages.kv_indptr_R1,
             pages.kv_indices,
             pages.last_page_len_R,
-            out_TNH,
-            sums_TN,
+            x.out_TNH,
+            x.sums_TN,
             self._layout,
             _window_left(self._kind),
             self._overlapped,
@@ -149,32 +140,21 @@ class TileModule:
         self._overlapped = backend == "fa2" and can_overlap(device)
         self.plan = self._module.plan
 
-    def run(
-        self,
-        partial: Tensor,
-        plans: Tensor,
-        plan: Any,
-        pages: Pages,
-        q_TNH: Tensor,
-        k_PSKH: Tensor,
-        v_PSKH: Tensor,
-        out_TNH: Tensor,
-        sums_TN: Tensor | None,
-    ) -> None:
-        """Attend, into `out_TNH`; `sums_TN` takes the logarithms to base 2 of the sums of weights."""
+    def run(self, partial: Tensor, plans: Tensor, plan: Any, pages: Pages, x: Operands) -> None:
+        """Attend, by a plan and partial results in this memory."""
         self._module.paged_run(
             float_workspace_buffer=partial,
             int_workspace_buffer=plans,
             plan_info_vec=plan,
-            q=q_TNH,
-            paged_k_cache=k_PSKH,
-            paged_v_cache=v_PSKH,
+            q=x.q_TNH,
+            paged_k_cache=x.k_PSKH,
+            paged_v_cache=x.v_PSKH,
             qo_indptr=pages.q_indptr_R1,
             paged_kv_indptr=pages.kv_indptr_R1,
             paged_kv_indices=pages.kv_indices,
             paged_kv_last_page_len=pages.last_page_len_R,
-            o=out_TNH,
-            maybe_lse=sums_TN,
+            o=x.out_TNH,
+            maybe_lse=x.sums_TN,
             mask_mode=self._mask,
             layout=self._layout,
             window_left=_window_left(self._kind),
@@ -234,20 +214,8 @@ class PrefillKernel:
             args += [no_fixed_split, unsplit, num_colocated_blocks]
         return self._workspace.plan(self._module.plan, *args)
 
-    def run(
-        self,
-        plan: Any,
-        pages: Pages,
-        q_TNH: Tensor,
-        k_PSKH: Tensor,
-        v_PSKH: Tensor,
-        out_TNH: Tensor,
-        sums_TN: Tensor | None = None,
-    ) -> None:
-        workspace = self._workspace
-        self._module.run(
-            workspace.partial, workspace.plans, plan, pages, q_TNH, k_PSKH, v_PSKH, out_TNH, sums_TN
-        )
+    def run(self, plan: Any, pages: Pages, x: Operands) -> None:
+        self._module.run(self._workspace.partial, self._workspace.plans, plan, pages, x)
 
 
 def prefill_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> PagedKernel:

@@ -38,7 +38,7 @@ from ebbtide.srt.mem_cache.cache_spec import Latent
 _LATENT = Latent(rank=512, rope=64)
 # A block's rows, each of one head of one token; where there are many, two blocks work together.
 _TILE_ROWS = 64
-# A plan has room for so many pieces of work: each tile, and once more for each block where tiles are cut.
+# The pieces of work that a plan has room for: each tile, and once more for each block where tiles are cut.
 _MOST_PIECES = 16384
 
 

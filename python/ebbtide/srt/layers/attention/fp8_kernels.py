@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
@@ -20,7 +19,7 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import (
     prefill_kernel,
     wide,
 )
-from ebbtide.srt.layers.attention.paged_kernel import HostLens, PagedKernel
+from ebbtide.srt.layers.attention.paged_kernel import HostLens, Operands, PagedKernel
 from ebbtide.srt.layers.heads import Pages
 
 # Tokens that a step with prompts reads back at most: 256 MiB for eight heads of 128. Where there are more,
@@ -37,20 +36,11 @@ class Fp8DecodeKernel:
     def plan(self, lens: HostLens, *, captured: bool) -> Any:
         return []
 
-    def run(
-        self,
-        plan: Any,
-        pages: Pages,
-        q_TNH: Tensor,
-        k_PSKH: Tensor,
-        v_PSKH: Tensor,
-        out_TNH: Tensor,
-        sums_TN: Tensor | None = None,
-    ) -> None:
+    def run(self, plan: Any, pages: Pages, x: Operands) -> None:
         from ebbtide.srt.layers.kernels.fp8.decode import attend_fp8
 
-        assert sums_TN is None, "layers with sinks have no pages in FP8 here"
-        attend_fp8(q_TNH, k_PSKH, v_PSKH, pages, out_TNH, **self._kind._asdict())
+        assert x.sums_TN is None, "layers with sinks have no pages in FP8 here"
+        attend_fp8(x.q_TNH, x.k_PSKH, x.v_PSKH, pages, x.out_TNH, **self._kind._asdict())
 
 
 class WidePages:
@@ -85,23 +75,14 @@ class Fp8PrefillKernel:
             return 0, self._narrow.plan(lens, captured=captured)
         return num_pages, self._wide.plan(lens, captured=captured)
 
-    def run(
-        self,
-        plan: Any,
-        pages: Pages,
-        q_TNH: Tensor,
-        k_PSKH: Tensor,
-        v_PSKH: Tensor,
-        out_TNH: Tensor,
-        sums_TN: Tensor | None = None,
-    ) -> None:
+    def run(self, plan: Any, pages: Pages, x: Operands) -> None:
         from ebbtide.srt.layers.kernels.fp8.pages import widen_pages
 
         num_pages, planned = plan
         if num_pages == 0:
-            self._narrow.run(planned, pages, q_TNH, k_PSKH, v_PSKH, out_TNH, sums_TN)
+            self._narrow.run(planned, pages, x)
             return
         room = self._room
-        widen_pages(k_PSKH, v_PSKH, pages.kv_indices[:num_pages], room.k_MSKH, room.v_MSKH)
+        widen_pages(x.k_PSKH, x.v_PSKH, pages.kv_indices[:num_pages], room.k_MSKH, room.v_MSKH)
         read = replace(pages, kv_indices=room.order_M)
-        self._wide.run(planned, read, q_TNH, room.k_MSKH, room.v_MSKH, out_TNH, sums_TN)
+        self._wide.run(planned, read, x._replace(k_PSKH=room.k_MSKH, v_PSKH=room.v_MSKH))

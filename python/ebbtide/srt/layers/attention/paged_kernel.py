@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,29 @@ class HostLens:
     lens_R: Tensor
 
 
-Attend = Callable[[LayerAttention, Tensor, Tensor, Tensor, Tensor], None]
+class Operands(NamedTuple):
+    """What a layer attends with.
+
+    Attributes:
+        q_TNH: queries, rotated.
+        k_PSKH, v_PSKH: the layer's pages.
+        out_TNH: where outputs go.
+        sums_TN: where logarithms to base 2 of the sums of weights go, float32; None: they are not wanted.
+    """
+
+    q_TNH: Tensor
+    k_PSKH: Tensor
+    v_PSKH: Tensor
+    out_TNH: Tensor
+    sums_TN: Tensor | None = None
+
+    def part(self, rows: slice) -> Operands:
+        """The same of some new tokens."""
+        sums_TN = None if self.sums_TN is None else self.sums_TN[rows]
+        return Operands(self.q_TNH[rows], self.k_PSKH, self.v_PSKH, self.out_TNH[rows], sums_TN)
+
+
+Attend = Callable[[LayerAttention, Operands], None]
 
 
 class PoolLayers:
@@ -58,7 +80,7 @@ class PoolLayers:
 
         Args:
             slots: of the new tokens in each group of layers.
-            attend: takes the layer, queries, its keys and values, and the outputs.
+            attend: writes the outputs of the layer.
         """
         from ebbtide.srt.layers.kernels.rope import rotate_and_store
 
@@ -69,25 +91,14 @@ class PoolLayers:
             qkv_TNH, rope, norms, slots[self.groups[layer.layer]], k_PSKH, v_PSKH, scales
         )
         out_TNH = torch.empty_like(q_TNH)
-        attend(layer, q_TNH, k_PSKH, v_PSKH, out_TNH)
+        attend(layer, Operands(q_TNH, k_PSKH, v_PSKH, out_TNH))
         return out_TNH if scales is None else scaled_outputs_(out_TNH, scales)
 
 
 class PlannedAttention(Protocol):
     """Attends to pages by a plan."""
 
-    def run(
-        self,
-        plan: Any,
-        pages: Pages,
-        q_TNH: Tensor,
-        k_PSKH: Tensor,
-        v_PSKH: Tensor,
-        out_TNH: Tensor,
-        sums_TN: Tensor | None = None,
-    ) -> None:
-        """Attend, into `out_TNH`; `sums_TN` takes logarithms to base 2 of the sums of weights, float32."""
-        ...
+    def run(self, plan: Any, pages: Pages, x: Operands) -> None: ...
 
 
 class PagedKernel(PlannedAttention, Protocol):
@@ -123,18 +134,9 @@ class UntilCompiled:
         kernel = self._kernel
         return kernel, kernel.plan(lens, captured=captured)
 
-    def run(
-        self,
-        plan: Any,
-        pages: Pages,
-        q_TNH: Tensor,
-        k_PSKH: Tensor,
-        v_PSKH: Tensor,
-        out_TNH: Tensor,
-        sums_TN: Tensor | None = None,
-    ) -> None:
+    def run(self, plan: Any, pages: Pages, x: Operands) -> None:
         kernel, planned = plan
-        kernel.run(planned, pages, q_TNH, k_PSKH, v_PSKH, out_TNH, sums_TN)
+        kernel.run(planned, pages, x)
 
     def wait(self) -> None:
         """Wait until the other kernel serves, or has failed."""

@@ -9,14 +9,13 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import (
     AttentionBackend,
     AttentionShape,
+    CapturedAttention,
     DecodeBuffers,
     GraphFamily,
     KVPages,
@@ -24,8 +23,7 @@ from ebbtide.srt.layers.attention.base import (
     PagedBatch,
     fp8_problem,
 )
-from ebbtide.srt.layers.attention.paged_kernel import PoolLayers
-from ebbtide.srt.layers.attention.shared_runs import SharedRuns
+from ebbtide.srt.layers.attention.paged_kernel import Operands, PoolLayers
 from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
 
 MAX_HEAD_DIM = 256
@@ -77,7 +75,7 @@ class TritonAttention(AttentionBackend):
 
 
 @dataclass(frozen=True, slots=True)
-class _TritonStep:
+class _TritonStep(CapturedAttention):
     """A step, captured or not, with slots and parts by group of layers.
 
     The kernels read lengths and pages themselves.
@@ -87,21 +85,11 @@ class _TritonStep:
     slots: Sequence[Tensor]
     parts: Sequence[Sequence[Pages]]
 
-    def plan(
-        self,
-        kv_indptr_B1: NDArray[np.int32],
-        last_page_len_B: NDArray[np.int32],
-        runs: SharedRuns | None = None,
-    ) -> None:
-        """There is nothing to plan."""
-
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         return self.layers.forward(layer, qkv_TNH, rope, norms, self.slots, self._attend)
 
-    def _attend(
-        self, layer: LayerAttention, q_TNH: Tensor, k_PSKH: Tensor, v_PSKH: Tensor, out_TNH: Tensor
-    ) -> None:
+    def _attend(self, layer: LayerAttention, x: Operands) -> None:
         from ebbtide.srt.layers.kernels.paged_attention import attend
 
         for part in self.parts[self.layers.groups[layer.layer]]:
-            attend(q_TNH, k_PSKH, v_PSKH, part, out_TNH, sinks_N=layer.sinks, **layer.kind._asdict())
+            attend(x.q_TNH, x.k_PSKH, x.v_PSKH, part, x.out_TNH, sinks_N=layer.sinks, **layer.kind._asdict())

@@ -42,7 +42,7 @@ Factors: TypeAlias = tuple[Tensor, Tensor, Tensor, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class SlotGroups:
     """The rows of a pass by group.
 
     Attributes:
@@ -62,14 +62,14 @@ class Groups:
 class ExpertFactors:
     """The adapters of a layer's experts, for the pairs of a token and an expert of a pass; None: none."""
 
-    groups: Groups
+    groups: SlotGroups
     gate_up: Factors | None
     down: Factors | None
 
 
 def list_groups(
     slots_T: Tensor, num_slots: int, experts_TK: Tensor | None = None, num_experts: int = 1
-) -> Groups:
+) -> SlotGroups:
     """The rows by group: tokens, or pairs of a token and an expert.
 
     Args:
@@ -88,10 +88,10 @@ def list_groups(
     if experts_TK is None:
         # It waits until the lists are written, and what follows waits for it: so they can be read early.
         groups_N.zero_()
-    return Groups(blocks, block_rows, len(groups_N), are_early=experts_TK is None)
+    return SlotGroups(blocks, block_rows, len(groups_N), are_early=experts_TK is None)
 
 
-def shrink(x_TD: Tensor, factors: Factors, groups: Groups, *, top_k: int = 1) -> Tensor:
+def shrink(x_TD: Tensor, factors: Factors, groups: SlotGroups, *, top_k: int = 1) -> Tensor:
     """x Aᵀ in parts that add up to it, float32 [splits, N, P·R]; undefined in rows without adapter.
 
     Args:
@@ -147,7 +147,7 @@ def shrink(x_TD: Tensor, factors: Factors, groups: Groups, *, top_k: int = 1) ->
 def expand(
     inner: Tensor,
     factors: Factors,
-    groups: Groups,
+    groups: SlotGroups,
     out_NO: Tensor,
     *,
     add: bool = True,
@@ -185,7 +185,7 @@ def expand(
 
 
 def expand_gated(
-    inner: Tensor, factors: Factors, groups: Groups, gate_up_N2I: Tensor, activation: str
+    inner: Tensor, factors: Factors, groups: SlotGroups, gate_up_N2I: Tensor, activation: str
 ) -> Tensor:
     """activation(gate) · up of a product of gates and ups with its adapters, [N, I], of all rows.
 
@@ -216,13 +216,13 @@ def expand_gated(
     return out_NI
 
 
-def _numbers(factors: Factors, groups: Groups) -> tuple[Tensor | int, ...]:
-    """What `expand`'s kernels are told of the blocks, and of where slots lie."""
+def _numbers(factors: Factors, groups: SlotGroups) -> tuple[Tensor | int, ...]:
+    """What `expand`'s kernels read: the blocks, and where slots lie."""
     blocks, (_, b_SEOR, scalings_SP, _) = groups.blocks, factors
     return blocks.experts, blocks.slots, groups.num_rows, b_SEOR.stride(0), scalings_SP.stride(0)
 
 
-def _constants(inner: Tensor, factors: Factors, groups: Groups) -> dict[str, Any]:
+def _constants(inner: Tensor, factors: Factors, groups: SlotGroups) -> dict[str, Any]:
     """What `expand`'s kernels have in common."""
     num_slots, num_experts, _, rank = factors[1].shape
     constants = {

@@ -55,7 +55,7 @@ def score(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return scores_TE
 
 
-class Groups(NamedTuple):
+class ExpertGroups(NamedTuple):
     """Experts in groups of equal size, of which the best by the sum of their highest scores are kept."""
 
     number: int
@@ -71,7 +71,7 @@ def route(
     *,
     by_sigmoid: bool = False,
     scale: float = 1.0,
-    groups: Groups | None = None,
+    groups: ExpertGroups | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weights (float32) and numbers (int32) of each token's experts, both [T, K], best first.
 

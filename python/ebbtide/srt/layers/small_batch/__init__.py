@@ -62,7 +62,7 @@ class Shrinking(NamedTuple):
         return cls(a_SEPK, slots_T, torch.empty(shape, dtype=torch.float32, device=a_SEPK.device))
 
     def arguments(self, programs_at_once: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        """How many numbers of programs shrink, with so many programs each, and what kernels take."""
+        """How many program numbers shrink, `programs_at_once` programs each, and what kernels take."""
         num_slots, (splits, num_tokens, num_ranks) = len(self.a_SEPK), self.inner.shape
         tiles = _ceil_div(num_ranks, kernels.SHRUNK_RANKS.value)
         count = _ceil_div(splits * tiles * min(num_slots, num_tokens), programs_at_once)

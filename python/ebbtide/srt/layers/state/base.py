@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
@@ -58,8 +57,3 @@ class StateLayer(nn.Module):
         super().__init__()
         self.number = number
         self.group: ParallelGroup = SoloGroup()
-
-
-def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """One that is loaded later."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

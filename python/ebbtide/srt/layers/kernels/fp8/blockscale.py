@@ -56,7 +56,7 @@ __global__ void unused() {{
 
 
 @dataclass(frozen=True)
-class Tile:
+class BlockTile:
     """What a program multiplies.
 
     Attributes:
@@ -75,7 +75,7 @@ class Tile:
         return self.block_tokens * self.block_rows * 2 + self.num_stages * stage + -(-scales // 8) * 8
 
 
-def choose_tile(num_tokens: int, num_rows: int, num_columns: int, num_programs: int) -> Tile | None:
+def choose_tile(num_tokens: int, num_rows: int, num_columns: int, num_programs: int) -> BlockTile | None:
     """The tile with most programs of those that all run at once; None where there is none.
 
     Where programs have several tiles one after the other, cuBLAS is quicker.
@@ -85,7 +85,7 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, num_programs: 
     for block_rows in range(16, 129, 16):
         if token_blocks * -(-num_rows // block_rows) <= num_programs:
             for num_stages in (8, 7, 6, 5, 4) if _GROUP % block_rows == 0 else (6, 5, 4):
-                tile = Tile(block_tokens, block_rows, num_stages)
+                tile = BlockTile(block_tokens, block_rows, num_stages)
                 if tile.shared_bytes(num_columns) <= nvrtc.MAX_SHARED_BYTES:
                     return tile
     return None
@@ -111,7 +111,7 @@ def blockscale_product(
         return None
     options = (*_OPTIONS, *includes)
     num_programs = num_multiprocessors(device)
-    kernels: dict[Tile, nvrtc.Kernel] = {}
+    kernels: dict[BlockTile, nvrtc.Kernel] = {}
     if nvrtc.is_ahead():
         for each in _tiles(num_rows, num_columns, num_programs):
             nvrtc.compile_ahead(_text(each, num_rows, num_columns), options)
@@ -150,7 +150,7 @@ class _Input(ctypes.Structure):
     _fields_ = (("num_tokens", ctypes.c_uint32), ("unused", ctypes.c_void_p))
 
 
-def _text(tile: Tile, num_rows: int, num_columns: int) -> str:
+def _text(tile: BlockTile, num_rows: int, num_columns: int) -> str:
     return _TEXT.format(flashinfer=_version(), rows=num_rows, columns=num_columns, **vars(tile))
 
 
@@ -163,7 +163,7 @@ def _version() -> str:
         return "of unknown version"
 
 
-def _tiles(num_rows: int, num_columns: int, num_programs: int) -> list[Tile]:
+def _tiles(num_rows: int, num_columns: int, num_programs: int) -> list[BlockTile]:
     """Those of all numbers of tokens: prompts of any length may come later."""
     tiles = (choose_tile(most, num_rows, num_columns, num_programs) for most in _BLOCKS_OF_TOKENS)
     return [tile for tile in dict.fromkeys(tiles) if tile is not None]
@@ -172,7 +172,7 @@ def _tiles(num_rows: int, num_columns: int, num_programs: int) -> list[Tile]:
 @cache
 def _kernels(
     num_rows: int, num_columns: int, options: tuple[str, ...], device: torch.device
-) -> dict[Tile, nvrtc.Kernel]:
+) -> dict[BlockTile, nvrtc.Kernel]:
     """A weight's kernels, as far as they can be had: no later pass waits for a compiler."""
     kernels = {}
     for tile in _tiles(num_rows, num_columns, num_multiprocessors(device)):
