@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.layers.linear import Gated, Inputs, Linear, linear
-from ebbtide.srt.layers.moe import AdaptedExperts, Experts, run_experts
+from ebbtide.srt.layers.moe import AdaptedExperts, Experts, RoutedTokens, run_experts
 from ebbtide.srt.layers.norm import Activation, QuantizedTokens, RMSNorm, Started, tensor_of
 from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels
@@ -343,7 +343,12 @@ class EightBitExperts(Experts, ABC):
 
     Args:
         plain: with parameters on the meta device; what it becomes has its sizes, ranks and routes.
+
+    Attributes:
+        layout: of the scales.
     """
+
+    layout: ScaleLayout
 
     def __init__(self, plain: Experts) -> None:
         super().__init__(plain.config, 1, FP8, plain.layer)
@@ -351,15 +356,18 @@ class EightBitExperts(Experts, ABC):
         self.gate_up_proj = parameter(*plain.gate_up_proj.shape, dtype=FP8)
         self.down_proj = parameter(*plain.down_proj.shape, dtype=FP8)
 
-    def run(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapted: AdaptedExperts | None
-    ) -> Tensor:
-        out_TD = run_experts(x_TD.to(torch.float32), *self._dequantized(), weights_TK, experts_TK, adapted)
+    def run(self, tokens: RoutedTokens, adapted: AdaptedExperts | None) -> Tensor:
+        x_TD, chosen = tokens.x_TD, tokens[1:]
+        gate_up_scales, down_scales = self.scales
+        gate_up_RD = dequantize(self.gate_up_proj, gate_up_scales, self.layout)
+        down_RI = dequantize(self.down_proj, down_scales, self.layout)
+        out_TD = run_experts(x_TD.to(torch.float32), gate_up_RD, down_RI, *chosen, adapted)
         return out_TD.to(x_TD.dtype)
 
+    @property
     @abstractmethod
-    def _dequantized(self) -> tuple[Tensor, Tensor]:
-        """Both weights in float32."""
+    def scales(self) -> tuple[Tensor, Tensor]:
+        """The scales of both weights."""
 
 
 class Fp8Experts(EightBitExperts):
@@ -370,29 +378,26 @@ class Fp8Experts(EightBitExperts):
         gate_up_proj_scale_inv, down_proj_scale_inv: float32, a scale for each block of all experts' rows.
     """
 
+    layout = BLOCKS
+
     def __init__(self, plain: Experts) -> None:
         super().__init__(plain)
         self.gate_up_proj_scale_inv = _meta_scales(plain.gate_up_proj)
         self.down_proj_scale_inv = _meta_scales(plain.down_proj)
 
+    @property
+    def scales(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up_proj_scale_inv, self.down_proj_scale_inv
+
     def run_fused(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        residual_TD: Tensor | None,
-        adapted: ExpertFactors | None,
+        self, tokens: RoutedTokens, residual_TD: Tensor | None, adapted: ExpertFactors | None
     ) -> Tensor:
         assert adapted is None, "these kernels know no adapters, which was refused at the start"
         from ebbtide.srt.layers.kernels.fp8.moe import fused_quantized_experts
 
+        x_TD, chosen = tokens.x_TD, tokens[1:]
         weights = (self.gate_up_proj, self.down_proj)
-        scales = self.gate_up_proj_scale_inv, self.down_proj_scale_inv
-        return fused_quantized_experts(x_TD, *weights, weights_TK, experts_TK, scales, residual_TD)
-
-    def _dequantized(self) -> tuple[Tensor, Tensor]:
-        gate_up_RD = dequantize(self.gate_up_proj, self.gate_up_proj_scale_inv)
-        return gate_up_RD, dequantize(self.down_proj, self.down_proj_scale_inv)
+        return fused_quantized_experts(x_TD, *weights, *chosen, self.scales, residual_TD)
 
 
 def _meta_scales(weight: Tensor) -> nn.Parameter:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.fp8 import CHANNELS, EightBitExperts, EightBitLinear, dequantize
 from ebbtide.srt.layers.linear import Inputs, Linear
-from ebbtide.srt.layers.moe import Experts
+from ebbtide.srt.layers.moe import Experts, RoutedTokens
 from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels
 
@@ -60,32 +60,24 @@ class ChannelExperts(EightBitExperts):
         gate_up_proj_scale, down_proj_scale: float32 [R, 1] of R rows of all experts.
     """
 
+    layout = CHANNELS
+
     def __init__(self, plain: Experts) -> None:
         super().__init__(plain)
         self.gate_up_proj_scale = parameter(*CHANNELS.shape(*self.gate_up_proj.shape), dtype=torch.float32)
         self.down_proj_scale = parameter(*CHANNELS.shape(*self.down_proj.shape), dtype=torch.float32)
 
+    @property
+    def scales(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up_proj_scale, self.down_proj_scale
+
     def run_fused(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        residual_TD: Tensor | None,
-        adapted: ExpertFactors | None,
+        self, tokens: RoutedTokens, residual_TD: Tensor | None, adapted: ExpertFactors | None
     ) -> Tensor:
         from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 
+        x_TD, chosen = tokens.x_TD, tokens[1:]
+        weights = (self.gate_up_proj, self.down_proj)
         return fused_experts(
-            x_TD,
-            self.gate_up_proj,
-            self.down_proj,
-            weights_TK,
-            experts_TK,
-            residual_TD=residual_TD,
-            scales=(self.gate_up_proj_scale, self.down_proj_scale),
-            adapted=adapted,
+            x_TD, *weights, *chosen, residual_TD=residual_TD, scales=self.scales, adapted=adapted
         )
-
-    def _dequantized(self) -> tuple[Tensor, Tensor]:
-        gate_up_RD = dequantize(self.gate_up_proj, self.gate_up_proj_scale, CHANNELS)
-        return gate_up_RD, dequantize(self.down_proj, self.down_proj_scale, CHANNELS)

@@ -110,6 +110,14 @@ class Router(Linear):
         return len(x_TD) <= kernels.few_router and x_TD.dtype == self.weight.dtype
 
 
+class RoutedTokens(NamedTuple):
+    """Tokens, and the weights (float32) and numbers of the experts that each of them takes."""
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    experts_TK: Tensor
+
+
 class Experts(nn.Module):
     """The weights of all experts of a layer, expert below expert.
 
@@ -147,27 +155,22 @@ class Experts(nn.Module):
             weights_TK, experts_TK = reroute(logits_TE, weights_TK, experts_TK, given_TK, config)
         if step.routes_TLK is not None:
             step.routes_TLK[: len(experts_TK), self.layer].copy_(experts_TK)
-        return ExpertSum(self, x_TD, weights_TK, experts_TK, step.adapters if self.adapters else None)
+        tokens = RoutedTokens(x_TD, weights_TK, experts_TK)
+        return ExpertSum(self, tokens, step.adapters if self.adapters else None)
 
-    def run(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapted: AdaptedExperts | None
-    ) -> Tensor:
+    def run(self, tokens: RoutedTokens, adapted: AdaptedExperts | None) -> Tensor:
         """The weighted sum on a device without kernels of ours."""
-        return run_experts(x_TD, self.gate_up_proj, self.down_proj, weights_TK, experts_TK, adapted)
+        x_TD, chosen = tokens.x_TD, tokens[1:]
+        return run_experts(x_TD, self.gate_up_proj, self.down_proj, *chosen, adapted)
 
     def run_fused(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        residual_TD: Tensor | None,
-        adapted: ExpertFactors | None,
+        self, tokens: RoutedTokens, residual_TD: Tensor | None, adapted: ExpertFactors | None
     ) -> Tensor:
         """The weighted sum by kernels of ours: added to the residual, in place, where there is one."""
         from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 
+        x_TD, chosen = tokens.x_TD, tokens[1:]
         weights = (self.gate_up_proj, self.down_proj)
-        chosen = (weights_TK, experts_TK)
         return fused_experts(x_TD, *weights, *chosen, residual_TD=residual_TD, adapted=adapted)
 
 
@@ -217,24 +220,17 @@ class BiasedExperts(Experts):
         down_bias = self.down_proj_bias if self.group.rank == 0 else None
         return BiasedWeights(self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, down_bias)
 
-    def run(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapted: AdaptedExperts | None
-    ) -> Tensor:
-        return run_biased_experts(x_TD, self.weights, self.clamp, weights_TK, experts_TK)
+    def run(self, tokens: RoutedTokens, adapted: AdaptedExperts | None) -> Tensor:
+        x_TD, chosen = tokens.x_TD, tokens[1:]
+        return run_biased_experts(x_TD, self.weights, self.clamp, *chosen)
 
     def run_fused(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        residual_TD: Tensor | None,
-        adapted: ExpertFactors | None,
+        self, tokens: RoutedTokens, residual_TD: Tensor | None, adapted: ExpertFactors | None
     ) -> Tensor:
         from ebbtide.srt.layers.kernels.biased_moe import fused_biased_experts
 
-        return fused_biased_experts(
-            x_TD, *self.weights, weights_TK, experts_TK, *self.clamp, residual_TD=residual_TD
-        )
+        x_TD, chosen = tokens.x_TD, tokens[1:]
+        return fused_biased_experts(x_TD, *self.weights, *chosen, *self.clamp, residual_TD=residual_TD)
 
 
 class BiasedWeights(NamedTuple):
@@ -251,9 +247,7 @@ class ExpertSum:
     """The weighted sum of each token's experts, computed when it is added to the residual. An `Addend`."""
 
     experts: Experts
-    x_TD: Tensor
-    weights_TK: Tensor
-    experts_TK: Tensor
+    tokens: RoutedTokens
     adapters: StepAdapters | None = None
 
     def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> None:
@@ -268,12 +262,13 @@ class ExpertSum:
 
     def _part(self, residual_TD: Tensor | None) -> Tensor:
         """What this rank's columns add to the sum: in place where there is a residual."""
-        chosen = (self.x_TD, self.weights_TK, self.experts_TK)
         adapted = None if self.adapters is None else AdaptedExperts(self.experts.adapters, self.adapters)
-        if self.x_TD.is_cuda:
-            factors = None if adapted is None else adapted.factors(self.experts_TK, self.experts.config)
-            return self.experts.run_fused(*chosen, residual_TD, factors)
-        out_TD = self.experts.run(*chosen, adapted)
+        if self.tokens.x_TD.is_cuda:
+            factors = (
+                None if adapted is None else adapted.factors(self.tokens.experts_TK, self.experts.config)
+            )
+            return self.experts.run_fused(self.tokens, residual_TD, factors)
+        out_TD = self.experts.run(self.tokens, adapted)
         return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
 
