@@ -26,7 +26,8 @@ class CudaDevice:
     """
 
     def __init__(self, index: int) -> None:
-        _require_visible(index)
+        if not 0 <= index < (num_devices := _cuda.device_count()):
+            raise ConfigurationError(f"device=cuda:{index}: torch sees {num_devices} CUDA devices")
         _cuda.set_device(index)
         _cuda.synchronize(index)  # whatever comes first makes the context: let it be this
         self._index = index
@@ -114,9 +115,3 @@ class CudaDevice:
             for segment in _cuda.memory_snapshot()
             if segment["device"] == self._index and tuple(segment["segment_pool_id"]) == (0, 0)
         )
-
-
-def _require_visible(index: int) -> None:
-    num_devices = _cuda.device_count()
-    if not 0 <= index < num_devices:
-        raise ConfigurationError(f"device=cuda:{index}: torch sees {num_devices} CUDA devices")

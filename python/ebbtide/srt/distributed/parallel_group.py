@@ -203,7 +203,9 @@ def _store(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> Any:
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         # Without a listener of ours the store would listen at every address of the machine.
-        master_listen_fd=_listener(host, port) if leads else None,
+        master_listen_fd=(
+            socket.create_server((host, port), family=_family(host, port)).detach() if leads else None
+        ),
     )
 
 
@@ -212,11 +214,6 @@ def _host_and_port(rendezvous: str) -> tuple[str, int]:
     if url.scheme != "tcp" or url.hostname is None or url.port is None:
         raise ValueError(f"rendezvous: expected file:///path or tcp://host:port, got {rendezvous!r}")
     return url.hostname, url.port
-
-
-def _listener(host: str, port: int) -> int:
-    """The descriptor of a socket that listens there."""
-    return socket.create_server((host, port), family=_family(host, port)).detach()
 
 
 def _family(host: str, port: int) -> socket.AddressFamily:

@@ -16,7 +16,7 @@ from ebbtide.srt.layers.attention.base import GroupPages, PagedBatch
 from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
 from ebbtide.srt.mem_cache.state_pool import StatePool
-from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, SampleSpec
+from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan
 from ebbtide.srt.model_executor.host_copies import upload, upload_all
 
 
@@ -213,15 +213,11 @@ def _prompt_rows(plan: BatchPlan, ends_R: NDArray[np.int64]) -> list[PromptRows]
     # the many that decode.
     for request in np.flatnonzero((plan.num_new_R > 1) | ~plan.samples_R).tolist():
         spec = plan.specs[request]
-        if (wanted_from := _first_wanted(spec)) is None:
+        if spec.logprobs is None or spec.logprobs.start is None:
             continue
         start, num_new = int(plan.starts_R[request]), int(plan.num_new_R[request])
-        first, end = max(wanted_from, start) + 1, min(start + num_new, len(spec.prompt_ids) - 1) + 1
+        first, end = max(spec.logprobs.start, start) + 1, min(start + num_new, len(spec.prompt_ids) - 1) + 1
         if first < end:
             first_row = int(ends_R[request]) - num_new + (first - 1 - start)
             rows.append(PromptRows(request, first_row, spec.prompt_ids[first:end]))
     return rows
-
-
-def _first_wanted(spec: SampleSpec) -> int | None:
-    return spec.logprobs.start if spec.logprobs is not None else None

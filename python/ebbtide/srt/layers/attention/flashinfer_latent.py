@@ -20,6 +20,7 @@ from ebbtide.srt.kernel_cache import add_scripts_to_path, compiled_as_they_are, 
 from ebbtide.srt.layers.attention.base import (
     AttentionBackend,
     AttentionShape,
+    CapturedAttention,
     DecodeBuffers,
     GraphFamily,
     KVPages,
@@ -75,9 +76,7 @@ class FlashInferLatentAttention(AttentionBackend):
     def prepare(self, batch: PagedBatch) -> None:
         lens = batch.q_indptr_R1, batch.kv_indptr_R1, batch.lens_R
         plan = self._kernel.plan(*(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in lens))
-        self._step = _LatentStep(
-            self._kernel, self._latents_PS1H, batch.slots_T, batch.pages.kv_indices, plan
-        )
+        self._step = self._step_of(batch.slots_T, batch.pages.kv_indices, plan)
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         assert self._step is not None
@@ -86,36 +85,23 @@ class FlashInferLatentAttention(AttentionBackend):
     def graph_families(self, batch_sizes: Sequence[int]) -> list[GraphFamily]:
         return [GraphFamily("any", batch_sizes, self._capture)]
 
-    def _capture(self, batch_size: int, buffers: DecodeBuffers) -> LatentGraphDecode:
-        slots_B = buffers.slots_B[:batch_size]
-        step = _LatentStep(self._kernel, self._latents_PS1H, slots_B, buffers.kv_indices, None)
-        return LatentGraphDecode(step, self._page_size, batch_size)
+    def _capture(self, batch_size: int, buffers: DecodeBuffers) -> _LatentStep:
+        return self._step_of(buffers.slots_B[:batch_size], buffers.kv_indices, None)
+
+    def _step_of(self, slots_T: Tensor, kv_indices: Tensor, planned: Any) -> _LatentStep:
+        return _LatentStep(self._kernel, self._page_size, self._latents_PS1H, slots_T, kv_indices, planned)
 
 
 @dataclass(slots=True)
-class _LatentStep:
-    """A planned step. `plan` None: not planned yet."""
+class _LatentStep(CapturedAttention):
+    """A step, captured or not: plans are what changes between replays. `planned` None: not planned yet."""
 
     kernel: _Kernel
+    page_size: int
     latents_PS1H: dict[int, Tensor]
     slots_T: Tensor
     kv_indices: Tensor
-    plan: Any
-
-    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        from ebbtide.srt.layers.kernels.latent import rotate_and_store_latents
-
-        latents_PS1H = self.latents_PS1H[layer.layer]
-        q_TNH = rotate_and_store_latents(qkv_TNH, rope, self.slots_T, latents_PS1H)
-        return self.kernel.run(self.plan, self.kv_indices, q_TNH, latents_PS1H.squeeze(2), layer.kind.scale)
-
-
-class LatentGraphDecode:
-    """Attention of the decode steps that one CUDA graph serves: plans are what changes between replays."""
-
-    def __init__(self, step: _LatentStep, page_size: int, batch_size: int) -> None:
-        self._step, self._page_size = step, page_size
-        self._q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)  # one new token each
+    planned: Any
 
     def plan(
         self,
@@ -128,18 +114,22 @@ class LatentGraphDecode:
         Raises EngineError for a plan that the captured kernel would not fit: it holds grid and addresses of
         the first one.
         """
-        lens_B = (np.diff(kv_indptr_B1) - 1) * self._page_size + last_page_len_B
-        plan = self._step.kernel.plan(
-            self._q_indptr_B1,
+        lens_B = (np.diff(kv_indptr_B1) - 1) * self.page_size + last_page_len_B
+        planned = self.kernel.plan(
+            torch.arange(len(kv_indptr_B1), dtype=torch.int32),  # one new token each
             torch.from_numpy(np.ascontiguousarray(kv_indptr_B1, dtype=np.int32)),
             torch.from_numpy(lens_B.astype(np.int32)),
         )
-        if self._step.plan is not None and list(plan) != list(self._step.plan):
+        if self.planned is not None and list(planned) != list(self.planned):
             raise EngineError("FlashInfer planned a decode step that its captured kernel does not fit")
-        self._step.plan = plan
+        self.planned = planned
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        return self._step.forward(layer, qkv_TNH, rope, norms)
+        from ebbtide.srt.layers.kernels.latent import rotate_and_store_latents
+
+        latents_PS1H, scale = self.latents_PS1H[layer.layer], layer.kind.scale
+        q_TNH = rotate_and_store_latents(qkv_TNH, rope, self.slots_T, latents_PS1H)
+        return self.kernel.run(self.planned, self.kv_indices, q_TNH, latents_PS1H.squeeze(2), scale)
 
 
 class _Kernel:

@@ -51,7 +51,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @cache
 def arrivals(device: torch.device, count: int) -> Tensor:
-    """So many zeros, which every kernel leaves as they are: those of a device run one after the other."""
+    """`count` zeros, which every kernel leaves as they are: those of a device run one after the other."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 

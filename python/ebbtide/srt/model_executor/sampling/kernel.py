@@ -73,7 +73,12 @@ class KernelChooser:
         self._num_tiles_padded = triton.next_power_of_2(self._num_tiles)
         self._num_strips_padded = triton.next_power_of_2(self._num_tiles * (_TILE // _STRIP))
         columns = [
-            (1.0 / temperature_of(each), _top_k_of(each, vocab_size), each.top_p, each.min_p)
+            (
+                1.0 / temperature_of(each),
+                each.top_k if has_top_k(each, vocab_size) else 0,
+                each.top_p,
+                each.min_p,
+            )
             for each in params
         ]
         self._params_S4 = upload(np.array(columns, dtype=np.float32), device)
@@ -138,10 +143,6 @@ class KernelChooser:
             norms=norm_S,
         )
         return chosen
-
-
-def _top_k_of(params: SamplingParams, vocab_size: int) -> int:
-    return params.top_k if has_top_k(params, vocab_size) else 0
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def widen_blocks(values_RK: Tensor, scales_BC: Tensor, dtype: torch.dtype) -> Te
 
 
 class QuantizedSpans:
-    """So many weights in bfloat16, ready to be quantised, on the stream that this was made on.
+    """Weights in bfloat16, ready to be quantised, on the stream that this was made on.
 
     Args:
         spans_S8: addresses of the weight, its values and its scales; rows and columns of blocks; elements
