@@ -223,7 +223,7 @@ def open_peer_memory(store: Any, rank: int, size: int, device: torch.device) -> 
     except Exception as error:  # whatever hinders it, NCCL serves
         problem = _in_a_line(error)
     offer = None if mine is None else asdict(mine.offer)
-    said = json.dumps({"host": _BOOT_ID.read_text().strip(), "offer": offer, "problem": problem})
+    said = json.dumps({"host": _host(), "offer": offer, "problem": problem})
     heard = [json.loads(each) for each in _exchange(store, "offer", rank, size, said)]
     problem = _first_problem([each["problem"] for each in heard])
     if problem is None and len({each["host"] for each in heard}) > 1:
@@ -282,6 +282,10 @@ def _first_problem(problems: Sequence[str | None]) -> str | None:
 
 def _key(stage: str, rank: int) -> str:
     return f"peer_memory/{stage}/{rank}"
+
+
+def _host() -> str:
+    return _BOOT_ID.read_text().strip()
 
 
 def _in_a_line(error: Exception) -> str:

@@ -6,7 +6,7 @@ S numbers of a state for each of a head, L tokens of a piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -66,23 +66,11 @@ def delta_rule(
     v_TVH = v.reshape(len(v), num_v_heads, v_dim)
     rate_TV = rates_TV.float().sigmoid()
     decay_TV = -decay_log_V.exp() * F.softplus(decays_TV.float() + rate_bias_V)
-    outputs = []
-    for slots, tokens in _requests(states):
-        matrix_RVHH = _before(matrices, slots, positions_T[tokens])
-        # [R, V, T of a request, ...]
-        parts = [
-            _by_request(x[tokens], slots).transpose(1, 2) for x in (q_TVH, k_TVH, v_TVH, rate_TV, decay_TV)
-        ]
-        pieces = []
-        for piece in zip(*(torch.split(part, PIECE_TOKENS, dim=2) for part in parts), strict=True):
-            out_RVLH, matrix_RVHH = _piece(matrix_RVHH, *piece)
-            pieces.append(out_RVLH)
-        matrices[slots] = matrix_RVHH
-        outputs.append(torch.cat(pieces, dim=2).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).to(qkv_TC.dtype)
+    inputs = (q_TVH, k_TVH, v_TVH, rate_TV, decay_TV)
+    return _scan(_delta_piece, matrices, inputs, positions_T, states).to(qkv_TC.dtype)
 
 
-def _piece(
+def _delta_piece(
     matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, decay: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Outputs of L tokens of each request, and the matrices behind them.
@@ -136,24 +124,12 @@ def selective_scan(
     )
     step_TN = F.softplus(steps_TN.float() + step_bias_N)
     decay_TN = -decay_log_N.exp() * step_TN
-    outputs = []
-    for slots, tokens in _requests(states):
-        matrix_RNHS = _before(matrices, slots, positions_T[tokens])
-        # [R, N, T of a request, ...]
-        parts = [
-            _by_request(each[tokens], slots).transpose(1, 2)
-            for each in (x_TNH * step_TN[:, :, None], b_TNS, c_TNS, decay_TN)
-        ]
-        pieces = []
-        for piece in zip(*(torch.split(part, PIECE_TOKENS, dim=2) for part in parts), strict=True):
-            out_RNLH, matrix_RNHS = _scanned(matrix_RNHS, *piece)
-            pieces.append(out_RNLH)
-        matrices[slots] = matrix_RNHS
-        outputs.append(torch.cat(pieces, dim=2).transpose(1, 2).flatten(0, 1))
-    return (torch.cat(outputs) + x_TNH * skip_N[:, None]).to(xbc_TC.dtype)
+    inputs = (x_TNH * step_TN[:, :, None], b_TNS, c_TNS, decay_TN)
+    out_TNH = _scan(_mamba_piece, matrices, inputs, positions_T, states)
+    return (out_TNH + x_TNH * skip_N[:, None]).to(xbc_TC.dtype)
 
 
-def _scanned(matrix: Tensor, x: Tensor, b: Tensor, c: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+def _mamba_piece(matrix: Tensor, x: Tensor, b: Tensor, c: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs of L tokens of each request, and the matrices behind them."""
     total = decay.cumsum(-1)
     since = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
@@ -169,6 +145,33 @@ def gated_group_norm(x_TC: Tensor, gates_TC: Tensor, weight_C: Tensor, num_group
     groups_TGC = gated_TC.view(len(x_TC), num_groups, -1)
     normed_TC = F.rms_norm(groups_TGC, groups_TGC.shape[2:], None, eps).flatten(1)
     return normed_TC.to(x_TC.dtype) * weight_C
+
+
+def _scan(
+    run_piece: Callable[..., tuple[Tensor, Tensor]],
+    matrices: Tensor,
+    inputs: Sequence[Tensor],
+    positions_T: Tensor,
+    states: StateStep,
+) -> Tensor:
+    """Outputs of all tokens, [T, heads, H]: piece by piece of each request, whose matrices are replaced.
+
+    Args:
+        run_piece: the outputs of L tokens and the matrices behind them, by the matrices before them and the
+            tokens' inputs [R, heads, L, ...].
+        inputs: [T, heads, ...].
+    """
+    outputs = []
+    for slots, tokens in _requests(states):
+        matrix = _before(matrices, slots, positions_T[tokens])
+        of_requests = [_by_request(x[tokens], slots).transpose(1, 2) for x in inputs]
+        pieces = []
+        for piece in zip(*(torch.split(x, PIECE_TOKENS, dim=2) for x in of_requests), strict=True):
+            out, matrix = run_piece(matrix, *piece)
+            pieces.append(out)
+        matrices[slots] = matrix
+        outputs.append(torch.cat(pieces, dim=2).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
 
 
 def _unit(x: Tensor) -> Tensor:
