@@ -30,7 +30,6 @@ from ebbtide.srt.memory_saver.saver import MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import ChunkArena
 from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
-from ebbtide.srt.model_executor.adapters import AdapterSlots
 from ebbtide.srt.model_executor.builder import build_model_runner, expert_slots
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.this_process import GcClock, freeze_heap, raise_file_limit
@@ -205,14 +204,6 @@ def _park_bytes(config: EngineConfig) -> int:
     return int(read_host_memory().total_bytes * PARK_SHARE_OF_HOST) // num_ranks
 
 
-def _with_adapters(weights: BackedUpMemory, adapters: AdapterSlots, device: Device) -> TagMemory:
-    """The weights with the adapters, which are kept whatever becomes of the weights."""
-    kept = BackedUpMemory(
-        adapters.arena, lambda: adapters.generation, device.host_pinning(), keeps_contents=True
-    )
-    return JointMemory(weights, kept)
-
-
 def _memories(
     config: EngineConfig, runner: ModelRunner, device: Device, saver: MemorySaver
 ) -> dict[MemoryTag, TagMemory]:
@@ -223,16 +214,19 @@ def _memories(
         # The tag has both states even if there are no graphs, and no bytes.
         cuda_graph = saver.arena(MemoryTag.CUDA_GRAPH, 0)
         cuda_graph.resume()
-    weights = BackedUpMemory(
-        store.arena,
-        lambda: store.generation,
-        device.host_pinning(),
-        keeps_contents=config.memory.enable_weights_cpu_backup,
+    keeps_weights = config.memory.enable_weights_cpu_backup
+    base = BackedUpMemory(
+        store.arena, lambda: store.generation, device.host_pinning(), keeps_contents=keeps_weights
     )
+    weights: TagMemory = base
+    if (adapters := runner.adapters) is not None:
+        # They are kept, whatever becomes of the weights.
+        kept = BackedUpMemory(
+            adapters.arena, lambda: adapters.generation, device.host_pinning(), keeps_contents=True
+        )
+        weights = JointMemory(base, kept)
     return {
-        MemoryTag.WEIGHTS: weights
-        if runner.adapters is None
-        else _with_adapters(weights, runner.adapters, device),
+        MemoryTag.WEIGHTS: weights,
         # What activations have left in torch's allocator goes back with the cache that they belong to.
         MemoryTag.KV_CACHE: ArenaMemory(runner.kv_pool.arena, device.trim),
         MemoryTag.CUDA_GRAPH: ArenaMemory(cuda_graph, is_needed=False),

@@ -308,7 +308,7 @@ class TokenizerManager:
         outputs = [output.request for output in generation.outputs]
         num_sent = 0
         try:
-            for piece in _pieces(outputs, _cost_of_message, PIECE_TOKENS):
+            for piece in _pieces(outputs, lambda one: OVERHEAD_TOKENS + len(one.input_ids), PIECE_TOKENS):
                 if num_sent:
                     await self._next_turn()
                 for output in piece:
@@ -459,7 +459,3 @@ def _num_characters(prompt: Prompt) -> int:
 
 def _cost_of_ids(prompt: Prompt) -> int:
     return OVERHEAD_TOKENS + (len(prompt) if isinstance(prompt, list) else 0)
-
-
-def _cost_of_message(output: TokenizedGenerateReqInput) -> int:
-    return OVERHEAD_TOKENS + len(output.input_ids)

@@ -161,11 +161,15 @@ class AdapterLoads:
         self._check(request)
         try:
             return (yield from self._load(request))
-        except DeadlinePassed:
+        except (DeadlinePassed, RequestRejected) as error:
             message = f"{request.lora_name} was not loaded in time, nothing has changed"
-            raise self._refused(request, RequestRejected(message, 409)) from None
-        except RequestRejected as refusal:
-            raise self._refused(request, refusal) from None
+            refusal = error if isinstance(error, RequestRejected) else RequestRejected(message, 409)
+            if request.session_id is not None:
+                # A session that was to have an adapter is incomplete without it.
+                with suppress(RequestRejected):
+                    label = frozenset({f"{request.lora_name}@{request.version}"})
+                    self._updates.session_named(request.session_id).refused.add(refusal.message, label)
+            raise refusal from None
 
     def unload(self, request: UnloadLoRAAdapterReqInput) -> Operation:
         """Have a name, or a version of it, mean nothing any more."""
@@ -189,7 +193,7 @@ class AdapterLoads:
         return UnloadLoRAAdapterReqOutput(
             changed=True,
             num_in_use=num_in_use,
-            loaded_adapters=self._loaded(),
+            loaded_adapters=self.book.current,
             message=f"Unloaded {', '.join(one.label for one in removed)}.{goes_on}",
         )
 
@@ -291,20 +295,9 @@ class AdapterLoads:
             num_bytes=plan.num_bytes,
             num_moved=0,
             stall_ms=0.0,
-            loaded_adapters=self._loaded(),
+            loaded_adapters=self.book.current,
             message=message,
         )
-
-    def _loaded(self) -> dict[str, str]:
-        return {one.name: one.version for one in map(self.book.current, self.book.names) if one is not None}
-
-    def _refused(self, request: LoadRequest, refusal: RequestRejected) -> RequestRejected:
-        """A session that was to have an adapter is incomplete without it."""
-        if request.session_id is not None:
-            with suppress(RequestRejected):
-                label = frozenset({f"{request.lora_name}@{request.version}"})
-                self._updates.session_named(request.session_id).refused.add(refusal.message, label)
-        return refusal
 
     def _check(self, request: LoadRequest) -> None:
         self.book.check_name(request.lora_name)

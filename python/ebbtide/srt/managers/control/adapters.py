@@ -131,14 +131,10 @@ class AdapterBook:
     def names(self) -> list[str]:
         return list(self._versions)
 
-    def current(self, name: str) -> AdapterVersion | None:
-        """What a name means now."""
-        versions = self._versions.get(name)
-        return versions[-1] if versions else None
-
-    def find(self, name: str, version: str) -> AdapterVersion | None:
-        """A version that may be asked for."""
-        return next((one for one in self._versions.get(name, ()) if one.version == version), None)
+    @property
+    def current(self) -> dict[str, str]:
+        """The version that each name means now."""
+        return {name: versions[-1].version for name, versions in self._versions.items()}
 
     def resolve(self, asked: str) -> AdapterVersion:
         """The version that a request for `name` or `name@version` runs on.
@@ -147,16 +143,21 @@ class AdapterBook:
             RequestRejected: 404, there is none.
         """
         name, at, version = asked.partition("@")
-        found = self.find(name, version) if at else self.current(name)
-        if found is None:
-            raise self.not_found(asked)
-        return found
+        return self.meant(name, version if at else None)[-1]
 
-    def not_found(self, asked: str) -> RequestRejected:
-        """Why nothing can be done with an adapter."""
-        known = first_few([one.label for versions in self._versions.values() for one in versions])
-        there_are = f"there are {known}" if known else "none is loaded"
-        return RequestRejected(f"the adapter {asked[:MAX_NAME_LENGTH]!r} is not loaded: {there_are}", 404)
+    def meant(self, name: str, version: str | None) -> list[AdapterVersion]:
+        """What a name, or one version of it, means; what came last is last.
+
+        Raises:
+            RequestRejected: 404, nothing.
+        """
+        found = [one for one in self._versions.get(name, ()) if version in (None, one.version)]
+        if not found:
+            asked = name if version is None else f"{name}@{version}"
+            known = first_few([one.label for versions in self._versions.values() for one in versions])
+            there_are = f"there are {known}" if known else "none is loaded"
+            raise RequestRejected(f"the adapter {asked[:MAX_NAME_LENGTH]!r} is not loaded: {there_are}", 404)
+        return found
 
     def all(self) -> Iterator[AdapterVersion]:
         """Every version that somebody runs on or may ask for."""
@@ -190,7 +191,7 @@ class AdapterBook:
                     f"{digest}): a version never changes, give the new one another lora_version",
                     409,
                 )
-            if self.find(name, version) is not None:
+            if any(one.version == version for one in self._versions.get(name, ())):
                 return True
         self._check_room(name, pinned=pinned)
         return False
@@ -276,17 +277,6 @@ class AdapterBook:
         self._weigh(added)
         self._retire(versions[: -1 - self._keep_versions])
         return added
-
-    def meant(self, name: str, version: str | None) -> list[AdapterVersion]:
-        """What a name, or one version of it, means.
-
-        Raises:
-            RequestRejected: 404, nothing.
-        """
-        found = [one for one in self._versions.get(name, ()) if version in (None, one.version)]
-        if not found:
-            raise self.not_found(name if version is None else f"{name}@{version}")
-        return found
 
     def remove(self, name: str, version: str | None) -> list[AdapterVersion]:
         """A name, or one version of it, means nothing any more; returns what it meant."""
