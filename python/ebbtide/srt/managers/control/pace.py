@@ -1,8 +1,8 @@
 """How much of what takes long is done between two forward passes, and how long these are kept waiting.
 
 Decoding, checking, copying, mapping, giving back: whatever takes long is an iterator that yields the bytes of
-each slice that it has just done. Here slices become turns of the loop, and nowhere else. What ranks do in
-step is in `phases`.
+each slice that it has just done. Here slices become turns of the loop, and nowhere else. A replica of one
+rank does them at its own pace; what several do in step is in `phases`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Final, TypeAlias, TypeVar
 
-from ebbtide.srt.managers.control.ports import Activity, CopyStream, Slices, Work
-from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, ControlRequest, StallCounts
+from ebbtide.srt.managers.control.ports import BETWEEN_PASSES, Activity, CopyStream, Slices, Work
+from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, AnyControlRequest, ControlRequest, StallCounts
+from ebbtide.srt.managers.wire.message import Decision
 
 T = TypeVar("T")
+Fact = TypeVar("Fact")
 
 # A turn's part of the time that the last forward pass took. An update of 16 GB has some 40 ms of work that no
 # pass runs beside: in shorter turns it takes more of them, and a pass goes by with each.
@@ -201,6 +203,34 @@ class Pace:
             return IDLE_TURN_S, math.inf
         turn_s = min(max(SHARE * self._step_s, SHORTEST_TURN_S), LONGEST_TURN_S)
         return turn_s, turn_s * COPY_BYTES_PER_S
+
+
+class OneRank:
+    """A replica of one rank: its part is the whole, and there is nothing to vote on."""
+
+    is_one = True
+    is_working = False
+
+    def phase(self, kind: Activity, work: Work[T]) -> Work[T]:
+        if kind in BETWEEN_PASSES:
+            yield Activity.BOUNDARY
+        return (yield from work)
+
+    def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
+        result = yield from self.phase(kind, work)
+        return result, [fact(result)]
+
+    def certainly(self, act: Callable[[], T]) -> T:
+        return act()
+
+    def propose(self, request: AnyControlRequest) -> None:
+        raise AssertionError("one rank does at once what it would propose")
+
+    def work(self) -> None:
+        """Operations do their own work."""
+
+    def decide(self, decision: Decision) -> None:
+        raise AssertionError("one rank casts no votes")
 
 
 def at_once(act: Callable[[], T]) -> Work[T]:

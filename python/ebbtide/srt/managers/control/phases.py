@@ -33,34 +33,6 @@ WAITS_AS: Final = {
 }
 
 
-class OneRank:
-    """A replica of one rank: its part is the whole, and there is nothing to vote on."""
-
-    is_one = True
-    is_working = False
-
-    def phase(self, kind: Activity, work: Work[T]) -> Work[T]:
-        if kind in BETWEEN_PASSES:
-            yield Activity.BOUNDARY
-        return (yield from work)
-
-    def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
-        result = yield from self.phase(kind, work)
-        return result, [fact(result)]
-
-    def certainly(self, act: Callable[[], T]) -> T:
-        return act()
-
-    def propose(self, request: AnyControlRequest) -> None:
-        raise AssertionError("one rank does at once what it would propose")
-
-    def work(self) -> None:
-        """Operations do their own work."""
-
-    def decide(self, decision: Decision) -> None:
-        raise AssertionError("one rank casts no votes")
-
-
 class Polls(Protocol):
     """Where the votes of this rank go."""
 
