@@ -27,11 +27,13 @@ from ebbtide.srt.managers.io_struct import (
     LoadLoRAAdapterReqInput,
     LoadRequest,
     ManagerInput,
+    RankMessage,
     Refusal,
     RequestOutput,
     SchedulerInput,
     StateReport,
     TextOutput,
+    Tick,
     TokenizedGenerateReqInput,
     TokenOutput,
     VersionContract,
@@ -43,8 +45,6 @@ from ebbtide.srt.managers.scheduling.lockstep import (
     LeaderInbox,
     NoOutputs,
     RankInbox,
-    RankMessage,
-    Tick,
 )
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, ClassVar, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from ebbtide.srt.managers.wire import merging as merge
 from ebbtide.srt.managers.wire.adapter_requests import (
@@ -50,6 +50,7 @@ from ebbtide.srt.managers.wire.message import (
     STEP_BOUNDS as STEP_BOUNDS,
     AdapterReport as AdapterReport,
     ChecksumAlgorithm as ChecksumAlgorithm,
+    Decision,
     GivenUp as GivenUp,
     Load as Load,
     Message as Message,
@@ -419,3 +420,45 @@ class ControlReply(Message, frozen=True, kw_only=True):
 SchedulerInput = TokenizedGenerateReqInput | AbortGeneration | LoadGrammar | ControlCall | Verdict | Expire
 DetokenizerInput = TokenOutput
 ManagerInput = TextOutput | TokenOutput | ControlReply | StateReport
+# What a turn of the scheduler's loop begins with.
+TurnInput = SchedulerInput | Decision
+
+# --------------------------------------------------------------------------- between the ranks of a replica
+
+
+class Tick(Message, frozen=True, kw_only=True):
+    """One turn of the leader's loop: each follower turns once, with the same messages."""
+
+    messages: list[TurnInput]
+
+
+class RankVote(Message, frozen=True, kw_only=True):
+    """A rank has done its part of a phase, or failed at it.
+
+    Attributes:
+        ends: this failure ends the phase, whatever the others are doing: they wait for what will not come.
+    """
+
+    tp_rank: int
+    phase: int
+    failure: Refusal | None = None
+    fact: Any = None
+    ends: bool = False
+
+
+class RankReply(Message, frozen=True, kw_only=True):
+    """A follower's reply to the control request `id`."""
+
+    tp_rank: int
+    id: str
+    reply: AnyReply
+
+
+class RankUpdate(Message, frozen=True, kw_only=True):
+    """A follower's memory as it stands. Sent when it changes, ahead of the reply to what changed it."""
+
+    report: RankReport
+
+
+# From followers to the leader of a replica.
+RankMessage = RankVote | RankReply | RankUpdate

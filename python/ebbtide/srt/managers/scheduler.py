@@ -23,12 +23,13 @@ from ebbtide.srt.managers.io_struct import (
     LoadGrammar,
     LoadRequest,
     TokenizedGenerateReqInput,
+    TurnInput,
     Verdict,
     WeightUpdateRequest,
 )
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, TimeLimits
 from ebbtide.srt.managers.scheduling.load_meter import StepLog
-from ebbtide.srt.managers.scheduling.lockstep import Demand, RankInbox, TurnInput
+from ebbtide.srt.managers.scheduling.lockstep import Demand, RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, OutputProcessor
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.running_rows import ScheduledBatch

@@ -365,10 +365,10 @@ def test_on_a_full_shelf_the_longest_unused_that_may_leave_makes_room() -> None:
     book.start(old)
     book.check_load("next", None, "", pinned=False)
     book.add("next", None, digest="", path="", slot=1, pinned=False)
-    assert book.names == ["kept", "old", "next"], "a request runs on the other one"
+    assert list(book.current) == ["kept", "old", "next"], "a request runs on the other one"
     book.check_load("last", None, "", pinned=False)
     book.add("last", None, digest="", path="", slot=1, pinned=False)
-    assert book.names == ["kept", "next", "last"]
+    assert list(book.current) == ["kept", "next", "last"]
     assert old.slot is not None, "its request comes to its end"
     with pytest.raises(RequestRejected, match="max_loaded_loras is 3: kept, next, last"):
         book.check_load("more", None, "", pinned=False)
@@ -379,9 +379,9 @@ def test_the_one_that_was_named_leaves_before_the_longest_unused() -> None:
     for name in ("kept", "old", "new"):
         book.add(name, None, digest="", path="", slot=0, pinned=False, may_leave=name != "kept")
     book.add("next", None, digest="", path="", slot=0, pinned=False, may_leave=True, instead_of="old")
-    assert book.names == ["kept", "new", "next"]
+    assert list(book.current) == ["kept", "new", "next"]
     book.add("last", None, digest="", path="", slot=0, pinned=False, instead_of="kept")
-    assert book.names == ["kept", "next", "last"], "what may not leave stays"
+    assert list(book.current) == ["kept", "next", "last"], "what may not leave stays"
 
 
 def test_a_load_while_the_weights_are_released_is_refused() -> None:

@@ -23,12 +23,13 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     SchedulerInput,
+    Tick,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateRequest,
 )
 from ebbtide.srt.managers.scheduling import lockstep
-from ebbtide.srt.managers.scheduling.lockstep import Demand, LeaderInbox, Tick
+from ebbtide.srt.managers.scheduling.lockstep import Demand, LeaderInbox
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.testing import NullDevice, default_schedule
 

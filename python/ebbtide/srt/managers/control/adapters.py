@@ -128,10 +128,6 @@ class AdapterBook:
     # ---------------------------------------------------------------------------------------------- asking
 
     @property
-    def names(self) -> list[str]:
-        return list(self._versions)
-
-    @property
     def current(self) -> dict[str, str]:
         """The version that each name means now."""
         return {name: versions[-1].version for name, versions in self._versions.items()}
@@ -200,7 +196,7 @@ class AdapterBook:
         limit = self._max_names
         if self._is_full(name) and self._leaving_name() is None:
             raise RequestRejected(
-                f"max_loaded_loras is {limit}: {first_few(self.names)} are loaded. Unload one",
+                f"max_loaded_loras is {limit}: {first_few(list(self._versions))} are loaded. Unload one",
                 409,
             )
         others = sorted(one.name for one in self._pinned if one.name != name)
@@ -211,7 +207,7 @@ class AdapterBook:
                 409,
             )
         staged = [one for one, _ in self.staged if one != name]
-        unpinned = [one for one in self.names if one != name and one not in others] + staged
+        unpinned = [one for one in self._versions if one != name and one not in others] + staged
         if pinned and len(others) + len(staged) + 1 >= self.num_active and unpinned:
             raise RequestRejected(
                 f"pinned: no slot would be left for {first_few(unpinned)} (max_loras_per_batch is "

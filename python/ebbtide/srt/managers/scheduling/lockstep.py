@@ -30,12 +30,17 @@ from ebbtide.srt.managers.io_struct import (
     DetokenizerInput,
     Expire,
     ManagerInput,
-    Message,
     Prepared,
+    RankMessage,
+    RankReply,
     RankReport,
+    RankUpdate,
+    RankVote,
     Refusal,
     SchedulerInput,
     StateReport,
+    Tick,
+    TurnInput,
 )
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, ReceiveEnd, Receiver, SendEnd, Sender
 from ebbtide.srt.managers.wire.control_request import dealt, num_entries
@@ -47,8 +52,6 @@ ANSWER_GRACE_S: Final = 2.0
 # The leader has all ranks try what it proposes of its own accord no more often than this.
 PROPOSAL_INTERVAL_S: Final = 0.25
 PROPOSAL: Final = "proposal-"
-# What a turn of the loop begins with.
-TurnInput = SchedulerInput | Decision
 
 
 class Demand(enum.Enum):
@@ -432,43 +435,6 @@ class NoOutputs:
 
     def send(self, message: object) -> None: ...
     def close(self) -> None: ...
-
-
-class Tick(Message, frozen=True, kw_only=True):
-    """One turn of the leader's loop: each follower turns once, with the same messages."""
-
-    messages: list[TurnInput]
-
-
-class RankVote(Message, frozen=True, kw_only=True):
-    """A rank has done its part of a phase, or failed at it.
-
-    Attributes:
-        ends: this failure ends the phase, whatever the others are doing: they wait for what will not come.
-    """
-
-    tp_rank: int
-    phase: int
-    failure: Refusal | None = None
-    fact: Any = None
-    ends: bool = False
-
-
-class RankReply(Message, frozen=True, kw_only=True):
-    """A follower's reply to the control request `id`."""
-
-    tp_rank: int
-    id: str
-    reply: AnyReply
-
-
-class RankUpdate(Message, frozen=True, kw_only=True):
-    """A follower's memory as it stands. Sent when it changes, ahead of the reply to what changed it."""
-
-    report: RankReport
-
-
-RankMessage = RankVote | RankReply | RankUpdate
 
 
 class LeaderReceiver(Receiver[SchedulerInput | RankMessage]):
