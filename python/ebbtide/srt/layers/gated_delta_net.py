@@ -22,7 +22,7 @@ from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import Addend, NormedResidual, tensor_of
 from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.state import reference
-from ebbtide.srt.layers.state.base import StateLayer, StateStep
+from ebbtide.srt.layers.state.base import StateLayer
 from ebbtide.srt.layers.step import Step
 from ebbtide.srt.mem_cache.cache_spec import State
 
@@ -86,7 +86,16 @@ class GatedDeltaNet(StateLayer):
         x_TD = tensor_of(x)
         inputs_TC, gates_TVH = self._split(self.in_proj(x_TD, step))
         rates_TV, decays_TV = self._split_rates(self.rates_proj(x_TD, step))
-        out_TVH = self._attend(inputs_TC, rates_TV, decays_TV, gates_TVH, step.positions_T, step.states)
+        convolution: Any = reference
+        kernels: Any = reference
+        if inputs_TC.is_cuda:
+            from ebbtide.srt.layers.kernels import convolution, gated_delta as kernels
+        conv_states, matrices = step.states.layers[self.number]
+        where = (step.positions_T, step.states)
+        conv_TC = convolution.convolve(inputs_TC, self.conv_weight, conv_states, *where)
+        rates = (rates_TV, decays_TV, self.decay_log, self.rate_bias)
+        heads_TVH = kernels.delta_rule(conv_TC, *rates, matrices, *where)
+        out_TVH = kernels.gated_norm(heads_TVH, gates_TVH, self.norm_weight, self.config.norm_eps)
         return self.out_proj.addend(out_TVH.flatten(1), step)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,32 +122,3 @@ class GatedDeltaNet(StateLayer):
         per_key = self.config.num_v_heads // self.config.num_k_heads
         rates, decays = torch.split(projected.view(len(projected), -1, 2 * per_key), per_key, dim=2)
         return rates.flatten(1), decays.flatten(1)
-
-    def _attend(
-        self,
-        inputs_TC: Tensor,
-        rates_TV: Tensor,
-        decays_TV: Tensor,
-        gates_TVH: Tensor,
-        positions_T: Tensor,
-        states: StateStep,
-    ) -> Tensor:
-        """Everything between the projections; the states of the requests are brought up to date."""
-        config = self.config
-        convolution: Any = reference
-        kernels: Any = reference
-        if inputs_TC.is_cuda:
-            from ebbtide.srt.layers.kernels import convolution, gated_delta as kernels
-        conv_states, matrices = states.layers[self.number]
-        conv_TC = convolution.convolve(inputs_TC, self.conv_weight, conv_states, positions_T, states)
-        heads_TVH = kernels.delta_rule(
-            conv_TC,
-            rates_TV,
-            decays_TV,
-            self.decay_log,
-            self.rate_bias,
-            matrices,
-            positions_T,
-            states,
-        )
-        return kernels.gated_norm(heads_TVH, gates_TVH, self.norm_weight, config.norm_eps)  # type: ignore[no-any-return]

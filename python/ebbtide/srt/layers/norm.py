@@ -94,22 +94,18 @@ class QuantizedTokens(NamedTuple):
 Started = PartialNorm | QuantizedTokens
 
 
-class Addend(Protocol):
+class Deferred(Protocol):
+    """A tensor that is computed when somebody reads it."""
+
+    def tensor(self) -> Tensor: ...
+
+
+class Addend(Deferred, Protocol):
     """What will be added to the residual stream. It is computed when it is known which norm follows."""
 
     def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> Started | None:
         """Add it in place. Returns what was computed of `then` on the way."""
         ...
-
-    def tensor(self) -> Tensor:
-        """Itself, [T, D]."""
-        ...
-
-
-class Deferred(Protocol):
-    """A tensor that is computed when somebody reads it."""
-
-    def tensor(self) -> Tensor: ...
 
 
 def tensor_of(x: Tensor | Deferred) -> Tensor:

@@ -27,7 +27,7 @@ from ebbtide.srt.layers.attention.base import (
 )
 from ebbtide.srt.layers.attention.registry import choose_backend
 from ebbtide.srt.layers.fp8 import SCALE_LAYOUTS, Fp8Experts
-from ebbtide.srt.layers.kernels.launch import card, has_fp8
+from ebbtide.srt.layers.kernels.launch import card, compute_capability
 from ebbtide.srt.layers.step import Kernels
 from ebbtide.srt.mem_cache.cache_spec import Latent, State, TokenSpec
 from ebbtide.srt.mem_cache.kv_pool import KVPool
@@ -304,7 +304,7 @@ def _quantization(model_config: ModelConfig, device: torch.device) -> Quantizati
     """
     if (name := model_config.quantization) is None:
         return None
-    if device.type == "cuda" and not has_fp8(device):
+    if device.type == "cuda" and compute_capability(device) < (9, 0):
         raise ConfigurationError(
             f"quantization={name}: expected a GPU that multiplies e4m3, Hopper (compute capability 9.0) or "
             f"later, found {card(device)}"

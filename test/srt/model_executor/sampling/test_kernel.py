@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from fixtures.logprobs import PositionLogprobs, by_position
 
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
-from ebbtide.srt.model_executor.sampling.choosing import Chooser, HostChooser, uniforms
+from ebbtide.srt.model_executor.sampling.choosing import Chooser, HostChooser, mixed_seeds, uniforms
 from ebbtide.srt.model_executor.sampling.kernel import KernelChooser
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 from ebbtide.srt.model_executor.sampling.sampler import Sampled, Sampler
@@ -72,7 +72,7 @@ def test_draws_are_those_of_the_host(vocab_size: int, dtype: torch.dtype) -> Non
     num_rows = 12
     scores = logits(num_rows, vocab_size).to(dtype)
     params = [SamplingParams(temperature=0.5 + row / 5) for row in range(num_rows)]
-    noise = uniforms(range(num_rows), [0] * num_rows).tolist()
+    noise = uniforms(mixed_seeds(range(num_rows)), np.zeros(num_rows, dtype=np.int64)).tolist()
 
     tokens, logprobs, norms = chosen_by_kernels(scores, params, noise)
 
@@ -361,7 +361,7 @@ class TestOnAGpu:
         scores = logits(num_rows, self.VOCAB).bfloat16()
         kinds = [{"temperature": 0.0}, {}, {"top_p": 0.95}, {"top_k": 50}]
         params = [SamplingParams(**kinds[row % 4]) for row in range(num_rows)]
-        noise = uniforms(range(num_rows), [1] * num_rows)
+        noise = uniforms(mixed_seeds(range(num_rows)), np.ones(num_rows, dtype=np.int64))
         noise[::4] = -1.0
 
         tokens, logprobs, _ = chosen_by_kernels(scores, params, noise.tolist())

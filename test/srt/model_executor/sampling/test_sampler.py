@@ -9,10 +9,11 @@ import pytest
 import torch
 from fixtures.logprobs import PositionLogprobs, by_position
 from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
-from ebbtide.srt.model_executor.sampling.choosing import invert_cdf, uniforms
+from ebbtide.srt.model_executor.sampling.choosing import invert_cdf, mixed_seeds, uniforms
 from ebbtide.srt.model_executor.sampling.filters import Filters
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 from ebbtide.srt.model_executor.sampling.sampler import Sampled, Sampler
@@ -35,6 +36,10 @@ def spec(
     return SampleSpec(
         SamplingParams(**params), seed, frozenset(stop_ids), list(prompt), list(output), logprobs
     )
+
+
+def noise_of(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    return uniforms(mixed_seeds(seeds), np.array(positions, dtype=np.int64))
 
 
 def logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
@@ -207,20 +212,20 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
 
 def test_noise_is_uniform_and_differs_by_seed_and_position() -> None:
     num = 10_000
-    by_seed = uniforms(range(-num // 2, num // 2), [0] * num)
-    by_position = uniforms([-(2**63)] * num, range(num))
+    by_seed = noise_of(range(-num // 2, num // 2), [0] * num)
+    by_position = noise_of([-(2**63)] * num, range(num))
 
     for values in (by_seed, by_position):
         counts = [int(((values >= k / 10) & (values < (k + 1) / 10)).sum()) for k in range(10)]
         assert chi_square(counts, [0.1] * 10) < 33.7
         assert len(set(values.tolist())) == num
-    assert not set(by_seed.tolist()) & set(uniforms(range(-num // 2, num // 2), [1] * num).tolist())
+    assert not set(by_seed.tolist()) & set(noise_of(range(-num // 2, num // 2), [1] * num).tolist())
 
 
 def test_no_seed_is_another_seed_shifted() -> None:
     # The increment of the underlying generator: added to an unmixed seed it would be a step of its sequence.
     num, increment = 1000, 0x9E3779B97F4A7C15
-    first, second = uniforms([3] * num, range(num)), uniforms([3 + increment] * num, range(num))
+    first, second = noise_of([3] * num, range(num)), noise_of([3 + increment] * num, range(num))
 
     assert not set(first.tolist()) & set(second.tolist())
 

@@ -35,12 +35,6 @@ def current_stream(device: torch.device) -> int:
 
 
 @cache
-def has_fp8(device: torch.device) -> bool:
-    """Whether the products of weights in 8 bits were written for such a GPU: Hopper and later."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a CPU, where kernels are interpreted, counts as a small one."""
     if device.type != "cuda":

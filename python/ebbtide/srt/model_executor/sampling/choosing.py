@@ -172,28 +172,23 @@ def _aligned(num_rows: int) -> int:
     return -(-num_rows // _ROWS_ALIGNED) * _ROWS_ALIGNED
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) per (seed, position) pair, with 53 random bits: whatever else is in the batch.
-
-    Args:
-        seeds: any integers; taken modulo 2**64.
-        positions: ≥ 0.
-
-    Source: the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-    Generators, 2014), applied to the seed and again to the position.
-    """
-    return uniforms_at(mixed_seeds(seeds), np.array(positions, dtype=np.int64))
-
-
 def mixed_seeds(seeds: Sequence[int]) -> NDArray[np.uint64]:
-    """The part of `uniforms` that depends on the seeds alone."""
+    """The part of `uniforms` that depends on the seeds alone: any integers, taken modulo 2**64."""
     # The seed is mixed before the position is added: seeds that differ by little must not be
     # one another's sequence at other positions.
     return _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64) + _GOLDEN)
 
 
-def uniforms_at(mixed: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`uniforms` of seeds that went through `mixed_seeds`."""
+def uniforms(mixed: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in [0, 1) per seed and position, with 53 random bits, whatever else is in the batch.
+
+    Args:
+        mixed: seeds after `mixed_seeds`.
+        positions: ≥ 0.
+
+    Source: the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+    Generators, 2014), applied to the seed and again to the position.
+    """
     state = mixed + positions.astype(np.uint64) * _GOLDEN
     return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -23,7 +23,7 @@ from ebbtide.srt.model_executor.sampling.choosing import (
     HostChooser,
     MakeChooser,
     mixed_seeds,
-    uniforms_at,
+    uniforms,
 )
 from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import (
@@ -241,7 +241,7 @@ class _Batch:
         """The noise of each row, as choosers take it: −1 for greedy ones."""
         noise_S = np.full(len(self.specs), -1.0)
         if len(self._random_G):
-            noise_S[self._random_G] = uniforms_at(self._seeds_G, positions_S[self._random_G])
+            noise_S[self._random_G] = uniforms(self._seeds_G, positions_S[self._random_G])
         return noise_S
 
     def logprobs(self, scores_SV: Tensor, chosen: Chosen) -> LaunchedLogprobs:
