@@ -1,5 +1,6 @@
 """DeepSeek-V2 and V3, and what is built as they are: DeepSeek-R1, Kimi-K2, Moonlight."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,21 +17,9 @@ class DeepseekV2ForCausalLM(LatentMoeCausalLM):
         method = require(hf_config, "topk_method", "greedy", "group_limited_greedy")
         require(hf_config, "scoring_func", "softmax")
         require(hf_config, "norm_topk_prob", False)
-        num_groups, num_kept_groups = hf_config.n_group or 1, hf_config.topk_group or 1
+        moe = grouped_moe(hf_config, renormalize=False, num_group_scores=1, has_wide_router=True)
         if method == "greedy":
-            num_groups = num_kept_groups = 1
-        moe = MoeConfig(
-            num_experts=hf_config.n_routed_experts,
-            num_experts_per_token=hf_config.num_experts_per_tok or 0,
-            inner_size=hf_config.moe_intermediate_size,
-            renormalize=False,
-            num_groups=num_groups,
-            num_kept_groups=num_kept_groups,
-            num_group_scores=1,
-            has_wide_router=True,
-            scale=hf_config.routed_scaling_factor,
-            shared_size=hf_config.moe_intermediate_size * (hf_config.n_shared_experts or 0),
-        )
+            moe = replace(moe, num_groups=1, num_kept_groups=1)
         super().__init__(hf_config, moe, layers_after_dense(hf_config), dtype, device)
 
 
@@ -48,17 +37,21 @@ def sigmoid_experts(hf_config: Any) -> MoeConfig:
     """
     require(hf_config, "topk_method", "noaux_tc")
     require(hf_config, "scoring_func", "sigmoid")
+    renormalize = bool(hf_config.norm_topk_prob)
+    return grouped_moe(hf_config, renormalize=renormalize, scoring="sigmoid", has_bias=True)
+
+
+def grouped_moe(hf_config: Any, **fields: Any) -> MoeConfig:
+    """Experts in groups, and an MLP for all tokens; `fields` are further ones of `MoeConfig`."""
     return MoeConfig(
         num_experts=hf_config.n_routed_experts,
         num_experts_per_token=hf_config.num_experts_per_tok or 0,
         inner_size=hf_config.moe_intermediate_size,
-        renormalize=bool(hf_config.norm_topk_prob),
-        scoring="sigmoid",
-        has_bias=True,
         num_groups=hf_config.n_group or 1,
         num_kept_groups=hf_config.topk_group or 1,
         scale=hf_config.routed_scaling_factor,
         shared_size=hf_config.moe_intermediate_size * (hf_config.n_shared_experts or 0),
+        **fields,
     )
 
 

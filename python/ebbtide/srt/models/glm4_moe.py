@@ -7,8 +7,8 @@ import torch
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.models.deepseek import sigmoid_experts
 from ebbtide.srt.models.dense import dense_config
-from ebbtide.srt.models.latent import EXPERT_NAMES, LatentMoeCausalLM
-from ebbtide.srt.models.moe import MoeCausalLM, is_behind_layers
+from ebbtide.srt.models.latent import LatentMoeCausalLM
+from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM, is_behind_layers
 
 
 class Glm4MoeForCausalLM(MoeCausalLM):
@@ -19,7 +19,7 @@ class Glm4MoeForCausalLM(MoeCausalLM):
             hf_config, qkv_bias=bool(hf_config.attention_bias), qk_norm=bool(hf_config.use_qk_norm)
         )
         layers = range(hf_config.first_k_dense_replace, config.num_layers)
-        super().__init__(config, sigmoid_experts(hf_config), EXPERT_NAMES, layers, dtype, device)
+        super().__init__(config, sigmoid_experts(hf_config), ExpertNames(), layers, dtype, device)
 
     def ignored(self, name: str) -> bool:
         return super().ignored(name) or is_behind_layers(name, self.config.num_layers)

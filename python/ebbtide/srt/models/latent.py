@@ -30,7 +30,6 @@ from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, divided, 
 from ebbtide.srt.models.dense import DenseConfig, dense_config
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM, is_behind_layers
 
-EXPERT_NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 # The norms inside attention have an epsilon of their own, which no config says.
 _EPS = 1e-6
 
@@ -191,7 +190,7 @@ class LatentMoeCausalLM(MoeCausalLM):
         sizes = latent_sizes(hf_config)
         config = latent_config(hf_config, sizes)
         make_attention = partial(LatentAttention, config, sizes, dtype)
-        super().__init__(config, moe, EXPERT_NAMES, sparse_layers, dtype, device, make_attention)
+        super().__init__(config, moe, ExpertNames(), sparse_layers, dtype, device, make_attention)
         self.sizes = sizes
 
     @property

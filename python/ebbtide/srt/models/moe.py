@@ -29,10 +29,10 @@ class ExpertNames:
     module of the MLP that all tokens take.
     """
 
-    block: str
-    gate: str
-    up: str
-    down: str
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
     shared: str = "shared_experts"
 
 

@@ -8,7 +8,7 @@ from ebbtide.srt.layers.moe import MoeConfig
 from ebbtide.srt.models.dense import alike, dense_config
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
 
-SHARED_NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj", shared="shared_expert")
+SHARED_NAMES = ExpertNames(shared="shared_expert")
 
 
 class Qwen2MoeForCausalLM(MoeCausalLM):
@@ -32,14 +32,8 @@ class Qwen3MoeForCausalLM(MoeCausalLM):
             output_bias=attention_bias,
             qk_norm=True,
         )
-        moe = MoeConfig(
-            num_experts=hf_config.num_experts,
-            num_experts_per_token=hf_config.num_experts_per_tok,
-            inner_size=hf_config.moe_intermediate_size,
-            renormalize=bool(hf_config.norm_topk_prob),
-        )
-        names = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-        super().__init__(config, moe, names, sparse_layers(hf_config), dtype, device)
+        moe = moe_config(hf_config, renormalize=bool(hf_config.norm_topk_prob))
+        super().__init__(config, moe, ExpertNames(), sparse_layers(hf_config), dtype, device)
 
 
 def sparse_layers(hf_config: Any) -> list[int]:
@@ -52,13 +46,17 @@ def sparse_layers(hf_config: Any) -> list[int]:
     ]
 
 
-def shared_moe(hf_config: Any, *, renormalize: bool) -> MoeConfig:
-    """Experts, and an MLP with a gate of its own that every token takes too."""
+def moe_config(hf_config: Any, **fields: Any) -> MoeConfig:
+    """Experts chosen by softmax; `fields` are further ones of `MoeConfig`."""
     return MoeConfig(
         num_experts=hf_config.num_experts,
         num_experts_per_token=hf_config.num_experts_per_tok,
         inner_size=hf_config.moe_intermediate_size,
-        renormalize=renormalize,
-        shared_size=hf_config.shared_expert_intermediate_size,
-        gates_shared=True,
+        **fields,
     )
+
+
+def shared_moe(hf_config: Any, *, renormalize: bool) -> MoeConfig:
+    """Experts, and an MLP with a gate of its own that every token takes too."""
+    shared_size = hf_config.shared_expert_intermediate_size
+    return moe_config(hf_config, renormalize=renormalize, shared_size=shared_size, gates_shared=True)
