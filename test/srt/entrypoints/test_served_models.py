@@ -11,6 +11,7 @@ from fixtures.deadlines import HANG_S
 from ebbtide.srt.entrypoints.served_models import ServedModels
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import AdapterReport
+from ebbtide.srt.memory_saver.tags import MemoryTag
 
 pytestmark = pytest.mark.unit
 
@@ -19,14 +20,25 @@ class ScriptedEngine:
     """An engine whose loads last until they are let go on."""
 
     def __init__(self) -> None:
-        self.state: Any = SimpleNamespace(model_path="/models/tide", adapters=[])
+        self.state: Any = SimpleNamespace(model_path="/models/tide", adapters=[], ranks=[])
         self.loads: list[dict[str, Any]] = []
         self.may_end = asyncio.Event()
         self.refusal: RequestRejected | None = None
+        self.reported = asyncio.Event()
+
+    def report(self, weights: str) -> None:
+        self.state.ranks = [SimpleNamespace(tags={MemoryTag.WEIGHTS: SimpleNamespace(state=weights)})]
+        self.reported.set()
+
+    async def next_report(self) -> None:
+        self.reported.clear()
+        await self.reported.wait()
 
     async def control(self, kind: type[Any], fields: Any) -> Any:
         self.loads.append(fields)
         await self.may_end.wait()
+        if self.state.ranks and self.state.ranks[0].tags[MemoryTag.WEIGHTS].state == "released":
+            raise RequestRejected("the weights were released in between", 409)
         if self.refusal is not None:
             raise self.refusal
         leaving = fields.get("instead_of")
@@ -137,5 +149,28 @@ def test_the_adapter_that_was_asked_for_least_recently_leaves(tmp_path: Path) ->
         for name in "abac":
             await find(served, name)
         assert [one.name for one in engine.state.adapters] == ["a", "c"]
+
+    asyncio.run(ask())
+
+
+def test_while_the_weights_are_released_a_request_waits_for_its_adapter(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "adapter_config.json").touch()
+
+    async def ask() -> None:
+        engine = ScriptedEngine()
+        served = models(engine, tmp_path)
+        engine.report("resident")
+        asking = asyncio.create_task(find(served, "run"))
+        while not engine.loads:
+            await asyncio.sleep(0.001)
+        engine.report("released")
+        engine.may_end.set()
+        for _ in range(10):
+            await asyncio.sleep(0.001)
+        assert not asking.done()
+        assert len(engine.loads) == 1, "nothing is tried meanwhile"
+        engine.report("resident")
+        assert await asyncio.wait_for(asking, HANG_S) == "run"
 
     asyncio.run(ask())

@@ -15,6 +15,7 @@ import msgspec
 from ebbtide.srt.config import ANY_NAME, EngineConfig
 from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
 from ebbtide.srt.managers.io_struct import LoadLoRAAdapterReqInput, StateReport
+from ebbtide.srt.memory_saver.tags import MemoryTag
 
 # What the contents of a folder are called: others under the same name are refused.
 FOLDER_VERSION: Final = "1"
@@ -25,6 +26,8 @@ class Engine(Protocol):
 
     @property
     def state(self) -> StateReport: ...
+
+    async def next_report(self) -> None: ...
 
     async def control(self, kind: type[Any], fields: Mapping[str, Any]) -> Any: ...
 
@@ -138,11 +141,26 @@ class ServedModels:
             async with self._turn if limit is not None else nullcontext():
                 if limit is not None:
                     fields["instead_of"] = await self._left_by(limit)
-                await self._engine.control(LoadLoRAAdapterReqInput, fields)
+                await self._load_awake(fields)
             self._note_asked(name)
         finally:
             self._leaving = None
             del self._loads[name]
+
+    async def _load_awake(self, fields: Mapping[str, Any]) -> None:
+        """Load when the weights, and the slots of adapters with them, are there: requests wait for that."""
+        while True:
+            while self._are_weights_released():
+                await self._engine.next_report()
+            try:
+                await self._engine.control(LoadLoRAAdapterReqInput, fields)
+                return
+            except RequestRejected:
+                if not self._are_weights_released():
+                    raise
+
+    def _are_weights_released(self) -> bool:
+        return any(rank.tags[MemoryTag.WEIGHTS].state == "released" for rank in self._engine.state.ranks)
 
     async def _left_by(self, limit: int) -> str | None:
         """The adapter that leaves where one more is too many, once no request for it is on its way."""

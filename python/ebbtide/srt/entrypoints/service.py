@@ -302,6 +302,10 @@ class EngineService:
         assert state is not None, "the first report comes ahead of the reply that `open` waits for"
         return state
 
+    async def next_report(self) -> None:
+        """Return when `state` may be another. Raises EngineDown: it never will."""
+        await self.manager.next_report()
+
     async def control(self, kind: type[Any], fields: Mapping[str, Any], vote: Vote | None = None) -> Any:
         """Carry out a control request given as loose fields; returns the body of the reply.
 

@@ -98,6 +98,7 @@ class TokenizerManager:
         self.limits = limits
         self._num_replicas = limits.num_replicas
         self._state: StateReport | None = None
+        self._has_reported = asyncio.Event()
         self._place = place
         self._scheduler = scheduler
         self._inbox = OrderedInbox(inbox)
@@ -155,6 +156,7 @@ class TokenizerManager:
         self._failed.set_result(None)
         self._wait_warning.cancel()
         self.pause.cancel()
+        self._has_reported.set()
         self.control.fail(message)
         for generation in self._live.clear():
             generation.fail(EngineDown(message))
@@ -383,6 +385,13 @@ class TokenizerManager:
             self._state = merge_reports([self.reports[rank] for rank in range(self._num_replicas)])
         return self._state
 
+    async def next_report(self) -> None:
+        """Return when a replica has reported its state. Raises EngineDown: none will."""
+        self._check_alive()
+        self._has_reported.clear()
+        await self._has_reported.wait()
+        self._check_alive()
+
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDown(self._failure)
@@ -417,6 +426,7 @@ class TokenizerManager:
             case StateReport():
                 self.reports[message.dp_rank] = message
                 self._state = None  # put together when it is asked for
+                self._has_reported.set()
                 self._wait_warning.note()
                 self.pause.note()
 
