@@ -26,7 +26,8 @@ class CudaDevice:
     """
 
     def __init__(self, index: int) -> None:
-        if not 0 <= index < (num_devices := _cuda.device_count()):
+        num_devices = _cuda.device_count()
+        if not 0 <= index < num_devices:
             raise ConfigurationError(f"device=cuda:{index}: torch sees {num_devices} CUDA devices")
         _cuda.set_device(index)
         _cuda.synchronize(index)  # whatever comes first makes the context: let it be this
