@@ -221,8 +221,8 @@ def _default_goals() -> dict[str, Goal]:
             if prefix not in ("llama", "moe"):
                 title = f"{SHAPE_TITLES[model]}, {what}"
                 goals[f"default.{prefix}_{name}"] = Goal("default", title, "ms", None)
-        stall = 15.0 if name.endswith("stall_in_place_64") else None
-        divided = {"reply_idle": 25.0, "kept_reply_idle": 15.0}.get(name, stall)
+        in_time = 15.0 if name.endswith("stall_in_place_64") else None
+        divided = {"reply_idle": 25.0, "kept_reply_idle": 15.0}.get(name, in_time)
         for num_ranks in (2, 4):
             goals[f"default.tp{num_ranks}_{name}"] = Goal("default", f"tp={num_ranks}, {what}", "ms", divided)
             title = f"tp={num_ranks}, all of the trainer's tensors on the first GPU, {what}"
