@@ -102,6 +102,7 @@ def test_a_load_that_is_refused_is_tried_again(tmp_path: Path) -> None:
             with pytest.raises(RequestRejected, match="it does not fit"):
                 await find(served, "run")
         engine.refusal = None
+        assert await find(served, "tide:run@1") == "run@1"
         assert await find(served, "run@1") == "run@1"
         with pytest.raises(RequestRejected, match="there is no 'run@2' here"):
             await find(served, "run@2")

@@ -105,6 +105,8 @@ class ServedModels:
         Raises RequestRejected: it cannot be loaded.
         """
         plain = str(name).partition("@")[0]
+        for base in self._base_names():
+            plain = plain.removeprefix(f"{base}:")
         while self._leaving == plain:
             await asyncio.wait(self._loads.values(), return_when=asyncio.FIRST_COMPLETED)
         self._on_way[plain] += 1
