@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,9 +141,8 @@ def test_the_event_loop_goes_on_while_an_answer_of_many_outputs_is_written() -> 
 
         manager = SimpleNamespace(prepare=prepare, in_thread=asyncio.to_thread)
         metrics = SimpleNamespace(note_all=note_all)
-        service: Any = SimpleNamespace(
-            manager=manager, metrics=metrics, models=SimpleNamespace(require=lambda name: None)
-        )
+        models = SimpleNamespace(held=lambda name: nullcontext())
+        service: Any = SimpleNamespace(manager=manager, metrics=metrics, models=models)
         request: Any = SimpleNamespace(receive=staying, client=None, headers={})
         call = completion_call({"prompt": [1], "n": len(outputs)}, "tide", None)
         writer = ChunkWriter(Writer(), call)  # type: ignore[arg-type]
