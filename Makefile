@@ -12,8 +12,8 @@ INSTALLED := $(VENV)/.installed
 SOURCES := python compat plugins test bench examples docs/site.py
 # All, or some: make tests TESTS=test/srt/test_config.py
 TESTS := test
-# Much of a test's time is waiting for an engine: four at a time keep two cores busy.
-WORKERS ?= 4
+# Much of a test's time is waiting for an engine: five at a time keep two cores busy.
+WORKERS ?= 5
 # How many sequences `make fuzz` tries; the gate tries 400 of them.
 FUZZ_SEQUENCES ?= 50000
 # How long `make soak` goes on, and further arguments, e.g. SOAK_OPTIONS="--device cuda --streams 64"

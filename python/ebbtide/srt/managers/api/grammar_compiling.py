@@ -295,7 +295,6 @@ def main() -> None:
     # A fork of the parent's may hold the other end of the socket open.
     parent = os.pidfd_open(int(sys.argv[1]))
     start: CompilerStart = pickle.load(sys.stdin.buffer)
-    os.nice(NICENESS)
     tokenizer = load_tokenizer(start.model, start.revision)
     eos_token_ids = start.model.eos_token_ids | tokenizer.eos_token_ids
     compiler = GrammarCompiler(Vocabulary(tokenizer, start.model.vocab_size, eos_token_ids), start.whitespace)
@@ -305,6 +304,7 @@ def main() -> None:
         if not descriptors:
             return
         if os.fork() == 0:
+            os.nice(NICENESS)
             jobs.close()
             _work(compiler, start.memory_bytes, socket.socket(fileno=descriptors[0]))
         os.close(descriptors[0])
