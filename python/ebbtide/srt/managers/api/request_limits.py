@@ -96,9 +96,13 @@ class RequestLimits:
             self._check_length(len(prompts), f"{len(prompts)} tokens")
 
     def check_text(self, text: str, tokenizer: Tokenizer) -> None:
-        """Refuse a text of which it is certain, before it is tokenized, that it is too long."""
-        least = tokenizer.least_tokens(text)
-        self._check_length(least, f"{len(text)} characters, so at least {least} tokens")
+        """Refuse a text, before it is tokenized, that has more characters than a whole context."""
+        most = tokenizer.most_characters(text, self.context_len)
+        if len(text) > most:
+            raise RequestRejected(
+                f"the prompt has {len(text)} characters: expected at most {most}, for a context of "
+                f"{self.context_len} tokens"
+            )
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         """Refuse ids outside the vocabulary."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 # Characters that NFC composes into one, at most: the longest canonical decomposition in Unicode.
 NFC_SHRINKS_BY: Final = 4
-# Steps that take no character away, whatever they put in its place.
-_KEEPS_CHARACTERS: Final = frozenset({"ByteLevel", "Metaspace", "Digits", "Prepend", "NFD", "NFC"})
 
 
 class Tokenizer:
@@ -56,17 +53,14 @@ class Tokenizer:
         ids = [tuple(self.encode(text, add_special_tokens=False)) for text in texts]
         return [list(one) for one in dict.fromkeys(ids) if one]
 
-    def least_tokens(self, text: str) -> int:
-        """A number of tokens that a text has at least, found without tokenizing it; 0 if nothing is known."""
-        return self._length_bound.least_tokens(text) if self._length_bound is not None else 0
-
     @cached_property
-    def _length_bound(self) -> LengthBound | None:
-        from transformers.tokenization_utils_tokenizers import TokenizersBackend
+    def _longest(self) -> int:
+        return max(map(len, self.hf.get_vocab()))
 
-        # A class that encodes in a way of its own may drop what it likes.
-        is_plain = getattr(type(self.hf), "_encode_plus", None) is TokenizersBackend._encode_plus
-        return LengthBound(self.hf.backend_tokenizer) if is_plain else None
+    def most_characters(self, text: str, num_tokens: int) -> int:
+        """How many characters such a text has at most, if it has so many tokens and is not mostly blanks."""
+        # ASCII has nothing to compose.
+        return num_tokens * self._longest * (1 if text.isascii() else NFC_SHRINKS_BY)
 
     def decode(
         self,
@@ -110,69 +104,6 @@ class Tokenizer:
         letter = vocabulary.get(names[ord("A")])
         # The name alone proves nothing: a code model may have "<0x41>" as plain text.
         return values if letter is not None and self.decode([letter]) == "A" else {}
-
-
-class LengthBound:
-    """The least number of tokens that a text of some length can become.
-
-    `backend`: a tokenizer of the `tokenizers` library.
-    """
-
-    def __init__(self, backend: Any) -> None:
-        steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-        self._composes = any(step["type"] == "NFC" for step in steps)
-        self._longest: int | None = None
-        if (
-            all(map(_keeps_characters, steps))
-            and _knows_every_character(backend.model, steps, vocabulary)
-            # Such a token swallows all blanks around it.
-            and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
-        ):
-            self._longest = max(map(len, vocabulary))
-
-    def least_tokens(self, text: str) -> int:
-        """No fewer tokens than this; 0 where the tokenizer may drop or merge characters without limit."""
-        if self._longest is None:
-            return 0
-        # ASCII has nothing to compose.
-        shrinks_by = NFC_SHRINKS_BY if self._composes and not text.isascii() else 1
-        return -(-len(text) // (self._longest * shrinks_by))
-
-
-def _steps(component: Any) -> list[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer, in order."""
-    return [] if component is None else _flat(json.loads(component.__getstate__()))
-
-
-def _flat(state: dict[str, Any]) -> list[dict[str, Any]]:
-    if state["type"] != "Sequence":
-        return [state]
-    members = state.get("normalizers") or state.get("pretokenizers") or []
-    return [step for member in members for step in _flat(member)]
-
-
-def _keeps_characters(step: dict[str, Any]) -> bool:
-    match step:
-        case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
-            return len(content) >= len(pattern)
-        case {"type": "Split", "behavior": behavior}:
-            return bool(behavior != "Removed")
-        case _:
-            return step["type"] in _KEEPS_CHARACTERS
-
-
-def _knows_every_character(model: Any, steps: list[dict[str, Any]], vocabulary: dict[str, int]) -> bool:
-    """Whether no character is dropped, or becomes one unknown token together with its neighbours."""
-    from tokenizers import models, pre_tokenizers
-
-    if not isinstance(model, models.BPE):
-        return False
-    if any(step["type"] == "ByteLevel" for step in steps):
-        return all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet())
-    if model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
-        return True
-    return model.unk_token is not None and not model.fuse_unk
 
 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> Tokenizer:
