@@ -1,4 +1,4 @@
-"""A soak test: control requests at random, against an engine whose streams are checked token by token.
+"""A soak test: control requests at random, against a server whose streams are checked token by token.
 
     make soak SOAK_MINUTES=30
 
@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from soak.doors import open_door
-from soak.model import make_models
-from soak.storm import Soak
+import torch
+from fixtures.checkpoints import make_checkpoint
+from fixtures.servers import running_server
+from safetensors.torch import load_file, save_file
+from soak.storm import MAX_TOTAL_TOKENS, Soak
 from soak.tally import Tally, report
 
 
@@ -33,36 +36,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="length (%(default)s)")
     parser.add_argument("--streams", type=int, default=16, help="clients at a time (%(default)s)")
-    parser.add_argument(
-        "--calm-s", type=float, default=0.3, help="most seconds between two operations (%(default)s)"
-    )
-    parser.add_argument(
-        "--rehearsals", type=int, default=2, help="times each operation is tried first (%(default)s)"
-    )
     parser.add_argument("--watch-s", type=float, default=0.0, help="seconds between progress lines (0: none)")
     parser.add_argument("--seed", type=int, default=0, help="of the operations (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    parser.add_argument(
-        "--door", choices=("http", "engine"), default="http", help="a server, or Engine in this process"
-    )
-    parser.add_argument(
-        "--park", action=argparse.BooleanOptionalAction, default=True, help="park KV at releases"
-    )
-    parser.add_argument(
-        "--resize", action=argparse.BooleanOptionalAction, default=True, help="resize the KV cache"
-    )
     parser.add_argument("server_flags", nargs="*", help="further flags of the server, after --")
     args = parser.parse_args(argv)
-    if args.server_flags and args.door == "engine":
-        parser.error("further flags are a server's, and --door engine starts none")
     with tempfile.TemporaryDirectory(prefix="eb-") as name:
         folder = Path(name)
         make_models(folder, args.seed)
         tally = Tally()
-        with open_door(args, folder) as door:
-            before, after = asyncio.run(Soak(args, door, folder, tally).run())
+        flags = ("--skip-tokenizer-init", "--dtype", "float32", "--device", args.device)
+        flags += ("--max-total-tokens", str(MAX_TOTAL_TOKENS), "--log-level", "warning", *args.server_flags)
+        with running_server(folder / "model", *flags) as server:
+            try:
+                before, after = asyncio.run(Soak(args, server, folder, tally).run())
+            finally:
+                print(server.log[-2000:], file=sys.stderr)
     if not report(tally, before, after):
         raise SystemExit(1)
+
+
+def make_models(folder: Path, seed: int) -> None:
+    """What is served (`model`), other weights of its shape (`other`), and some that do not fit (`wrong`)."""
+    for number, name in enumerate(("model", "other", "wrong")):
+        make_checkpoint(folder / name, "Qwen3ForCausalLM", seed=seed + number, max_position_embeddings=2048)
+    file = folder / "wrong" / "model.safetensors"
+    save_file({**load_file(file), "model.norm.weight": torch.ones(3)}, file, {"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -9,26 +9,32 @@ import os
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import httpx
 import psutil
+from fixtures.servers import Server, url_of
 from safetensors.torch import load_file
+from soak.tally import Holdings, Tally, shared_objects
 from torch import Tensor
 
 from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.weight_sync.borrowed_memory import ENDED_LOOK_S
-from soak.doors import MAX_TOTAL_TOKENS, REPLY_TIMEOUT_S, Door
-from soak.model import SHAPE
-from soak.tally import Holdings, Tally, shared_objects
 
 if TYPE_CHECKING:
     from ebbtide.trainer import WeightSender
 
+# Longer than any operation of the storm may take: a reply that has not come by then is a hang.
+REPLY_TIMEOUT_S: Final = 120.0
+MAX_TOTAL_TOKENS: Final = 16384
 NUM_PROMPTS: Final = 48
+NUM_REHEARSALS: Final = 2
+# The most between two operations.
+CALM_S: Final = 0.3
 MODES: Final = ("in_place", "retract", "wait", "abort")
 MAX_OUTPUT: Final = 96
 # Batches of other sizes round otherwise, and so do prefills of what was computed token by token.
@@ -46,11 +52,13 @@ time.sleep(600)
 
 
 class Soak:
-    """One engine, its clients and its storm."""
+    """One server, its clients and its storm."""
 
-    def __init__(self, args: argparse.Namespace, door: Door, folder: Path, tally: Tally) -> None:
+    def __init__(self, args: argparse.Namespace, server: Server, folder: Path, tally: Tally) -> None:
         self._args = args
-        self._door = door
+        self._pid = server.process.pid
+        self._url = url_of(server)
+        self._client = self._new_client()
         self._model = folder / "model"
         self._other = folder / "other"
         self._tally = tally
@@ -68,8 +76,7 @@ class Soak:
         self._kept: WeightSender | None = None
         self._weights: list[tuple[str, Tensor]] = []
         self._prompts = [
-            [self._rng.randrange(SHAPE["vocab_size"]) for _ in range(self._rng.randrange(4, 200))]
-            for _ in range(NUM_PROMPTS)
+            [self._rng.randrange(250) for _ in range(self._rng.randrange(4, 200))] for _ in range(NUM_PROMPTS)
         ]
         # Of each prompt the tokens, and their logprobs.
         self._expected: list[tuple[list[int], list[float]]] = []
@@ -83,7 +90,7 @@ class Soak:
         self._expected = await asyncio.gather(*(self._alone(prompt) for prompt in self._prompts))
         await self._post("flush_cache")
         watch = asyncio.create_task(self._watch(self._holdings()))
-        await self._weather(list(self._storms) * self._args.rehearsals)
+        await self._weather(list(self._storms) * NUM_REHEARSALS)
         before = self._holdings()
         self._until_s = time.monotonic() + 60 * self._args.minutes
         await self._weather(self._drawn())
@@ -111,7 +118,7 @@ class Soak:
         await self._settle()
 
     def _holdings(self) -> Holdings:
-        return Holdings.of(psutil.Process(self._door.pid), self.senders)
+        return Holdings.of(psutil.Process(self._pid), self.senders)
 
     async def _watch(self, first: Holdings) -> None:
         """Tell now and then how it goes, and what is held that was not at first."""
@@ -133,14 +140,33 @@ class Soak:
         while set(shared_objects(self.senders)) - self._others and time.monotonic() < until_s:
             await asyncio.sleep(0.1)
         # Connections that wait for the next request are no leak of the server's.
-        await self._door.leave()
+        await self._client.aclose()
+        self._client = self._new_client()
         await asyncio.sleep(LEAVE_S)
 
     # ----------------------------------------------------------------------------------------- the clients
 
+    def _new_client(self) -> httpx.AsyncClient:
+        limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(REPLY_TIMEOUT_S)
+        # Proxies that the environment names are for other traffic.
+        return httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits, trust_env=False)
+
+    async def _chunks(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Those of a generation; left early, it is aborted. Raises OSError or ValueError."""
+        timeout, body = httpx.Timeout(None), body | {"stream": True}
+        try:
+            async with self._client.stream("POST", "/generate", json=body, timeout=timeout) as response:
+                if response.status_code != 200:
+                    raise ValueError(f"{response.status_code} {(await response.aread())[:300]!r}")
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        yield json.loads(line[len("data: ") :])
+        except httpx.HTTPError as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
     async def _alone(self, prompt: list[int]) -> tuple[list[int], list[float]]:
         last: dict[str, Any] = {}
-        async with aclosing(self._door.stream(self._body(prompt, MAX_OUTPUT, with_logprobs=True))) as chunks:
+        async with aclosing(self._chunks(self._body(prompt, MAX_OUTPUT, with_logprobs=True))) as chunks:
             async for chunk in chunks:
                 last = chunk
         return last["output_ids"], _logprobs(last)
@@ -168,7 +194,7 @@ class Soak:
     ) -> None:
         num_aborts = self._num_aborts_answered
         last: dict[str, Any] | None = None
-        async with aclosing(self._door.stream(body)) as chunks:
+        async with aclosing(self._chunks(body)) as chunks:
             async for last in chunks:
                 if "error" in last:
                     raise ValueError(str(last))
@@ -211,11 +237,11 @@ class Soak:
     @cached_property
     def _storms(self) -> dict[str, tuple[int, Callable[[], Awaitable[None]]]]:
         """How often each operation is drawn, and what it does."""
-        storms: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
+        return {
             "pause": (4, self._pause),
             "release": (4, self._release),
-            "park": (2 if self._args.park else 0, self._park),
-            "resize": (2 if self._args.resize else 0, self._resize),
+            "park": (2, self._park),
+            "resize": (2, self._resize),
             "update from disk": (3, self._update_from_disk),
             "session": (3, self._session),
             "session given up": (2, self._session_given_up),
@@ -225,7 +251,6 @@ class Soak:
             "flush": (1, self._flush),
             "abort": (1, self._abort),
         }
-        return {name: storm for name, storm in storms.items() if storm[0]}
 
     def _drawn(self) -> Iterator[str]:
         while time.monotonic() < self._until_s:
@@ -234,8 +259,9 @@ class Soak:
     async def _post(self, name: str, **body: Any) -> dict[str, Any]:
         """A reply. A refusal counts; a failure of the engine, or none at all, is a failure."""
         try:
-            status, reply = await asyncio.wait_for(self._door.call(name, **body), REPLY_TIMEOUT_S)
-        except OSError as error:
+            response = await self._client.post(f"/{name}", json=body)
+            status, reply = response.status_code, response.json()
+        except (httpx.HTTPError, ValueError) as error:
             status, reply = 500, {"success": False, "message": f"{type(error).__name__}: {error}"}
         if status >= 500:
             self._tally.failures += 1
@@ -256,7 +282,7 @@ class Soak:
         await self._must("continue_generation")
 
     async def _wait(self) -> None:
-        await asyncio.sleep(self._rng.random() * self._args.calm_s)
+        await asyncio.sleep(self._rng.random() * CALM_S)
 
     def _next_version(self) -> str:
         self._version += 1
@@ -324,13 +350,13 @@ class Soak:
 
         def send(mode: str, *, stays: bool, moves: bool) -> None:
             if not stays:
-                with WeightSender(self._door.target, bucket_bytes=1 << 20, pause_mode=mode) as sender:
+                with WeightSender(self._url, bucket_bytes=1 << 20, pause_mode=mode) as sender:
                     sender.send(weights(), self._next_version())
                 return
             if self._kept is None or moves:
                 self._weights = weights()
             if self._kept is None:
-                self._kept = WeightSender(self._door.target, bucket_bytes=1 << 20, keep_mapped=True)
+                self._kept = WeightSender(self._url, bucket_bytes=1 << 20, keep_mapped=True)
             self._kept.send(self._weights, self._next_version())
 
         mode, chance = self._rng.choice(["in_place", "retract"]), self._rng.random()
@@ -400,9 +426,10 @@ class Soak:
 
     async def _several_at_once(self) -> None:
         """Clients that know nothing of each other; what the state forbids by then is refused."""
+        num_tokens = int(MAX_TOTAL_TOKENS * self._rng.uniform(0.3, 1.0))
         fields: dict[str, Any] = {"tags": ["kv_cache"], "preserve": self._rng.choice(["none", "live", "all"])}
         calls = [
-            ("release_memory_occupation", fields if self._args.park else {"tags": ["kv_cache"]}),
+            ("release_memory_occupation", fields),
             ("resume_memory_occupation", {"lazy": True}),
             ("resume_memory_occupation", {}),
             ("pause_generation", {"mode": self._rng.choice(["in_place", "retract"])}),
@@ -410,16 +437,13 @@ class Soak:
             ("flush_cache", {"timeout_s": 0.1}),
             ("begin_weight_update", {}),
             ("abort_weight_update", {}),
+            ("resize_memory_occupation", {"num_tokens": num_tokens, "preserve": "live"}),
         ]
-        if self._args.resize:
-            num_tokens = int(MAX_TOTAL_TOKENS * self._rng.uniform(0.3, 1.0))
-            calls.append(("resize_memory_occupation", {"num_tokens": num_tokens, "preserve": "live"}))
         drawn = self._rng.sample(calls, self._rng.randrange(2, len(calls) + 1))
         await asyncio.gather(*(self._post(name, **body) for name, body in drawn))
         await self._run_again()
         await self._must("abort_weight_update")
-        if self._args.resize:
-            await self._must("resize_memory_occupation", num_tokens=MAX_TOTAL_TOKENS)
+        await self._must("resize_memory_occupation", num_tokens=MAX_TOTAL_TOKENS)
 
     async def _abort(self) -> None:
         """Every request comes back with what it has."""

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
 from fixtures.checkpoints import make_pair
 from fixtures.gpu_checkpoint_engine import NUM_BUCKETS, CheckpointEngine
-from fixtures.references import Reference, span_logprobs
 from fixtures.trainer_process import TrainerProcess
 from safetensors.torch import load_file
 
@@ -68,11 +66,6 @@ def engine(shared_engine: EngineClass, checkpoints: tuple[Path, Path]) -> Engine
 def trainer() -> Iterator[TrainerProcess]:
     with TrainerProcess("cuda") as process:
         yield process
-
-
-@pytest.fixture(scope="module")
-def references(checkpoints: tuple[Path, Path]) -> dict[str, Reference]:
-    return {version: Reference(path) for version, path in zip("ab", checkpoints, strict=True)}
 
 
 def assert_holds(engine: EngineClass, checkpoint: Path) -> None:
@@ -131,71 +124,6 @@ def test_twenty_updates_leave_the_memory_as_it_was(
     assert abs(used_bytes() - before) <= NOISE_BYTES
     assert trainer.allocated_bytes() == 0
     assert_holds(engine, checkpoints[1])
-
-
-@pytest.mark.parametrize("pause_mode", ["in_place", "retract"])
-def test_streams_go_on_through_an_update_with_the_kv_that_its_mode_says(
-    engine: EngineClass,
-    trainer: TrainerProcess,
-    checkpoints: tuple[Path, Path],
-    references: dict[str, Reference],
-    pause_mode: str,
-) -> None:
-    num_streams, num_tokens = 8, 1000
-    entry = trainer.send("named", checkpoints[1] / "model.safetensors")
-    under_way = Barrier(num_streams + 1)
-
-    def stream(first: int) -> dict[str, Any]:
-        params = {**GREEDY, "max_new_tokens": num_tokens}
-        chunks = engine.generate(
-            input_ids=[first, *PROMPT], sampling_params=params, return_logprob=True, stream=True
-        )
-        last = next(chunks)
-        under_way.wait(120)
-        for chunk in chunks:
-            last = chunk
-        return dict(last)
-
-    with ThreadPoolExecutor(num_streams) as threads:
-        answers = [threads.submit(stream, first) for first in range(num_streams)]
-        under_way.wait(120)
-        reply = engine.update_weights_from_tensor(
-            [entry], pause_mode=pause_mode, flush_cache=pause_mode == "retract", weight_version="b"
-        )
-        outputs = [answer.result() for answer in answers]
-    trainer.drop()
-    # What lies near and is copied in a few milliseconds is written in place, at one boundary.
-    assert (reply["staged"], reply["num_paused_requests"]) == (False, num_streams)
-    for output in outputs:
-        spans = output["meta_info"]["weight_versions"]
-        assert [span["version"] for span in spans] == ["a", "b"]
-        assert spans[0]["end"] == spans[1]["start"]
-        assert spans[1]["end"] == len(output["output_ids"]) == num_tokens
-    assert_holds(engine, checkpoints[1])
-    recomputes_kv = pause_mode == "retract"
-    for first, output in enumerate(outputs[:2]):
-        of_mode, of_other = (
-            largest_difference(references, [first, *PROMPT], output, recomputes_kv=recomputed)
-            for recomputed in (recomputes_kv, not recomputes_kv)
-        )
-        # Weights of another version in the KV show a hundred times as much as float32's last bits.
-        assert of_mode < 5e-3
-        assert of_other > 0.1
-
-
-def largest_difference(
-    references: dict[str, Reference], prompt: list[int], output: dict[str, Any], *, recomputes_kv: bool
-) -> float:
-    """Of the logprobs of an output's tokens from those that its weights must give."""
-    triples = output["meta_info"]["output_token_logprobs"]
-    differences = [0.0]
-    for span, rows in span_logprobs(references, prompt, output, recomputes_kv=recomputes_kv):
-        of_span = triples[span["start"] : span["end"]]
-        differences += [
-            abs(float(row[token_id]) - logprob)
-            for row, (logprob, token_id, *_) in zip(rows, of_span, strict=True)
-        ]
-    return max(differences)
 
 
 def test_what_a_checkpoint_engine_brings(engine: EngineClass, checkpoints: tuple[Path, Path]) -> None:

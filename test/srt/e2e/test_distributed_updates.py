@@ -46,19 +46,6 @@ def trainer() -> Iterator[BroadcastingTrainer]:
         yield process
 
 
-@pytest.fixture(scope="module")
-def shared_trainer() -> Iterator[BroadcastingTrainer]:
-    with BroadcastingTrainer() as process:
-        yield process
-
-
-@pytest.fixture
-def lasting_trainer(shared_trainer: BroadcastingTrainer) -> Iterator[BroadcastingTrainer]:
-    """The shared trainer, which a test leaves as it was: heard to the end of what it was told."""
-    yield shared_trainer
-    shared_trainer.leave()
-
-
 def num_ranks(engine: Engine) -> int:
     return engine.server_args.tp_size * engine.server_args.dp_size
 
@@ -134,7 +121,6 @@ def test_requests_run_on_while_a_group_and_its_broadcasts_are_awaited(
 def test_a_trainer_that_disappears_in_mid_broadcast(
     engine: Engine,
     trainer: BroadcastingTrainer,
-    lasting_trainer: BroadcastingTrainer,
     checkpoint_a: Path,
     checkpoint_b: Path,
     reference_a: Reference,
@@ -164,78 +150,14 @@ def test_a_trainer_that_disappears_in_mid_broadcast(
     assert engine.weight_version == "a"
     with pytest.raises(RequestRejected, match=r"no group 'g' \(left: .*known: none"):
         engine.update_weights_from_distributed(**announced, group_name="g")
-    join(engine, lasting_trainer)
-    lasting_trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
-    engine.update_weights_from_distributed(**announced, group_name="g")
-    lasting_trainer.hear()
+    with BroadcastingTrainer() as another:
+        join(engine, another)
+        another.tell("plain", "g", checkpoint_b / WEIGHTS)
+        engine.update_weights_from_distributed(**announced, group_name="g")
     if in_session:
         assert_holds(engine, checkpoint_a)
         assert engine.end_weight_update("b")["committed"] is True
     assert_holds(engine, checkpoint_b)
-
-
-def test_what_a_failed_update_took_from_its_session_is_the_old_again(
-    engine: Engine, trainer: BroadcastingTrainer, checkpoint_a: Path, checkpoint_b: Path
-) -> None:
-    """Parameters that only other updates of the session wrote are the new."""
-    join(engine, trainer)
-    announced = announcement(checkpoint_b / WEIGHTS)
-    old, new = load_file(checkpoint_a / WEIGHTS), load_file(checkpoint_b / WEIGHTS)
-    *failing, last = announced["names"]
-    engine.begin_weight_update()
-    engine.update_weights_from_tensor([(failing[0], new[failing[0]]), (last, new[last])])
-    with ThreadPoolExecutor(1) as pool:
-        updating = pool.submit(
-            engine.update_weights_from_distributed,
-            **{field: values[:-1] for field, values in announced.items()},
-            group_name="g",
-            timeout_s=250.0,
-        )
-        trainer.tell("half", "g", checkpoint_b / WEIGHTS)
-        trainer.hear()
-        trainer.kill()
-        with pytest.raises(RequestRejected, match=r"\b1 of its parameters had been written in this session"):
-            updating.result()
-    assert_holds(engine, checkpoint_a)
-    assert engine.end_weight_update("mixed", allow_incomplete=True)["committed"] is True
-    assert {name: engine.get_weights_by_name(name, ALL_ROWS) for name in old} == {
-        name: (new if name == last else old)[name].tolist() for name in old
-    }
-
-
-def test_stale_weights_stay_stale_where_half_of_the_new_ones_came(
-    engine: Engine,
-    trainer: BroadcastingTrainer,
-    lasting_trainer: BroadcastingTrainer,
-    checkpoint_b: Path,
-    reference_b: Reference,
-) -> None:
-    join(engine, trainer)
-    announced = announcement(checkpoint_b / WEIGHTS)
-    engine.release_memory_occupation(["weights"])
-    engine.resume_memory_occupation(["weights"])
-    num_missing = engine.memory_occupation()["tags"]["weights"]["num_missing"]
-    first = announced["names"][0]
-    reply = engine.update_weights_from_tensor([(first, load_file(checkpoint_b / WEIGHTS)[first])])
-    assert (reply["staged"], reply["num_missing"]) == (False, num_missing - 1)
-    with ThreadPoolExecutor(1) as pool:
-        updating = pool.submit(
-            engine.update_weights_from_distributed, **announced, group_name="g", timeout_s=2.0
-        )
-        trainer.tell("half", "g", checkpoint_b / WEIGHTS)
-        trainer.hear()
-        trainer.freeze()
-        with pytest.raises(RequestRejected, match="at its deadline, nothing of it is served"):
-            updating.result()
-    assert engine.memory_occupation()["tags"]["weights"]["num_missing"] == num_missing
-    with pytest.raises(RequestRejected, match="stale"):
-        engine.get_weights_by_name(first)
-    join(engine, lasting_trainer)
-    lasting_trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
-    reply = engine.update_weights_from_distributed(**announced, group_name="g", weight_version="b")
-    lasting_trainer.hear()
-    assert (reply["committed"], reply["staged"], reply["content"]) == (True, False, "valid")
-    assert_serves(engine, checkpoint_b, reference_b)
 
 
 @pytest.mark.gpu

@@ -105,10 +105,13 @@ def test_an_update_for_another_session_leaves_it_as_it_is(harness: Harness) -> N
     assert harness.end().committed
 
 
-def test_what_a_failed_bucket_touched_keeps_its_old_value(harness: Harness) -> None:
+@pytest.mark.parametrize("is_broadcast", [False, True])
+def test_what_a_failed_bucket_touched_keeps_its_old_value(harness: Harness, is_broadcast: bool) -> None:
     harness.begin()
     harness.update(7, 0, 1)
-    harness.refuse(updating(9, 1, 2, fail_after=1))
+    if is_broadcast:
+        harness.weights.faults["arrive"] = RequestRejected("its sender has gone")
+    harness.refuse(updating(9, 1, 2, is_sent=is_broadcast, fail_after=1))
     harness.end(allow_incomplete=True)
     assert harness.values == [7, 0, 0, 0]
 
