@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 import ray
 from fixtures.adapters import make_adapter
 from fixtures.references import Reference
-from fixtures.servers import ENVIRONMENT, wait_until
+from fixtures.servers import wait_until
 from safetensors.torch import load_file
 
 from ebbtide.ray import RayEngine, RayFleet, launch
@@ -153,25 +151,6 @@ def test_a_node_that_leaves_in_mid_start_is_named_and_takes_the_others_along(
     assert len(seats) == 2
     wait_until(lambda: not any(psutil.pid_exists(seat.facts.pid) for seat in seats), "no actor is left")
     wait_until(lambda: ray.available_resources().get("CPU") == 2, "nor are its bundles")
-
-
-PROGRAM = """
-import sys
-import ray
-from ebbtide.ray import RayFleet
-
-options = dict(device="cpu", max_total_tokens=4096, skip_tokenizer_init=True)
-with RayFleet(1, model_path=sys.argv[1], **options) as fleet:
-    fleet.generate(input_ids=[1], sampling_params={"max_new_tokens": 1})
-print(ray.get(ray.put("Ray serves on")))
-"""
-
-
-def test_a_program_that_has_not_begun_ray_goes_on_behind_its_fleet(checkpoints: tuple[Path, Path]) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(checkpoints[0])]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("Ray serves on\n"), done.stderr
-    assert done.returncode == 0
 
 
 def processes_of(engine: RayEngine) -> list[psutil.Process]:

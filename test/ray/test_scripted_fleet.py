@@ -574,6 +574,15 @@ class TestAdapters:
         assert new.labels == first_engine(fleet).labels == ["same@a", "same@b"]
 
 
+def test_a_cluster_that_a_fleet_begins_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's ends with the thread that has begun it: the caller goes on with it behind its fleet."""
+    beginners: list[threading.Thread] = []
+    monkeypatch.setattr("ray.init", lambda: beginners.append(threading.current_thread()))
+    with pytest.raises(EngineError, match="no answer"):
+        ScriptedFleet(*[EngineError("no answer")] * 2)
+    assert beginners == [threading.current_thread()]
+
+
 def test_a_fleet_that_cannot_start_tells_what_all_say_and_the_cause_first() -> None:
     with pytest.raises(ConfigurationError, match="no room for it") as caught:
         ScriptedFleet(EngineError("no answer"), ConfigurationError("no room for it"))

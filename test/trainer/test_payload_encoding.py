@@ -3,8 +3,6 @@
 import gc
 import os
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -31,21 +29,6 @@ from ebbtide.trainer.payload_encoding import (
 )
 
 LeftBehind = Callable[[], set[Path]]
-
-# The processes that torch has started before and after the preparation, and after the first payload.
-PREPARE = """
-import psutil, torch
-from ebbtide.trainer.payload_encoding import prepare, serialize_tensors
-
-def num_children():
-    return len(psutil.Process().children())
-
-counts = [num_children()]
-prepare("cpu")
-counts.append(num_children())
-serialize_tensors([("a", torch.ones(3))]).close()
-print(*counts, num_children())
-"""
 
 
 def shared_objects() -> set[Path]:
@@ -173,29 +156,10 @@ def test_buckets_are_sent_by_reference(left_behind: LeftBehind) -> None:
     assert left_behind() == set()
 
 
-def test_threads_may_send_at_the_same_time(left_behind: LeftBehind) -> None:
-    results: list[bool] = []
-
-    def send(value: int) -> None:
-        for _ in range(10):
-            with serialize_tensors([("w", torch.full((50,), value))]) as shared:
-                results.append(bool((received(shared.payload)["w"] == value).all()))
-
-    threads = [threading.Thread(target=send, args=(value,)) for value in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 40
-    assert left_behind() == set()
-
-
 @pytest.mark.parametrize(
     ("item", "message"),
     [
         (("w", [1.0]), "expected pairs"),
-        (("w",), "expected pairs"),
-        ((1, torch.ones(1)), "expected pairs"),
         (torch.ones(2), "expected pairs"),
         (("w", torch.eye(2).to_sparse()), "w: expected a dense tensor"),
         (("w", torch.ones(1, device="meta")), "w: .*meta"),
@@ -205,12 +169,6 @@ def test_what_cannot_be_sent_is_refused(item: object, message: str, left_behind:
     with pytest.raises(RequestRejected, match=message):
         serialize_tensors([item])  # type: ignore[list-item]
     assert left_behind() == set()
-
-
-@pytest.mark.filterwarnings("ignore:.*quantize")
-def test_quantized_tensors_are_refused() -> None:
-    with pytest.raises(RequestRejected, match=r"w: expected a dense tensor.*torch\.qint8"):
-        serialize_tensors([("w", torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8))])
 
 
 def test_more_than_shared_memory_holds_is_refused_before_it_is_touched(left_behind: LeftBehind) -> None:
@@ -232,13 +190,10 @@ def test_a_block_that_was_removed_under_its_receiver_is_read_and_let_go(left_beh
         source.close()
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_each_of_several_ranks_opens_an_entry_of_its_own(
-    order: tuple[int, ...], left_behind: LeftBehind
-) -> None:
+def test_each_of_several_ranks_opens_an_entry_of_its_own(left_behind: LeftBehind) -> None:
     with serialize_tensors(named(), num_entries=3) as shared:
         assert len(left_behind()) == 1
-        for rank in order:
+        for rank in (2, 0, 1):
             place = Place(tp_rank=rank, tp_size=3)
             assert_received(received(*shared.entries, place=place))
         # The sender's own reference is what is left: nobody has dropped another's.
@@ -469,8 +424,3 @@ def test_whole_tensors_reach_ranks_that_share_no_memory_with_the_sender(left_beh
         tensors = received(*payload.entries, load_format=payload.load_format, place=place)
     assert tensors.keys() == dict(named()).keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in named())
-
-
-def test_what_was_prepared_is_not_started_with_the_first_update() -> None:
-    run = subprocess.run([sys.executable, "-c", PREPARE], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["0", "1", "1"]

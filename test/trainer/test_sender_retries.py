@@ -61,10 +61,15 @@ def test_a_bucket_is_not_sent_again_to_an_engine_without_the_session() -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/memory_occupation"],
+    ("path", "when"),
+    [
+        ("/memory_occupation", "request"),
+        ("/begin_weight_update", "answer"),
+        ("/update_weights_from_tensor", "answer"),
+        ("/end_weight_update", "request"),
+        ("/end_weight_update", "answer"),
+    ],
 )
-@pytest.mark.parametrize("when", ["request", "answer"])
 def test_what_is_lost_on_its_way_is_made_good(server: Server, new: Weights, path: str, when: str) -> None:
     with lossy_proxy(url_of(server), path, when) as (url, lost, _):
         sent = sender_to(url, retries=1).send(new.items(), version="new")

@@ -26,7 +26,6 @@ import io
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
@@ -136,14 +135,6 @@ class PayloadEncoder:
             self._has_explained = True
             reason = str(error).partition("\n")[0]
             logger.warning("new weights are copied through the host, as they cannot be shared: %s", reason)
-
-
-def prepare(device: str) -> None:
-    """Do ahead of the first update what it would otherwise wait for; on a GPU that is next to nothing."""
-    if not device.startswith("cuda"):
-        with suppress(RequestRejected):  # Where shared memory is short, the update says so.
-            # torch starts a process for shared memory, which takes as long as ten updates of a small model.
-            serialize_tensors([("", torch.zeros(1))]).close()
 
 
 class WholeEncoder(PayloadEncoder):

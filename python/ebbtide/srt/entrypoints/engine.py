@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Coroutine, Mapping
 from functools import partial
+from importlib import import_module
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -115,12 +116,6 @@ class EngineStream:
 T = TypeVar("T")
 
 
-def _prepare_encoding(device: str) -> None:
-    from ebbtide.trainer.payload_encoding import prepare
-
-    prepare(device)
-
-
 class Engine(EngineMethods):
     """An LLM inference engine in Python: it starts its own processes and opens no port.
 
@@ -154,9 +149,9 @@ class Engine(EngineMethods):
         # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
         self._finalizer = weakref.finalize(self, self._runner.end, service.close, service.shutdown)
         if "torch" in sys.modules:
-            # Who has torch sends tensors: the first update does not wait for what encodes them.
-            device = service.rank_devices[0]
-            Thread(target=_prepare_encoding, args=[device], name="preparing", daemon=True).start()
+            # Who has torch sends tensors: the first update does not wait until what encodes them is imported.
+            encoding = "ebbtide.trainer.payload_encoding"
+            Thread(target=import_module, args=[encoding], name="preparing", daemon=True).start()
         try:
             self._wait(self._service.open())
         except BaseException:
