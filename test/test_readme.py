@@ -4,16 +4,13 @@ import argparse
 import ast
 import fnmatch
 import importlib
-import io
 import re
 from pathlib import Path
 
 import pytest
 from fixtures.checkpoints import make_checkpoint
 from fixtures.compat import play
-from fixtures.servers import running_server, url_of
 
-from ebbtide import cli
 from ebbtide.srt.server_args import ServerArgs
 
 ROOT = Path(__file__).parent.parent
@@ -84,44 +81,24 @@ def test_files_that_contributing_names_exist() -> None:
     assert [name for name in sorted(named) if not fnmatch.filter(files, f"*/{name}")] == []
 
 
-def examples(path: Path, language: str) -> list[str]:
-    found: list[str] = re.findall(rf"```{language}\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
-    return found
+def example_of(path: Path) -> str:
+    [found] = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+    return str(found)
 
 
 def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
-    [example] = examples(README, "python")
     script = tmp_path / "example.py"
-    script.write_text(example)
+    script.write_text(example_of(README))
     *_, spans = play(script).splitlines()
     assert "'version': 'default', 'start': 0, " in spans
     assert "'version': '1', " in spans
 
 
 def test_the_training_step_of_the_quick_start_runs(tmp_path: Path) -> None:
-    [example] = examples(DOCS / "quick_start.md", "python")
+    example = example_of(DOCS / "quick_start.md")
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "Qwen3ForCausalLM")
     script = tmp_path / "example.py"
     script.write_text(example.replace('"Qwen/Qwen3-0.6B"', repr(str(checkpoint))))
     written = play(script)
     assert " bytes of weights are free\n" in written
     assert "[{'version': '1', 'start': 0, " in written.splitlines()[-1]
-
-
-def test_the_commands_of_the_readme_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    serve, walk = [
-        [line.partition("#")[0].split()[1:] for line in block.splitlines()]
-        for block in examples(README, "sh")
-        if "doctor" not in block
-    ]
-    assert serve == [["serve", "tiny"]]
-    # `top` goes on until Ctrl-C, and `bench` for as long as a busy machine needs.
-    short = {"top": ["--once"], "bench": ["--streams", "2", "--output-tokens", "8", "--runs", "1"]}
-    with running_server("tiny") as server:
-        monkeypatch.setenv("EBBTIDE_URL", url_of(server))
-        monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))
-        statuses = {" ".join(argv): cli.main([*argv, *short.get(argv[0], ())]) for argv in walk}
-    assert statuses == dict.fromkeys(statuses, 0), capsys.readouterr().err
-    assert len(statuses) == 10

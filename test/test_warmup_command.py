@@ -31,13 +31,6 @@ def test_on_a_cpu_there_is_nothing_to_compile(checkpoint: Path, capsys: pytest.C
     assert capsys.readouterr().out.splitlines()[-1] == "nothing is compiled for a CPU"
 
 
-def test_a_missing_model_is_one_line_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["warmup", "--model-path", "/no/such/model"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("ebbtide warmup: ")
-    assert "'/no/such/model'" in line
-
-
 def test_the_model_is_built_as_it_will_be_served(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

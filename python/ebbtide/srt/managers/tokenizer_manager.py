@@ -27,7 +27,7 @@ from ebbtide.srt.managers.api.generate_request import (
 )
 from ebbtide.srt.managers.api.grammar_compiling import CompilerStart, GrammarCompiling
 from ebbtide.srt.managers.api.live_generation import LiveGeneration, LiveOutputs, StreamWaker
-from ebbtide.srt.managers.api.log import ForgottenPause, RequestLog, WaitWarning
+from ebbtide.srt.managers.api.log import PauseWatch, RequestLog
 from ebbtide.srt.managers.api.output_state import OutputState, ResponseStyle
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.io_struct import (
@@ -122,14 +122,11 @@ class TokenizerManager:
         self._refusal: str | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._token_texts: dict[int, str] = {}
-        self._wait_warning = WaitWarning(
-            can_run=lambda: all(report.can_run for report in self.reports.values()),
-            state=lambda: self.state,
-            num_waiting=lambda: self.num_live,
-            call_later=asyncio.get_running_loop().call_later,
-        )
-        self.pause = ForgottenPause(
-            config.server_args.pause_warning_s, lambda: self.state, asyncio.get_running_loop().call_later
+        self.pause = PauseWatch(
+            args.pause_warning_s,
+            lambda: self.state,
+            lambda: self.num_live,
+            asyncio.get_running_loop().call_later,
         )
 
     def start(self) -> None:
@@ -154,7 +151,6 @@ class TokenizerManager:
             return
         self._failure = message
         self._failed.set_result(None)
-        self._wait_warning.cancel()
         self.pause.cancel()
         self._has_reported.set()
         self.control.fail(message)
@@ -218,7 +214,7 @@ class TokenizerManager:
         if self._request_log is not None:
             self._request_log.came(outputs)
         await self._send(generation, grammars)
-        self._wait_warning.note()
+        self.pause.note()
         return generation
 
     async def generate(self, given: GenerateReqInput | Mapping[str, Any]) -> AsyncIterator[Any]:
@@ -427,7 +423,6 @@ class TokenizerManager:
                 self.reports[message.dp_rank] = message
                 self._state = None  # put together when it is asked for
                 self._has_reported.set()
-                self._wait_warning.note()
                 self.pause.note()
 
     def _deliver(self, output: RequestOutput, text: str | None, weight_version: str) -> None:

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
 from fixtures.scripted_engine import STATE
 
-from ebbtide.srt.managers.api.log import SILENT_S, ForgottenPause, WaitWarning
+from ebbtide.srt.managers.api.log import SILENT_S, PauseWatch
 from ebbtide.srt.managers.io_struct import PauseMode, RankReport, TagReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
@@ -36,20 +37,20 @@ class Engine:
     """The watched engine."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = clock = Clock()
         self.state = STATE
         self.num_live = 0
-        self.warning = WaitWarning(
-            lambda: self.state.can_run, lambda: self.state, lambda: self.num_live, self.clock.call_later
+        self.watch = PauseWatch(
+            1000, lambda: self.state, lambda: self.num_live, clock.call_later, lambda: clock.now_s
         )
 
     def turn(self, **changes: Any) -> None:
         self.state = msgspec.structs.replace(STATE, **changes)
-        self.warning.note()
+        self.watch.note()
 
     def send(self) -> None:
         self.num_live += 1
-        self.warning.note()
+        self.watch.note()
 
 
 PAUSED: dict[str, Any] = {"can_run": False, "reason": "paused(in_place)", "paused": PauseMode.IN_PLACE}
@@ -105,16 +106,13 @@ def test_a_pause_that_ends_in_time_or_that_nobody_waits_in_is_not_mentioned(
 def test_a_pause_that_lasts_is_told_of_again_and_again_though_nobody_waits(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = engine.clock
-    pause = ForgottenPause(100, lambda: engine.state, clock.call_later, lambda: clock.now_s)
     for changes, is_long in ((PAUSED, False), (PAUSED, True), ({}, False), (PAUSED, False)):
         engine.turn(**changes)
-        pause.note()
-        clock.advance(60)
-        assert (pause.is_forgotten, len(caplog.messages)) == (is_long, int(is_long))
+        engine.clock.advance(600)
+        assert (engine.watch.is_forgotten, len(caplog.messages)) == (is_long, int(is_long))
         if is_long:
-            clock.advance(100)
-            assert pause.blocked_s == 220
+            engine.clock.advance(1000)
+            assert engine.watch.blocked_s == 2200
             assert caplog.messages[-1].endswith(
                 "paused(in_place). If that was forgotten: /continue_generation"
             )
@@ -122,35 +120,16 @@ def test_a_pause_that_lasts_is_told_of_again_and_again_though_nobody_waits(
             caplog.clear()
 
 
-def tag(state: Any, content: Any = None) -> TagReport:
+def report(state: Any, content: Any = None) -> TagReport:
     return TagReport(state=state, virtual_bytes=1, resident_bytes=0, backup_bytes=0, content=content)
 
 
-@pytest.mark.parametrize(
-    ("weights", "kv_cache", "paused", "remedies"),
-    [
-        (tag("released"), tag("released"), None, "/resume_memory_occupation"),
-        (tag("resident", "valid"), tag("released"), None, "/resume_memory_occupation"),
-        (tag("resident", "stale"), tag("resident"), None, "an update of all weights"),
-        (
-            tag("resident", "stale"),
-            tag("released"),
-            PauseMode.ABORT,
-            "/resume_memory_occupation, an update of all weights, /continue_generation",
-        ),
-    ],
-)
-def test_everything_that_is_missing_is_named(
-    engine: Engine,
-    caplog: pytest.LogCaptureFixture,
-    weights: TagReport,
-    kv_cache: TagReport,
-    paused: PauseMode | None,
-    remedies: str,
-) -> None:
-    tags = {MemoryTag.WEIGHTS: weights, MemoryTag.KV_CACHE: kv_cache, MemoryTag.CUDA_GRAPH: tag("released")}
-    rank = cast(RankReport, type("Rank", (), {"tags": tags}))
+def test_everything_that_is_missing_is_named(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    tags = {tag: report("released") for tag in MemoryTag} | {MemoryTag.WEIGHTS: report("resident", "stale")}
+    rank = cast(RankReport, SimpleNamespace(tags=tags))
     engine.send()
-    engine.turn(can_run=False, reason="asleep", paused=paused, ranks=[rank])
+    engine.turn(can_run=False, reason="asleep", paused=PauseMode.ABORT, ranks=[rank])
     engine.clock.advance(SILENT_S)
-    assert caplog.messages[0].endswith(f"asleep. To go on: {remedies}")
+    assert caplog.messages[0].endswith(
+        "asleep. To go on: /resume_memory_occupation, an update of all weights, /continue_generation"
+    )

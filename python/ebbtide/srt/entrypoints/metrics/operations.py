@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from ebbtide.srt.entrypoints.metrics.collectors import OperationStalls, RisingTotals, WeightedHistogram
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers import io_struct
-from ebbtide.srt.managers.api.log import ForgottenPause
+from ebbtide.srt.managers.api.log import PauseWatch
 from ebbtide.srt.managers.io_struct import (
     CONTROL_REQUESTS,
     STALL_BOUNDS_S,
@@ -272,7 +272,7 @@ class ControlMetrics:
         if len({span["version"] for span in spans}) > 1:
             self._mixed.inc()
 
-    def set_state(self, state: StateReport, pause: ForgottenPause) -> None:
+    def set_state(self, state: StateReport, pause: PauseWatch) -> None:
         """Take over the state machines as they stand."""
         self._blocked_s.set(pause.blocked_s)
         self._forgotten.set(pause.is_forgotten)

@@ -18,7 +18,7 @@ from ebbtide.srt.entrypoints.metrics.collectors import (
     WeightedHistogram,
 )
 from ebbtide.srt.entrypoints.metrics.operations import PREFIX as CONTROL_PREFIX, ControlMetrics
-from ebbtide.srt.managers.api.log import ForgottenPause
+from ebbtide.srt.managers.api.log import PauseWatch
 from ebbtide.srt.managers.io_struct import Load, StateReport
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
@@ -160,12 +160,12 @@ class Metrics:
         if meta["finish_reason"] is not None:
             self.note(meta)
 
-    def text(self, state: StateReport, loads: Sequence[Load], pause: ForgottenPause) -> bytes:
+    def text(self, state: StateReport, loads: Sequence[Load], pause: PauseWatch) -> bytes:
         """All of them in Prometheus' text format."""
         self._set(state, loads, pause)
         return generate_latest(self._registry) + generate_latest(self._aliases)
 
-    def values(self, state: StateReport, loads: Sequence[Load], pause: ForgottenPause) -> dict[str, float]:
+    def values(self, state: StateReport, loads: Sequence[Load], pause: PauseWatch) -> dict[str, float]:
         """The same samples, each under its name and labels as the text has them."""
         self._set(state, loads, pause)
         return {
@@ -175,7 +175,7 @@ class Metrics:
             if not sample.name.endswith("_created")
         }
 
-    def _set(self, state: StateReport, loads: Sequence[Load], pause: ForgottenPause) -> None:
+    def _set(self, state: StateReport, loads: Sequence[Load], pause: PauseWatch) -> None:
         """Take over what is read rather than counted."""
         self.control.set_state(state, pause)
         self.control.set_loads(loads)

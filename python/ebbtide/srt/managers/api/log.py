@@ -84,11 +84,14 @@ class Timer(Protocol):
 CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
 
 
-class WaitWarning:
-    """Warns once of each reason for which requests have waited for a while, until something can run again.
+class PauseWatch:
+    """Knows for how long nothing may have run, and says in the log what would help.
+
+    Once of each reason for which requests have waited a while; and again and again when it is long, though
+    nobody waits: a trainer that has died in a pause leaves an engine that looks well.
 
     Args:
-        can_run: whether a forward pass may run, as far as is known.
+        limit_s: how long is long; 0: never.
         state: the engine's state machines as last reported; None if not all of it is known.
         num_waiting: how many outputs have not ended.
         call_later: as an event loop's.
@@ -96,74 +99,20 @@ class WaitWarning:
 
     def __init__(
         self,
-        can_run: Callable[[], bool],
-        state: Callable[[], StateReport | None],
-        num_waiting: Callable[[], int],
-        call_later: CallLater,
-    ) -> None:
-        self._can_run = can_run
-        self._state = state
-        self._num_waiting = num_waiting
-        self._call_later = call_later
-        self._timer: Timer | None = None
-        self._logged_reason: str | None = None
-
-    def note(self) -> None:
-        """A request has been sent, or a state reported."""
-        if self._can_run():
-            self.cancel()
-            self._logged_reason = None
-        elif self._timer is None and self._num_waiting() and self._reason() != self._logged_reason:
-            self._timer = self._call_later(SILENT_S, self._tell)
-
-    def cancel(self) -> None:
-        """Say nothing about what waits now."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _reason(self) -> str | None:
-        state = self._state()
-        return None if state is None else state.reason
-
-    def _tell(self) -> None:
-        self._timer = None
-        state, num_waiting = self._state(), self._num_waiting()
-        if state is None or state.can_run or not num_waiting:
-            return
-        self._logged_reason = state.reason
-        logger.warning(
-            "%d requests have waited for %g s or longer: %s. To go on: %s",
-            num_waiting,
-            SILENT_S,
-            state.reason,
-            ", ".join(_remedies(state)),
-        )
-
-
-class ForgottenPause:
-    """Knows for how long nothing may have run, and says so in the log again and again when that is long.
-
-    Nobody need wait: a trainer that has died in a pause leaves an engine that looks well.
-
-    Args:
-        limit_s: how long is long; 0: never.
-        state, call_later: as those of `WaitWarning`.
-    """
-
-    def __init__(
-        self,
         limit_s: float,
         state: Callable[[], StateReport | None],
+        num_waiting: Callable[[], int],
         call_later: CallLater,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit_s = limit_s
         self._state = state
+        self._num_waiting = num_waiting
         self._call_later = call_later
         self._now = now
         self._since_s: float | None = None
-        self._timer: Timer | None = None
+        self._logged_reason: str | None = None
+        self._timers: dict[Callable[[], None], Timer] = {}
 
     @property
     def blocked_s(self) -> float:
@@ -176,28 +125,47 @@ class ForgottenPause:
         return 0 < self._limit_s <= self.blocked_s
 
     def note(self) -> None:
-        """A state has been reported."""
+        """A request has been sent, or a state reported."""
         state = self._state()
         if state is None:
             return
         if state.can_run:
-            self._since_s = None
             self.cancel()
-        elif self._since_s is None:
+            self._since_s = self._logged_reason = None
+            return
+        if self._since_s is None:
             self._since_s = self._now()
-            self._wait()
+            self._set(self._limit_s, self._tell_it_lasts)
+        if self._num_waiting() and state.reason != self._logged_reason:
+            self._set(SILENT_S, self._tell_who_waits)
 
     def cancel(self) -> None:
         """Say nothing about what goes on now."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
 
-    def _wait(self) -> None:
-        if self._limit_s > 0:
-            self._timer = self._call_later(self._limit_s, self._tell)
+    def _set(self, delay_s: float, tell: Callable[[], None]) -> None:
+        if delay_s > 0 and tell not in self._timers:
+            self._timers[tell] = self._call_later(delay_s, tell)
 
-    def _tell(self) -> None:
+    def _tell_who_waits(self) -> None:
+        del self._timers[self._tell_who_waits]
+        state, num_waiting = self._state(), self._num_waiting()
+        assert state is not None, "it was there when the pause began"
+        if not num_waiting:
+            return
+        self._logged_reason = state.reason
+        logger.warning(
+            "%d requests have waited for %g s or longer: %s. To go on: %s",
+            num_waiting,
+            SILENT_S,
+            state.reason,
+            ", ".join(_remedies(state)),
+        )
+
+    def _tell_it_lasts(self) -> None:
+        del self._timers[self._tell_it_lasts]
         state = self._state()
         assert state is not None, "it was there when the pause began"
         logger.warning(
@@ -206,7 +174,7 @@ class ForgottenPause:
             state.reason,
             ", ".join(_remedies(state)),
         )
-        self._wait()
+        self._set(self._limit_s, self._tell_it_lasts)
 
 
 def _remedies(state: StateReport) -> list[str]:

@@ -1,5 +1,0 @@
-import sys
-
-from ebbtide.cli import main
-
-sys.exit(main())
