@@ -406,14 +406,12 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings; empty when there are none."""
-        return tuple(self.stop) if self.stop is not None else ()
+        return tuple(self.stop or ())
 
     @property
     def stop_token_id_set(self) -> frozenset[int]:
         """The request's own stop ids, EOS not included."""
-        if self.stop_token_ids is None:
-            return frozenset()
-        return frozenset(token_id for token_id in self.stop_token_ids if token_id is not None)
+        return frozenset(token_id for token_id in self.stop_token_ids or () if token_id is not None)
 
 
 def _field_of(declared: dataclasses.Field[Any], types: Mapping[str, Any]) -> Field:

@@ -32,7 +32,6 @@ from ebbtide.srt.managers.io_struct import (
     RequestOutput,
     SchedulerInput,
     StateReport,
-    TextOutput,
     Tick,
     TokenizedGenerateReqInput,
     TokenOutput,
@@ -360,7 +359,7 @@ class SchedulerHarness:
                 self.replies[message.id] = message.reply
             case StateReport():
                 self.state = message
-            case TokenOutput() | TextOutput():
+            case TokenOutput():
                 for output in message.outputs:
                     self._collect(output)
                 for streamed in message.streamed:

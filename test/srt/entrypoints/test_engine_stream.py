@@ -13,7 +13,7 @@ from fixtures.scripted_engine import Engine, start
 
 from ebbtide.srt.entrypoints.engine import EngineStream
 from ebbtide.srt.entrypoints.loop_thread import LoopThread
-from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, StreamedTokens, TextOutput
+from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, StreamedTokens, TokenOutput
 from ebbtide.srt.this_process import NUM_FROZEN_BY_OWNER, HeapHold
 
 NUM_STREAMS = 64
@@ -57,14 +57,14 @@ class Streams:
         tokens = StreamedTokens(RIDS, [7] * NUM_STREAMS, columns(*[PositionLogprobs(-1.0)] * NUM_STREAMS))
         texts = (["b"] * NUM_STREAMS,)
         self.send(
-            TextOutput(weight_version="1", outputs=[], texts=[], streamed=(tokens,), streamed_texts=texts)
+            TokenOutput(weight_version="1", outputs=[], texts=[], streamed=(tokens,), streamed_texts=texts)
         )
 
     def finish(self, rid: str) -> None:
         output = RequestOutput(rid, [9], finish=FinishReason("length", length=2))
-        self.send(TextOutput(weight_version="1", outputs=[output], texts=["c"]))
+        self.send(TokenOutput(weight_version="1", outputs=[output], texts=["c"]))
 
-    def send(self, message: TextOutput) -> None:
+    def send(self, message: TokenOutput) -> None:
         self.runner.wait(self._engine.send_message(message))
 
     def aborted(self) -> set[str]:

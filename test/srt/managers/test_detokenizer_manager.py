@@ -23,7 +23,6 @@ from ebbtide.srt.managers.io_struct import (
     ManagerInput,
     RequestOutput,
     RequestStart,
-    TextOutput,
     TokenOutput,
 )
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
@@ -123,7 +122,7 @@ def addresses(folder: Path) -> ChannelAddresses:
 
 def test_the_process_turns_ids_into_text(config: EngineConfig, tmp_path: Path) -> None:
     where = addresses(tmp_path)
-    inbox: Receiver[TextOutput] = Receiver(where.manager, ManagerInput)
+    inbox: Receiver[TokenOutput] = Receiver(where.manager, ManagerInput)
     sender: Sender[DetokenizerInput] = Sender(where.detokenizer)
     spawn = multiprocessing.get_context("spawn")
     ready, child_ready = spawn.Pipe()
@@ -134,7 +133,7 @@ def test_the_process_turns_ids_into_text(config: EngineConfig, tmp_path: Path) -
         assert ready.recv() == {"status": "ready"}
         output = RequestOutput("a", list("né".encode()), start=start(prompt_tail=[65]))
         sender.send(TokenOutput(weight_version="3", outputs=[output]))
-        assert inbox.receive() == [TextOutput(weight_version="3", outputs=[output], texts=["né"])]
+        assert inbox.receive() == [TokenOutput(weight_version="3", outputs=[output], texts=["né"])]
     finally:
         process.kill()
         process.join()

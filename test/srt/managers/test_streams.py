@@ -7,7 +7,7 @@ import pytest
 from fixtures.logprobs import PositionLogprobs, columns
 from fixtures.scripted_engine import Engine, run, scripted, start
 
-from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, StreamedTokens, TextOutput
+from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, StreamedTokens, TokenOutput
 from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB
 
 LENGTH = FinishReason("length", length=3)
@@ -105,7 +105,7 @@ def test_tokens_of_many_streams_at_once_come_with_their_logprobs_and_versions(in
 
         async def send(token_id: int) -> None:
             streamed = StreamedTokens(["r"], [token_id], columns(logprob(token_id)))
-            text = TextOutput(
+            text = TokenOutput(
                 weight_version="2", outputs=[], texts=[], streamed=(streamed,), streamed_texts=(["a"],)
             )
             await engine.send_message(text)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.managers.io_struct import (
     DetokenizerInput,
     ManagerInput,
     RequestOutput,
     RequestStart,
-    TextOutput,
     TokenOutput,
 )
 from ebbtide.srt.managers.text.tokenizer import IncrementalDetokenizer, StopTrimmer, Tokenizer, load_tokenizer
@@ -57,17 +58,13 @@ class DetokenizerManager:
         self._tokenizer = tokenizer
         self._texts: dict[str, OutputText] = {}
 
-    def handle(self, message: TokenOutput) -> TextOutput:
-        return TextOutput(
-            weight_version=message.weight_version,
-            outputs=message.outputs,
+    def handle(self, message: TokenOutput) -> TokenOutput:
+        return structs.replace(
+            message,
             texts=[self._text(output) for output in message.outputs],
-            streamed=message.streamed,
             streamed_texts=tuple(
                 list(map(self._piece, each.rids, each.token_ids)) for each in message.streamed
             ),
-            dp_rank=message.dp_rank,
-            abort_number=message.abort_number,
         )
 
     def _piece(self, rid: str, token_id: int) -> str:

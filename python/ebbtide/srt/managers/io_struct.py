@@ -40,7 +40,6 @@ from ebbtide.srt.managers.wire.generation import (
     RequestStart as RequestStart,
     RoutedExperts as RoutedExperts,
     StreamedTokens as StreamedTokens,
-    TextOutput as TextOutput,
     TokenizedGenerateReqInput as TokenizedGenerateReqInput,
     TokenOutput as TokenOutput,
     VersionContract as VersionContract,
@@ -419,7 +418,7 @@ class ControlReply(Message, frozen=True, kw_only=True):
 
 SchedulerInput = TokenizedGenerateReqInput | AbortGeneration | LoadGrammar | ControlCall | Verdict | Expire
 DetokenizerInput = TokenOutput
-ManagerInput = TextOutput | TokenOutput | ControlReply | StateReport
+ManagerInput = TokenOutput | ControlReply | StateReport
 # What a turn of the scheduler's loop begins with.
 TurnInput = SchedulerInput | Decision
 

@@ -38,7 +38,6 @@ from ebbtide.srt.managers.io_struct import (
     RequestOutput,
     SchedulerInput,
     StateReport,
-    TextOutput,
     TokenizedGenerateReqInput,
     TokenOutput,
 )
@@ -194,7 +193,9 @@ class TokenizerManager:
         fields = msgspec.structs.asdict(given) if isinstance(given, GenerateReqInput) else given
         self.limits.check_given("input_ids", fields.get("input_ids"), fields.get("truncate_prompt_tokens"))
         draft = await self.worked_on(fields, lambda: self._normalizer.draft(fields, render, client))
-        draft.check_chunks(is_incremental=is_incremental)
+        if draft.request.return_sampling_mask and draft.request.stream and not is_incremental:
+            # They would be told again with each token.
+            raise RequestRejected("return_sampling_mask: not in a stream whose chunks repeat those before")
         self._live.claim(draft.all_rids, draft.groups, client)
         try:
             grammars = await self._grammars(draft, client.host)
@@ -269,7 +270,7 @@ class TokenizerManager:
 
     async def _tokenize(self, draft: GenerationDraft) -> list[list[int]]:
         prompts: list[list[int]] = []
-        if not draft.is_tokenized:
+        if not all(isinstance(prompt, list) for prompt in draft.prompts):
             for piece in _pieces(draft.prompts, _num_characters, PIECE_CHARACTERS):
                 prompts += await self.in_thread(partial(self._normalizer.tokenize, draft, piece))
             return prompts
@@ -405,18 +406,16 @@ class TokenizerManager:
 
     def _handle(self, message: ManagerInput) -> None:
         match message:
-            case TextOutput():
-                with self._waker.lock:
-                    for output, text in zip(message.outputs, message.texts, strict=True):
-                        self._deliver(output, text, message.weight_version)
-                    for streamed, texts in zip(message.streamed, message.streamed_texts, strict=True):
-                        self._live.deliver_tokens(streamed, texts, message.weight_version)
             case TokenOutput():
+                all_texts: Sequence[str | None] = message.texts or [None] * len(message.outputs)
+                streamed_texts: Sequence[list[str] | None] = message.streamed_texts or [None] * len(
+                    message.streamed
+                )
                 with self._waker.lock:
-                    for output in message.outputs:
-                        self._deliver(output, None, message.weight_version)
-                    for streamed in message.streamed:
-                        self._live.deliver_tokens(streamed, None, message.weight_version)
+                    for output, text in zip(message.outputs, all_texts, strict=True):
+                        self._deliver(output, text, message.weight_version)
+                    for streamed, texts in zip(message.streamed, streamed_texts, strict=True):
+                        self._live.deliver_tokens(streamed, texts, message.weight_version)
             case ControlReply():
                 self.control.resolve(message)
             case StateReport():

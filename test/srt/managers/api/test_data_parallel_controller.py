@@ -41,7 +41,6 @@ from ebbtide.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqOutput,
     SchedulerInput,
-    TextOutput,
     TokenizedGenerateReqInput,
     TokenOutput,
     UpdateWeightsFromTensorReqInput,
@@ -343,17 +342,15 @@ def reply(aborts_before: int, dp_rank: int = 0) -> ControlReply:
     return ControlReply(id="7", reply=PingReqOutput(), dp_rank=dp_rank, aborts_before=aborts_before)
 
 
-def aborted(number: int | None, dp_rank: int = 0) -> TextOutput:
+def aborted(number: int | None, dp_rank: int = 0) -> TokenOutput:
     outputs = [RequestOutput("a", [])]
-    return TextOutput(weight_version="1", outputs=outputs, texts=[""], dp_rank=dp_rank, abort_number=number)
+    return TokenOutput(weight_version="1", outputs=outputs, texts=[""], dp_rank=dp_rank, abort_number=number)
 
 
 def test_a_reply_waits_for_all_that_was_aborted_before_it_and_comes_alone() -> None:
     early, first, second = reply(2), aborted(1), aborted(2)
     assert given([early], [first], [second], num_calls=4) == [[], [first], [second], [early]]
     assert given([first, second, early], num_calls=2) == [[first, second], [early]]
-    ids = TokenOutput(weight_version="1", outputs=[], abort_number=2)
-    assert given([early], [ids], num_calls=3) == [[], [ids], [early]]
 
 
 def test_nothing_else_is_held_up() -> None:

@@ -23,7 +23,6 @@ from ebbtide.srt.managers.io_struct import (
     Prepared,
     SchedulerInput,
     StateReport,
-    TextOutput,
     TokenizedGenerateReqInput,
     TokenOutput,
     Verdict,
@@ -120,7 +119,7 @@ class DataParallelController:
                         self._committee.has_session[message.dp_rank] = message.session is not None
                         self._can_run[message.dp_rank] = message.can_run
                         messages.append(message)
-                    case TextOutput() | TokenOutput():
+                    case TokenOutput():
                         self._note_ended(message)
                         messages.append(message)
             messages += self._replies
@@ -146,7 +145,7 @@ class DataParallelController:
         self._next = (chosen + 1) % num_replicas
         return chosen
 
-    def _note_ended(self, message: TextOutput | TokenOutput) -> None:
+    def _note_ended(self, message: TokenOutput) -> None:
         for output in message.outputs:
             if output.finish is not None and output.rid in self._placed:
                 dp_rank, num_tokens = self._placed.pop(output.rid)
@@ -188,9 +187,8 @@ class OrderedInbox:
     """Holds a reply back until everything that its replica had aborted before it has been handed out.
 
     Outputs come by way of the detokenizer and replies directly. A client that is informed that generation is
-    paused, or
-    that new weights serve, may take every later answer for one of the new weights: a reply comes in a batch
-    of its own.
+    paused, or that new weights serve, may take every later answer for one of the new weights: a reply comes
+    in a batch of its own.
     """
 
     def __init__(self, inbox: AsyncReceiveEnd[ManagerInput]) -> None:
@@ -212,7 +210,7 @@ class OrderedInbox:
             else:
                 given.append(message)
         for message in given:
-            if isinstance(message, TextOutput | TokenOutput) and message.abort_number is not None:
+            if isinstance(message, TokenOutput) and message.abort_number is not None:
                 self._num_aborts[message.dp_rank] = message.abort_number
         return given
 

@@ -14,7 +14,6 @@ import msgspec
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import read_losslessly
 from ebbtide.srt.managers.api.array_forms import decoded
-from ebbtide.srt.managers.api.ended_outputs import EndedOutput
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.io_struct import RoutedExperts
 from ebbtide.srt.sampling_params import MAX_TOKEN_IDS
@@ -271,14 +270,6 @@ class PerPrompt:
                 f"lora_path: {self.adapter[:200]!r} was asked for, and LoRA is not enabled: start the server "
                 "with --enable-lora"
             )
-
-    def namespace_behind(self, before: EndedOutput | None) -> tuple[str, ...]:
-        """The cache namespace: the given one, else that of the output that is continued."""
-        return self.cache_namespace if self.cache_namespace or before is None else before.namespace
-
-    def adapter_behind(self, before: EndedOutput | None) -> str | None:
-        """The adapter: the given one, else the version that the continued output ended with."""
-        return self.adapter if self.adapter is not None or before is None else before.adapter
 
     def given_routes(self, limits: RequestLimits, num_prompt_tokens: int) -> RoutedExperts | None:
         """The experts that its tokens are to take. Raises RequestRejected: 400, they cannot be these."""

@@ -66,16 +66,6 @@ class GenerationDraft:
         """The rids of all outputs, in their order."""
         return [rid for rids in self.rids for rid in rids]
 
-    @property
-    def is_tokenized(self) -> bool:
-        """Whether the prompts were given as token ids."""
-        return all(isinstance(prompt, list) for prompt in self.prompts)
-
-    def check_chunks(self, *, is_incremental: bool) -> None:
-        """Refuse what grows too long in chunks that repeat those before. Raises RequestRejected: 400."""
-        if self.request.return_sampling_mask and self.request.stream and not is_incremental:
-            raise RequestRejected("return_sampling_mask: not in a stream whose chunks repeat those before")
-
 
 class RequestNormalizer:
     """Checks requests and spells them out, one message per output.
@@ -280,14 +270,14 @@ class RequestNormalizer:
         for prompt, params, own in zip(prompts, draft.params, draft.columns, strict=True):
             own.check(self._limits, len(prompt))
             given_routes = own.given_routes(self._limits, len(prompt))
-            before = draft.continued
-            num_before = 0 if before is None else len(before.output_ids)
-            room = self._limits.room(len(prompt) + num_before)
-            asked = params.max_new_tokens
-            if before is not None and request.sampling_params is None:
-                asked = before.num_left
-            max_new_tokens = room if asked is None else min(asked, room)
-            max_new_tokens += num_before
+            before, asked, output_ids = draft.continued, params.max_new_tokens, list[int]()
+            namespace, adapter = own.cache_namespace, own.adapter
+            if before is not None:
+                output_ids, namespace = list(before.output_ids), namespace or before.namespace
+                adapter = before.adapter if adapter is None else adapter
+                asked = before.num_left if request.sampling_params is None else asked
+            room = self._limits.room(len(prompt) + len(output_ids))
+            max_new_tokens = (room if asked is None else min(asked, room)) + len(output_ids)
             if params.min_new_tokens > max_new_tokens:
                 raise RequestRejected(
                     f"sampling_params.min_new_tokens: expected at most {max_new_tokens}, which is what fits "
@@ -300,15 +290,15 @@ class RequestNormalizer:
                 sampling_params=params,
                 max_new_tokens=max_new_tokens,
                 seed=0,
-                continued_ids=[] if before is None else list(before.output_ids),
+                continued_ids=output_ids,
                 stream=bool(request.stream),
                 stream_interval=params.stream_interval or self._limits.stream_interval,
                 return_logprob=own.return_logprob,
                 logprob_start=start if own.return_logprob and start >= 0 else None,
                 top_logprobs_num=own.top_logprobs_num if own.return_logprob else 0,
                 token_ids_logprob=own.token_ids_logprob if own.return_logprob else (),
-                cache_namespace=own.namespace_behind(before) + namespace_of(given_routes),
-                adapter=own.adapter_behind(before),
+                cache_namespace=namespace + namespace_of(given_routes),
+                adapter=adapter,
                 given_routes=given_routes,
                 arrival_s=draft.arrival_s,
                 priority=self._limits.priority(request.priority),

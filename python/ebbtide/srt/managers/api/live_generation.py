@@ -67,8 +67,10 @@ class LiveGeneration:
         try:
             while self._error is None:
                 # The engine still computes the others: for what is made now the caller does not wait.
-                for index in self._take_ended():
-                    answers[index] = self.outputs[index].response()
+                for index in self._news:
+                    if self.outputs[index].finish is not None:
+                        answers[index] = self.outputs[index].response()
+                self._news.clear()
                 if len(answers) == len(self.outputs):
                     return [answers[index] for index in sorted(answers)] if self._is_list else answers[0]
                 # An event would keep a queue of readers, of whom there is one.
@@ -77,12 +79,6 @@ class LiveGeneration:
             raise self._error
         finally:
             self.close()
-
-    def _take_ended(self) -> list[int]:
-        """The outputs that have ended since the last call."""
-        ended = [index for index in self._news if self.outputs[index].finish is not None]
-        self._news.clear()
-        return ended
 
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of all outputs, with an `index` if there are several. Leaving early aborts the request.

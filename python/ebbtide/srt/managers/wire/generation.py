@@ -211,10 +211,12 @@ class StreamedTokens(Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(Message, frozen=True, kw_only=True):
-    """The outputs of one step, for the detokenizer (or, without a tokenizer, for the TokenizerManager).
+    """The outputs of one step, on their way to the TokenizerManager: through the detokenizer, if there is one.
 
     Attributes:
         streamed: of other requests than `outputs`, by how many logprobs they ask for.
+        texts, streamed_texts: what each adds, which never ends in half a character; empty before the
+            detokenizer, and without a tokenizer.
         dp_rank: of the replica.
         abort_number: counts, from 1, the messages of a replica with requests that were ended from outside;
             None for all others. See `ControlReply.aborts_before`.
@@ -223,17 +225,7 @@ class TokenOutput(Message, frozen=True, kw_only=True):
     weight_version: str
     outputs: list[RequestOutput]
     streamed: tuple[StreamedTokens, ...] = ()
-    dp_rank: int = 0
-    abort_number: int | None = None
-
-
-class TextOutput(Message, frozen=True, kw_only=True):
-    """`outputs` and `streamed` with the text that each adds, which never ends in half a character."""
-
-    weight_version: str
-    outputs: list[RequestOutput]
-    texts: list[str]
-    streamed: tuple[StreamedTokens, ...] = ()
+    texts: list[str] = field(default_factory=list)
     streamed_texts: tuple[list[str], ...] = ()
     dp_rank: int = 0
     abort_number: int | None = None
