@@ -142,10 +142,12 @@ ADDITIONS = {
 }
 # With three of them, on two replicas.
 SCRIPT = """
-import json
+import json, sys
 import httpx
+from fixtures.model_runs import RunnerDriver
 from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.srt.entrypoints.openapi import openapi_document
+from ebbtide.srt.layers.attention.registry import name_of
 from ebbtide.testing.null_engine import NullEngine
 
 GIVEN = {"stop_multiple": 5, "max_tokens": 99}
@@ -186,37 +188,36 @@ if __name__ == "__main__":
     kinds = ("SamplingParams", "CompletionRequest", "ChatCompletionRequest")
     answers["minima"] = [schemas[kind]["properties"]["stop_multiple"]["minimum"] for kind in kinds]
     answers["num_evens"] = schemas["MetaInfo"]["properties"]["num_evens"]
+    answers["runs"] = []
+    for path, backend in zip(sys.argv[1::2], sys.argv[2::2]):
+        driver = RunnerDriver(path, attention_backend=backend)
+        run = driver.start([1, 2, 3])
+        driver.generate([run], 2)
+        kinds = type(driver.runner.model).__name__, name_of(driver.runner.attention)
+        answers["runs"].append([*kinds, run.output_ids])
     print(json.dumps(answers))
 """
-RUN = """
-import json, sys
-from fixtures.model_runs import RunnerDriver
-from ebbtide.srt.layers.attention.registry import name_of
-
-answers = []
-for path, backend in zip(sys.argv[1::2], sys.argv[2::2]):
-    driver = RunnerDriver(path, attention_backend=backend)
-    run = driver.start([1, 2, 3])
-    driver.generate([run], 2)
-    answers.append([type(driver.runner.model).__name__, name_of(driver.runner.attention), run.output_ids])
-print(json.dumps(answers))
-"""
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a copy of the package that has all of them."""
-    folder = tmp_path_factory.mktemp("copied")
+def answers(tmp_path_factory: pytest.TempPathFactory, checkpoints: tuple[Path, Path]) -> Any:
+    """What the script prints, run with a copy of the package that has all of them."""
+    copied = tmp_path_factory.mktemp("copied")
     package = Path(ebbtide.__file__).parent
-    shutil.copytree(package, folder / "ebbtide", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package, copied / "ebbtide", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ADDITIONS:
-        add(name, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def answers(copied: Path) -> Any:
-    return output_of(copied, SCRIPT)
+        add(name, copied)
+    (script := copied / "script.py").write_text(SCRIPT)
+    known, new = checkpoints[0], copied / "foo"
+    shutil.copytree(known, new)
+    config = json.loads((new / "config.json").read_text())
+    (new / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
+    environment = {**os.environ, "PYTHONPATH": f"{copied}{os.pathsep}{ROOT / 'test' / 'srt'}"}
+    runs = [(known, "torch_native"), (new, "torch_native"), (known, "foo")]
+    command = [sys.executable, str(script), *(str(argument) for run in runs for argument in run)]
+    done = subprocess.run(command, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
 
 
 def edits(name: str) -> dict[str, list[tuple[str, str]]]:
@@ -239,17 +240,6 @@ def add(name: str, copied: Path) -> None:
             assert old == text == "" or text.count(f"\n{old}") == 1, (path, old)
             text = text.replace(f"\n{old}", f"\n{new}") if text else new
         path.write_text(text)
-
-
-def output_of(copied: Path, script: str, *arguments: object) -> Any:
-    """What a script prints that imports the copy."""
-    path = copied / "script.py"
-    path.write_text(script)
-    environment = {**os.environ, "PYTHONPATH": f"{copied}{os.pathsep}{ROOT / 'test' / 'srt'}"}
-    command = [sys.executable, str(path), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    return json.loads(done.stdout)
 
 
 def test_the_table_names_these_files() -> None:
@@ -292,18 +282,11 @@ def test_a_number_in_meta_info_is_told_and_described(answers: Any) -> None:
     assert answers["num_evens"] == {"type": "integer"}
 
 
-def test_a_model_and_an_attention_backend_serve(copied: Path, checkpoints: tuple[Path, Path]) -> None:
-    known, _ = checkpoints
-    new = copied / "foo"
-    shutil.copytree(known, new)
-    config = json.loads((new / "config.json").read_text())
-    (new / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
-    runs = [(known, "torch_native"), (new, "torch_native"), (known, "foo")]
-    answers = output_of(copied, RUN, *(argument for run in runs for argument in run))
-    assert [answer[:2] for answer in answers] == [
+def test_a_model_and_an_attention_backend_serve(answers: Any) -> None:
+    assert [run[:2] for run in answers["runs"]] == [
         ["Qwen3ForCausalLM", "torch_native"],
         ["FooForCausalLM", "torch_native"],
         ["Qwen3ForCausalLM", "foo"],
     ]
     # Each of the two changes what comes out.
-    assert len({tuple(ids) for *_, ids in answers}) == 3
+    assert len({tuple(ids) for *_, ids in answers["runs"]}) == 3

@@ -408,13 +408,11 @@ class TokenizerManager:
         match message:
             case TokenOutput():
                 all_texts: Sequence[str | None] = message.texts or [None] * len(message.outputs)
-                streamed_texts: Sequence[list[str] | None] = message.streamed_texts or [None] * len(
-                    message.streamed
-                )
                 with self._waker.lock:
                     for output, text in zip(message.outputs, all_texts, strict=True):
                         self._deliver(output, text, message.weight_version)
-                    for streamed, texts in zip(message.streamed, streamed_texts, strict=True):
+                    for place, streamed in enumerate(message.streamed):
+                        texts = message.streamed_texts[place] if message.streamed_texts else None
                         self._live.deliver_tokens(streamed, texts, message.weight_version)
             case ControlReply():
                 self.control.resolve(message)

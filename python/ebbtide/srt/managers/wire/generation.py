@@ -211,7 +211,7 @@ class StreamedTokens(Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(Message, frozen=True, kw_only=True):
-    """The outputs of one step, on their way to the TokenizerManager: through the detokenizer, if there is one.
+    """The outputs of one step, on their way to the TokenizerManager: through the detokenizer if any.
 
     Attributes:
         streamed: of other requests than `outputs`, by how many logprobs they ask for.
