@@ -228,7 +228,7 @@ def candidates(product: Product, num_tokens: int) -> Iterator[Config]:
         # Enough programs for 132 multiprocessors, at most about three for each.
         fitting = [s for s in (1, 2, 4, 8) if 90 <= num_programs * s <= 420 and shape.num_columns >= 512 * s]
         for splits in fitting[:2] or [1 if num_programs > 90 else 4]:
-            yield ProductConfig(rows, columns, splits, warps, stages, False)
+            yield ProductConfig(rows, columns, splits, warps, stages)
 
 
 def matvec_candidates(shape: Shape) -> Iterator[Config]:

@@ -32,8 +32,8 @@ INTERPRETED: list[tuple[int, int, int, Config | None]] = [
     (17, 40, 192, None),
     (33, 40, 192, None),
     # The last part of the columns is shorter than the others, or all are equal.
-    (5, 40, 320, ProductConfig(64, 128, 2, 4, 3, fold_norm=True)),
-    (5, 40, 320, ProductConfig(64, 128, 3, 4, 3, fold_norm=False)),
+    (5, 40, 320, ProductConfig(64, 128, 2, 4, 3)),
+    (5, 40, 320, ProductConfig(64, 128, 3, 4, 3)),
 ]
 # Outputs and columns of products of Llama 3.1 8B, Qwen3 0.6B and Qwen2.5 7B.
 MODEL_SHAPES = [
@@ -112,20 +112,6 @@ def test_every_product_equals_the_one_of_torch_in_the_interpreter(
     num_tokens: int, num_rows: int, num_columns: int, config: Config | None
 ) -> None:
     check_all(num_tokens, num_rows, num_columns, config=config)
-
-
-def test_too_many_tokens_and_weights_that_do_not_fit_are_refused() -> None:
-    pytest.importorskip("triton")
-    from ebbtide.srt.layers.small_batch import MAX_TOKENS, multiply
-
-    given = Tensors(MAX_TOKENS + 1, 32, 64)
-    with pytest.raises(ValueError, match="65 tokens"):
-        multiply(given.x, given.norm, EPS, given.half, None, given.residual)
-    few, out = given.x[:4], given.residual[:4]
-    with pytest.raises(ValueError, match="does not fit"):
-        multiply(few, None, EPS, given.weight, None, out, add=True)
-    with pytest.raises(ValueError, match="contiguous"):
-        multiply(few.T.contiguous().T, given.norm, EPS, given.half, None, out)
 
 
 @pytest.mark.gpu

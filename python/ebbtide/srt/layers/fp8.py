@@ -214,7 +214,7 @@ class Fp8Linear(EightBitLinear):
 
         out_TI = x.x_TD.new_empty((num_tokens, len(self.weight) // 2))
         weight = (self.weight, self.weight_scale_inv)
-        multiply_quantized(*_tokens_of(x), *weight, None, out_TI, gated=activation)
+        multiply_quantized(*_tokens_of(x), *weight, out_TI, gated=activation)
         return out_TI
 
     def add_to(
@@ -249,7 +249,7 @@ class Fp8Linear(EightBitLinear):
         tokens = _tokens_of(x)
         values_TI, scales_TG = room_for_tokens(num_tokens, num_rows, x.x_TD.device)
         operands = (*tokens, self.weight, self.weight_scale_inv)
-        multiply_quantized(*operands, None, values_TI[:num_tokens], gated=activation, out_scales_TG=scales_TG)
+        multiply_quantized(*operands, values_TI[:num_tokens], gated=activation, out_scales_TG=scales_TG)
         return QuantizedTokens(values_TI, scales_TG)
 
     def _add_product(
@@ -292,7 +292,7 @@ class Fp8Linear(EightBitLinear):
         else:
             from ebbtide.srt.layers.small_batch.fp8_products import multiply_quantized
 
-            multiply_quantized(*operands, None, residual_TO, add=is_added)
+            multiply_quantized(*operands, residual_TO, add=is_added)
         return residual_TO
 
     def _library_product(self, tokens: QuantizedTokens, num_tokens: int, kernels: Kernels) -> Tensor | None:

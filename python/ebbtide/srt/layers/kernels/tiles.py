@@ -80,7 +80,6 @@ class ProductConfig:
         num_splits: parts into which the columns are divided; more than one need a second kernel.
         num_warps: warps of a program.
         num_stages: tiles in shared memory.
-        fold_norm: whether the norm is part of the product; otherwise it is a kernel before it.
     """
 
     block_rows: int
@@ -88,7 +87,6 @@ class ProductConfig:
     num_splits: int
     num_warps: int
     num_stages: int
-    fold_norm: bool
 
 
 Config = MatvecConfig | ProductConfig
@@ -125,9 +123,7 @@ def default_product(bucket: int, shape: Shape) -> Config:
     while num_splits < 8 and num_programs * num_splits < 192 and shape.num_columns // num_splits >= 1024:
         num_splits *= 2
     block_columns = _block_columns(shape.num_columns, 128)
-    # Each program would scale its tokens again if the norm were folded: a kernel before is cheaper.
-    num_stages = 4 if shape.gated else 5
-    return ProductConfig(block_rows, block_columns, num_splits, 4, num_stages, fold_norm=False)
+    return ProductConfig(block_rows, block_columns, num_splits, 4, num_stages=4 if shape.gated else 5)
 
 
 def _block_columns(num_columns: int, largest: int) -> int:

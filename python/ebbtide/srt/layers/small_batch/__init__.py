@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ebbtide.srt.layers.kernels.launch import arrivals
+from ebbtide.srt.layers.kernels.launch import arrivals, overlap_options
+from ebbtide.srt.layers.kernels.norm import rms_norm_at_once
 from ebbtide.srt.layers.kernels.tiles import (
     TOKEN_BUCKETS,
     Config,
@@ -26,16 +27,12 @@ from ebbtide.srt.layers.norm import Activation, PartialNorm
 from ebbtide.srt.layers.small_batch import fp8_products, kernels
 
 MAX_TOKENS = TOKEN_BUCKETS[-1]
-
-
 # Columns of a program's weights that are brought into the second-level cache while the kernel before ends.
 _PREFETCHED_COLUMNS = 512
 # Products of eight tokens take longer than those of sixteen, whatever their tiles.
 _LEAST_TOKENS = 16
 # Parts of a sum that every program of the next product reads.
 _MOST_SUMS = 256
-
-
 # Columns of x that are summed by one program, and the most parts that a sum is cut into.
 _SHRUNK_COLUMNS, _MOST_RANK_SPLITS = 512, 16
 
@@ -88,7 +85,6 @@ def multiply(
     gated: Activation | None = None,
     add: bool = False,
     config: Config | None = None,
-    overlapped: bool = True,
     scales: Tensor | None = None,
     started: PartialNorm | None = None,
     then: tuple[Tensor, float] | None = None,
@@ -97,59 +93,42 @@ def multiply(
     """x Wᵀ (+ b), or of rms_norm(x), into `out_TO` [T, O], or added to it, rounded once. 1 ≤ T ≤ MAX_TOKENS.
 
     Args:
+        x_TK, weight, out_TO: contiguous.
         norm_weight_K, eps: of the norm; without a weight there is none.
         config: block sizes; None: those that suit the shape.
         scales: of a weight of 8 bits, one for each block of 128 × 128; of one token, which keeps its dtype.
         gated: the activation of the gates, whose rows of the weight come first: the result is that · up.
         add: whether the result is added.
-        overlapped: whether kernels start before their predecessors end; it changes no result.
         started: a part of the norm of x; a kernel for one token does not use it.
         then: the norm of the result, of which a part may be computed, and returned.
         shrinking: what is computed beside; nothing is normalised or gated then.
-
-    Raises ValueError for tensors that the kernels would read wrongly, or too many tokens.
     """
-    shape = Shape(out_TO.shape[1], x_TK.shape[1], gated is not None)
-    _check(x_TK, weight, out_TO, shape, scales)
+    assert 1 <= len(x_TK) <= (MAX_TOKENS if scales is None else 1), f"{len(x_TK)} tokens"
+    assert x_TK.is_contiguous() and weight.is_contiguous() and out_TO.is_contiguous()
     if scales is not None:
         quantized = (x_TK, norm_weight_K, eps, weight, scales, bias, out_TO)
         fp8_products.multiply_one(*quantized, gated=gated, add=add)
         return None
-    config = config if config is not None else choose_product(len(x_TK), shape, x_TK.device)
-    # Every kernel on a GPU is launched as a dependent of the one before, which the interpreter cannot do.
-    overlapped = overlapped and x_TK.is_cuda
-    launch = {"OVERLAPPED": overlapped, "launch_pdl": overlapped}
-    gates = {"GATED": gated is not None, "GELU": gated == "gelu_tanh"}
-    switches = gates | {"BIAS": bias is not None, "ADD": add} | launch
+    if config is None:
+        config = choose_product(
+            len(x_TK), Shape(out_TO.shape[1], x_TK.shape[1], gated is not None), x_TK.device
+        )
+    switches = {
+        "GATED": gated is not None,
+        "GELU": gated == "gelu_tanh",
+        "BIAS": bias is not None,
+        "ADD": add,
+    }
+    switches |= overlap_options(x_TK)
     if isinstance(config, MatvecConfig):
         _matvec(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches, shrinking)
         return None
+    given = None
     if started is not None:
-        x_TK, norm_weight_K, eps = started.x_TD, None, started.eps
-    elif norm_weight_K is not None and not config.fold_norm:
-        x_TK = _normalise(x_TK, norm_weight_K, eps, launch)
-        norm_weight_K = None
-    given = None if started is None else started.sums_TB
-    operands = (x_TK, norm_weight_K, eps, weight, bias, out_TO)
-    return _product(*operands, config, switches, given, then, shrinking)
-
-
-def _check(x_TK: Tensor, weight: Tensor, out_TO: Tensor, shape: Shape, scales: Tensor | None) -> None:
-    if not 1 <= len(x_TK) <= MAX_TOKENS:
-        raise ValueError(f"{len(x_TK)} tokens; these kernels take 1 to {MAX_TOKENS}")
-    if weight.shape != (shape.num_rows * (2 if shape.gated else 1), shape.num_columns):
-        raise ValueError(f"a weight of {tuple(weight.shape)} does not fit {shape}")
-    if not (x_TK.is_contiguous() and weight.is_contiguous() and out_TO.is_contiguous()):
-        raise ValueError("the tensors must be contiguous")
-    if scales is not None and len(x_TK) > 1:
-        raise ValueError(f"{len(x_TK)} tokens by a weight of 8 bits; these kernels take one")
-    if scales is not None and scales.shape != (
-        _ceil_div(len(weight), 128),
-        _ceil_div(shape.num_columns, 128),
-    ):
-        raise ValueError(
-            f"scales of {tuple(scales.shape)} are not those of a weight of {tuple(weight.shape)}"
-        )
+        x_TK, given, eps = started
+    elif norm_weight_K is not None:
+        x_TK = rms_norm_at_once(x_TK, norm_weight_K, eps, 0.0)
+    return _product(x_TK, eps, weight, bias, out_TO, config, switches, given, then, shrinking)
 
 
 def _matvec(
@@ -186,24 +165,8 @@ def _matvec(
     )
 
 
-def _normalise(x_TK: Tensor, norm_weight_K: Tensor, eps: float, launch: dict[str, Any]) -> Tensor:
-    out_TK = torch.empty_like(x_TK)
-    kernels.normalise[(len(x_TK),)](
-        x_TK,
-        norm_weight_K,
-        out_TK,
-        eps,
-        NUM_COLUMNS=x_TK.shape[1],
-        BLOCK_COLUMNS=_power_of_2(x_TK.shape[1]),
-        num_warps=8 if x_TK.shape[1] > 2048 else 4,
-        **launch,
-    )
-    return out_TK
-
-
 def _product(
     x: Tensor,
-    norm: Tensor | None,
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
@@ -222,10 +185,9 @@ def _product(
     )
     num_splits = _ceil_div(num_columns, split_columns)
     num_blocks = _ceil_div(num_rows, config.block_rows)
-    partial = squares = arrived = None
+    partial = arrived = None
     if num_splits > 1:
         partial = torch.empty(num_splits, num_tokens, len(weight), dtype=torch.float32, device=x.device)
-        squares = torch.empty(num_blocks, num_splits, num_tokens, dtype=torch.float32, device=x.device)
         arrived = arrivals(x.device, _power_of_2(num_blocks))
     next_norm, normed = None, None
     # The parts are added up as one tile.
@@ -235,12 +197,10 @@ def _product(
     count, beside, constants = _NOTHING_BESIDE if shrinking is None else shrinking.arguments(num_splits)
     kernels.product[(count + num_blocks, num_splits)](
         x,
-        norm,
         weight,
         bias,
         out,
         partial,
-        squares,
         arrived,
         given,
         next_norm,
@@ -258,7 +218,6 @@ def _product(
         PREFETCHED_COLUMNS=min(_PREFETCHED_COLUMNS, _power_of_2(split_columns)),
         GIVEN_SUMS=0 if given is None else given.shape[1],
         NORM_NEXT=normed is not None,
-        FOLD_NORM=norm is not None,
         EVEN=num_rows % config.block_rows == 0 and num_columns % split_columns == 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -180,7 +180,6 @@ def passing(
 def _finish(
     result,
     result_up,
-    bias_ptr,
     out_ptr,
     partial_ptr,
     split,
@@ -191,7 +190,6 @@ def _finish(
     SPLIT: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
-    BIAS: tl.constexpr,
     ADD: tl.constexpr,
 ):
     stored = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
@@ -204,8 +202,6 @@ def _finish(
     else:
         if GATED:
             result = activate(result, GELU) * result_up
-        if BIAS:
-            result += tl.load(bias_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[None, :]
         outs = out_ptr + tokens[:, None] * num_rows + rows[None, :]
         if ADD:
             result += tl.load(outs, mask=stored, other=0.0).to(tl.float32)
@@ -218,7 +214,6 @@ def quantized(
     x_scale_ptr,
     weight_ptr,
     scale_ptr,
-    bias_ptr,
     out_ptr,
     out_scale_ptr,
     partial_ptr,
@@ -231,7 +226,6 @@ def quantized(
     BLOCK_ROWS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
-    BIAS: tl.constexpr,
     ADD: tl.constexpr,
     QUANTIZED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -302,7 +296,6 @@ def quantized(
         _finish(
             tl.trans(total),
             tl.trans(total_up),
-            bias_ptr,
             out_ptr,
             partial_ptr,
             split,
@@ -313,7 +306,6 @@ def quantized(
             SPLIT_COLUMNS < NUM_COLUMNS,
             GATED,
             GELU,
-            BIAS,
             ADD,
         )
 
@@ -321,7 +313,6 @@ def quantized(
 @triton.jit(do_not_specialize=["num_tokens"])
 def combine(
     partial_ptr,
-    bias_ptr,
     out_ptr,
     num_tokens,
     num_rows,
@@ -329,7 +320,6 @@ def combine(
     BLOCK_ROWS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
-    BIAS: tl.constexpr,
     ADD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
@@ -338,8 +328,6 @@ def combine(
     token = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
-    if BIAS:
-        bias = tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
     stride = num_rows * 2 if GATED else num_rows
     _await(OVERLAPPED)
     result = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -353,8 +341,6 @@ def combine(
             result_up += tl.load(partials + num_rows, mask=inside, other=0.0)
     if GATED:
         result = activate(result, GELU) * result_up
-    if BIAS:
-        result += bias
     if ADD:
         result += residual
     tl.store(out_ptr + token * num_rows + rows, result.to(out_ptr.dtype.element_ty), mask=inside)

@@ -3,8 +3,6 @@
 Shapes: T tokens, K columns, O outputs, G = K / 128 groups.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,6 @@ from ebbtide.srt.layers.kernels.tiles import (
 from ebbtide.srt.layers.norm import Activation
 from ebbtide.srt.layers.small_batch import fp8_kernels
 
-MAX_TOKENS = 64
 _COMBINED_ROWS = 512
 
 
@@ -77,7 +74,6 @@ def multiply_quantized(
     x_scales_TG: Tensor,
     weight: Tensor,
     scales: Tensor,
-    bias: Tensor | None,
     out_TO: Tensor,
     config: QuantizedConfig | None = None,
     *,
@@ -85,7 +81,7 @@ def multiply_quantized(
     add: bool = False,
     out_scales_TG: Tensor | None = None,
 ) -> None:
-    """x Wᵀ (+ b) into `out_TO` [T, O], or added to it, or activation(gate) · up of it. 1 ≤ T ≤ MAX_TOKENS.
+    """x Wᵀ into `out_TO` [T, O], or added to it, or activation(gate) · up of it. 1 ≤ T ≤ 64.
 
     Args:
         values_TK, x_scales_TG: of `quantize_tokens`; they and `out_scales_TG` have more rows than T.
@@ -103,7 +99,6 @@ def multiply_quantized(
     switches = {
         "GATED": gated is not None,
         "GELU": gated == "gelu_tanh",
-        "BIAS": bias is not None,
         "ADD": add,
         **overlap_options(values_TK),
     }
@@ -113,7 +108,6 @@ def multiply_quantized(
         x_scales_TG,
         weight,
         scales,
-        bias,
         out_TO,
         out_scales_TG,
         partial,
@@ -130,19 +124,13 @@ def multiply_quantized(
         **switches,
     )
     if partial is not None:
-        _combine(partial, bias, out_TO, switches)
-
-
-def _combine(partial: Tensor, bias: Tensor | None, out: Tensor, switches: dict[str, Any]) -> None:
-    num_tokens, num_rows = out.shape
-    fp8_kernels.combine[(-(-num_rows // _COMBINED_ROWS), num_tokens)](
-        partial,
-        bias,
-        out,
-        num_tokens,
-        num_rows,
-        NUM_SPLITS=len(partial),
-        BLOCK_ROWS=_COMBINED_ROWS,
-        num_warps=4,
-        **switches,
-    )
+        fp8_kernels.combine[(-(-num_rows // _COMBINED_ROWS), num_tokens)](
+            partial,
+            out_TO,
+            num_tokens,
+            num_rows,
+            NUM_SPLITS=config.num_splits,
+            BLOCK_ROWS=_COMBINED_ROWS,
+            num_warps=4,
+            **switches,
+        )

@@ -5,10 +5,10 @@ ask for weights, which no kernel writes, and only then wait for the predecessor.
 the boundary of two kernels, and the next one's blocks are in place when the last one ends. Every kernel
 waits before its first access to anything that a kernel writes: so it also waits for all earlier ones.
 
-The norm is folded into the product: x/rms(x)·n Wᵀ = (x·n Wᵀ)/rms(x), and the squares are summed on the way.
+A norm may be folded into the product: x/rms(x)·n Wᵀ = (x·n Wᵀ)/rms(x), with squares summed on the way (of one
+token: FOLD_NORM) or by the product before.
 
-The names in capitals are compile-time constants. FOLD_NORM: scale x by the norm's weight, and the product by
-1/rms(x). GATED: the weight holds twice num_rows rows, gates first. GELU: the gates' activation, else silu.
+The names in capitals are compile-time constants. GATED: the weight holds twice num_rows rows, gates first. GELU: the gates' activation, else silu.
 ADD: out += product. EVEN: the blocks divide rows and columns. OVERLAPPED: launched as a dependent; the
 interpreter does not know the instructions.
 """
@@ -221,12 +221,10 @@ def matvec(
 @triton.jit(do_not_specialize=["num_shrinking", "num_tokens"])
 def product(
     x_ptr,
-    norm_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
     partial_ptr,
-    squares_ptr,
     arrivals_ptr,
     given_ptr,
     next_norm_ptr,
@@ -248,7 +246,6 @@ def product(
     PREFETCHED_COLUMNS: tl.constexpr,
     GIVEN_SUMS: tl.constexpr,
     NORM_NEXT: tl.constexpr,
-    FOLD_NORM: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     BIAS: tl.constexpr,
@@ -263,9 +260,9 @@ def product(
     """Several tokens, on tensor cores: rows of the weight are the rows of the product, tokens its columns.
 
     A program owns BLOCK_ROWS rows and SPLIT_COLUMNS columns. With fewer columns than the weight has, what it
-    computed goes to `partial` [splits, T, rows] (gates, then ups) and, of x², to `squares` [blocks of rows,
-    splits, T]. Of the programs with the same rows the last one adds all parts up, always in the same order.
-    `arrivals` counts them, a number for each block of rows, and is left at zero.
+    computed goes to `partial` [splits, T, rows] (gates, then ups). Of the programs with the same rows the last
+    one adds all parts up, always in the same order. `arrivals` counts them, a number for each block of rows,
+    and is left at zero.
 
     GIVEN_SUMS: x has been scaled by a norm's weight, and the squares of what it was before were added up in
     parts: `given` [T, GIVEN_SUMS]. NORM_NEXT: leave the same of the result: `normed` [T, rows], which
@@ -310,12 +307,9 @@ def product(
         prefetch(first)
         if GATED:
             prefetch(first + up_distance)
-    if FOLD_NORM:
-        norm_ahead = tl.load(norm_ptr + begin + columns, mask=begin + columns < NUM_COLUMNS, other=0.0)
     _await(OVERLAPPED)
     total = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
     total_up = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
-    squares = tl.zeros((BLOCK_TOKENS,), tl.float32)
     x_starts = x_ptr + tokens[:, None] * NUM_COLUMNS
     present = (tokens < num_tokens)[:, None]
     for start in range(0, SPLIT_COLUMNS, BLOCK_COLUMNS):
@@ -325,14 +319,6 @@ def product(
             x = tl.load(x_starts + here[None, :], mask=present, other=0.0)
         else:
             x = tl.load(x_starts + here[None, :], mask=present & (here < NUM_COLUMNS)[None, :], other=0.0)
-        if FOLD_NORM:
-            norm = norm_ahead.to(tl.float32)
-            # Too small for an asynchronous copy: so it is loaded one tile ahead by hand.
-            following = here + BLOCK_COLUMNS
-            norm_ahead = tl.load(norm_ptr + following, mask=following < NUM_COLUMNS, other=0.0)
-            x_float = x.to(tl.float32)
-            squares += tl.sum(x_float * x_float, axis=1)
-            x = (x_float * norm[None, :]).to(x.dtype)
         total = tl.dot(weight, tl.trans(x), total)
         if GATED:
             weight_up = _read(
@@ -352,9 +338,6 @@ def product(
         tl.store(mine, result, mask=stored)
         if GATED:
             tl.store(mine + num_rows, result_up, mask=stored)
-        squares_ptr += row_block * NUM_SPLITS * num_tokens + tokens
-        if FOLD_NORM:
-            tl.store(squares_ptr + split * num_tokens, squares, mask=tokens < num_tokens)
         # All threads have written before one of them says so, and reads what the others have said before.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrivals_ptr + row_block, 1, sem="acq_rel") == NUM_SPLITS - 1
@@ -362,19 +345,11 @@ def product(
             tl.store(arrivals_ptr + row_block, 0)
             result = tl.zeros((BLOCK_TOKENS, BLOCK_ROWS), tl.float32)
             result_up = tl.zeros((BLOCK_TOKENS, BLOCK_ROWS), tl.float32)
-            squares = tl.zeros((BLOCK_TOKENS,), tl.float32)
             for part in tl.static_range(NUM_SPLITS):
                 theirs = partials + part * num_tokens * stride
                 result += tl.load(theirs, mask=stored, other=0.0, cache_modifier=".cg")
                 if GATED:
                     result_up += tl.load(theirs + num_rows, mask=stored, other=0.0, cache_modifier=".cg")
-                if FOLD_NORM:
-                    squares += tl.load(
-                        squares_ptr + part * num_tokens,
-                        mask=tokens < num_tokens,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
     if is_last:
         if GIVEN_SUMS > 0:
             parts = tl.arange(0, GIVEN_SUMS)
@@ -386,7 +361,6 @@ def product(
                 ),
                 axis=1,
             )
-        if FOLD_NORM or GIVEN_SUMS > 0:
             scale = tl.rsqrt(squares / NUM_COLUMNS + eps)[:, None]
             result *= scale
             result_up *= scale
@@ -407,25 +381,3 @@ def product(
             tl.store(normed_ptr + tokens[:, None] * num_rows + rows[None, :], scaled, mask=stored)
             sums = sums_ptr + tokens * tl.num_programs(0) + row_block
             tl.store(sums, tl.sum(kept * kept, axis=1), mask=tokens < num_tokens)
-
-
-@triton.jit
-def normalise(
-    x_ptr,
-    norm_ptr,
-    out_ptr,
-    eps,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-) -> None:
-    """rms_norm of one token per program, for products in which it is not folded."""
-    _announce(OVERLAPPED)
-    columns = tl.arange(0, BLOCK_COLUMNS)
-    inside = columns < NUM_COLUMNS
-    norm = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    _await(OVERLAPPED)
-    start = tl.program_id(0) * NUM_COLUMNS
-    x = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / NUM_COLUMNS + eps)
-    tl.store(out_ptr + start + columns, (x * scale * norm).to(out_ptr.dtype.element_ty), mask=inside)

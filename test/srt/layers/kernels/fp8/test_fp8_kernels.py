@@ -225,18 +225,18 @@ def test_products_of_few_tokens_of_8_bits(num_tokens: int, num_rows: int, num_co
     residual = random(num_tokens, 2 * num_rows)
     summed = residual.float() + expected
     config = None if ON_GPU else QuantizedConfig(16, 64, 2, 4, 3)
-    multiply_quantized(*tokens, values, scales, None, residual, config, add=True)
+    multiply_quantized(*tokens, values, scales, residual, config, add=True)
     assert_near(residual, summed)
     gate, up = expected.chunk(2, dim=1)
     out = random(num_tokens, num_rows)
-    multiply_quantized(*tokens, values, scales, None, out, config, gated="silu")
+    multiply_quantized(*tokens, values, scales, out, config, gated="silu")
     assert_near(out, F.silu(gate) * up)
 
     # In 8 bits again, by the same kernel or by one of its own.
     room = room_for_tokens(num_tokens, num_rows, out.device)
     config = QuantizedConfig(64 if num_tokens > 32 else 32, 128, 1, 8, 3)
     multiply_quantized(
-        *tokens, values, scales, None, room[0][:num_tokens], config, gated="silu", out_scales_TG=room[1]
+        *tokens, values, scales, room[0][:num_tokens], config, gated="silu", out_scales_TG=room[1]
     )
     for found in (wide(*room), wide(*quantize_gated(expected.to(DTYPE), "silu"))):
         distance = (found - F.silu(gate) * up).norm() / (F.silu(gate) * up).norm()
