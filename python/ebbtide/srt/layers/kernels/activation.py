@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.instructions import lead
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 _BLOCK = 1024
@@ -58,9 +59,7 @@ def activate(gate, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
 def _gated(  # type: ignore[no-untyped-def]
     gate_up_ptr, out_ptr, inner, GELU: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr
 ) -> None:
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    lead(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
@@ -74,9 +73,7 @@ def _gated(  # type: ignore[no-untyped-def]
 def _squared_relu(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, count, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr
 ) -> None:
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    lead(OVERLAPPED)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + place, mask=place < count, other=0.0).to(tl.float32)
     x = tl.maximum(x, 0.0)

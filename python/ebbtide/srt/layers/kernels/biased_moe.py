@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from ebbtide.srt.layers.kernels.few_token_moe import down_few_
+from ebbtide.srt.layers.kernels.instructions import follow
 from ebbtide.srt.layers.kernels.launch import compute_capability, overlap_options
-from ebbtide.srt.layers.kernels.moe_routing import follow
 from ebbtide.srt.layers.kernels.tiles import FEW_TOKENS, Tile
 
 # The best of those tried on an H100.

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
+from ebbtide.srt.layers.kernels.instructions import announce, wait
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.paged_attention import room_for_parts
 
@@ -231,8 +232,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
 ) -> None:
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
     HEAD_DIM: tl.constexpr = 2 * HALF
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
+    announce(OVERLAPPED)
     request = tl.program_id(0)
     kv_head, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     first_page = tl.load(kv_indptr + request)
@@ -259,8 +259,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     next_1, next_2, next_value = _tile(
         k_ptr, v_ptr, kv_indices, begin, end, pair, dim, row_size, HALF, PAGE_SIZE, BLOCK_KEYS
     )
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
+    wait(OVERLAPPED)
 
     row = tl.arange(0, BLOCK_ROWS)
     present = row < GROUP

@@ -21,9 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.few_token_moe import few_tokens_, inner_of
+from ebbtide.srt.layers.kernels.instructions import follow
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.layers.kernels.lora import ExpertFactors, expand, shrink
-from ebbtide.srt.layers.kernels.moe_routing import follow, list_slots
+from ebbtide.srt.layers.kernels.moe_routing import list_slots
 from ebbtide.srt.layers.kernels.tiles import DEFAULTS, Layer, Plan, Tile, choose_plan
 
 _SUMMED_COLUMNS = 1024

@@ -1,4 +1,8 @@
-"""Single instructions that kernels use and Triton does not name."""
+"""Single instructions that kernels use and Triton does not name, and those by which kernels overlap.
+
+Where OVERLAPPED is true a kernel was launched as a dependent of the one before. It may be in place before
+that has ended, and must wait before it reads or writes what others write. The interpreter cannot do that.
+"""
 
 # Triton has no types, and a kernel is not Python.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
@@ -29,3 +33,31 @@ def prefetch(pointers) -> None:
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def announce(OVERLAPPED: tl.constexpr) -> None:
+    """Let the next kernel's blocks start where there is room."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(OVERLAPPED: tl.constexpr) -> None:
+    """Wait until the kernel before has ended and what it wrote can be read."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def lead(OVERLAPPED: tl.constexpr) -> None:
+    """Let the next kernel start, then wait for the one before."""
+    announce(OVERLAPPED)
+    wait(OVERLAPPED)
+
+
+@triton.jit
+def follow(OVERLAPPED: tl.constexpr) -> None:
+    """Wait for the kernel before, then let the next one start: it can read at once what this one could."""
+    wait(OVERLAPPED)
+    announce(OVERLAPPED)

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.heads import Rope
+from ebbtide.srt.layers.kernels.instructions import follow
 from ebbtide.srt.layers.kernels.launch import overlap_options
-from ebbtide.srt.layers.kernels.moe_routing import follow
 
 # Tokens of a tile of a product: for more of them a library's takes no longer.
 FEW_TOKENS = 16

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.activation import activate
+from ebbtide.srt.layers.kernels.instructions import announce, wait
 from ebbtide.srt.layers.kernels.launch import arrivals, num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.moe_routing import Blocks, list_slots
 
@@ -240,17 +241,16 @@ def _constants(inner: Tensor, factors: Factors, groups: SlotGroups) -> dict[str,
 @triton.jit
 def _start(EARLY: tl.constexpr, OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel start; first wait for the one before if this one's lists are of it."""
-    if OVERLAPPED:
-        if not EARLY:
-            tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if not EARLY:
+        wait(OVERLAPPED)
+    announce(OVERLAPPED)
 
 
 @triton.jit
 def _follow_late(EARLY: tl.constexpr, OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for the kernel before, where that has not been done."""
-    if OVERLAPPED and EARLY:
-        tl.extra.cuda.gdc_wait()
+    if EARLY:
+        wait(OVERLAPPED)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

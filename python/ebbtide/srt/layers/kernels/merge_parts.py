@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.instructions import lead
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 _HEADS = 8
@@ -62,9 +63,7 @@ def _merge_parts(  # type: ignore[no-untyped-def]
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """Some heads of one row."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    lead(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, BLOCK)[None, :]
@@ -131,9 +130,7 @@ def _count_sinks(  # type: ignore[no-untyped-def]
     real = head < NUM_HEADS
     inside = real[:, None] & (dim < HEAD_DIM)
     sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    lead(OVERLAPPED)
     at = tl.program_id(0).to(tl.int64) * NUM_HEADS + head
     share = 1.0 / (1.0 + tl.exp2(sink - tl.load(sums_ptr + at, mask=real, other=0.0)))
     out_at = out_ptr + at[:, None] * HEAD_DIM + dim

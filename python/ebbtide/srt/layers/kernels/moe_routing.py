@@ -4,8 +4,7 @@ A *slot* is one of the T·K pairs of a token and an expert; slot s belongs to to
 expert and up to `block_tokens` of its slots. Grids depend on the number of tokens alone and nothing waits for
 the device, so a CUDA graph can hold all of it. Nothing is added atomically: equal inputs give equal bits.
 
-Every kernel waits for its predecessor first, and only then lets its successor start: what the kernel before
-the predecessor wrote can thus be read at once.
+Every kernel follows its predecessor (`follow`): what the kernel before that wrote can be read at once.
 
 Shapes: T tokens, E experts, K experts per token, S = T·K slots.
 """
@@ -22,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.instructions import follow
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 LIST_CHUNK, LONG_LIST_CHUNK = 1024, 4096
@@ -152,14 +152,6 @@ def list_slots(experts_TK: Tensor, num_experts: int, block_tokens: int) -> Block
         **options,
     )
     return Blocks(num_blocks, block_experts, block_slots)
-
-
-@triton.jit
-def follow(OVERLAPPED: tl.constexpr) -> None:
-    """Wait until the kernel before has ended, then let the next one start."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

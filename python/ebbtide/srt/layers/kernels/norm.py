@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.instructions import announce, wait
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 
@@ -44,13 +45,11 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
+    announce(OVERLAPPED)
     columns = tl.arange(0, BLOCK)
     inside = columns < COLUMNS
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
+    wait(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * step + columns, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / COLUMNS + eps)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.kernels.instructions import lead
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.mem_cache.kv_scales import FP8, FP8_MAX, HeadScales
 
@@ -159,10 +160,8 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     """
     NUM_HEADS: tl.constexpr = NUM_Q_HEADS + 2 * NUM_KV_HEADS
     HEAD_DIM: tl.constexpr = 2 * HALF
-    if OVERLAPPED:
-        # Everything but the slots comes from the kernel before, or from one before that.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    # Everything but the slots comes from the kernel before, or from one before that.
+    lead(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     pair = tl.arange(0, BLOCK)[None, :]

@@ -104,7 +104,7 @@ def multiply(
         shrinking: what is computed beside; nothing is normalised or gated then.
     """
     assert 1 <= len(x_TK) <= (MAX_TOKENS if scales is None else 1), f"{len(x_TK)} tokens"
-    assert x_TK.is_contiguous() and weight.is_contiguous() and out_TO.is_contiguous()
+    assert all(x.is_contiguous() for x in (x_TK, weight, out_TO))
     if scales is not None:
         quantized = (x_TK, norm_weight_K, eps, weight, scales, bias, out_TO)
         fp8_products.multiply_one(*quantized, gated=gated, add=add)

@@ -22,8 +22,7 @@ import triton.language as tl
 from ebbtide.srt.layers.kernels.activation import activate
 from ebbtide.srt.layers.kernels.fp8.quantize import divided
 from ebbtide.srt.layers.kernels.fp8.words import four_of, fours, row_sums
-from ebbtide.srt.layers.kernels.instructions import prefetch
-from ebbtide.srt.layers.small_batch.kernels import _announce, _await
+from ebbtide.srt.layers.kernels.instructions import announce, prefetch, wait
 
 _GROUP: Any = tl.constexpr(128)
 
@@ -51,7 +50,7 @@ def stationary(
     ASM: tl.constexpr,
 ) -> None:
     """One token, which stays in registers while rows go by. x_ptr, norm_ptr: words of 64 bits."""
-    _announce(OVERLAPPED)
+    announce(OVERLAPPED)
     WORDS: tl.constexpr = NUM_COLUMNS // 4
     first_row = tl.program_id(0) * (BLOCK_ROWS * STEPS)
     row = tl.arange(0, BLOCK_ROWS)
@@ -72,7 +71,7 @@ def stationary(
         scale_up = tl.load(scales + up_groups, mask=inside, other=0.0)
     if FOLD_NORM:
         n0, n1, n2, n3 = four_of(norm_ptr, word, inside, ASM)
-    _await(OVERLAPPED)
+    wait(OVERLAPPED)
     x0, x1, x2, x3 = four_of(x_ptr, word, inside, ASM)
     inverse_norm = 1.0
     if FOLD_NORM:
@@ -121,7 +120,7 @@ def passing(
     ASM: tl.constexpr,
 ) -> None:
     """One token of many columns, which passes by while each program keeps its rows. Pointers as above."""
-    _announce(OVERLAPPED)
+    announce(OVERLAPPED)
     WORDS: tl.constexpr = NUM_COLUMNS // 4
     first_row = tl.program_id(0) * BLOCK_ROWS
     row, word = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_WORDS)
@@ -136,7 +135,7 @@ def passing(
     if GATED:
         ahead_up = tl.load(tile + up_distance, mask=wanted, other=0, eviction_policy="evict_first")
         scale_up_ahead = tl.load(scales + up_groups, mask=word < WORDS, other=0.0)
-    _await(OVERLAPPED)
+    wait(OVERLAPPED)
     total = tl.zeros((BLOCK_ROWS, BLOCK_WORDS), tl.float32)
     total_up = tl.zeros((BLOCK_ROWS, BLOCK_WORDS), tl.float32)
     squares = tl.zeros((BLOCK_WORDS,), tl.float32)
@@ -234,7 +233,7 @@ def quantized(
 
     QUANTIZED: the product of gates and ups becomes 8 bits again; BLOCK_ROWS is one group of it.
     """
-    _announce(OVERLAPPED)
+    announce(OVERLAPPED)
     split = tl.program_id(1)
     begin = split * SPLIT_COLUMNS
     first_row = tl.program_id(0) * BLOCK_ROWS
@@ -258,7 +257,7 @@ def quantized(
     scale_up = scale
     if GATED:
         scale_up = tl.load(w_scales + up_groups)
-    _await(OVERLAPPED)
+    wait(OVERLAPPED)
     known = tl.where(tokens < padded_tokens, tokens, 0)
     x_scales = x_scale_ptr + first_group * padded_tokens + known
     x_scale = tl.load(x_scales)
@@ -324,12 +323,12 @@ def combine(
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """Add up what `quantized` left in parts, always in the same order, and finish as it would have done."""
-    _announce(OVERLAPPED)
+    announce(OVERLAPPED)
     token = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
     stride = num_rows * 2 if GATED else num_rows
-    _await(OVERLAPPED)
+    wait(OVERLAPPED)
     result = tl.zeros((BLOCK_ROWS,), tl.float32)
     result_up = tl.zeros((BLOCK_ROWS,), tl.float32)
     if ADD:

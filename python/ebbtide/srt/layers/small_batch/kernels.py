@@ -5,12 +5,12 @@ ask for weights, which no kernel writes, and only then wait for the predecessor.
 the boundary of two kernels, and the next one's blocks are in place when the last one ends. Every kernel
 waits before its first access to anything that a kernel writes: so it also waits for all earlier ones.
 
-A norm may be folded into the product: x/rms(x)·n Wᵀ = (x·n Wᵀ)/rms(x), with squares summed on the way (of one
-token: FOLD_NORM) or by the product before.
+A norm is folded into a product: x/rms(x)·n Wᵀ = (x·n Wᵀ)/rms(x). The squares are summed on the way, or by the
+product before.
 
-The names in capitals are compile-time constants. GATED: the weight holds twice num_rows rows, gates first. GELU: the gates' activation, else silu.
-ADD: out += product. EVEN: the blocks divide rows and columns. OVERLAPPED: launched as a dependent; the
-interpreter does not know the instructions.
+The names in capitals are compile-time constants. FOLD_NORM: scale x by the norm's weight, and the product by
+1/rms(x). GATED: the weight holds twice num_rows rows, gates first. GELU: the gates' activation, else silu.
+ADD: out += product. EVEN: the blocks divide rows and columns. OVERLAPPED: see `kernels.instructions`.
 """
 
 # Triton has no types, and a kernel is not Python.
@@ -22,27 +22,13 @@ import triton
 import triton.language as tl
 
 from ebbtide.srt.layers.kernels.activation import activate
-from ebbtide.srt.layers.kernels.instructions import prefetch
+from ebbtide.srt.layers.kernels.instructions import announce, prefetch, wait
 
 # Bits of a cache line.
 _LINE_BITS: Any = tl.constexpr(1024)
 # What one program shrinks: ranks, and columns at a time.
 SHRUNK_RANKS: Any = tl.constexpr(32)
 SHRUNK_STEP: Any = tl.constexpr(64)
-
-
-@triton.jit
-def _announce(OVERLAPPED: tl.constexpr) -> None:
-    """Let the next kernel's blocks start where there is room."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _await(OVERLAPPED: tl.constexpr) -> None:
-    """Wait until the kernel before has ended and what it wrote can be read."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -99,7 +85,7 @@ def _shrink(
         columns = split * SPLIT + tl.arange(0, SHRUNK_STEP)
         a_pointers = a_ptr + slot.to(tl.int64) * slot_stride + ranks[:, None] * NUM_COLUMNS
         x_pointers = x_ptr + tokens[:, None] * NUM_COLUMNS
-        _await(OVERLAPPED)
+        wait(OVERLAPPED)
         total = tl.zeros((BLOCK_TOKENS, SHRUNK_RANKS), tl.float32)
         for start in tl.range(0, SPLIT, SHRUNK_STEP, num_stages=3):
             here = start + columns
@@ -141,7 +127,7 @@ def matvec(
     BY_TOKEN: tl.constexpr,
 ) -> None:
     """One token: each program owns some rows. Products stay per column, in float32, until the end."""
-    _announce(OVERLAPPED)
+    announce(OVERLAPPED)
     if SHRINKING:  # noqa: SIM102 (a constant: without any there is nothing to compile)
         if tl.program_id(0) < num_shrinking:
             _shrink(
@@ -174,7 +160,7 @@ def matvec(
         ahead_up = _read(tile + up_distance, inside & (columns < NUM_COLUMNS)[None, :], EVEN)
     if BIAS:
         bias = tl.load(bias_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)
-    _await(OVERLAPPED)
+    wait(OVERLAPPED)
     if ADD:
         residual = tl.load(out_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS // 8), tl.float32)
@@ -260,15 +246,15 @@ def product(
     """Several tokens, on tensor cores: rows of the weight are the rows of the product, tokens its columns.
 
     A program owns BLOCK_ROWS rows and SPLIT_COLUMNS columns. With fewer columns than the weight has, what it
-    computed goes to `partial` [splits, T, rows] (gates, then ups). Of the programs with the same rows the last
-    one adds all parts up, always in the same order. `arrivals` counts them, a number for each block of rows,
-    and is left at zero.
+    computed goes to `partial` [splits, T, rows] (gates, then ups). Of the programs with the same rows the
+    last one adds all parts up, always in the same order. `arrivals` counts them, a number for each block of
+    rows, and is left at zero.
 
     GIVEN_SUMS: x has been scaled by a norm's weight, and the squares of what it was before were added up in
     parts: `given` [T, GIVEN_SUMS]. NORM_NEXT: leave the same of the result: `normed` [T, rows], which
     `next_norm` scales, and in `sums` [T, blocks of rows] the squares of each block.
     """
-    _announce(OVERLAPPED)
+    announce(OVERLAPPED)
     split = tl.program_id(1)
     if SHRINKING:  # noqa: SIM102 (a constant: without any there is nothing to compile)
         if tl.program_id(0) < num_shrinking:
@@ -307,7 +293,7 @@ def product(
         prefetch(first)
         if GATED:
             prefetch(first + up_distance)
-    _await(OVERLAPPED)
+    wait(OVERLAPPED)
     total = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
     total_up = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
     x_starts = x_ptr + tokens[:, None] * NUM_COLUMNS

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.heads import Pages
-from ebbtide.srt.layers.kernels.instructions import exp2_or_0
+from ebbtide.srt.layers.kernels.instructions import exp2_or_0, lead
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.paged_attention import room_for_parts
 
@@ -133,9 +133,7 @@ def _attend(  # type: ignore[no-untyped-def]
     """
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
     LOG2_E: tl.constexpr = 1.4426950408889634
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    lead(OVERLAPPED)
     # Neighbouring programs read the heads of one request, which are neighbours too.
     kv_head = tl.program_id(0)
     request, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
@@ -235,9 +233,7 @@ def _combine(  # type: ignore[no-untyped-def]
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """One head of a request; some part of its keys is never empty."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    lead(OVERLAPPED)
     q_row = tl.program_id(0).to(tl.int64) * NUM_Q_HEADS + tl.program_id(1)
     rows = q_row + tl.arange(0, SPLITS).to(tl.int64) * num_tokens * NUM_Q_HEADS
     sums = tl.load(sum_ptr + rows)

@@ -22,9 +22,9 @@ from ebbtide.srt.layers.kernels.fp8.product import quantize_tokens, room_for_tok
 from ebbtide.srt.layers.kernels.fp8.quantize import divided
 from ebbtide.srt.layers.kernels.fp8.words import four_of, fours, row_sums
 from ebbtide.srt.layers.kernels.fused_moe import add_up_
-from ebbtide.srt.layers.kernels.instructions import prefetch
+from ebbtide.srt.layers.kernels.instructions import follow, prefetch
 from ebbtide.srt.layers.kernels.launch import overlap_options
-from ebbtide.srt.layers.kernels.moe_routing import follow, list_slots
+from ebbtide.srt.layers.kernels.moe_routing import list_slots
 from ebbtide.srt.layers.kernels.tiles import FewPlan, ManyPlan, choose_fp8_plan
 
 GROUP = 128

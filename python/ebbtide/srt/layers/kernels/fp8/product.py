@@ -19,6 +19,7 @@ from torch import Tensor
 from ebbtide.srt.layers.kernels.activation import activate
 from ebbtide.srt.layers.kernels.fp8 import blockscale
 from ebbtide.srt.layers.kernels.fp8.quantize import divided
+from ebbtide.srt.layers.kernels.instructions import announce, lead, wait
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 GROUP = 128
@@ -94,15 +95,13 @@ def _quantize(  # type: ignore[no-untyped-def]
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """One token per program."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
+    announce(OVERLAPPED)
     groups = tl.arange(0, GROUPS)
     columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = columns < COLUMNS
     if NORM:
         weight = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
+    wait(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + token * COLUMNS + columns, mask=inside, other=0.0)
     if ADD:
@@ -153,9 +152,7 @@ def _quantize_gated(  # type: ignore[no-untyped-def]
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """Some groups of a token per program."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    lead(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -265,8 +262,7 @@ def _product(  # type: ignore[no-untyped-def]
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """Some tokens by some rows. Neighbouring programs share their rows: these are read once."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
+    announce(OVERLAPPED)
     token_blocks = tl.cdiv(num_tokens, TOKENS)
     first_row = tl.program_id(0) // token_blocks * ROWS
     tokens = tl.program_id(0) % token_blocks * TOKENS + tl.arange(0, TOKENS)
@@ -279,8 +275,7 @@ def _product(  # type: ignore[no-untyped-def]
     weight_pointers = weight_ptr + row_places.to(tl.int64)[None, :] * num_columns + columns[:, None]
     groups = num_columns // 128
     scale_pointers = scales_ptr + first_row // 128 * groups
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
+    wait(OVERLAPPED)
     total = tl.zeros((TOKENS, ROWS), tl.float32)
     for group in range(groups):
         x = tl.load(x_pointers + group * 128)

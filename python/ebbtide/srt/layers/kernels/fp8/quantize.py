@@ -16,6 +16,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ebbtide.srt.layers.kernels.instructions import follow
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 _BLOCK: Final = 128
@@ -147,9 +148,7 @@ def _widen_blocks(  # type: ignore[no-untyped-def]
     values_ptr, scales_ptr, weight_ptr, num_rows, num_columns, OVERLAPPED: tl.constexpr
 ) -> None:
     """A program widens one block."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(OVERLAPPED)
     rows = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)[:, None]
     columns = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
     inside = (rows < num_rows) & (columns < num_columns)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.fp8.quantize import divided
+from ebbtide.srt.layers.kernels.instructions import announce, wait
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 # Weight, eps and offset of an `RMSNorm`.
@@ -95,14 +96,12 @@ def _quantize(  # type: ignore[no-untyped-def]
     OVERLAPPED: tl.constexpr,
 ) -> None:
     """One row per program."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
+    announce(OVERLAPPED)
     columns = tl.arange(0, BLOCK)
     inside = columns < COLUMNS
     if NORM:
         weight = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
+    wait(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * x_row + columns, mask=inside, other=0.0)
     if NORM:
