@@ -83,7 +83,6 @@ class NullPageStore:
     """Host memory for `max_pages`. `faults`: what saving and moving pages fails with, once."""
 
     num_bytes = 0
-    page_s: float | None = None
 
     def __init__(self, max_pages: int = 12, kv: NullKV | None = None) -> None:
         self._max_pages = max_pages

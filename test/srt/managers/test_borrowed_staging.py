@@ -29,7 +29,6 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsReqOutput,
 )
 from ebbtide.srt.mem_cache.kv_pool import KVPool
-from ebbtide.srt.mem_cache.page_store import HostPageStore
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 
@@ -250,16 +249,13 @@ def test_a_pool_that_is_full_gives_up_what_is_cached_and_then_the_youngest(
     rank.assert_whole()
 
 
-@pytest.mark.parametrize("how", ["restored", "recomputed", "the oldest is aborted", "all are retracted"])
+@pytest.mark.parametrize("how", ["restored", "the oldest is aborted", "all are retracted"])
 def test_parked_requests_go_on_wherever_their_pages_lie(
-    make_rank: Callable[..., Rank], undisturbed: Tokens, monkeypatch: pytest.MonkeyPatch, how: str
+    make_rank: Callable[..., Rank], undisturbed: Tokens, how: str
 ) -> None:
     rank, requests = make_rank(), [(prompt(seed, 150), 60) for seed in range(7)]
     rids = begin(rank, requests)
     rank.turn(12)
-    if how == "recomputed":
-        monkeypatch.setattr(HostPageStore, "page_s", 1000.0)
-        rank.scheduler._pace.prefill_token_s = 1e-6
     released = rank.apply(ReleaseMemoryOccupationReqInput(tags=KV, preserve=Preserve.LIVE))
     assert released.num_parked >= 6
     if how == "the oldest is aborted":
@@ -269,8 +265,7 @@ def test_parked_requests_go_on_wherever_their_pages_lie(
         rank.apply(ContinueGenerationReqInput())
     assert rank.apply(ResumeMemoryOccupationReqInput(tags=KV)).success
     live = [*rank.scheduler.policy.running, *rank.scheduler.policy.waiting]
-    is_retracted = how in ("recomputed", "all are retracted")
-    assert any(req.num_retractions for req in live) == is_retracted
+    assert any(req.num_retractions for req in live) == (how == "all are retracted")
     rank.run()
     num_aborted = int(how == "the oldest is aborted")
     assert told(rank, rids[num_aborted:]) == undisturbed(requests)[num_aborted:]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from ebbtide.srt.memory_saver.backup import HostPinning
     from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
+    from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +53,5 @@ class Device(Protocol):
     def virtual_memory(self) -> VirtualMemory:
         """Where arenas on this device take addresses and memory from."""
 
-    def host_pinning(self) -> HostPinning | None:
+    def host_pinning(self) -> CudaHostPinning | None:
         """What makes copies from and to host memory quick; None where nothing has to."""

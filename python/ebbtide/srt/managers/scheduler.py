@@ -215,7 +215,7 @@ class Scheduler:
         result = launched.step.wait()
         now = time.monotonic()
         began = max(launched.at_s, self._committed_s, self._pace.copied_at_s)
-        self._pace.note_step(now - began, len(launched.batch.plan.input_ids_T))
+        self._pace.note_step(now - began)
         self._committed_s = now
         output = self._processor.commit(launched.batch, result)
         if output is not None:

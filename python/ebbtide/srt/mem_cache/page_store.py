@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from ebbtide.srt.mem_cache.kv_pool import KVPool
-from ebbtide.srt.memory_saver.backup import PIECE_BYTES, HostBuffer, HostPinning
+from ebbtide.srt.memory_saver.backup import PIECE_BYTES, HostBuffer
+from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning
 
 # Memory that is not pinned is quickly had again: it is taken in smaller pieces, and given back.
 UNPINNED_PIECE_BYTES = 16 << 20
-# A copy of less than this says nothing about the speed of copies.
-MEASURED_BYTES = 16 << 20
 
 
 class HostPageStore:
@@ -29,7 +27,7 @@ class HostPageStore:
         pinning: `Device.host_pinning`.
     """
 
-    def __init__(self, pool: KVPool, max_bytes: int, pinning: HostPinning | None = None) -> None:
+    def __init__(self, pool: KVPool, max_bytes: int, pinning: CudaHostPinning | None = None) -> None:
         self._pool = pool
         self._pinning = pinning
         self._page_bytes, self._word = pool.layout.page_bytes, pool.layout.word
@@ -41,7 +39,6 @@ class HostPageStore:
         self._buffers: list[HostBuffer] = []
         self._free = list(range(self._max_slots - 1, -1, -1))
         self._num_users: Counter[int] = Counter()
-        self._page_s: float | None = None
 
     @property
     def num_free(self) -> int:
@@ -50,10 +47,6 @@ class HostPageStore:
     @property
     def num_bytes(self) -> int:
         return (self._max_slots - len(self._free)) * self._page_bytes
-
-    @property
-    def page_s(self) -> float | None:
-        return self._page_s
 
     def allocate(self) -> None:
         """Take all of the memory now, so that no release waits for it, and keep it."""
@@ -66,13 +59,10 @@ class HostPageStore:
         assert len(pages) <= len(self._free), f"{len(pages)} pages are kept where {len(self._free)} have room"
         slots = sorted(self._free, reverse=True)[len(self._free) - len(pages) :][::-1]
         self._allocate(max(slots, default=-1) + 1)
-        started = time.perf_counter()
         for part, room in self._runs(slots):
             room.copy_(self._pool.read(pages[part]), non_blocking=self._is_pinned)
         for buffer in self._buffers[:1]:
             buffer.synchronize()
-        if len(pages) * self._page_bytes >= MEASURED_BYTES:
-            self._page_s = (time.perf_counter() - started) / len(pages)
         taken = set(slots)
         self._free = [slot for slot in self._free if slot not in taken]
         slot_of = dict(zip(pages, slots, strict=True))

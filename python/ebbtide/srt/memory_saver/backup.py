@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from enum import Enum, auto
-from typing import Protocol
 
 import torch
 
@@ -15,6 +14,7 @@ from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
+from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 logger = logging.getLogger(__name__)
@@ -22,14 +22,6 @@ logger = logging.getLogger(__name__)
 # The buffer is taken, pinned and copied in such pieces: no call holds the driver up for long. A copy may not
 # reach from one pinned piece into the next, so the pieces are the same for all three.
 PIECE_BYTES = 256 << 20
-
-
-class HostPinning(Protocol):
-    """Makes host memory quick for a device to copy from and to, without the host's waiting."""
-
-    def pin(self, address: int, num_bytes: int) -> None: ...
-    def unpin(self, address: int) -> None: ...
-    def synchronize(self) -> None: ...
 
 
 class _PinState(Enum):
@@ -44,7 +36,7 @@ class HostBuffer:
     `allocate` takes `num_bytes`, which are kept until `close`. `pinning` is None where it gains nothing.
     """
 
-    def __init__(self, tag: MemoryTag, num_bytes: int, pinning: HostPinning | None = None) -> None:
+    def __init__(self, tag: MemoryTag, num_bytes: int, pinning: CudaHostPinning | None = None) -> None:
         self._arena = VirtualArena(tag, num_bytes, HostVirtualMemory(), PIECE_BYTES)
         self._pinning = pinning
         self._pins = ExitStack()  # undoes what is pinned
@@ -151,7 +143,7 @@ class BackedUpMemory(ArenaMemory):
         self,
         arena: Arena,
         generation: Callable[[], int],
-        pinning: HostPinning | None = None,
+        pinning: CudaHostPinning | None = None,
         *,
         keeps_contents: bool,
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -123,8 +122,8 @@ class MemoryOccupation:
     # Pages whose contents are in the store while the KV cache is released, and their slots there.
     _parked_pages: list[int] = field(default_factory=list, init=False)
     _parked_slots: list[int] = field(default_factory=list, init=False)
-    # What it would take to compute them again; none where the prefix cache is among them.
-    _parked_tokens: int = field(default=0, init=False)
+    # Whether the prefix cache is among them.
+    _parks_cache: bool = field(default=False, init=False)
     # Counts the times that the KV cache was released: a resume that still takes memory is then void.
     _num_kv_releases: int = field(default=0, init=False)
     # The number of the last release that was made because a resume did not get the rest of its memory.
@@ -214,8 +213,6 @@ class MemoryOccupation:
         to_resume = [tag for tag in tags if tag in self._released]
         free_before = self._free_bytes()
         mapped_bytes: dict[MemoryTag, int] = {}
-        if MemoryTag.KV_CACHE in to_resume:
-            yield from self._choose_to_recompute()
         if to_resume:
             yield from self._resume(to_resume, mapped_bytes)
         if MemoryTag.KV_CACHE in to_resume:
@@ -235,26 +232,6 @@ class MemoryOccupation:
             duration_ms=(time.perf_counter() - started) * 1e3,
             message=_sentence("Resumed", to_resume),
         )
-
-    def _choose_to_recompute(self) -> Work[None]:
-        """Retract parked requests where all ranks expect a prefill to be sooner than the copy back."""
-        if not self._parked_tokens:
-            return
-        _, costs = yield from self._ranks.survey(
-            Activity.ALONE, at_once(lambda: None), lambda _: self._costs()
-        )
-        restore_s, compute_s = (max(seconds) for seconds in zip(*costs, strict=True))
-        if restore_s > compute_s:
-            # What they had in the prefix cache goes too: nothing brings its contents back.
-            self._requests.park(NOTHING_PARKED)
-            self._drop_parked()
-
-    def _costs(self) -> tuple[float, float]:
-        """Seconds to bring parked KV back, and to compute it. Without a measurement it is brought back."""
-        page_s, token_s = self._page_store.page_s, self._pace.prefill_token_s
-        if page_s is None or token_s is None:
-            return 0.0, math.inf
-        return page_s * len(self._parked_pages), token_s * self._parked_tokens
 
     def _resume(self, tags: list[MemoryTag], mapped_bytes: dict[MemoryTag, int]) -> Work[None]:
         """Take the memory of these tags, of the KV cache the first part; adds to `mapped_bytes`."""
@@ -363,13 +340,13 @@ class MemoryOccupation:
 
     def _drop_parked(self) -> None:
         self._page_store.drop(self._parked_slots)
-        self._parked_pages, self._parked_slots, self._parked_tokens = [], [], 0
+        self._parked_pages, self._parked_slots = [], []
 
     def _forget_what_nobody_holds(self) -> None:
         """Give parked KV up once requests have ended or lost it, and the prefix cache, if kept, is empty."""
         if not self._parked_slots or not self.is_kv_released or self._requests.num_running > 0:
             return
-        if self._parked_tokens:
+        if not self._parks_cache:
             # Of a prefix cache that was not to be kept, requests have left what they shared.
             self._requests.park(NOTHING_PARKED)
         if not self._requests.holds_pages:
@@ -386,7 +363,7 @@ class MemoryOccupation:
             if plan.pages:
                 (self._parked_slots,) = self._page_store.save([plan.pages])
                 self._parked_pages = plan.pages
-                self._parked_tokens = 0 if plan.keeps_cache else plan.num_tokens
+                self._parks_cache = plan.keeps_cache
             if keeps_weights is not None:
                 self._memories[MemoryTag.WEIGHTS].prepare_release(keeps_weights)
         except OutOfDeviceMemory as error:

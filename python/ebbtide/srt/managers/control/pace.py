@@ -36,9 +36,6 @@ IDLE_TURN_S: Final = 25e-3
 COPY_BYTES_PER_S: Final = 1.4e12
 BURST_BYTES_PER_S: Final = 2e12
 
-# A pass over this many new tokens is prefill, with or without requests that decode in it.
-PREFILL_TOKENS: Final = 512
-
 # A wait is looked at after at least this, and after at most this.
 SHORTEST_LOOK_S: Final = 1e-3
 LONGEST_LOOK_S: Final = 32e-3
@@ -119,20 +116,16 @@ class Pace:
     Ranks measure their own passes, so they may need different numbers of turns: work is paced inside a phase.
 
     Attributes:
-        prefill_token_s: what a token took in the last pass that was mainly prefill; None: there was none.
         copied_at_s: of the monotonic clock: when the last copies had run that passes were launched behind.
     """
 
     def __init__(self) -> None:
         self._step_s: float | None = None
-        self.prefill_token_s: float | None = None
         self.copied_at_s = 0.0
 
-    def note_step(self, step_s: float, num_tokens: int = 1) -> None:
-        """Take note of the time from one forward pass to the next, and of its new tokens."""
+    def note_step(self, step_s: float) -> None:
+        """Take note of the time from one forward pass to the next."""
         self._step_s = step_s
-        if num_tokens >= PREFILL_TOKENS:
-            self.prefill_token_s = step_s / num_tokens
 
     def note_idle(self) -> None:
         self._step_s = None

@@ -149,13 +149,11 @@ class ParkingPlan:
         rids: the oldest running requests, as far as there is room for their pages.
         pages: what holds their KV, and the prefix cache if it is kept, ascending.
         keeps_cache: whether the prefix cache is kept.
-        num_tokens: that these requests would have to compute again.
     """
 
     rids: frozenset[str]
     pages: list[int]
     keeps_cache: bool
-    num_tokens: int = 0
 
 
 class Requests(Protocol):
@@ -253,10 +251,6 @@ class PageStore(Protocol):
     def num_free(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
-    @property
-    def page_s(self) -> float | None:
-        """Seconds that a page takes to the host or back; None: not measured yet."""
-
     def save(self, owners: Sequence[Sequence[int]]) -> list[list[int]]:
         """Copy the pages of several owners; returns each owner's slots, page for page.
 

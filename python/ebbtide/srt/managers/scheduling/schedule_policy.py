@@ -236,13 +236,12 @@ class SchedulePolicy:
                 break
             pages.update(computed)
             rids.add(req.rid)
-        num_tokens = sum(req.num_tokens for req in self.running if req.rid in rids)
         held = self.allocator.held
         if self.pages.states is not None:
             slots = self.pages.state_slots(self.running)
             held = held.union(*map(self.pages.states.slots.pages, slots))
         keeps_cache = with_cache and len(rids) == len(self.running) and len(held) <= max_pages
-        return ParkingPlan(frozenset(rids), sorted(held if keeps_cache else pages), keeps_cache, num_tokens)
+        return ParkingPlan(frozenset(rids), sorted(held if keeps_cache else pages), keeps_cache)
 
     def park(self, plan: ParkingPlan) -> int:
         """Let go of all KV but that of the plan; returns how many requests were retracted."""
