@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import torch
 
@@ -92,27 +92,6 @@ class FlattenedTensorBucket:
         else:
             raise ValueError("give named_tensors, or both flattened_tensor and metadata")
 
-    @classmethod
-    def empty(
-        cls,
-        names: Sequence[str],
-        dtypes: Sequence[torch.dtype | str],
-        shapes: Sequence[Sequence[int]],
-        device: torch.device | str = "cpu",
-    ) -> Self:
-        """Room for tensors that are still to be received, with their index; what it holds is undefined.
-
-        ValueError: the lists differ in length, or hold what is no dtype or no shape.
-        """
-        if not len(names) == len(dtypes) == len(shapes):
-            raise ValueError(
-                f"expected lists of one length, got {len(names)} names, {len(dtypes)} dtypes and "
-                f"{len(shapes)} shapes"
-            )
-        listed = zip(names, map(_shape, shapes), map(_dtype, dtypes), strict=True)
-        metadata = _index([TensorHeader(*one) for one in listed])
-        return cls(flattened_tensor=_room(metadata, device), metadata=metadata)
-
     def get_flattened_tensor(self) -> torch.Tensor:
         return self.flattened_tensor
 
@@ -161,30 +140,12 @@ def _index(headers: Sequence[TensorHeader]) -> list[FlattenedTensorMetadata]:
     ]
 
 
-def _dtype(given: torch.dtype | str) -> torch.dtype:
-    kind = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"expected a dtype of torch or its name, got {given!r}")
-    return kind
-
-
-def _shape(given: Sequence[int]) -> tuple[int, ...]:
-    shape = tuple(given)
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"expected a shape of integers from 0, got {given!r}")
-    return shape
-
-
-def _room(metadata: Sequence[FlattenedTensorMetadata], device: torch.device | str) -> torch.Tensor:
-    num_bytes = metadata[-1].end_idx if metadata else 0
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
 def _flatten(
     named_tensors: Sequence[tuple[str, torch.Tensor]], metadata: Sequence[FlattenedTensorMetadata]
 ) -> torch.Tensor:
     device = named_tensors[0][1].device if named_tensors else torch.device("cpu")
-    flat = _room(metadata, device)
+    num_bytes = metadata[-1].end_idx if metadata else 0
+    flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     for (_, tensor), entry in zip(named_tensors, metadata, strict=True):
         flat[entry.start_idx : entry.end_idx] = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return flat

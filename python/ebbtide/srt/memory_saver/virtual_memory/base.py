@@ -27,9 +27,9 @@ class Handle:
 class VirtualMemory(Protocol):
     """Reserves addresses and maps physical memory under them.
 
-    Every size and offset is a multiple of `granularity`, else ValueError. A handle is mapped at one place at
-    a time. Unmapping keeps its contents; releasing gives the memory back. Before memory is unmapped that a
-    device may still be using, `drain` is called, once for however many handles.
+    Every size and offset is a multiple of `granularity`. A handle is mapped at one place at a time, where
+    nothing else is. Unmapping keeps its contents; releasing gives the memory back. Before memory is unmapped
+    that a device may still be using, `drain` is called, once for however many handles.
 
     Attributes:
         keeps_for_free: whether unmapping a handle and keeping its contents needs no memory and no copy.
@@ -49,7 +49,7 @@ class VirtualMemory(Protocol):
         """Take physical memory, contents undefined. Raises OutOfDeviceMemory and keeps nothing."""
 
     def map(self, at: Reservation, offset: int, handle: Handle) -> None:
-        """Put the whole handle under `at.address + offset`, where nothing may be mapped."""
+        """Put the whole handle under `at.address + offset`."""
 
     def make_accessible(self, at: Reservation, offset: int, num_bytes: int) -> None:
         """Let a range be read and written, with handles mapped under all of it.

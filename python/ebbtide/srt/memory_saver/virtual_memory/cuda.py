@@ -67,7 +67,6 @@ class CudaVirtualMemory:
         return self._held_bytes
 
     def reserve(self, num_bytes: int) -> Reservation:
-        self._require_size(num_bytes)
         try:
             address = self._driver.call("cuMemAddressReserve", num_bytes, self._granularity, 0, 0)
         except DriverError as error:
@@ -78,7 +77,6 @@ class CudaVirtualMemory:
         self._driver.call("cuMemAddressFree", reservation.address, reservation.num_bytes)
 
     def create(self, num_bytes: int) -> Handle:
-        self._require_size(num_bytes)
         try:
             key = self._create(num_bytes)
         except DriverError as error:
@@ -93,8 +91,6 @@ class CudaVirtualMemory:
         return Handle(key, num_bytes)
 
     def map(self, at: Reservation, offset: int, handle: Handle) -> None:
-        if offset % self._granularity or not 0 <= offset <= at.num_bytes - handle.num_bytes:
-            raise ValueError(f"offset {offset} is no place for {handle.num_bytes} bytes in {at}")
         try:
             self._driver.call("cuMemMap", at.address + offset, handle.num_bytes, 0, handle.key, 0)
         except DriverError as error:
@@ -130,10 +126,6 @@ class CudaVirtualMemory:
 
     def _refusal(self, error: DriverError, needed_bytes: int) -> Exception:
         return OutOfDeviceMemory(needed_bytes, self._free_bytes()) if error.is_out_of_memory else error
-
-    def _require_size(self, num_bytes: int) -> None:
-        if num_bytes < 1 or num_bytes % self._granularity:
-            raise ValueError(f"{num_bytes} is not a multiple of the granularity, {self._granularity}")
 
 
 class CudaHostPinning:

@@ -15,7 +15,6 @@ import mmap
 import os
 import re
 import sys
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -64,30 +63,18 @@ class HostVirtualMemory:
         self._free_bytes = free_bytes
         self._granted_bytes = 0  # may be taken without asking again
         self._keys = count()
-        self._reservations: set[Reservation] = set()
         self._parked_at: dict[Handle, int] = {}  # where the pages of unmapped handles are
         self._handle_at: dict[int, Handle] = {}  # by the address where it is mapped
-        self._places: list[int] = []  # those addresses, in order
         self._given_up: set[Handle] = set()  # mapped, and released already
 
     def reserve(self, num_bytes: int) -> Reservation:
-        _require_size(num_bytes)
         with _running_out_of_memory(num_bytes, self._free_bytes):
-            reservation = Reservation(_reserve_aligned(num_bytes), num_bytes)
-        self._reservations.add(reservation)
-        return reservation
+            return Reservation(_reserve_aligned(num_bytes), num_bytes)
 
     def free_reservation(self, reservation: Reservation) -> None:
-        end = reservation.address + reservation.num_bytes
-        if reservation not in self._reservations:
-            raise ValueError("the reservation was freed already, or is not of this virtual memory")
-        if self._is_taken(reservation.address, end):
-            raise ValueError("a handle is still mapped in this reservation")
         _munmap(reservation.address, reservation.num_bytes)
-        self._reservations.remove(reservation)
 
     def create(self, num_bytes: int) -> Handle:
-        _require_size(num_bytes)
         if num_bytes > self._granted_bytes:
             free = self._free_bytes()
             if num_bytes > free:
@@ -106,17 +93,10 @@ class HostVirtualMemory:
         return handle
 
     def map(self, at: Reservation, offset: int, handle: Handle) -> None:
-        if offset % GRANULARITY or not 0 <= offset <= at.num_bytes - handle.num_bytes:
-            raise ValueError(f"offset {offset} is no place for {handle.num_bytes} bytes in {at}")
-        if handle not in self._parked_at:
-            raise ValueError("the handle is mapped, was released, or is not of this virtual memory")
         address = at.address + offset
-        if self._is_taken(address, address + handle.num_bytes):
-            raise ValueError(f"something is mapped at offset {offset} already")
         _mremap(self._parked_at[handle], handle.num_bytes, address)
         del self._parked_at[handle]
         self._handle_at[address] = handle
-        insort(self._places, address)
 
     def make_accessible(self, at: Reservation, offset: int, num_bytes: int) -> None:
         """Do nothing: what is mapped can be read and written."""
@@ -126,40 +106,22 @@ class HostVirtualMemory:
 
     def unmap(self, at: Reservation, offset: int, num_bytes: int) -> None:
         address, end = at.address + offset, at.address + offset + num_bytes
-        handles: list[tuple[int, Handle]] = []
-        while address < end and address in self._handle_at:
-            handles.append((address, self._handle_at[address]))
-            address += handles[-1][1].num_bytes
-        if address != end:
-            raise ValueError(f"no handles of {num_bytes} bytes in all are mapped at offset {offset}")
-        for place, handle in handles:
-            self._unmap(place, handle)
+        while address < end:
+            handle = self._handle_at[address]
+            if handle in self._given_up:
+                self._given_up.remove(handle)
+            else:
+                with _running_out_of_memory(handle.num_bytes, self._free_bytes):
+                    self._parked_at[handle] = _park(address, handle.num_bytes)
+            _fence(address, handle.num_bytes)
+            del self._handle_at[address]
+            address += handle.num_bytes
 
     def release(self, handle: Handle) -> None:
         if handle in self._parked_at:
             _munmap(self._parked_at.pop(handle), handle.num_bytes)
-        elif handle in self._handle_at.values() and handle not in self._given_up:
+        else:
             self._given_up.add(handle)
-        else:
-            raise ValueError("the handle was released already, or is not of this virtual memory")
-
-    def _unmap(self, address: int, handle: Handle) -> None:
-        if handle in self._given_up:
-            self._given_up.remove(handle)
-        else:
-            with _running_out_of_memory(handle.num_bytes, self._free_bytes):
-                self._parked_at[handle] = _park(address, handle.num_bytes)
-        _fence(address, handle.num_bytes)
-        del self._handle_at[address]
-        del self._places[bisect_left(self._places, address)]
-
-    def _is_taken(self, address: int, end: int) -> bool:
-        """Whether anything is mapped in a range of addresses."""
-        behind = bisect_left(self._places, end)
-        if behind == 0:
-            return False
-        start = self._places[behind - 1]
-        return start + self._handle_at[start].num_bytes > address
 
     def as_tensor(self, reservation: Reservation) -> torch.Tensor:
         memory = (ctypes.c_uint8 * reservation.num_bytes).from_address(reservation.address)
@@ -173,11 +135,6 @@ def _require_linux() -> None:
         raise ConfigurationError(
             f"arenas in host memory need Linux {oldest} or newer; this is {sys.platform} {os.uname().release}"
         )
-
-
-def _require_size(num_bytes: int) -> None:
-    if num_bytes < 1 or num_bytes % GRANULARITY:
-        raise ValueError(f"{num_bytes} is not a multiple of the granularity, {GRANULARITY}")
 
 
 @contextmanager
