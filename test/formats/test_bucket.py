@@ -1,7 +1,5 @@
 """Buckets: what goes in comes out, bit by bit, whatever the dtypes, shapes and alignments."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -100,44 +98,15 @@ def test_any_iterable_makes_a_bucket_and_no_tensors_do_too() -> None:
     assert (empty.flattened_tensor.numel(), empty.metadata) == (0, [])
 
 
-def test_room_for_tensors_to_be_received_has_their_index() -> None:
-    sent = FlattenedTensorBucket([("a", torch.arange(4.0)), ("b", torch.ones(2, 2, dtype=torch.bfloat16))])
-    room = FlattenedTensorBucket.empty(["a", "b"], [torch.float32, "bfloat16"], [[4], [2, 2]])
-    assert room.metadata == sent.metadata
-    room.flattened_tensor.copy_(sent.flattened_tensor)
-    assert_same(room.reconstruct_tensors(), sent.reconstruct_tensors())
-
-
-@pytest.mark.parametrize(
-    ("names", "dtypes", "shapes", "message"),
-    [
-        (["a"], ["float32", "float32"], [[1]], "expected lists of one length, got 1 names, 2 dtypes and 1"),
-        (["a"], ["float31"], [[1]], "expected a dtype of torch or its name, got 'float31'"),
-        (["a"], ["nn"], [[1]], "expected a dtype of torch or its name, got 'nn'"),
-        (["a"], [32], [[1]], "expected a dtype of torch or its name, got 32"),
-        (["a"], ["int8"], [[-1]], "expected a shape of integers from 0"),
-        (["a"], ["int8"], [[1.5]], "expected a shape of integers from 0"),
-    ],
-)
-def test_there_is_no_room_for_tensors_that_cannot_be(
-    names: Any, dtypes: Any, shapes: Any, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        FlattenedTensorBucket.empty(names, dtypes, shapes)
-
-
-def test_aligned_tensors_are_views() -> None:
-    bucket = FlattenedTensorBucket([("a", torch.arange(4.0)), ("b", torch.arange(2.0))])
-    bucket.get_flattened_tensor().zero_()
-    assert all(not tensor.any() for _, tensor in bucket.reconstruct_tensors())
-
-
 def test_the_bucket_is_a_copy_and_says_that_dtypes_may_mix() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     bucket = FlattenedTensorBucket([("w", weight)])
     with torch.no_grad():
         weight.zero_()
-    assert bucket.reconstruct_tensors()[0][1].tolist() == [1, 1, 1]
+    [(_, aligned)] = bucket.reconstruct_tensors()
+    assert aligned.tolist() == [1, 1, 1]
+    bucket.get_flattened_tensor().zero_()
+    assert not aligned.any(), "it is a view"
     assert FlattenedTensorBucket.supports_multi_dtypes is True
 
 
@@ -157,10 +126,8 @@ def entry(**changes: object) -> FlattenedTensorMetadata:
     ("metadata", "message"),
     [
         (entry(end_idx=9, numel=9), "not within the 8 bytes"),
-        (entry(start_idx=8, end_idx=0), "not within"),
         (entry(numel=2), r"numel \(in bytes\) is 2"),
         (entry(shape=torch.Size([3])), "takes 12 bytes, 8 were sent"),
-        (entry(end_idx=7, numel=7), "takes 8 bytes, 7 were sent"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(metadata: FlattenedTensorMetadata, message: str) -> None:

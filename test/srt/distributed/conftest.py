@@ -10,10 +10,3 @@ from fixtures.rank_processes import Ranks
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with Ranks(2, tmp_path_factory.mktemp("two")) as ranks:
         yield ranks
-
-
-@pytest.fixture(scope="session")
-def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """For what two cannot show: sums in another order."""
-    with Ranks(3, tmp_path_factory.mktemp("three")) as ranks:
-        yield ranks

@@ -69,22 +69,6 @@ def add_all_sizes(group: ParallelGroup) -> list[str]:
     return wrong
 
 
-def test_every_kernel_adds_up_to_the_same_bits(two_gpus: Ranks) -> None:
-    assert two_gpus.run(add_all_ways) == [[], []]
-
-
-def add_all_ways(group: ParallelGroup) -> list[int]:
-    """For how many numbers the kernels differ."""
-    peers = peers_of(group)
-    wrong = []
-    for count in (4, 4096, 4100, 65_536, 1 << 17):
-        kernels = (peers.words_, peers.one_shot_)
-        sums = [add_up(numbers(group.rank, count)) for add_up in kernels]
-        if not all(torch.equal(each, sums[0]) for each in sums):
-            wrong.append(count)
-    return wrong
-
-
 def test_a_sum_is_added_to_another_tensor(two_gpus: Ranks) -> None:
     assert two_gpus.run(add_onto) == [[], []]
 

@@ -1,13 +1,15 @@
-"""Host backups: bit-exact, and copied only when there is something new to copy."""
+"""What a release of a tag keeps: bit for bit, and copied only when there is something new to copy."""
 
 import logging
 
 import pytest
 import torch
+from fixtures.budgeted_memory import BudgetedMemory
 from fixtures.kept_memory import KeptMemory
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver import backup as backup_module
+from ebbtide.srt.memory_saver.backup import ArenaMemory, BackedUpMemory, JointMemory
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
@@ -67,15 +69,6 @@ def test_a_released_arena_is_not_saved(arena, backup):
     arena.release()
     with pytest.raises(EngineError, match="this memory is released"):
         backup.save(generation=1)
-
-
-def test_an_arena_of_no_bytes_is_saved_and_restored():
-    arena = VirtualArena(MemoryTag.CUDA_GRAPH, 0, HostVirtualMemory())
-    arena.resume()
-    backup = KeptMemory(arena)
-    backup.save(generation=3)
-    backup.restore()
-    assert backup.num_bytes == 0
 
 
 class Pinning:
@@ -159,3 +152,32 @@ def test_no_room_in_the_background_shows_at_the_save_and_can_be_retried(arena, c
     room[0] = 1 << 40
     save_and_restore(arena, backup, contents)
     backup.close()
+
+
+def test_what_is_kept_for_reuse_goes_after_the_arena(arena):
+    resident_at_trim = []
+    memory = ArenaMemory(arena, trim=lambda: resident_at_trim.append(arena.is_resident))
+    assert memory.release() == memory.virtual_bytes
+    assert resident_at_trim == [False]
+    assert memory.resume() == memory.virtual_bytes
+    assert resident_at_trim == [False]
+
+
+def test_two_memories_of_a_tag_come_back_together_or_not_at_all() -> None:
+    vm = BudgetedMemory(4 * SIZE, HostVirtualMemory())
+    first, second = (VirtualArena(MemoryTag.WEIGHTS, SIZE, vm) for _ in range(2))
+    for arena in (first, second):
+        arena.resume()
+    joint = JointMemory(
+        *(BackedUpMemory(arena, lambda: 1, keeps_contents=False) for arena in (first, second))
+    )
+    contents = second.view(0, (SIZE,), torch.uint8).fill_(7)
+    joint.prepare_release(keep=False)
+    assert joint.release() == joint.virtual_bytes == first.virtual_bytes + second.virtual_bytes
+    vm.budget_bytes = first.virtual_bytes + second.virtual_bytes // 2
+    with pytest.raises(OutOfDeviceMemory):
+        joint.resume()
+    assert joint.resident_bytes == 0
+    vm.budget_bytes = 4 * SIZE
+    assert joint.resume() == joint.virtual_bytes
+    assert (contents == 7).all()

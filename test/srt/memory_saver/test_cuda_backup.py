@@ -49,23 +49,3 @@ def test_contents_come_back_bit_for_bit(arena, backup, contents, caplog):
         backup.restore()
         assert torch.equal(contents, original)
     assert caplog.records == []  # it was pinned
-
-
-def test_an_unchanged_generation_is_not_copied_again(backup, contents):
-    contents.fill_(1)
-    backup.save(generation=0)
-    contents.fill_(2)
-    backup.save(generation=0)
-    backup.restore()
-    assert contents.unique().tolist() == [1]
-
-
-def test_host_memory_goes_back(arena, cuda_device, pss_bytes):
-    torch.cuda.synchronize()
-    before = pss_bytes()
-    for _ in range(3):
-        backup = KeptMemory(arena, cuda_device.host_pinning())
-        backup.save(generation=0)
-        assert pss_bytes() - before >= 0.95 * SIZE
-        backup.close()
-        assert pss_bytes() - before <= 0.1 * SIZE

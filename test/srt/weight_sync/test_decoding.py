@@ -1,8 +1,6 @@
 """What an attacker or a broken sender may put into a payload is refused, by name and without effect."""
 
-import base64
 import builtins
-import functools
 import os
 import pickle
 import sys
@@ -61,49 +59,29 @@ MARKER = Path(tempfile.gettempdir()) / f"ebbtide-payload-was-run-{os.getpid()}"
 
 GADGETS: dict[str, tuple[object, str]] = {
     "system": (Call(os.system, f"touch {MARKER}"), "posix.system"),
-    "eval": (Call(eval, f"open('{MARKER}', 'w')"), "builtins.eval"),
-    "import": (Call(builtins.__import__, "os"), "builtins.__import__"),
     "getattr": (Call(getattr, Call(builtins.__import__, "os"), "system"), "builtins.getattr"),
-    "partial": (Call(functools.partial, os.system, f"touch {MARKER}"), "functools.partial"),
-    "bytearray": (Call(bytearray, 2**40), "builtins.bytearray"),
     "meta tensor": (torch.empty(2**40, device="meta"), "rebuild_meta_tensor"),
     "from_file": (Call(UntypedStorage.from_file, "/etc/passwd", False, 8), "builtins.getattr"),
-    "complex": (1j, "builtins.complex"),
-    "path": (Path("/"), "pathlib"),
     "module attribute of torch": (Call(torch.set_default_device, "meta"), "torch.set_default_device"),
 }
 
 
 @pytest.mark.parametrize("name", GADGETS)
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_gadgets_are_refused_by_name_and_not_run(name: str, protocol: int) -> None:
+def test_gadgets_are_refused_by_name_and_not_run(name: str) -> None:
     gadget, named = GADGETS[name]
     MARKER.unlink(missing_ok=True)
     # Meta tensors pickle through torch's own reductions only.
-    payload = serialize([("w", gadget)]) if name == "meta tensor" else pickle.dumps([("w", gadget)], protocol)
-    message = refusal(payload)
-    # Python 2 spelt some of these modules differently, and protocol 2 still does.
-    assert named.rpartition(".")[2] in message if protocol == 2 else named in message
-    assert not MARKER.exists()
-
-
-def test_the_arguments_of_a_gadget_are_not_run_either() -> None:
-    assert "posix.system" in refusal(
-        pickle.dumps([("w", Call(torch.Size, Call(os.system, f"touch {MARKER}")))])
-    )
+    payload = serialize([("w", gadget)]) if name == "meta tensor" else pickle.dumps([("w", gadget)])
+    assert named in refusal(payload)
     assert not MARKER.exists()
 
 
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("torch", "Tensor.__reduce_ex__"),
         ("torch.storage", "UntypedStorage.from_file"),
-        ("torch.multiprocessing", "reductions.rebuild_tensor"),
         ("torch.multiprocessing.reductions", "rebuild_tensor.__globals__"),
         ("torch.multiprocessing.reductions", "os.system"),
-        ("", "torch.float32"),
-        ("trainer", "x.FlattenedTensorMetadata"),
         ("antigravity", "LocalSerializedTensors"),
         ("elsewhere.patch_torch", "_rebuild_cuda_tensor_modified"),
     ],
@@ -130,7 +108,6 @@ def test_nothing_named_is_imported() -> None:
         (Call(OrderedDict, state={"x": 1}), "sets the state of a dict"),
         (Call(OrderedDict, [("a", 1)]), "expected 0 arguments, got 1"),
         (Call(torch.Size, [2], [3]), "expected 1 arguments, got 2"),
-        (Call(torch.Size, [-1]), "expected an integer from 0"),
         (Call(torch.Size, [1] * 65), "at most 64"),
         (Call(reductions.rebuild_tensor, torch.Tensor, None, ()), "expected a typed storage"),
     ],
@@ -222,29 +199,21 @@ def test_references_within_the_block_are_opened(
     [
         ({"offset": 1}, "beyond its storage of 48 bytes"),
         ({"offset": -1}, "offset: expected an integer from 0"),
-        ({"offset": 13, "shape": (0,), "stride": (1,)}, "beyond"),
-        ({"offset": True}, "offset: expected an integer"),
         ({"shape": (2**63,), "stride": (0,)}, "shape: expected an integer from 0 to 2^63-1"),
         ({"shape": (2**62, 2**62, 0), "stride": (1, 1, 1)}, "multiply to more"),
         ({"shape": (2**40,), "stride": (0,)}, "repeats elements"),
-        ({"shape": (4, 4), "stride": (1, 1)}, "repeats elements"),
-        ({"shape": "34"}, "shape: expected a tuple"),
         ({"shape": (3, 4, 1)}, "3 sizes but 2 strides"),
         ({"stride": (4, -1)}, "stride: expected an integer"),
-        ({"stride": (2**62, 1)}, "beyond"),
         ({"requires_grad": 1}, "requires_grad: expected a bool"),
         ({"dtype": torch.Tensor}, "expected a torch.dtype, got torch.Tensor"),
         ({"cls": UntypedStorage}, "class: expected torch.Tensor or torch.nn.parameter.Parameter"),
         ({"storage_cls": TypedStorage}, "class: expected torch.storage.UntypedStorage"),
         ({"num_bytes": 49}, "holds 48 bytes, the payload says 49"),
-        ({"num_bytes": -1}, "size: expected an integer from 0"),
         ({"handle": b"/etc/passwd"}, "handle: expected the form"),
         ({"handle": b"/torch_1_2_3/../../etc/passwd"}, "handle: expected the form"),
-        ({"handle": b"/torch_1_2_3\n"}, "handle: expected the form"),
         ({"handle": b"/torch_1_2_3"}, "No such file"),
         ({"manager": b"/tmp/elsewhere/manager.sock"}, "manager: expected"),
         ({"manager": b"/tmp/torch-shm-dir-a/../b/manager.sock"}, "manager: expected"),
-        ({"manager": b"/tmp/torch-shm-dir-a/manager.sock\0"}, "manager: expected"),
         ({"untyped": 5}, "expected an untyped storage, got int"),
         ({"typed": Call(torch.Size, [3])}, "expected a typed storage, got tuple"),
         ({"metadata": [0, (3, 4), (4, 1), False]}, "expected a tuple of metadata, got list"),
@@ -341,10 +310,6 @@ def test_broken_cuda_references_are_refused_by_slot(slot: int, name: str) -> Non
     assert f"rebuild_cuda_tensor: {name}: " in refusal(cuda_payload(arguments))
 
 
-def test_a_cuda_reference_with_an_argument_too_few_is_refused() -> None:
-    assert "expected 15 arguments, got 14" in refusal(cuda_payload(CUDA_ARGUMENTS[:-1]))
-
-
 def test_file_descriptors_are_refused_with_advice() -> None:
     message = refusal(b"\x80\x04" + pickle_global(resource_sharer.__name__, "DupFd") + b".")
     assert "multiprocessing.resource_sharer.DupFd" in message
@@ -358,30 +323,21 @@ def test_file_descriptors_are_refused_with_advice() -> None:
     ("value", "message"),
     [
         (None, "expected a list of (name, tensor), got NoneType"),
-        ("weights", "got str"),
         ([1], "pairs of (name, tensor), got int"),
-        ([(1, 2)], "pairs of (name, tensor)"),
         ([("a", 1)], "a: expected a tensor, got int"),
         ([("a", torch.Tensor)], "a: expected a tensor, got torch.Tensor"),
         (
             [("a", FlattenedTensorMetadata("a", torch.Size([1]), torch.int8, 0, 1, 1))],
             "expected a LocalSerializedTensor",
         ),
-        ([("a", LocalSerializedTensor(["x"]))], "expected a list of bytes"),  # type: ignore[list-item]
         ([("a", LocalSerializedTensor(b"x"))], "expected a list of bytes"),  # type: ignore[arg-type]
         ([("a", LocalSerializedTensor([]))], "0 ranks' tensors were sent"),
         ([("a", LocalSerializedTensor([b"\x80\x04N."]))], "a: expected a tensor, got NoneType"),
         ([("a", LocalSerializedTensor([b"N."]))], "base64"),
-        ([("a", LocalSerializedTensor([pickle.dumps(os.system)]))], "posix.system"),
     ],
 )
 def test_named_payloads_of_another_shape_are_refused(value: object, message: str) -> None:
     assert message in refusal(pickle.dumps(value))
-
-
-def test_a_local_tensor_within_a_local_tensor_is_refused() -> None:
-    inner = pickle.dumps(LocalSerializedTensor([b""]))
-    assert "a: expected a tensor" in refusal(pickle.dumps([("a", LocalSerializedTensor([inner]))]))
 
 
 METADATA = {
@@ -399,10 +355,8 @@ METADATA = {
     [
         (5, "metadata: expected a list, got int"),
         ([5], "expected a FlattenedTensorMetadata, got int"),
-        ([LocalSerializedTensor([])], "expected a FlattenedTensorMetadata, got"),
         ([{}], "exactly the fields name, shape, dtype"),
         ([{**METADATA, "name": b"w"}], "name: expected a string, got bytes"),
-        ([{**METADATA, "shape": 2}], "shape: expected a tuple"),
         ([{**METADATA, "shape": [2**63 - 1] * 3 + [0]}], "multiply to more"),
         ([{**METADATA, "dtype": "float32"}], "dtype: expected a torch.dtype"),
         ([{**METADATA, "start_idx": -8}], "start_idx: expected an integer"),
@@ -418,7 +372,6 @@ def test_broken_metadata_is_refused(block: Block, metadata: object, message: str
     ("value", "message"),
     [
         ([], 'a dictionary of "flattened_tensor" and "metadata"'),
-        ({"metadata": []}, "a dictionary of"),
         ({"flattened_tensor": 5, "metadata": []}, "flattened_tensor: expected a tensor, got int"),
     ],
 )
@@ -457,11 +410,6 @@ def test_a_bucket_is_held_against_its_bytes_however_often_its_list_has_come(bloc
     assert open_bucket(16, name="u")[1].name == "u"
 
 
-def test_a_bucket_of_floats_is_refused(block: Block) -> None:
-    payload = pickle.dumps({"flattened_tensor": tensor_call(block), "metadata": []})
-    assert "expected contiguous bytes" in refusal(payload, "flattened_bucket")
-
-
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -469,7 +417,6 @@ def test_a_bucket_of_floats_is_refused(block: Block) -> None:
         ("gASV", "broken pickle"),
         ("not base64!", "not base64"),
         (b"\xff\xfe", "neither a pickle .* nor base64"),
-        (base64.b64encode(b"(lp0\n."), "first byte is not 0x80"),
     ],
 )
 def test_envelopes_that_hold_no_pickle_are_refused(entry: bytes | str, message: str) -> None:

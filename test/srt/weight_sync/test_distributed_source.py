@@ -1,8 +1,7 @@
 """Groups that a trainer in another process makes, and the tensors that it broadcasts in them."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
+from fixtures.deadlines import wait_until
 from fixtures.servers import free_port
 from safetensors.torch import load_file, save_file
 
@@ -72,13 +72,6 @@ def tensors(tmp_path: Path) -> Path:
     return file
 
 
-def wait_for(is_done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + ALL
-    while not is_done():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(1e-3)
-
-
 def address(fields: dict[str, Any]) -> GroupAddress:
     return GroupAddress(
         name=fields["group_name"],
@@ -93,7 +86,7 @@ def address(fields: dict[str, Any]) -> GroupAddress:
 def join(groups: Memberships, trainer: BroadcastingTrainer, name: str = "g") -> bool:
     """Join a group of two; whether it has replaced one."""
     joining = groups.join(address(trainer.join(name)), ALL)
-    wait_for(joining.poll)
+    wait_until(joining.poll)
     joining.close()
     trainer.hear()
     return joining.replaced
@@ -115,7 +108,7 @@ def source_of(
 
 
 def assert_holds(source: BroadcastSource, file: Path) -> None:
-    wait_for(source.arrived)
+    wait_until(source.arrived)
     expected = load_file(file)
     received = {name: tensor.clone() for name, tensor in source}
     assert list(received) == list(expected) == [entry.name for entry in source.entries]
@@ -155,7 +148,7 @@ def test_packed_broadcasts_are_cut_as_vllms_trainers_cut_them(
             if in_place:
                 source.receive_in_place(lambda places=places: places)
             trainer.tell("packed", "g", tensors, buffer_bytes)
-            wait_for(source.arrived)
+            wait_until(source.arrived)
             if not in_place:
                 rooms = {name: tensor.clone() for name, tensor in source if isinstance(tensor, torch.Tensor)}
             trainer.hear()
@@ -172,7 +165,7 @@ def three_ranks(trainer: BroadcastingTrainer) -> list[Memberships]:
         groups.join(replace(address(fields), rank=1 + rank), ALL) for rank, groups in enumerate(ranks)
     ]
     for joining in all_joining:
-        wait_for(joining.poll)
+        wait_until(joining.poll)
         joining.close()
     trainer.hear()
     return ranks
@@ -198,33 +191,11 @@ def test_no_rank_stays_where_the_trainer_or_one_of_them_is_gone(
         return len(refusals) == len(sources)
 
     # Ranks pass broadcasts on: that one has left reaches those behind it.
-    wait_for(all_have_failed)
+    wait_until(all_have_failed)
     assert all(
         "nothing of the update is served: the group 'g' was left" in message for message in refusals.values()
     )
     assert [groups.names for groups in ranks] == [[], [], []]
-
-
-def test_a_rank_that_has_everything_leaves_where_another_has_not(
-    trainer: BroadcastingTrainer, tensors: Path
-) -> None:
-    ranks = three_ranks(trainer)
-    sources = [source_of(groups, tensors) for groups in ranks]
-    trainer.tell("plain", "g", tensors)
-    have_arrived = [False] * len(sources)
-
-    def all_have_arrived() -> bool:
-        for rank, source in enumerate(sources):
-            have_arrived[rank] = source.arrived()
-        return all(have_arrived)
-
-    wait_for(all_have_arrived)
-    trainer.hear()
-    for groups, source in zip(ranks, sources, strict=True):
-        assert groups.leave("g", "rank 1: the broadcast failed") is not None
-        source.close()
-        with pytest.raises(RequestRejected, match=r"left: rank 1: the broadcast failed"):
-            groups.get("g")
 
 
 def test_a_group_counts_as_left_though_a_peer_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +207,7 @@ def test_a_group_counts_as_left_though_a_peer_does_not_let_go(monkeypatch: pytes
 
     leaving = weight_group.Leaving("g", hang)
     assert not leaving.is_done
-    wait_for(lambda: leaving.is_done)
+    wait_until(lambda: leaving.is_done)
     never.set()
 
 
@@ -249,7 +220,7 @@ def test_two_groups_by_name(trainer: BroadcastingTrainer, groups: Memberships, t
     trainer.hear()
     left = groups.leave("other", "not needed")
     assert left is not None
-    wait_for(lambda: left.is_done)
+    wait_until(lambda: left.is_done)
     with pytest.raises(RequestRejected, match=r"no group 'other'.*not needed.*known: 'g'") as refusal:
         groups.get("other")
     assert refusal.value.status == 400
@@ -267,7 +238,7 @@ def test_a_group_of_the_same_name_replaces_the_first(
     trainer.hear()
     assert join(groups, trainer) is True
     with pytest.raises(RequestRejected, match="another group of that name"):
-        wait_for(late.arrived)
+        wait_until(late.arrived)
     trainer.tell("plain", "g", tensors)
     assert_holds(source_of(groups, tensors), tensors)
     trainer.hear()
@@ -281,7 +252,7 @@ def test_a_group_whose_trainer_has_ended_is_left_when_another_is_joined(
     mortal_trainer.kill()
     assert groups.names == ["abandoned", "g"]
     join(groups, trainer, "next")
-    wait_for(lambda: groups.names == ["g", "next"])
+    wait_until(lambda: groups.names == ["g", "next"])
     with pytest.raises(RequestRejected, match=r"no group 'abandoned'.*store that its trainer kept is gone"):
         groups.get("abandoned")
     trainer.tell("plain", "g", tensors)
@@ -289,10 +260,12 @@ def test_a_group_whose_trainer_has_ended_is_left_when_another_is_joined(
     trainer.hear()
 
 
-def test_an_update_that_is_given_up_leaves_its_group(
+def test_an_update_that_is_given_up_leaves_its_group_once_it_has_begun(
     trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
 ) -> None:
     join(groups, trainer)
+    source_of(groups, tensors).close()
+    assert groups.names == ["g"]
     source = source_of(groups, tensors)
     assert source.arrived() is False
     source.close()
@@ -301,19 +274,11 @@ def test_an_update_that_is_given_up_leaves_its_group(
         groups.get("g")
 
 
-def test_an_update_that_has_not_begun_leaves_its_group_alone(
-    trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
-) -> None:
-    join(groups, trainer)
-    source_of(groups, tensors).close()
-    assert groups.names == ["g"]
-
-
 def test_nobody_at_the_address(groups: Memberships, mortal_trainer: BroadcastingTrainer) -> None:
     fields = mortal_trainer.join("elsewhere", world_size=3)  # One more than will come.
     joining = groups.join(address({**fields, "group_name": "g"}), 1.0)
     with pytest.raises(RequestRejected, match="was not joined as rank 1 of 3 within 1 s") as refusal:
-        wait_for(joining.poll)
+        wait_until(joining.poll)
     assert refusal.value.status == 400
     joining.close()
     assert groups.names == []
@@ -339,12 +304,8 @@ def test_one_joining_at_a_time_under_a_name(groups: Memberships) -> None:
         ({"name": ""}, "group_name"),
         ({"host": ""}, "master_address"),
         ({"port": 0}, "master_port: expected 1..65535, got 0"),
-        ({"port": 65536}, "master_port"),
-        ({"rank": 0}, r"rank_offset: expected 1\.\.1"),
-        ({"rank": 2}, "rank_offset"),
         ({"world_size": 1}, "rank_offset"),
         ({"backend": "nccl"}, "this engine runs on the CPU"),
-        ({"backend": "raw_nccl"}, "this engine runs on the CPU"),
     ],
 )
 def test_an_address_that_cannot_be(groups: Memberships, changes: dict[str, Any], message: str) -> None:

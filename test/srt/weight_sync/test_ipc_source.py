@@ -6,7 +6,6 @@ The sender speaks over a real socket, from a thread; the GPU is a stand-in.
 import pickle
 import re
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from fixtures.deadlines import wait_until
 from fixtures.gpu_memory import UUID, Call, Counters, Gpu
-from torch.multiprocessing import reductions
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.conversations import IpcConversation, open_conversation
@@ -89,13 +88,6 @@ def conversation(gpu: Gpu, sender: Sender) -> Iterator[IpcConversation[WeightSou
     conversation.close()
 
 
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it took too long"
-        time.sleep(1e-3)
-
-
 def answered(conversation: IpcConversation[WeightSource], sender: Sender, said: object) -> str:
     """What the engine answers to what it needs nobody for."""
     sender.say(said)
@@ -111,32 +103,25 @@ def answered(conversation: IpcConversation[WeightSource], sender: Sender, said: 
 def refusal(conversation: IpcConversation[WeightSource]) -> str:
     """How the update ends."""
     with pytest.raises(RequestRejected) as refused:
-        wait_for(conversation.poll)
+        wait_until(conversation.poll)
     assert refused.value.status == 400
     return refused.value.message
-
-
-def test_a_buffer_whose_reference_a_framework_has_patched(
-    conversation: IpcConversation[WeightSource], sender: Sender
-) -> None:
-    # Protocol 3 writes names as text, which another may take the place of.
-    offer = pickle.dumps(sender.offer(), protocol=3)
-    torchs = b"torch.multiprocessing.reductions\nrebuild_cuda_tensor\n"
-    assert torchs in offer
-    patched = offer.replace(torchs, b"sglang.srt.utils.patch_torch\n_rebuild_cuda_tensor_modified\n")
-    assert answered(conversation, sender, patched) == ""
 
 
 def test_a_buffer_that_is_filled_again_and_again(
     conversation: IpcConversation[WeightSource], sender: Sender, gpu: Gpu, counters: Counters
 ) -> None:
     assert conversation.poll() is False
-    assert answered(conversation, sender, sender.offer()) == ""
+    # Protocol 3 writes names as text, which those of a framework's patch can take the place of.
+    offer = pickle.dumps(sender.offer(), protocol=3)
+    torchs = b"torch.multiprocessing.reductions\nrebuild_cuda_tensor\n"
+    patched = offer.replace(torchs, b"sglang.srt.utils.patch_torch\n_rebuild_cuda_tensor_modified\n")
+    assert answered(conversation, sender, patched) == ""
     assert gpu.log == ["open 0", "wait 0"]
     for step in range(3):
         tensors = {name: tensor + step for name, tensor in TENSORS.items()}
         sender.say(sender.fill(tensors))
-        wait_for(conversation.poll)
+        wait_until(conversation.poll)
         source = conversation.bucket
         assert source is not None
         assert [(entry.name, entry.shape) for entry in source.entries] == [
@@ -156,7 +141,7 @@ def test_a_buffer_that_is_filled_again_and_again(
     assert gpu.log[2:] == ["free 0"]
     assert counters.values == [0]
     sender.say(None)
-    wait_for(conversation.poll)
+    wait_until(conversation.poll)
     assert conversation.bucket is None
     conversation.answer()  # the commit has been
     assert sender.hear() == ""
@@ -165,10 +150,7 @@ def test_a_buffer_that_is_filled_again_and_again(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": 3}, "name: expected a string"),
-        ({"shape": (1 << 40,)}, r"are not within the buffer of 256"),
         ({"offset": 250}, r"a: bytes 250 to 274 are not within"),
-        ({"offset": -1}, "a: offset: expected an integer from 0"),
         ({"dtype": "float32"}, r"a: dtype: expected a torch\.dtype"),
         ({"more": 1}, "expected exactly the fields name, shape, dtype, offset"),
     ],
@@ -181,7 +163,7 @@ def test_a_bucket_that_cannot_be_is_refused_and_so_is_the_update(
     problem = answered(conversation, sender, [{**bucket, **changes}])
     assert re.search(message, problem), problem
     sender.say([bucket])  # the sender may go on, and is told at the end
-    wait_for(conversation.poll)
+    wait_until(conversation.poll)
     conversation.answer()
     assert sender.hear() == ""
     assert answered(conversation, sender, None) == ""
@@ -190,28 +172,13 @@ def test_a_bucket_that_cannot_be_is_refused_and_so_is_the_update(
     assert sender.hear() == problem
 
 
-def test_what_the_engine_cannot_write_is_answered_and_ends_the_update(
-    conversation: IpcConversation[WeightSource], sender: Sender
-) -> None:
-    answered(conversation, sender, sender.offer())
-    sender.say(sender.fill(TENSORS))
-    wait_for(conversation.poll)
-    conversation.answer("no parameter of this name: odd")
-    assert sender.hear() == "no parameter of this name: odd"
-    sender.say(RuntimeError("told by the engine"))
-    assert "no parameter of this name: odd" in refusal(conversation)
-    sender.hear()
-
-
 @pytest.mark.parametrize(
     ("offer", "message"),
     [
         (lambda sender: [], "expected rebuild_cuda_tensor and its arguments, got list"),
         (lambda sender: b"no pickle", "broken pickle|no opcode"),
         (lambda sender: Call(len, "run"), r"builtins\.len"),
-        (lambda sender: (reductions.rebuild_cuda_tensor, (1,)), "expected 15 arguments, got 1"),
         (lambda sender: sender.offer(dtype=torch.float32, size=torch.Size([8])), "expected bytes"),
-        (lambda sender: sender.offer(stride=(0,)), "expected bytes|repeats"),
         (lambda sender: sender.offer(num_bytes=16), "reaches beyond its storage"),
     ],
 )
@@ -233,16 +200,7 @@ def test_a_buffer_that_cannot_be_is_refused_and_the_sender_has_a_last_word(
     assert "run" not in capfd.readouterr().out
 
 
-def test_a_buffer_that_cannot_be_opened_is_given_back(
-    conversation: IpcConversation[WeightSource], sender: Sender, gpu: Gpu, counters: Counters
-) -> None:
-    gpu.broken.add(b"\x02c" + b"0".ljust(64))
-    assert "memory 0 cannot be opened" in answered(conversation, sender, sender.offer())
-    conversation.close()
-    assert counters.values == [0]
-
-
-@pytest.mark.parametrize("said", [RuntimeError("out of memory"), {"a": 1}, "word"])
+@pytest.mark.parametrize("said", [RuntimeError("out of memory"), {"a": 1}])
 def test_a_sender_that_gives_up_ends_the_update(
     conversation: IpcConversation[WeightSource], sender: Sender, counters: Counters, said: object
 ) -> None:
@@ -260,7 +218,7 @@ def test_a_sender_that_ends_without_a_word_ends_the_update(
 ) -> None:
     answered(conversation, sender, sender.offer())
     sender.say(sender.fill(TENSORS))
-    wait_for(conversation.poll)
+    wait_until(conversation.poll)
     sender.close()
     # What it had said is heard, and it may be answered.
     assert conversation.poll() is True
@@ -275,7 +233,7 @@ def test_an_update_that_is_given_up_leaves_nobody_waiting(
 ) -> None:
     answered(conversation, sender, sender.offer())
     sender.say(sender.fill(TENSORS))
-    wait_for(conversation.poll)
+    wait_until(conversation.poll)
     conversation.close()
     conversation.close()
     assert sender.hear() == "the update was given up"
@@ -285,10 +243,8 @@ def test_an_update_that_is_given_up_leaves_nobody_waiting(
 @pytest.mark.parametrize(
     ("handles", "message"),
     [
-        ({}, "no address for GPU-.*given: none"),
         ({"GPU-1": "ipc:///a"}, "no address for GPU-.*given: GPU-1"),
         ({f"GPU-{UUID}": "tcp://127.0.0.1:80"}, "expected addresses as ipc://PATH"),
-        ({f"GPU-{UUID}": "ipc:///a", "GPU-1": "http://a"}, "expected addresses as ipc://PATH"),
         ({f"GPU-{UUID}": "ipc://" + "a" * 300}, "cannot be connected to"),
     ],
 )

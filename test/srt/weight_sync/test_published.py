@@ -1,7 +1,6 @@
 """Published versions: which are ready and which cannot be, and the note of what was pulled."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +88,3 @@ def test_a_chain_without_its_first_link_is_refused_at_once(tmp_path: Path, publi
         manifest_of(tmp_path, 10**15).touch()
     with pytest.raises(RequestRejected, match="delta-00000001" if published else "version 1 is not ready"):
         read_chain(tmp_path, 0, 10**15)
-
-
-# What a folder that may be entered but not listed answers, also to tests that run as root.
-def test_a_manifest_is_found_in_a_folder_that_cannot_be_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> list[str]:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "listdir", refuse)
-    with pytest.raises(RequestRejected, match="version 1 is not ready"):
-        read_chain(tmp_path, 0, 10**15)
-    manifest_of(tmp_path, 3).parent.mkdir()
-    manifest_of(tmp_path, 3).touch()
-    with pytest.raises(RequestRejected, match="delta-00000001"):
-        read_chain(tmp_path, 0, 3)

@@ -5,57 +5,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-import torch
 from hypothesis import given, strategies as st
 
 from ebbtide.formats.pickle_reader import Global, Record, read_by_slices
-from ebbtide.formats.tensor_list import Listing
-from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync import source
-from ebbtide.srt.weight_sync.source import Fit, KnownList, PlanCache
-
-NAMED = [
-    ("rows", torch.empty(6, 4)[:2, :3]),
-    ("head", torch.empty(8, dtype=torch.bfloat16)),
-    ("tied", torch.empty(6, 4)[:2, :3]),
-]
+from ebbtide.srt.weight_sync.source import ENTRY_BYTES, Fit, KnownList, PlanCache, Recent
 
 
-def test_names_and_shapes_that_were_read_before_are_kept_and_the_oldest_are_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    forms = [Listing(named).form for named in (NAMED, NAMED[:2])]
-    monkeypatch.setattr(source, "MAX_FORM_BYTES", sum(map(len, forms)) + 2 * source.ENTRY_BYTES)
-    cache = PlanCache()
-    first, other = (finish(cache.form(form)) for form in forms)
-    assert [finish(cache.form(form)) for form in forms] == [first, other]
-    finish(cache.form(Listing(NAMED[1:2]).form))
-    assert finish(cache.form(forms[1])) is other
-    again = finish(cache.form(forms[0]))
-    assert again is not first
-    assert again.digest == first.digest != other.digest
-
-
-def test_those_of_buckets_are_kept_as_long_as_they_take_little_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(source, "MAX_FORM_BYTES", 10_000)
-    cache = PlanCache()
-    short, other = ([(TensorHeader(name, (2, 3, 1, 4), torch.bfloat16), 0)] for name in ("a", "b"))
-    kept = [cache.packed(short), cache.packed(other)]
-    assert [cache.packed(short), cache.packed(other)] == kept
-    assert kept[0].form.layout(0).stride == torch.empty(2, 3, 1, 4).stride()
-    # A name as long as all that may be kept pushes them out, and is not kept itself.
-    long = [(TensorHeader("c" * 10_000, (), torch.int8), 0)]
-    assert cache.packed(long) is not cache.packed(long)
-    again = cache.packed(short)
-    assert again is not kept[0]
-    assert cache.packed(short) is again
-    # So do many tensors of short names.
-    cache.packed([(TensorHeader(str(number), (), torch.int8), number) for number in range(1000)])
-    assert cache.packed(short) is not again
+def test_what_was_used_last_is_kept_as_far_as_it_takes_little_memory() -> None:
+    kept: Recent[str, int] = Recent(3 * ENTRY_BYTES + 20)
+    for number, name in enumerate("abc"):
+        kept.put(name, number, 5)
+    assert kept.get("a") == 0
+    kept.put("d", 3, 5)
+    assert [kept.get(name) for name in "abcd"] == [0, None, 2, 3]
+    kept.put("long", 4, 4 * ENTRY_BYTES)
+    assert [kept.get(name) for name in ("a", "c", "d", "long")] == [None] * 4
 
 
 def test_what_tensors_come_to_is_worked_out_once_unless_the_model_refuses_them() -> None:
@@ -153,15 +119,6 @@ def test_a_last_list_that_came_before_is_the_same_one(protocol: int) -> None:
     assert last(bucket(Call(heard, b"2", pure), *entries, protocol=protocol), cache) is first
     entries[1].name = "c"
     assert last(bucket(Call(heard, b"2", pure), *entries, protocol=protocol), cache) is not first
-
-
-def test_so_are_as_many_as_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_LIST_BYTES", 5000)
-    cache = PlanCache()
-    kept = [last(bucket(0, number, number), cache) for number in (1, 2)]
-    assert [last(bucket(0, number, number), cache) for number in (1, 2)] == kept
-    last(bucket(0, "x" * 4000, ""), cache)
-    assert last(bucket(0, 1, 1), cache) is not kept[0]
 
 
 def test_a_last_list_is_read_each_time_where_it_says_something_else_or_somebody_has_to_hear_of_it() -> None:

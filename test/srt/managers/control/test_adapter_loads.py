@@ -17,6 +17,7 @@ from ebbtide.srt.managers.io_struct import (
     EndWeightUpdateReqInput,
     FinishReason,
     LoadLoRAAdapterFromTensorsReqInput,
+    LoadRequest,
     PauseMode,
     Prepared,
     UnloadLoRAAdapterReqInput,
@@ -39,6 +40,30 @@ def test_requests_with_several_adapters_and_none_share_a_batch() -> None:
     assert harness.runner.num_steps < 2 * 16, "they ran together"
 
 
+@pytest.mark.parametrize(
+    ("request_", "problem"),
+    [
+        *((loading(name, 1), "lora_name") for name in ("", "a b", "a@1", "x" * 257)),
+        *(
+            (loading("a", 1, lora_version=version), "lora_version")
+            for version in ("", "1\n2026-01-01 loaded")
+        ),
+        (
+            LoadLoRAAdapterFromTensorsReqInput(
+                lora_name="a", config_dict={}, serialized_named_tensors=[], added_tokens_config={"<x>": 5}
+            ),
+            "added_tokens_config",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_loaded_is_refused(request_: LoadRequest, problem: str) -> None:
+    harness = AdapterHarness()
+    assert problem in harness.refuse(request_).message
+    assert harness.loaded == []
+    assert "--enable-lora" in Harness().refuse(request_).message, "nothing can be"
+
+
 def test_an_adapter_that_is_not_there_is_404() -> None:
     harness = AdapterHarness()
     harness.load("a", 1)
@@ -48,13 +73,6 @@ def test_an_adapter_that_is_not_there_is_404() -> None:
         finish = harness.finish(rid)
         assert (finish.status_code, "a@1" in finish.message) == (404, True), asked
         assert harness.outputs[rid].token_ids == []
-
-
-def test_without_adapters_requests_about_them_are_refused() -> None:
-    harness = Harness()
-    for request in (loading("a", 1), UnloadLoRAAdapterReqInput(lora_name="a")):
-        assert "--enable-lora" in harness.refuse(request).message
-    assert harness.now.adapters == []
 
 
 def test_requests_in_flight_stay_and_later_ones_get_the_new_version() -> None:
@@ -94,11 +112,6 @@ def test_requests_in_flight_move_if_they_or_the_load_say_so(
     assert harness.labels(pinned) == [first], "it asked for that version"
     assert harness.outputs[rid].num_retractions == num_retractions
     harness.assert_true()
-    again = [
-        harness.ask(label, prompt=[*PROMPT, *harness.outputs[rid].token_ids]) for label in (first, "a@2")
-    ]
-    harness.run_until_idle()
-    harness.assert_true(*again)
 
 
 def test_kv_that_two_versions_have_computed_is_nobody_elses() -> None:
@@ -146,16 +159,6 @@ def test_a_version_never_changes_and_a_retry_changes_nothing() -> None:
     harness.assert_true(rid)
 
 
-def test_a_version_whose_contents_nobody_asked_for_is_given_no_others() -> None:
-    book = AdapterBook(num_slots=3, keep_versions=1)
-    version = book.add("a", None, digest="", path="", slot=0, pinned=False).version
-    with pytest.raises(RequestRejected, match="checksum unknown"):
-        book.check_load("a", version, "of others", pinned=False)
-    book.remove("a", None)
-    with pytest.raises(RequestRejected, match="checksum unknown"):
-        book.check_load("a", version, "of others", pinned=False)
-
-
 def test_versions_leave_when_nobody_runs_on_them() -> None:
     harness = AdapterHarness(keep_adapter_versions=0)
     first = harness.load("a", 1)
@@ -199,24 +202,14 @@ def test_an_unload_waits_for_requests_and_takes_no_new_ones() -> None:
     assert harness.outputs[rid].finish == FinishReason("length", length=40)
     harness.assert_true(rid)
     assert harness.refuse(UnloadLoRAAdapterReqInput(lora_name="a")).status == 404
+    harness.load("a", 2)
+    assert harness.refuse(UnloadLoRAAdapterReqInput(lora_name="a", lora_version=1)).status == 404
+    assert harness.do(UnloadLoRAAdapterReqInput(lora_name="a", timeout_s=0)).num_in_use == 0
     assert list(harness.scheduler.policy.adapters.all()) == []
 
 
-def test_an_unload_may_not_wait() -> None:
-    harness = AdapterHarness()
-    harness.load("a", 1)
-    rid = harness.ask("a", max_new_tokens=40)
-    harness.turn(5)
-    assert harness.do(UnloadLoRAAdapterReqInput(lora_name="a", timeout_s=0)).num_in_use == 1
-    call = harness.call(loading("b", 2))
-    harness.expire(call)
-    harness.run_until_idle()
-    assert harness.outputs[rid].finish == FinishReason("length", length=40)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_more_adapters_than_slots_take_turns(num_ranks: int) -> None:
-    harness = AdapterHarness(num_ranks=num_ranks, num_pages=256)
+def test_more_adapters_than_slots_take_turns() -> None:
+    harness = AdapterHarness(num_ranks=2, num_pages=256)
     for index in range(6):
         harness.load(f"a{index}", index + 1)
     rids = [harness.ask(f"a{index % 6}", max_new_tokens=8) for index in range(24)]
@@ -281,22 +274,7 @@ def test_slots_that_are_all_pinned_refuse_further_adapters_by_name() -> None:
     assert harness.loaded == ["p@1", "a@3"]
 
 
-def test_pinned_adapters_do_not_keep_out_what_was_unloaded_and_still_runs() -> None:
-    harness = AdapterHarness(num_slots=2, num_pages=256)
-    harness.load("a", 1)
-    rids = [harness.ask("a", max_new_tokens=30)]
-    harness.turn(4)
-    harness.do(UnloadLoRAAdapterReqInput(lora_name="a", timeout_s=0))
-    harness.load("p", 2, pinned=True)
-    rids.append(harness.ask("p", max_new_tokens=30))
-    harness.pause(PauseMode.RETRACT)
-    harness.proceed()
-    harness.assert_end(*rids, length=30)
-    harness.assert_true()
-
-
-@pytest.mark.parametrize("step", ["open", "write"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("step", "rank"), [("open", 0), ("write", 1)])
 def test_a_load_that_fails_on_one_rank_changes_nothing(step: str, rank: int) -> None:
     harness = AdapterHarness(num_ranks=2)
     harness.load("a", 1)
@@ -304,9 +282,6 @@ def test_a_load_that_fails_on_one_rank_changes_nothing(step: str, rank: int) -> 
     harness.ranks[rank].adapters.faults[step] = RequestRejected("it does not fit")
     assert "it does not fit" in harness.refuse(loading("a", 2)).message
     assert harness.loaded == before
-    rid = harness.ask("a")
-    harness.run_until_idle()
-    harness.assert_true(rid)
     harness.load("a", 3)
     rid = harness.ask("a")
     harness.run_until_idle()
@@ -328,19 +303,6 @@ def test_a_version_that_cannot_be_brought_in_ends_its_requests_and_no_others() -
     again = harness.ask("a")
     harness.run_until_idle()
     harness.assert_true(again, other)
-
-
-@pytest.mark.parametrize("name", ["", "a b", "a@1", "x" * 257, "a\n"])
-def test_names_that_no_request_could_ask_for_are_refused(name: str) -> None:
-    harness = AdapterHarness()
-    assert harness.refuse(loading(name, 1)).status == 400
-
-
-@pytest.mark.parametrize("version", ["", "x" * 257, "1\n2026-01-01 adapter loaded"])
-def test_versions_that_would_spoil_a_log_are_refused(version: str) -> None:
-    harness = AdapterHarness()
-    assert "lora_version" in harness.refuse(loading("a", 1, lora_version=version)).message
-    assert harness.loaded == []
 
 
 def test_a_full_shelf_and_the_names_of_the_base_are_refused_by_name() -> None:
@@ -384,22 +346,8 @@ def test_the_one_that_was_named_leaves_before_the_longest_unused() -> None:
     assert list(book.current) == ["kept", "next", "last"], "what may not leave stays"
 
 
-def test_a_load_while_the_weights_are_released_is_refused() -> None:
-    harness = AdapterHarness(keeps_weights=True)
-    harness.load("a", 1)
-    rid = harness.ask("a", max_new_tokens=40)
-    harness.turn(5)
-    harness.release(MemoryTag.WEIGHTS)
-    assert harness.refuse(loading("b", 2)).status == 409
-    harness.resume(MemoryTag.WEIGHTS)
-    harness.load("b", 2)
-    harness.run_until_idle()
-    harness.assert_true(rid)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_release_ends_what_is_on_its_way_to_a_slot(num_ranks: int) -> None:
-    harness = AdapterHarness(num_slots=2, keeps_weights=True, num_ranks=num_ranks)
+def test_a_release_ends_what_is_on_its_way_to_a_slot() -> None:
+    harness = AdapterHarness(num_slots=2, keeps_weights=True, num_ranks=2)
     harness.load("a", 1)
     harness.load("b", 2)
     harness.load("c", 3)
@@ -410,7 +358,7 @@ def test_a_release_ends_what_is_on_its_way_to_a_slot(num_ranks: int) -> None:
     call = harness.call(loading("d", 4))
     harness.turn(3)
     harness.release(MemoryTag.WEIGHTS)
-    assert harness.refusal(call).status == 409
+    assert harness.refusal(call).status == harness.refuse(loading("d", 4)).status == 409
     assert harness.loaded == ["a@1", "b@2", "c@3"]
     harness.resume(MemoryTag.WEIGHTS)
     harness.run_until_idle()
@@ -432,7 +380,7 @@ def test_a_joint_load_that_is_given_up_leaves_nothing() -> None:
     harness.assert_true(rid)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_in_a_storm_every_token_is_of_the_version_that_is_named(seed: int, num_ranks: int) -> None:
     """Loads, unloads, updates of the base, pauses, sleeps and aborts in any order."""
@@ -485,9 +433,8 @@ def test_in_a_storm_every_token_is_of_the_version_that_is_named(seed: int, num_r
     assert all(not one.num_live and not one.num_running and one.is_reachable for one in book.all())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_base_and_adapters_begin_to_serve_in_one_turn(num_ranks: int) -> None:
-    harness = AdapterHarness(num_ranks=num_ranks)
+def test_base_and_adapters_begin_to_serve_in_one_turn() -> None:
+    harness = AdapterHarness(num_ranks=2)
     first = harness.load("a", 1)
     rid = harness.ask("a", max_new_tokens=60)
     harness.turn(4)
@@ -557,16 +504,8 @@ def test_a_session_without_an_adapter_that_was_refused_is_incomplete() -> None:
     assert harness.loaded == ["a@1"]
 
 
-def test_a_version_that_is_not_there_cannot_be_unloaded() -> None:
-    harness = AdapterHarness()
-    harness.load("a", 1)
-    assert harness.refuse(UnloadLoRAAdapterReqInput(lora_name="a", lora_version=2)).status == 404
-    assert harness.loaded == ["a@1"]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_canary_is_held_against_a_version_before_it_means_anything(num_ranks: int) -> None:
-    harness = AdapterHarness(num_ranks=num_ranks)
+def test_a_canary_is_held_against_a_version_before_it_means_anything() -> None:
+    harness = AdapterHarness(num_ranks=2)
     harness.load("a", 2)
     rid = harness.ask("a", max_new_tokens=40)
     harness.turn(5)
@@ -581,10 +520,3 @@ def test_a_canary_is_held_against_a_version_before_it_means_anything(num_ranks: 
     harness.run_until_idle()
     assert harness.labels(rid) == ["a@1"]
     assert harness.loaded == ["a@1", "a@2"]
-
-
-def test_an_adapter_that_adds_tokens_is_refused() -> None:
-    request = LoadLoRAAdapterFromTensorsReqInput(
-        lora_name="a", config_dict={}, serialized_named_tensors=[], added_tokens_config={"<x>": 5}
-    )
-    assert "added_tokens_config" in AdapterHarness().refuse(request).message

@@ -154,21 +154,6 @@ class Machine:
         return VirtualArena(MemoryTag.WEIGHTS, num_bytes, self.vm, chunk_bytes)
 
 
-def test_memory_comes_and_goes_with_the_arena():
-    machine = Machine(16 * GRANULE)
-    arena = machine.arena(4 * GRANULE)
-    for _ in range(3):
-        assert machine.driver.free_bytes == 16 * GRANULE
-        assert arena.resume() == 4 * GRANULE
-        assert machine.driver.free_bytes == 12 * GRANULE
-        assert machine.vm.held_bytes == 4 * GRANULE
-        assert machine.driver.accessible == {arena.address + index * GRANULE for index in range(4)}
-        arena.release()
-    assert machine.vm.held_bytes == 0
-    arena.close()
-    assert machine.driver.reserved == {}
-
-
 @pytest.mark.parametrize("action", ["release", "swap"])
 def test_the_device_is_waited_for_once_before_anything_is_unmapped(action):
     machine = Machine(16 * GRANULE)
@@ -323,15 +308,6 @@ def test_another_error_names_the_call_and_gives_the_drivers_words(monkeypatch):
         arena.resume()
     assert machine.driver.free_bytes == 4 * GRANULE
     assert not arena.is_resident
-
-
-@pytest.mark.parametrize("num_bytes", [0, -GRANULE, GRANULE + 4096])
-def test_sizes_off_the_granularity_are_refused(num_bytes):
-    vm = Machine(4 * GRANULE).vm
-    with pytest.raises(ValueError, match="granularity"):
-        vm.reserve(num_bytes)
-    with pytest.raises(ValueError, match="granularity"):
-        vm.create(num_bytes)
 
 
 def test_host_memory_is_pinned_and_unpinned_in_the_context_of_the_device():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver.virtual_memory.base import Handle, Reservation
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 GRANULE = HostVirtualMemory.granularity
@@ -52,55 +51,6 @@ def test_more_than_is_available_is_refused_before_it_is_taken():
     vm.release(vm.create(3 * GRANULE))
 
 
-@pytest.mark.parametrize("num_bytes", [-GRANULE, 0, 1, GRANULE + 4096])
-def test_sizes_off_the_granularity_are_refused(vm, num_bytes):
-    with pytest.raises(ValueError, match="granularity"):
-        vm.reserve(num_bytes)
-    with pytest.raises(ValueError, match="granularity"):
-        vm.create(num_bytes)
-
-
-def test_nothing_is_mapped_over_something_else_or_outside(vm):
-    place, first, second = vm.reserve(3 * GRANULE), vm.create(2 * GRANULE), vm.create(2 * GRANULE)
-    vm.map(place, GRANULE, first)
-    for offset in (0, GRANULE):
-        with pytest.raises(ValueError, match="is mapped at offset"):
-            vm.map(place, offset, second)
-    for offset in (-GRANULE, 2 * GRANULE, 4096):
-        with pytest.raises(ValueError, match="is no place"):
-            vm.map(place, offset, second)
-    vm.as_tensor(place)[GRANULE:].fill_(1)  # still there
-    vm.unmap(place, GRANULE, 2 * GRANULE)
-    vm.map(place, 0, second)
-    vm.unmap(place, 0, 2 * GRANULE)
-    vm.release(first)
-    vm.release(second)
-    vm.free_reservation(place)
-
-
-def test_what_is_in_use_or_unknown_is_not_given_back(vm):
-    place, handle = vm.reserve(2 * GRANULE), vm.create(GRANULE)
-    vm.map(place, 0, handle)
-    with pytest.raises(ValueError, match="the handle is mapped"):
-        vm.map(place, GRANULE, handle)
-    with pytest.raises(ValueError, match="still mapped in this reservation"):
-        vm.free_reservation(place)
-    for offset, num_bytes in [(GRANULE, GRANULE), (0, 2 * GRANULE)]:
-        with pytest.raises(ValueError, match="no handles of"):
-            vm.unmap(place, offset, num_bytes)
-    vm.unmap(place, 0, GRANULE)
-    vm.release(handle)
-    vm.free_reservation(place)
-    with pytest.raises(ValueError, match="released already"):
-        vm.release(handle)
-    with pytest.raises(ValueError, match="freed already"):
-        vm.free_reservation(place)
-    with pytest.raises(ValueError, match="not of this virtual memory"):
-        vm.release(Handle(10**9, GRANULE))
-    with pytest.raises(ValueError, match="not of this virtual memory"):
-        vm.free_reservation(Reservation(place.address, GRANULE))
-
-
 def test_a_handle_released_while_mapped_keeps_its_memory_until_it_is_unmapped(vm, pss_bytes):
     size = 8 * GRANULE
     place = vm.reserve(size)
@@ -109,14 +59,10 @@ def test_a_handle_released_while_mapped_keeps_its_memory_until_it_is_unmapped(vm
     vm.map(place, 0, handle)
     memory = vm.as_tensor(place).fill_(6)
     vm.release(handle)
-    with pytest.raises(ValueError, match="released already"):
-        vm.release(handle)
     assert (memory[0], memory[-1]) == (6, 6)
     assert pss_bytes() - before >= 0.95 * size
     vm.unmap(place, 0, size)
     assert pss_bytes() - before <= 0.05 * size
-    with pytest.raises(ValueError, match="was released"):
-        vm.map(place, 0, handle)
     vm.free_reservation(place)
 
 

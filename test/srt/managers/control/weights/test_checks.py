@@ -3,30 +3,18 @@
 from typing import Any
 
 import pytest
-from fixtures.control import Harness
+from fixtures.control import Harness, updating
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import (
-    BeginWeightUpdateReqInput,
     Canary,
     CheckWeightsReqInput,
-    ContinueGenerationReqInput,
-    ContinueGenerationReqOutput,
     EndWeightUpdateReqInput,
-    PauseGenerationReqInput,
-    PauseGenerationReqOutput,
     PauseMode,
-    Refusal,
     ReleaseMemoryOccupationReqInput,
-    ReleaseMemoryOccupationReqOutput,
-    ResumeMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqOutput,
     UpdateWeightFromDiskReqInput,
-    UpdateWeightsReqOutput,
-    WeightSessionReqOutput,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.testing import SchedulerHarness
 
 WEIGHTS = MemoryTag.WEIGHTS
 IDS = [5, 6, 7, 8, 9]
@@ -141,14 +129,10 @@ def test_a_rank_that_has_no_room_for_a_snapshot_or_whose_weights_differ_is_named
     assert refusal.message.startswith("rank 2: 1 parameters")
 
 
-def update(harness: SchedulerHarness, value: int, canary: Canary | None, **fields: Any) -> Any:
-    request = UpdateWeightFromDiskReqInput(
-        model_path=str(value), weight_version=str(value), canary=canary, flush_cache=False, **fields
-    )
-    return harness.apply(request, UpdateWeightsReqOutput | Refusal)  # type: ignore[arg-type]
+def trying(value: int, canary: Canary, **fields: Any) -> UpdateWeightFromDiskReqInput:
+    return updating(value, weight_version=str(value), canary=canary, flush_cache=False, **fields)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("in_session", [False, True])
 @pytest.mark.parametrize(
     ("value", "canary", "problem"),
@@ -164,28 +148,25 @@ def update(harness: SchedulerHarness, value: int, canary: Canary | None, **field
     ],
 )
 def test_a_miss_leaves_the_old_weights_serving_and_a_hit_is_committed(
-    num_ranks: int, in_session: bool, value: int, canary: Canary, problem: str
+    harness: Harness, in_session: bool, value: int, canary: Canary, problem: str
 ) -> None:
-    harness = SchedulerHarness(num_ranks=num_ranks)
     rids = [harness.generate(range(1, 10), seed=seed, max_new_tokens=100) for seed in range(2)]
     harness.turn_until(lambda: all(harness.outputs[rid].token_ids for rid in rids))
+    request: Any = trying(value, canary, pause_mode=PauseMode.IN_PLACE)
     if in_session:
-        harness.apply(BeginWeightUpdateReqInput(), WeightSessionReqOutput)
-        update(harness, value, None)
-        end = EndWeightUpdateReqInput(canary=canary, pause_mode=PauseMode.IN_PLACE)
-        reply: Any = harness.apply(end, UpdateWeightsReqOutput | Refusal)  # type: ignore[arg-type]
-    else:
-        reply = update(harness, value, canary, pause_mode=PauseMode.IN_PLACE)
-    harness.run_until_idle()
-    expected = "default"
+        harness.begin()
+        harness.update(value, weight_version=str(value), flush_cache=False)
+        request = EndWeightUpdateReqInput(canary=canary, pause_mode=PauseMode.IN_PLACE)
     if problem:
-        assert (reply.status, problem in reply.message) == (400, True), reply
-        assert list(harness.weights.live.values()) == [0] * 4
+        refusal = harness.refuse(request)
+        assert (refusal.status, problem in refusal.message) == (400, True), refusal
+        assert harness.values == [0] * 4
     else:
+        reply = harness.do(request)
         assert (reply.committed, reply.staged) == (True, True)
         assert "The canary's" in reply.message
-        expected = str(value)
-    assert harness.scheduler.control.updates.version == expected
+    harness.run_until_idle()
+    assert harness.now.weight_version == ("default" if problem else str(value))
     for seed, rid in enumerate(rids):
         tokens, starts = harness.outputs[rid].token_ids, harness.outputs[rid].version_starts
         changed = starts[1][1] if len(starts) > 1 else 100
@@ -196,56 +177,55 @@ def test_a_miss_leaves_the_old_weights_serving_and_a_hit_is_committed(
 @pytest.mark.parametrize(
     ("canary", "problem"),
     [
-        (Canary(input_ids=[1]), "canary.input_ids: expected 2 to 16 tokens, got 1"),
         (Canary(input_ids=[1] * 17), "canary.input_ids: expected 2 to 16 tokens, got 17"),
         (Canary(input_ids=[1, 1000]), "canary.input_ids: 1000 is not in the vocabulary of 1000 ids"),
         (Canary(input_ids=IDS, logprobs=[0.0] * 5), "canary.logprobs: expected 4 finite numbers"),
-        (Canary(input_ids=IDS, logprobs=[float("nan")] * 4), "canary.logprobs: expected 4 finite numbers"),
         (Canary(input_ids=IDS, atol=-1), "canary.atol: expected a finite number from 0, got -1"),
     ],
 )
 def test_what_can_never_be_tried_is_refused_before_anything_is_written(canary: Canary, problem: str) -> None:
-    harness = SchedulerHarness()
-    refusal = update(harness, 1, canary)
+    harness = Harness()
+    refusal = harness.refuse(trying(1, canary))
     assert (refusal.status, problem in refusal.message) == (400, True), refusal
     assert harness.weights.parameters.generation == 0
 
 
-@pytest.mark.parametrize("case", ["no copy", "no kv", "in a session"])
-def test_where_it_cannot_be_tried_it_is_refused_before_anything_is_written(case: str) -> None:
-    harness = SchedulerHarness()
+@pytest.mark.parametrize(
+    ("case", "problem"),
+    [
+        ("no copy", "no second copy"),
+        ("no kv", "needs kv_cache"),
+        ("in a session", "give it to end_weight_update"),
+        ("stale", "Stale weights must first be written"),
+    ],
+)
+def test_where_it_cannot_be_tried_it_is_refused_before_anything_is_written(case: str, problem: str) -> None:
+    harness = Harness()
     match case:
         case "no copy":
             harness.weights.num_staged = 0
-            problem = "no second copy"
         case "no kv":
-            tags = (MemoryTag.KV_CACHE,)
-            harness.apply(ReleaseMemoryOccupationReqInput(tags=tags), ReleaseMemoryOccupationReqOutput)
-            problem = "needs kv_cache"
+            harness.release(MemoryTag.KV_CACHE)
+        case "in a session":
+            harness.begin()
         case _:
-            harness.apply(BeginWeightUpdateReqInput(), WeightSessionReqOutput)
-            problem = "give it to end_weight_update"
-    refusal = update(harness, 1, Canary(input_ids=IDS))
+            harness.release(WEIGHTS)
+            harness.resume(WEIGHTS)
+    before = harness.values
+    # Stale weights are not tried even if nothing is to be written.
+    fields = {"names": []} if case == "stale" else {}
+    refusal = harness.refuse(trying(1, Canary(input_ids=IDS), **fields))
     assert (refusal.status, problem in refusal.message) == (400, True), refusal
-    assert list(harness.weights.live.values()) == [0] * 4
-
-
-def test_stale_weights_are_not_tried_even_if_nothing_is_to_be_written() -> None:
-    harness = SchedulerHarness()
-    tags = (MemoryTag.WEIGHTS,)
-    harness.apply(ReleaseMemoryOccupationReqInput(tags=tags), ReleaseMemoryOccupationReqOutput)
-    harness.apply(ResumeMemoryOccupationReqInput(tags=tags), ResumeMemoryOccupationReqOutput)
-    refusal = update(harness, 1, Canary(input_ids=IDS), manifest={"names": []})
-    assert (refusal.status, "Stale weights must first be written" in refusal.message) == (400, True)
+    assert harness.values == before
 
 
 def test_its_pages_are_taken_from_the_youngest_request_and_nothing_is_lost() -> None:
-    harness = SchedulerHarness(num_pages=16, context_len=64)
+    harness = Harness(num_pages=16, context_len=64)
     rids = [harness.generate(range(first, first + 20), seed=first, max_new_tokens=12) for first in (1, 100)]
     harness.turn_until(lambda: all(len(harness.outputs[rid].token_ids) > 4 for rid in rids))
-    harness.apply(PauseGenerationReqInput(mode=PauseMode.IN_PLACE), PauseGenerationReqOutput)
-    assert update(harness, 1, Canary(input_ids=list(range(1, 17)))).committed
-    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.pause(PauseMode.IN_PLACE)
+    assert harness.do(trying(1, Canary(input_ids=list(range(1, 17))))).committed
+    harness.proceed()
     harness.run_until_idle()
     assert [len(harness.outputs[rid].token_ids) for rid in rids] == [12, 12]
     assert [harness.outputs[rid].num_retractions for rid in rids] == [0, 1]

@@ -104,8 +104,6 @@ def test_requests_run_on_while_pieces_come_and_are_waited_for_before_the_commit(
     ("fields", "message"),
     [
         ({"zmq_handles": {}}, "no address for this device"),
-        ({"selector": "draft"}, "one model"),
-        ({"timeout_s": -1.0}, "timeout_s"),
         ({"session_id": "mine"}, "'mine' is not open"),
     ],
 )
@@ -139,7 +137,7 @@ def test_a_piece_that_does_not_fit_is_answered_and_the_sender_may_say_why_it_end
     assert harness.brought(FIRST, SECOND, None).committed
 
 
-@pytest.mark.parametrize("last_words", [("gone",), (SECOND, None, None), (None,)])
+@pytest.mark.parametrize("last_words", [("gone",), (SECOND, None, None)])
 def test_a_piece_that_cannot_be_written_ends_the_same_way(
     harness: Senders, last_words: tuple[Any, ...]
 ) -> None:
