@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.demo.loop import Exam, Results, Stage, StageRecord, StepRecord, heading, row
+from ebbtide.demo.loop import Results, Stage, StageRecord, StepRecord, heading, row
 from ebbtide.demo.memory import ElasticRecord, LentTime, MemorySample
 from ebbtide.demo.report import write_report
-from ebbtide.demo.trainer import DemoFailed, Problem, Ratios
+from ebbtide.demo.trainer import DemoFailed, Ratios
 
 ASLEEP = (Stage.RELEASE, Stage.TRAIN, Stage.RESUME_WEIGHTS, Stage.UPDATE)
-EXAM = Exam(0.5, [(Problem(10, 11), "12"), (Problem(12, 13), "99")])
 
 
 def memory(time_s: float, *, asleep: bool, kept_bytes: int = 0) -> MemorySample:
@@ -39,7 +38,7 @@ def disturbed() -> ElasticRecord:
 def results(*rewards: float, kept_bytes: int = 0) -> Results:
     start = memory(-1.0, asleep=False)
     steps = [step(number, reward, kept_bytes) for number, reward in enumerate(rewards)]
-    return Results(7, 3.0, start, EXAM, after=Exam(1.0, EXAM.answers), steps=steps)
+    return Results(7, 3.0, start, before=0.5, after=1.0, steps=steps)
 
 
 def test_a_reward_that_rises_passes():
@@ -80,10 +79,9 @@ def test_report_is_one_file_with_everything_inside(tmp_path: Path):
     # Nothing is fetched, neither from other files nor from elsewhere.
     assert all(target.startswith("data:") for target in re.findall(r'(?:src|href)\s*=\s*"([^"]*)', html))
     assert "url(" not in html
-    assert len(re.findall("<img ", html)) == 5
     for number in range(4):
         assert re.search(rf"<tr><td>{number}</td>", html)
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert base64.b64encode((tmp_path / "demo.png").read_bytes()).decode() in html
 
 
 def test_the_report_of_fp8_says_that_it_is_emulated_and_shows_importance_ratios(tmp_path: Path):
@@ -91,12 +89,7 @@ def test_the_report_of_fp8_says_that_it_is_emulated_and_shows_importance_ratios(
     found.is_fp8 = True
     html = write_report(tmp_path, found).read_text(encoding="utf-8")
     assert "FP8 (e4m3), emulated on this CPU" in html
-    assert (
-        "Importance ratios: trainer by engine"
-        in base64.b64decode(
-            re.findall(r'importance ratios by step" src="data:image/svg\+xml;base64,([^"]*)', html)[0]
-        ).decode()
-    )
+    assert "Trainer and engine differ" in html
     # Of two tokens one is e^1 times, and one e^0.1 times, as likely for the trainer.
     ratios = found.steps[0].ratios
     assert (ratios.largest, ratios.truncated) == (pytest.approx(math.e), 0.5)

@@ -75,14 +75,6 @@ class StepRecord:
         return self.num_tokens / self.stages[Stage.GENERATE].seconds
 
 
-@dataclass(frozen=True)
-class Exam:
-    """Greedy answers to the held-out problems, and the share that is right."""
-
-    accuracy: float
-    answers: list[tuple[Problem, str]]
-
-
 class Loop:
     """Trains a model with the engine that serves it.
 
@@ -119,14 +111,12 @@ class Loop:
         """Have this many requests answered while memory is taken from under them."""
         return Elastic(self._engine, self._probe, self._problems.draw(num_requests)).run()
 
-    def examine(self) -> Exam:
-        """What the engine answers to the held-out problems, greedily."""
+    def examine(self) -> float:
+        """The share of the held-out problems that the engine answers right, greedily."""
         problems = self._problems.held_out
         params = {"temperature": 0.0, "max_new_tokens": MAX_ANSWER_TOKENS}
         outputs = self._engine.generate([problem.question for problem in problems], params)
-        rewards = [_reward(problem, output) for problem, output in zip(problems, outputs, strict=True)]
-        texts = [output["text"] for output in outputs]
-        return Exam(fmean(rewards), list(zip(problems, texts, strict=True)))
+        return fmean(_reward(problem, output) for problem, output in zip(problems, outputs, strict=True))
 
     def run(self, num_steps: int) -> Iterator[StepRecord]:
         """Yields each step when it is done.
@@ -236,7 +226,7 @@ class Results:
     Attributes:
         start: memory before the first step.
         elastic: requests that ran while memory was taken from under them; None: not reached.
-        before, after: the held-out problems before the first and after the last step; None: not reached.
+        before, after: shares of the held-out problems, see `Loop.examine`; None: not reached.
         warm_up_s, total_s: how long the warm-up and everything took.
         failure: what does not hold; None: nothing.
         is_fp8: whether the engine computed in FP8.
@@ -245,8 +235,8 @@ class Results:
     seed: int
     warm_up_s: float
     start: MemorySample
-    before: Exam
-    after: Exam | None = None
+    before: float
+    after: float | None = None
     steps: list[StepRecord] = field(default_factory=list)
     elastic: ElasticRecord | None = None
     total_s: float = 0.0

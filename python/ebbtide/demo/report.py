@@ -1,21 +1,18 @@
-"""The report: one HTML file with everything inside, and a picture of all plots."""
+"""The report: a picture of all plots, and one HTML file with everything inside."""
 
 from __future__ import annotations
 
 import base64
 import os
-import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.metadata import version
-from io import BytesIO
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import psutil
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import NullFormatter
@@ -30,8 +27,8 @@ from ebbtide.demo.loop import (
     Stage,
     StepRecord,
 )
-from ebbtide.demo.memory import MemorySample
-from ebbtide.demo.trainer import LARGEST_WEIGHT, Problem
+from ebbtide.demo.memory import ElasticRecord, MemorySample
+from ebbtide.demo.trainer import LARGEST_WEIGHT
 
 _INK, _FAINT, _GRID = "#1b2733", "#66788a", "#e3e8ee"
 _BLUE, _TEAL, _AMBER = "#2563a8", "#3aa6a0", "#d9822b"
@@ -56,7 +53,6 @@ _PLOT_STYLE: Any = {
     "legend.frameon": False,
     "figure.facecolor": "white",
 }
-Plot = Callable[[FigureBase, Results], None]
 
 
 def reward(figure: FigureBase, results: Results) -> None:
@@ -106,19 +102,6 @@ def importance_ratios(figure: FigureBase, results: Results) -> None:
     axes.legend(loc="upper right", ncols=2, fontsize=8)
 
 
-def memory_over_time(figure: FigureBase, results: Results) -> None:
-    """Memory after every stage of every step, against time."""
-    axes = figure.subplots()
-    axes.set_title("Resident memory over time, all steps")
-    samples = [results.start, *_after_each_stage(results.steps)]
-    times_s = [sample.time_s for sample in samples]
-    for name, color, values in _memory_series(samples):
-        axes.plot(times_s, values, color=color, linewidth=1.1, label=name)
-    axes.set(xlabel="seconds since the engine started", ylabel="MB", xlim=(times_s[0], times_s[-1]))
-    axes.set_ylim(bottom=0)
-    figure.legend(loc="outside lower right", ncols=3, fontsize=8.5)
-
-
 def memory_by_stage(figure: FigureBase, results: Results) -> None:
     """Memory through the stages of the last two steps; every stage is drawn equally wide."""
     shown = results.steps[-2:]
@@ -140,12 +123,11 @@ def memory_by_stage(figure: FigureBase, results: Results) -> None:
     rows[-1].set_xlim(0, len(shown) * len(Stage))
 
 
-def memory_under_requests(figure: FigureBase, results: Results) -> None:
+def memory_under_requests(figure: FigureBase, elastic: ElasticRecord) -> None:
     """Memory by tag while requests run, and who else had it."""
-    assert results.elastic is not None
     axes = figure.subplots()
     axes.set_title("Resident memory while requests run: a smaller KV cache, and none at all", pad=34)
-    samples = results.elastic.samples
+    samples = elastic.samples
     start_s = samples[0].time_s
     times_s = [sample.time_s - start_s for sample in samples]
     series = [*_memory_series(samples), ("parked KV", _BLUE, [s.parked_bytes / MB for s in samples])]
@@ -153,7 +135,7 @@ def memory_under_requests(figure: FigureBase, results: Results) -> None:
         axes.plot(times_s, values, color=color, linewidth=1.8, label=name)
         if name != series[0][0]:
             axes.fill_between(times_s, values, color=color, alpha=0.15, linewidth=0)
-    for span in results.elastic.spans:
+    for span in elastic.spans:
         axes.axvspan(
             span.start_s - start_s, span.end_s - start_s, color=_GRID, alpha=0.6, linewidth=0, zorder=0
         )
@@ -174,32 +156,18 @@ def _write_above(axes: Axes, x: float, text: str, size: float) -> None:
     )
 
 
-def svg(plot: Plot, results: Results, width: float, height: float) -> bytes:
-    """One plot by itself; width and height in inches."""
-    with mpl.rc_context(_PLOT_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        plot(figure, results)
-        image = BytesIO()
-        figure.savefig(image, format="svg", metadata={"Date": None})
-    return image.getvalue()
-
-
 def write_picture(path: Path, results: Results) -> None:
     """All plots in one PNG."""
     with mpl.rc_context(_PLOT_STYLE):
-        if results.elastic is not None:
-            figure = Figure(figsize=(13.5, 11), layout="constrained")
-            top, bottom = _split(figure, 2, 1, height_ratios=(2.3, 1))
-            memory_under_requests(bottom, results)
-        else:
-            figure = Figure(figsize=(13.5, 7.8), layout="constrained")
-            top = figure
+        figure = Figure(figsize=(13.5, 11), layout="constrained")
+        top, bottom = _split(figure, 2, 1, height_ratios=(2, 1))
         left, right = _split(top, 1, 2, width_ratios=(1, 1.55))
-        places = (*_split(left, 2, 1), *_split(right, 2, 1, height_ratios=(1.25, 1)))
         logprobs = importance_ratios if results.is_fp8 else logprob_difference
-        plots = (reward, logprobs, memory_by_stage, memory_over_time)
-        for place, plot in zip(places, plots, strict=True):
+        for place, plot in zip(_split(left, 2, 1), (reward, logprobs), strict=True):
             plot(place, results)
+        memory_by_stage(right, results)
+        if results.elastic is not None:
+            memory_under_requests(bottom, results.elastic)
         figure.savefig(path, dpi=130)
 
 
@@ -225,55 +193,35 @@ def _step_limits(results: Results) -> tuple[float, float]:
     return -margin, len(results.steps) - 1 + margin
 
 
-_PACKAGES = ("ebbtide", "torch", "transformers", "msgspec", "pyzmq", "numpy")
-_NUM_EXAMPLES = 10
 _STYLE = """
-:root { color-scheme: light; }
-body { margin: 0 auto; padding: 2.5rem 1.5rem 4rem; max-width: 68rem; color: #1b2733; background: #fff;
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", sans-serif; }
-h1 { font-size: 1.75rem; margin: 0 0 .4rem; } h2 { font-size: 1.15rem; margin: 2.6rem 0 .5rem; }
-p { margin: .4rem 0; max-width: 54rem; color: #45566a; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); gap: .9rem;
-  margin: 1.6rem 0; }
+body { margin: 0 auto; padding: 2rem 1.5rem; max-width: 68rem; color: #1b2733; background: #fff;
+  font: 16px/1.55 system-ui, sans-serif; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; } p { max-width: 54rem; color: #45566a; } img { width: 100%; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); gap: .9rem; }
 .card { border: 1px solid #e3e8ee; border-radius: .6rem; padding: .9rem 1.1rem; }
-.card b { display: block; font-size: 1.45rem; font-weight: 650; }
-.card span { color: #66788a; font-size: .85rem; line-height: 1.35; display: block; }
-img { width: 100%; height: auto; display: block; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums;
-  white-space: nowrap; }
-th, td { padding: .22rem .65rem; text-align: right; border-bottom: 1px solid #e3e8ee; }
-th { color: #66788a; font-weight: 600; white-space: normal; vertical-align: bottom; }
-tbody tr:hover { background: #f5f8fb; }
-.left th, .left td { text-align: left; } .right { color: #16794c; } .wrong { color: #b3372b; }
-details summary { cursor: pointer; color: #2563a8; margin: .4rem 0; }
+.card b { display: block; font-size: 1.45rem; } .wrong { color: #b3372b; }
+table { display: block; overflow-x: auto; border-collapse: collapse; font-size: .82rem; }
+th, td { padding: .22rem .65rem; text-align: right; border-bottom: 1px solid #e3e8ee; white-space: nowrap; }
 """
 
 
 def write_report(folder: Path, results: Results) -> Path:
     """Writes `report.html` and `demo.png`; returns the path of the first. Needs at least one step."""
-    write_picture(folder / "demo.png", results)
+    picture = folder / "demo.png"
+    write_picture(picture, results)
     path = folder / "report.html"
-    path.write_text(_page(results), encoding="utf-8")
+    path.write_text(_page(results, picture.read_bytes()), encoding="utf-8")
     return path
 
 
-def _page(results: Results) -> str:
-    sections = (
-        _introduction(results),
-        _cards(results),
-        _reward(results),
-        _memory(results),
-        _elastic(results),
-        _logprobs(results),
-        _steps(results),
-        _environment(results),
-    )
+def _page(results: Results, picture: bytes) -> str:
     title = "Ebbtide demo: a model learns addition"
+    image = f'<img alt="all plots" src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
+    sections = (_introduction(results), _cards(results), image, _memory(results), _logprobs(results))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
-        f"<body><h1>{title}</h1>\n" + "\n".join(sections) + "\n</body></html>\n"
+        f"<body><h1>{title}</h1>\n" + "\n".join((*sections, _steps(results))) + "\n</body></html>\n"
     )
 
 
@@ -302,12 +250,10 @@ def _cards(results: Results) -> str:
     )
     stall = [Stage.RELEASE, Stage.RESUME_WEIGHTS, Stage.UPDATE, Stage.RESUME_KV]
     overhead_ms = median(sum(step.stages[stage].seconds for stage in stall) for step in results.steps) * 1e3
-    accuracy = f"{results.before.accuracy:.0%} → " + (
-        f"{results.after.accuracy:.0%}" if results.after else "?"
-    )
+    after = "?" if results.after is None else f"{results.after:.0%}"
     cards = [
         (f"{results.first_reward:.2f} → {results.last_reward:.2f}", "reward: sampled answers that are right"),
-        (accuracy, f"of {len(results.before.answers)} held-out sums, answered greedily"),
+        (f"{results.before:.0%} → {after}", "held-out sums that are answered right, greedily"),
         (
             f"{process_bytes / MB:.0f} of {tag_bytes / MB:.0f} MB",
             "given back in each step: by the count of the operating system, of what the engine reports",
@@ -330,102 +276,46 @@ def _cards(results: Results) -> str:
     )
 
 
-def _reward(results: Results) -> str:
-    plot = _image(svg(reward, results, 10, 3.6), "reward by step")
-    if results.after is None:
-        return f"<h2>Learning</h2>{plot}"
-    rows = [
-        (escape(problem.question), _answer(problem, before), _answer(problem, after))
-        for (problem, before), (_, after) in zip(results.before.answers, results.after.answers, strict=True)
-    ][:_NUM_EXAMPLES]
-    examples = _table(("held-out sum", "before", "after"), rows, "left")
-    summary = "<summary>Some greedy answers to held-out sums</summary>"
-    return f"<h2>Learning</h2>{plot}<details>{summary}{examples}</details>"
-
-
 def _memory(results: Results) -> str:
-    return (
+    text = (
         "<h2>Memory</h2><p>Weights and KV cache: resident bytes as the engine reports them. The processes: "
         "proportional set size (Pss) of all of the engine's processes, as the operating system counts it; "
         "what remains while everything is released is interpreters, libraries and their working memory.</p>"
-        + _image(svg(memory_by_stage, results, 10, 5), "resident memory by stage of a step")
-        + _image(svg(memory_over_time, results, 10, 3.6), "resident memory over time")
     )
-
-
-def _elastic(results: Results) -> str:
     if results.elastic is None:
-        return ""
-    plot = svg(memory_under_requests, results, 10, 3.8)
-    return (
-        "<h2>Lending memory while requests run</h2><p>At the end the trained model answers "
-        f"{results.elastic.num_requests} questions at length, while a trainer takes seven eighths of the "
-        "KV cache for a while, and then all of it. Requests that have no room are parked: their KV waits in "
-        "host memory, and they go on from there. All answers are token for token those of an undisturbed "
-        "engine.</p>" + _image(plot, "resident memory while requests run")
+        return text
+    return text + (
+        f"<p>At the end the trained model answers {results.elastic.num_requests} questions at length, while "
+        "a trainer takes seven eighths of the KV cache for a while, and then all of it. Requests that have "
+        "no room are parked: their KV waits in host memory, and they go on from there. All answers are token "
+        "for token those of an undisturbed engine.</p>"
     )
 
 
 def _logprobs(results: Results) -> str:
-    if results.is_fp8:
-        kl = median(step.ratios.divergence for step in results.steps)
-        share = max(step.ratios.truncated for step in results.steps)
+    if not results.is_fp8:
         return (
-            "<h2>Trainer and engine differ</h2><p>Before it learns, the trainer computes the "
-            "log-probability of every token that the engine sampled, in float32 and by the weights that it "
-            "had sent. The importance ratio is its probability by the engine's. In the loss each token "
-            f"weighs as much as its ratio, but no more than {LARGEST_WEIGHT:g}, so that the trainer learns "
-            f"what it would from rollouts of its own. Per token the engine is {kl:.1e} nats away (median of "
-            f"the steps); at most {share:.2%} of a step's tokens are truncated.</p>"
-            + _image(svg(importance_ratios, results, 10, 3.6), "importance ratios by step")
+            "<h2>Trainer and engine agree</h2><p>Before it learns, the trainer computes the log-probability "
+            "of every token that the engine sampled, with the same weights, in float32.</p>"
         )
+    kl = median(step.ratios.divergence for step in results.steps)
+    share = max(step.ratios.truncated for step in results.steps)
     return (
-        "<h2>Trainer and engine agree</h2><p>Before it learns, the trainer computes the log-probability of "
-        "every token that the engine sampled, with the same weights, in float32.</p>"
-        + _image(svg(logprob_difference, results, 10, 3.2), "logprob difference by step")
+        "<h2>Trainer and engine differ</h2><p>Before it learns, the trainer computes the log-probability "
+        "of every token that the engine sampled, in float32 and by the weights that it had sent. The "
+        "importance ratio is its probability by the engine's. In the loss each token weighs as much as its "
+        f"ratio, but no more than {LARGEST_WEIGHT:g}, so that the trainer learns what it would from rollouts "
+        f"of its own. Per token the engine is {kl:.1e} nats away (median of the steps); at most {share:.2%} "
+        "of a step's tokens are truncated.</p>"
     )
 
 
 def _steps(results: Results) -> str:
-    rows = [[escape(cell(step)) for _, _, cell in COLUMNS] for step in results.steps]
+    head = "".join(f"<th>{escape(name)}</th>" for name, _, _ in COLUMNS)
+    rows = ["".join(f"<td>{escape(cell(step))}</td>" for _, _, cell in COLUMNS) for step in results.steps]
+    body = "".join(f"<tr>{row}</tr>\n" for row in rows)
     return (
-        "<h2>Steps</h2><p>MB (10⁶ bytes): while the engine generates → while the trainer trains.</p>"
-        f'<div class="scroll">{_table([name for name, _, _ in COLUMNS], rows, "")}</div>'
+        "<h2>Steps</h2><p>MB (10⁶ bytes): while the engine generates → while the trainer trains. Measured "
+        f"on {len(os.sched_getaffinity(0))} cores with Ebbtide {version('ebbtide')} and torch "
+        f"{version('torch')}.</p><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
     )
-
-
-def _environment(results: Results) -> str:
-    rows = [
-        ("processor", f"{_processor()}, {len(os.sched_getaffinity(0))} cores"),
-        ("memory", f"{psutil.virtual_memory().total / 1e9:.1f} GB"),
-        ("system", f"{platform.system()} {platform.release()} {platform.machine()}"),
-        ("load when the report was written", f"{os.getloadavg()[0]:.1f}"),
-        ("Python", platform.python_version()),
-        *((package, version(package)) for package in _PACKAGES),
-    ]
-    return "<h2>Measured on</h2>" + _table(
-        (), [(escape(what), escape(value)) for what, value in rows], "left"
-    )
-
-
-def _answer(problem: Problem, answer: str) -> str:
-    return f'<span class="{"right" if answer == problem.answer else "wrong"}">{escape(answer)}</span>'
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], style: str) -> str:
-    """Cells are HTML."""
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>\n" for row in rows)
-    return f'<table class="{style}"><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>'
-
-
-def _image(svg: bytes, description: str) -> str:
-    data = base64.b64encode(svg).decode()
-    return f'<img alt="{escape(description)}" src="data:image/svg+xml;base64,{data}">'
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

@@ -160,7 +160,7 @@ def _train(loop: Loop, settings: Settings, results: Results, display: Display) -
     results.failure = None
     display.line(
         f"reward {results.first_reward:.3f} → {results.last_reward:.3f}; held-out sums answered right "
-        f"(greedy): {results.before.accuracy:.1%} → {results.after.accuracy:.1%}",
+        f"(greedy): {results.before:.1%} → {results.after:.1%}",
         "bold",
     )
 
