@@ -27,6 +27,8 @@ from transformers import AutoConfig
 import ebbtide
 from ebbtide.srt.models.registry import build_model
 
+GB = 1e9
+GIB = 1 << 30
 START_TIMEOUT_S = 400.0
 
 
@@ -199,309 +201,21 @@ class HybridShape(Shape):
         return float(2 * self["hidden_size"] * inner)
 
 
-def _dense(architecture: str, model_type: str, **sizes: Any) -> Shape:
-    return Shape({"architectures": [architecture], "model_type": model_type, "head_dim": 128, **sizes})
+def _read_shapes() -> dict[str, Shape]:
+    """By name: as the config.json of these models says, or the defaults of transformers' configs (Qwen3.5).
+
+    gpt-oss has its experts in bfloat16.
+    """
+    configs = json.loads((Path(__file__).parent / "shapes.json").read_text())
+    return {
+        name: (HybridShape if "hybrid_override_pattern" in config else Shape)(config)
+        for name, config in configs.items()
+    }
 
 
-SHAPES = {
-    "llama8b": _dense(
-        "LlamaForCausalLM",
-        "llama",
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
-    "qwen0.6b": _dense(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        max_position_embeddings=40_960,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-    ),
-    "qwen8b": _dense(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=40_960,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-    ),
-    "qwen7b": _dense(
-        "Qwen2ForCausalLM",
-        "qwen2",
-        vocab_size=152_064,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        max_position_embeddings=32_768,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-    ),
-    "qwen32b": _dense(
-        "Qwen2ForCausalLM",
-        "qwen2",
-        vocab_size=152_064,
-        hidden_size=5120,
-        intermediate_size=27_648,
-        num_hidden_layers=64,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        max_position_embeddings=32_768,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-    ),
-    "qwen30b-a3b": _dense(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        max_position_embeddings=40_960,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-    ),
-}
-_LINEAR = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "vocab_size": 248_320,
-    "head_dim": 256,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 262_144,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
-}
-_THREE_LINEAR = ["linear_attention"] * 3 + ["full_attention"]
-# Qwen3.5-9B and Qwen3.5-35B-A3B (Qwen), text alone: the sizes are the defaults of transformers' configs.
-SHAPES["qwen3.5-9b"] = Shape(
-    {
-        **_LINEAR,
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 4,
-        "layer_types": _THREE_LINEAR * 8,
-    }
-)
-SHAPES["qwen3.5-35b-a3b"] = Shape(
-    {
-        **_LINEAR,
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "model_type": "qwen3_5_moe_text",
-        "hidden_size": 2048,
-        "intermediate_size": 512,  # no layer is without experts
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "n_shared_experts": 1,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "layer_types": _THREE_LINEAR * 10,
-    }
-)
-# GLM-4.7-Flash (zai-org) and Moonlight-16B-A3B (moonshotai), as their config.json says.
-SHAPES["glm4.7-flash"] = Shape(
-    {
-        "architectures": ["Glm4MoeLiteForCausalLM"],
-        "model_type": "glm4_moe_lite",
-        "vocab_size": 154_880,
-        "hidden_size": 2048,
-        "intermediate_size": 10_240,
-        "moe_intermediate_size": 1536,
-        "num_hidden_layers": 47,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 20,
-        "q_lora_rank": 768,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 256,
-        "n_routed_experts": 64,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "routed_scaling_factor": 1.8,
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "max_position_embeddings": 202_752,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    }
-)
-# gpt-oss-20b (openai), as its config.json says; experts in bfloat16.
-SHAPES["gpt-oss-20b"] = Shape(
-    {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "vocab_size": 201_088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "attention_bias": True,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 150_000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    }
-)
-SHAPES["moonlight"] = Shape(
-    {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "vocab_size": 163_840,
-        "hidden_size": 2048,
-        "intermediate_size": 11_264,
-        "moe_intermediate_size": 1408,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "routed_scaling_factor": 2.446,
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 0,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
-    }
-)
-_HYBRID = {
-    "architectures": ["NemotronHForCausalLM"],
-    "model_type": "nemotron_h",
-    "vocab_size": 131_072,
-    "num_hidden_layers": 52,
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "mamba_head_dim": 64,
-    "ssm_state_size": 128,
-    "n_groups": 8,
-    "conv_kernel": 4,
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": False,
-}
-# NVIDIA-Nemotron-3-Nano-30B-A3B and Nemotron-H-8B (nvidia), as their config.json says.
-SHAPES["nemotron-3-nano"] = HybridShape(
-    {
-        **_HYBRID,
-        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        "hidden_size": 2688,
-        "intermediate_size": 1856,  # no layer is without experts
-        "num_key_value_heads": 2,
-        "mamba_num_heads": 64,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 6,
-        "moe_intermediate_size": 1856,
-        "moe_shared_expert_intermediate_size": 3712,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
-        "max_position_embeddings": 262_144,
-    }
-)
-SHAPES["nemotron-h-8b"] = HybridShape(
-    {
-        **_HYBRID,
-        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-        "hidden_size": 4096,
-        "intermediate_size": 21_504,
-        "num_key_value_heads": 8,
-        "mamba_num_heads": 128,
-        "max_position_embeddings": 8192,
-    }
-)
+SHAPES = _read_shapes()
+TINY = SHAPES.pop("tiny")
 SHAPES["llama8b-transformers"] = replace(SHAPES["llama8b"], server_args={"model_impl": "transformers"})
-TINY = _dense(
-    "Qwen3ForCausalLM",
-    "qwen3",
-    vocab_size=512,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-)
 
 
 def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
@@ -509,6 +223,101 @@ def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     config = AutoConfig.for_model(**shape.config)
     model = build_model(shape["architectures"][0], config, torch.bfloat16, torch.device("cpu"))
     return {name: target.shape for name, target in model.checkpoint_map().items()}
+
+
+# ------------------------------------------------------------------------------------------------ the machine
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def empty_cache(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+@dataclass
+class Machine:
+    """Rates measured in this process, before an engine is there. All runs; what counts is the best.
+
+    Attributes:
+        copy_bytes_per_s: device to device, bytes read and written.
+        flops: bfloat16 matrix product of random numbers, operations per second.
+        to_host_bytes_per_s, to_device_bytes_per_s: pinned memory.
+    """
+
+    runs: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def measure(cls, device: str, *, tiny: bool = False) -> Machine:
+        machine = cls()
+        num_bytes, size = (1 << 20, 128) if tiny else (4 * GIB, 8192)
+        machine._measure_copies(device, num_bytes)
+        machine._measure_product(device, size)
+        empty_cache(device)
+        return machine
+
+    def _measure_copies(self, device: str, num_bytes: int) -> None:
+        source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        target = torch.zeros_like(source)
+        self._note("copy", device, 2 * num_bytes, lambda: target.copy_(source))
+        host = torch.ones(min(num_bytes, GIB), dtype=torch.uint8, pin_memory=device == "cuda")
+        part = source[: len(host)]
+        self._note("to_host", device, len(host), lambda: host.copy_(part, non_blocking=True))
+        self._note("to_device", device, len(host), lambda: part.copy_(host, non_blocking=True))
+
+    def _measure_product(self, device: str, size: int) -> None:
+        left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+        product = torch.empty_like(left)
+        self._note("matmul", device, 2 * size**3, lambda: torch.mm(left, right, out=product))
+
+    def measure_sustained(self, device: str, *, tiny: bool = False) -> None:
+        """The matrix product again and again, a rate for each half second: power limits lower the clocks."""
+        size, num_windows, window_s = (128, 1, 0.01) if tiny else (8192, 8, 0.5)
+        left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+        product = torch.empty_like(left)
+        for _ in range(num_windows):
+            synchronize(device)
+            started, num_products = time.perf_counter(), 0
+            while time.perf_counter() - started < window_s:
+                for _ in range(20):
+                    torch.mm(left, right, out=product)
+                num_products += 20
+                synchronize(device)
+            rate = num_products * 2 * size**3 / (time.perf_counter() - started)
+            self.runs.setdefault("matmul_sustained", []).append(rate)
+        del left, right, product
+        empty_cache(device)
+
+    def _note(self, name: str, device: str, amount: float, action: Callable[[], object]) -> None:
+        repeats = 5 if device == "cuda" else 1
+        action()
+        for _ in range(5):
+            synchronize(device)
+            started = time.perf_counter()
+            for _ in range(repeats):
+                action()
+            synchronize(device)
+            rate = repeats * amount / (time.perf_counter() - started)
+            self.runs.setdefault(name, []).append(rate)
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        return max(self.runs["copy"])
+
+    @property
+    def flops(self) -> float:
+        return max(self.runs["matmul"])
+
+    @property
+    def to_host_bytes_per_s(self) -> float:
+        return max(self.runs["to_host"])
+
+    @property
+    def to_device_bytes_per_s(self) -> float:
+        return max(self.runs["to_device"])
 
 
 # ------------------------------------------------------------------------------------------------- the script

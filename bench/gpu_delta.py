@@ -2,9 +2,6 @@
 
 The trainer is this process; codes and values are lent by CUDA IPC through `Engine`, one request per update.
 
-- `kernel_*`: the device's time, by CUDA events, for the codes of all tensors, in an arena of this process:
-  `read` finds where each block stands, `sum_all` computes all checksums, `sum` those of what changes, `apply`
-  writes.
 - `idle_*`: one update with nothing running, from the call to the reply. The stages that the reply tells of
   are listed beside it, and what of the time is outside of them: encoding, messages, and their threads.
 - `stall_*`: as `gpu_update_default`: 64 streams, the longest gap of each, median over them. `normal` is the
@@ -21,12 +18,12 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from gpu_common import (
+    GIB,
     SHAPES,
     TINY,
     Report,
@@ -36,15 +33,11 @@ from gpu_common import (
     model_folder,
     parse,
     parser_of,
+    synchronize,
 )
-from gpu_machine import GIB, synchronize
 from watched_streams import Streams, Update, repeated, timed
 
 from ebbtide import Engine
-from ebbtide.formats.delta import bits_of
-from ebbtide.srt.model_executor.weight_copies import Destination
-from ebbtide.srt.slices import finish
-from ebbtide.srt.weight_sync.patch import MatrixPart, MatrixParts, Patch
 from ebbtide.trainer.buckets import Bucket, ServedWeights
 
 MODEL, NUM_STREAMS = "llama8b", 64
@@ -152,69 +145,6 @@ def _with_outside(run: dict[str, Any]) -> dict[str, Any]:
     return {**run, "parts_ms": {**stages_ms, "outside": run["reply_ms"] - sum(stages_ms.values())}}
 
 
-def measure_kernels(report: Report, args: argparse.Namespace, trainer: Trainer) -> None:
-    from ebbtide.srt.weight_sync.patch_kernels import PlacedBlocks, coded_blocks
-
-    arena = torch.zeros(trainer.num_bytes // 2, dtype=torch.bfloat16, device=args.device)
-    places, start = [], 0
-    for _, tensor in trainer.weights:
-        region = arena[start : start + tensor.numel()].view(tensor.shape)
-        region.copy_(tensor)
-        places.append(MatrixPart.of(Destination(region, None), tuple(tensor.shape)))
-        start += tensor.numel()
-    base = bits_of(arena)
-    table = MatrixParts.of([place.numbers(base) for place in places], base.device)
-    held = [
-        int(place.sum_after(unchanged(named))) for place, named in zip(places, trainer.weights, strict=True)
-    ]
-    for percent, share in SHARES.items():
-        runs: list[dict[str, float]] = []
-        for _ in range(args.runs + 1):
-            trainer.train(share)
-            bucket, _ = trainer.changes()
-            (_, codes), (_, values) = bucket.tensors
-            changed = bucket.changed
-            assert changed is not None
-            run: dict[str, float] = {}
-            num_codes = [each.num_codes for each in changed]
-            run["read"], blocks = device_time(partial(coded_blocks, codes, num_codes))
-            placed = PlacedBlocks(blocks, values, table, base)
-            for part, known in (("sum_all", [None] * len(places)), ("sum", held)):
-                summing = placed.sums_after(known)
-                run[part], sums = device_time(partial(finish, summing))
-            held = sums.tolist()
-            run["apply"], _ = device_time(partial(finish, placed.apply()))
-            runs.append(run)
-            trainer.served.commit(trainer.version())
-            expected = [each.checksum for each in changed]
-            if [f"{one % 2**64:016x}" for one in sums.tolist()] != expected:
-                raise RuntimeError("the kernels' checksums are not the sender's")
-        if not all(
-            torch.equal(place.region.view(-1), one.view(-1))
-            for place, (_, one) in zip(places, trainer.weights, strict=True)
-        ):
-            raise RuntimeError("what the kernel wrote is not what the trainer holds")
-        for part in ("read", "sum_all", "sum", "apply"):
-            report.add(f"delta.kernel_{part}_{percent}", [run[part] for run in runs[1:]])
-
-
-def unchanged(named: tuple[str, torch.Tensor]) -> Patch:
-    name, tensor = named
-    nothing = torch.empty(0, dtype=torch.int64, device=tensor.device)
-    return Patch(name, tuple(tensor.shape), nothing, tensor.view(-1)[nothing])
-
-
-def device_time(act: Callable[[], Any]) -> tuple[float, Any]:
-    """Milliseconds of the device's, from the first of what it launches to its end."""
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    began.record()
-    result = act()
-    ended.record()
-    torch.cuda.synchronize()
-    return began.elapsed_time(ended), result
-
-
 async def measure(report: Report, bench: DeltaBench, args: argparse.Namespace) -> None:
     await bench.send_whole()
     normal = await bench.streams.steady(NUM_STREAMS, {})
@@ -259,10 +189,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench = DeltaBench(args, engine, shape, trainer)
         print(f"trainer {trainer.num_bytes / GIB:.1f} GiB", flush=True)
         asyncio.run(measure(report, bench, args))
-    if args.device == "cuda":
-        report.finish()
-        with report.attempt("delta.kernel_apply_1"):
-            measure_kernels(report, args, trainer)
     report.finish()
 
 

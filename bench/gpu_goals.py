@@ -333,11 +333,6 @@ def _delta_goals() -> dict[str, Goal]:
         goals[f"delta.sender_{percent}"] = Goal(
             "delta", f"{changed}: found and coded by the trainer", "ms", None
         )
-        parts = {"read": "codes read", "sum_all": "all checksums", "sum": "checksums", "apply": "written"}
-        for part, what in parts.items():
-            goals[f"delta.kernel_{part}_{percent}"] = Goal(
-                "delta", f"{changed}: device time, {what}", "ms", None
-            )
     return goals
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from common import write_result
-from gpu_machine import Machine
+from gpu_common import Machine
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels import tiles

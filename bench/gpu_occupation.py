@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gpu_common import Report, engine_args, model_folder, parse, parser_of, wall_ms
-from gpu_machine import GIB, Machine, synchronize
+from gpu_common import GIB, Machine, Report, engine_args, model_folder, parse, parser_of, synchronize, wall_ms
 
 from ebbtide import Engine
 
@@ -81,21 +80,11 @@ class DriverProbe:
             for handle in handles:
                 self.call("cuMemRelease", handle)
 
-    def measure_just_freed(self, num_bytes: int) -> dict[str, float]:
-        """Milliseconds to release, and to resume at once; nothing else runs on the GPU."""
-        num_chunks = -(-num_bytes // CHUNK_BYTES)
-        address = int(self.call("cuMemAddressReserve", num_chunks * CHUNK_BYTES, 0, 0, 0))
-        try:
-            handles = self._take(address, num_chunks)
-            _, release_ms = wall_ms(lambda: self._give(address, handles))
-            handles, just_freed_ms = wall_ms(lambda: self._take(address, num_chunks))
-            self._give(address, handles)
-        finally:
-            self.call("cuMemAddressFree", address, num_chunks * CHUNK_BYTES)
-        return {"release": release_ms, "resume_just_freed": just_freed_ms}
+    def measure(self, num_bytes: int, *, waits: bool = True) -> dict[str, float]:
+        """Milliseconds to release, and to resume just freed and clean pages, on a busy and on an idle GPU.
 
-    def measure(self, num_bytes: int) -> dict[str, float]:
-        """Milliseconds to release, and to resume just freed and clean pages, on a busy and on an idle GPU."""
+        Without `waits` nothing but the release, and the resume just behind it.
+        """
         num_chunks = -(-num_bytes // CHUNK_BYTES)
         address = int(self.call("cuMemAddressReserve", num_chunks * CHUNK_BYTES, 0, 0, 0))
         try:
@@ -103,6 +92,9 @@ class DriverProbe:
             _, release_ms = wall_ms(lambda: self._give(address, handles))
             handles, just_freed_ms = wall_ms(lambda: self._take(address, num_chunks))
             self._give(address, handles)
+            times = {"release": release_ms, "resume_just_freed": just_freed_ms}
+            if not waits:
+                return times
             train("cuda", SCRUB_S)
             handles, clean_ms = wall_ms(lambda: self._take(address, num_chunks))
             self._give(address, handles)
@@ -112,12 +104,7 @@ class DriverProbe:
         finally:
             self.call("cuMemAddressFree", address, num_chunks * CHUNK_BYTES)
         train("cuda", SCRUB_S)
-        return {
-            "release": release_ms,
-            "resume_just_freed": just_freed_ms,
-            "resume": clean_ms,
-            "resume_idle": idle_ms,
-        }
+        return times | {"resume": clean_ms, "resume_idle": idle_ms}
 
     def _take(self, address: int, num_chunks: int) -> list[Any]:
         handles = []
@@ -269,7 +256,7 @@ def measure_driver(
         return
     probe = DriverProbe()
     with probe.leaving(num_bytes + max(left_bytes, CHUNK_BYTES)):
-        runs = [probe.measure_just_freed(num_bytes) for _ in range(args.runs)]
+        runs = [probe.measure(num_bytes, waits=False) for _ in range(args.runs)]
     for row, key, slower in (("release_kv", "release", None), ("resume_kv_all", "resume_just_freed", 1.1)):
         own = [run[key] for run in runs]
         report.add(f"{prefix}driver_{row}", own)

@@ -1,8 +1,5 @@
-"""Several GPUs of one host: tokens per second by tensor-parallel size, and broadcast updates.
+"""Several GPUs of one host: broadcast updates. gpu_several.py has everything else.
 
-- throughput: as gpu_throughput.py, for each shape and tensor-parallel size; `efficiency` is tokens per second
-  over those of tp=1 times the size, where tp=1 was measured in the same run; `--quantization fp8`: rows of
-  their own;
 - broadcast: a trainer on the GPU behind those of the engine sends all weights by NCCL, in one request: single
   tensors, or packed into buffers of 1 GiB. Bytes over the time from the call to its reply, nothing running;
   then single tensors under 64 streams, in_place, and the streams' longest gap. The limit is a copy of 4 GiB
@@ -23,86 +20,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import numpy as np
 import torch
 from gpu_common import (
+    GB,
+    GIB,
     SHAPES,
     Report,
     checkpoint_shapes,
+    empty_cache,
     engine_args,
     model_folder,
     parse,
     parser_of,
     running_server,
+    synchronize,
 )
-from gpu_goals import WORKLOADS
-from gpu_machine import GB, GIB, Machine, empty_cache, synchronize
-from gpu_throughput import TINY_WORKLOADS, least_seconds, tokens_per_s
 from gpu_trainer_ranks import BUFFER_BYTES, Shapes, TrainerRanks
 from watched_streams import Streams, repeated, timed
 
 from ebbtide import Engine
 
-PARTS = ("throughput", "broadcast", "vllm")
+PARTS = ("broadcast", "vllm")
 GROUP = "bench"
 NUM_STREAMS = 64
 GAP_BEYOND_MS = 5.0
 GOAL_OF_COPY = 0.7
-
-
-def measure_throughput(report: Report, args: argparse.Namespace, machine: Machine) -> None:
-    tokens: dict[tuple[str, int, int], float] = {}
-    for name in args.shapes:
-        for tp_size in args.tp:
-            with report.attempt(*(_key(args, name, tp_size, size) for size in WORKLOADS)):
-                measure_size(report, args, machine, (name, tp_size), tokens)
-
-
-def measure_size(
-    report: Report,
-    args: argparse.Namespace,
-    machine: Machine,
-    which: tuple[str, int],
-    tokens: dict[tuple[str, int, int], float],
-) -> None:
-    """One shape at one tensor-parallel size; notes its tokens per second by batch size in `tokens`."""
-    name, tp_size = which
-    workloads = dict(zip(WORKLOADS, (TINY_WORKLOADS if args.tiny else WORKLOADS).items(), strict=False))
-    largest = max(size for size, _ in workloads.values())
-    sizes: dict[str, Any] = {
-        "max_total_tokens": max(size * (sum(lens) + 64) for size, lens in workloads.values()),
-        "max_running_requests": largest,
-        "cuda_graph_max_bs": largest,
-        "tp_size": tp_size,
-    }
-    if args.quantization is not None:
-        sizes["quantization"] = args.quantization
-    with model_folder(args, name) as (shape, folder):
-        started = time.perf_counter()
-        with Engine(**engine_args(args, folder, **sizes)) as engine:
-            report.facts.setdefault("start_s", {})[f"{name}_tp{tp_size}"] = time.perf_counter() - started
-            rng = np.random.default_rng(0)
-            for row, (size, lens) in workloads.items():
-                tokens_per_s(engine, rng, shape["vocab_size"], size, lens)
-                runs = [tokens_per_s(engine, rng, shape["vocab_size"], size, lens) for _ in range(args.runs)]
-                tokens[name, tp_size, row] = max(runs)
-                alone = tokens.get((name, 1, row))
-                # Of weights in FP8 nobody has worked out what the machine allows.
-                least_s = None if args.quantization else least_seconds(shape, machine, size, *lens)
-                report.add(
-                    _key(args, name, tp_size, row),
-                    runs,
-                    best=True,
-                    limit=None if least_s is None else tp_size * size * lens[1] / least_s,
-                    limit_basis="that of one GPU times their number: bytes at the copy rate, or operations "
-                    "at the rate of a matrix product",
-                    efficiency=max(runs) / (alone * tp_size) if alone is not None else None,
-                )
-
-
-def _key(args: argparse.Namespace, name: str, tp_size: int, batch_size: int) -> str:
-    kept_as = f"-{args.quantization}" if args.quantization else ""
-    return f"parallel.{name}{kept_as}.tp{tp_size}.{batch_size}"
 
 
 # -------------------------------------------------------------------------------------------------- broadcast
@@ -159,7 +101,7 @@ def copy_gb_per_s(args: argparse.Namespace, there: str) -> list[float]:
 
 
 def measure_broadcast(report: Report, args: argparse.Namespace) -> None:
-    tp_size = args.tp[0]
+    tp_size = args.tp
     copies = copy_gb_per_s(args, _gpu_behind(args))
     for name in args.shapes:
         keys = [_sent_key(args, f"broadcast{how}", name) for how in ("", "_packed", "_gap")]
@@ -204,7 +146,7 @@ async def broadcasts(
     args: argparse.Namespace, group: Group, streams: Streams, shapes: Shapes
 ) -> tuple[list[list[dict[str, Any]]], dict[str, list[dict[str, Any]]]]:
     """Runs of an idle engine, of single tensors and packed; and those under streams."""
-    await group.join(args.tp[0])
+    await group.join(args.tp)
     idle = [
         await repeated(args.runs, lambda how=how: timed(lambda: group.update(shapes, how)))  # type: ignore[misc]
         for how in (None, "packed")
@@ -214,11 +156,11 @@ async def broadcasts(
 
 
 def _gpu_behind(args: argparse.Namespace) -> str:
-    return f"cuda:{args.tp[0]}" if args.device == "cuda" else args.device
+    return f"cuda:{args.tp}" if args.device == "cuda" else args.device
 
 
 def _sent_key(args: argparse.Namespace, how: str, name: str) -> str:
-    ranks = f"tp{args.tp[0]}_" if args.tp[0] > 1 else ""
+    ranks = f"tp{args.tp}_" if args.tp > 1 else ""
     return f"parallel.{ranks}{how}.{name}"
 
 
@@ -237,7 +179,7 @@ class VllmUpdates:
         self, client: httpx.AsyncClient, args: argparse.Namespace, sender: TrainerRanks, lenders: TrainerRanks
     ) -> None:
         self._client, self._sender, self._lenders = client, sender, lenders
-        self._world_size = args.tp[0] + 1
+        self._world_size = args.tp + 1
         self._backend, self._dtype = (
             ("raw_nccl", "bfloat16") if args.device == "cuda" else ("gloo", "float32")
         )
@@ -282,7 +224,7 @@ class VllmUpdates:
 
 
 def measure_vllm(report: Report, args: argparse.Namespace) -> None:
-    tp_size = args.tp[0]
+    tp_size = args.tp
     copies = copy_gb_per_s(args, _gpu_behind(args))
     for name in args.shapes:
         keys = [_sent_key(args, how, name) for how in ("vllm", "vllm_packed", "vllm_handles")]
@@ -325,18 +267,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["llama8b"])
-    parser.add_argument("--tp", nargs="+", type=int, default=[1, 2], help="tensor-parallel sizes")
-    parser.add_argument("--quantization", choices=("fp8",))
+    parser.add_argument("--tp", type=int, choices=(1, 2), default=1, help="tensor-parallel ranks")
     args = parse(parser, argv)
     report = Report("gpu_parallel", args)
-    if "throughput" in args.parts:
-        machine = Machine.measure(args.device, tiny=args.tiny)
-        report.facts["machine"] = machine.runs
-        measure_throughput(report, args, machine)
     if "broadcast" in args.parts:
         measure_broadcast(report, args)
-    if "vllm" in args.parts:
-        args.tp = args.tp[-1:]  # It has goals for several ranks alone.
+    if "vllm" in args.parts and args.tp > 1:  # It has goals for several ranks alone.
         measure_vllm(report, args)
     report.finish()
 

@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_common import Report, engine_args, parse, parser_of
-from gpu_machine import empty_cache
+from gpu_common import Report, empty_cache, engine_args, parse, parser_of
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,

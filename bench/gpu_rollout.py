@@ -33,8 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_common import (
+    GIB,
     SHAPES,
     TINY,
+    Machine,
     Report,
     Shape,
     checkpoint_shapes,
@@ -43,9 +45,9 @@ from gpu_common import (
     parse,
     parser_of,
     running_server,
+    synchronize,
 )
 from gpu_goals import GOALS, ROLLOUT_PREFIXES
-from gpu_machine import GIB, Machine, synchronize
 from gpu_throughput import least_seconds
 from http_load import clients, run_load
 from numpy.typing import NDArray

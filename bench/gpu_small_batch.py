@@ -1,4 +1,4 @@
-"""Products with few tokens: which block sizes suit each shape, and what the weights cost a decode step.
+"""Products with few tokens: which block sizes suit each shape.
 
 Every figure is that of a CUDA graph in which calls follow one another on different weights, of more than the
 second-level cache holds. `torch` is cuBLAS with separate kernels for norm, gate and residual. Where the block
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import write_result
-from gpu_machine import Machine
+from gpu_common import Machine
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels import tiles
@@ -60,12 +60,11 @@ class Product:
 @dataclass(frozen=True)
 class Model:
     name: str
-    num_layers: int
     layer: tuple[Product, ...]
     head: Product
 
 
-def model(name: str, layers: int, hidden: int, qkv: int, q: int, intermediate: int, vocab: int) -> Model:
+def model(name: str, hidden: int, qkv: int, q: int, intermediate: int, vocab: int) -> Model:
     """`intermediate` 0: experts take the place of the MLP, see gpu_moe.py."""
     mlp = (
         Product("gate_up", Shape(intermediate, hidden, True), True, False),
@@ -73,21 +72,21 @@ def model(name: str, layers: int, hidden: int, qkv: int, q: int, intermediate: i
     )
     attention = Product("qkv", Shape(qkv, hidden), True, False), Product("o", Shape(hidden, q), False, True)
     head = Product("head", Shape(vocab, hidden), True, False)
-    return Model(name, layers, attention + (mlp if intermediate else ()), head)
+    return Model(name, attention + (mlp if intermediate else ()), head)
 
 
 MODELS = {
-    "llama8b": model("llama8b", 32, 4096, 6144, 4096, 14336, 128256),
-    "llama8b_tp2": model("llama8b_tp2", 32, 4096, 3072, 2048, 7168, 64128),
-    "llama8b_tp4": model("llama8b_tp4", 32, 4096, 1536, 1024, 3584, 32064),
-    "llama1b": model("llama1b", 16, 2048, 3072, 2048, 8192, 128256),
-    "llama3b": model("llama3b", 28, 3072, 5120, 3072, 8192, 128256),
-    "qwen0.6b": model("qwen0.6b", 28, 1024, 4096, 2048, 3072, 151936),
-    "qwen2.5-0.5b": model("qwen2.5-0.5b", 24, 896, 1152, 896, 4864, 151936),
-    "qwen2.5-1.5b": model("qwen2.5-1.5b", 28, 1536, 2048, 1536, 8960, 151936),
-    "qwen2.5-3b": model("qwen2.5-3b", 36, 2048, 2560, 2048, 11008, 151936),
-    "gpt-oss": model("gpt-oss", 24, 2880, 5120, 4096, 0, 201088),
-    "qwen7b": model("qwen7b", 28, 3584, 4608, 3584, 18944, 152064),
+    "llama8b": model("llama8b", 4096, 6144, 4096, 14336, 128256),
+    "llama8b_tp2": model("llama8b_tp2", 4096, 3072, 2048, 7168, 64128),
+    "llama8b_tp4": model("llama8b_tp4", 4096, 1536, 1024, 3584, 32064),
+    "llama1b": model("llama1b", 2048, 3072, 2048, 8192, 128256),
+    "llama3b": model("llama3b", 3072, 5120, 3072, 8192, 128256),
+    "qwen0.6b": model("qwen0.6b", 1024, 4096, 2048, 3072, 151936),
+    "qwen2.5-0.5b": model("qwen2.5-0.5b", 896, 1152, 896, 4864, 151936),
+    "qwen2.5-1.5b": model("qwen2.5-1.5b", 1536, 2048, 1536, 8960, 151936),
+    "qwen2.5-3b": model("qwen2.5-3b", 2048, 2560, 2048, 11008, 151936),
+    "gpt-oss": model("gpt-oss", 2880, 5120, 4096, 0, 201088),
+    "qwen7b": model("qwen7b", 3584, 4608, 3584, 18944, 152064),
 }
 
 
@@ -313,43 +312,6 @@ def short(config: Config) -> str:
     return "/".join(str(int(value)) for value in asdict(config).values())
 
 
-def step_us(model: Model, num_tokens: int, weights: Weights, how: str, best: dict[str, Config]) -> float:
-    """All products of one decode step, in one graph; attention is left out.
-
-    Args:
-        how: "torch", the "best" block sizes, or those without overlapping kernels: "serial".
-    """
-    hidden = model.head.shape.num_columns
-    x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
-    norm = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
-    attended = torch.randn(num_tokens, model.layer[1].shape.num_columns, device="cuda").bfloat16()
-    layers = [[weights.cut(product.shape) for product in model.layer] for _ in range(model.num_layers)]
-    head = weights.cut(model.head.shape)
-
-    def run(product: Product, given: Tensor, weight: Tensor, started: Any = None) -> tuple[Tensor, Any]:
-        """The product, and what it has computed of the residual's norm."""
-        if how == "torch":
-            return torch_product(product, given, norm, weight, x), None
-        config = best.get(product.name)
-        out = x if product.add else given.new_empty(num_tokens, product.shape.num_rows)
-        switches = {"gated": "silu" if product.shape.gated else None, "add": product.add, "config": config}
-        switches |= {"overlapped": how != "serial", "started": started}
-        switches |= {"then": (norm, EPS) if product.add else None}
-        return out, multiply(given, norm if product.normed else None, EPS, weight, None, out, **switches)
-
-    def body() -> None:
-        x.fill_(0.1)
-        started = None
-        for qkv, o, gate_up, down in layers:
-            run(model.layer[0], x, qkv, started)
-            _, started = run(model.layer[1], attended, o)
-            activated, _ = run(model.layer[2], x, gate_up, started)
-            _, started = run(model.layer[3], activated, down)
-        run(model.head, x, head)
-
-    return graph_us(body)
-
-
 def keep(num_tokens: int, found: list[dict[str, Any]], model: Model) -> None:
     """Write what was better than what the engine takes now into the file that it reads."""
     shapes = {product.name: product.shape for product in (*model.layer, model.head)}
@@ -371,26 +333,17 @@ def main() -> None:
     limit = Machine.measure("cuda").copy_bytes_per_s
     print(f"copy: {limit / 1e12:.2f} TB/s read and written", flush=True)
     weights = Weights(6 << 30)
-    rows, steps = [], []
+    rows: list[dict[str, Any]] = []
     for num_tokens, name in itertools.product(args.tokens, args.models):
         if time.perf_counter() > deadline_s:
             print(f"left out for lack of time: {name}, {num_tokens} tokens")
             continue
         model = MODELS[name]
         found = sweep(model, num_tokens, weights, limit / 1e6, args.enough)
-        best = {row["product"]: row["best"] for row in found if "best" in row}
         if args.keep:
             keep(num_tokens, found, model)
-        step = {"model": name, "tokens": num_tokens} | {
-            f"{how}_ms": round(step_us(model, num_tokens, weights, how, best) / 1e3, 4)
-            for how in ("torch", "best", *(("serial",) if num_tokens == 1 else ()))
-        }
-        num_bytes = model.num_layers * sum(p.shape.num_bytes for p in model.layer)
-        step["limit_ms"] = round((num_bytes + model.head.shape.num_bytes) / limit * 1e3, 4)
-        print(f"weights of a step: {step}", flush=True)
-        steps.append(step)
         rows += [row | {"best": asdict(row["best"])} if "best" in row else row for row in found]
-    print(write_result("gpu_small_batch", {"copy_bytes_per_s": limit, "products": rows, "steps": steps}))
+    print(write_result("gpu_small_batch", {"copy_bytes_per_s": limit, "products": rows}))
 
 
 if __name__ == "__main__":

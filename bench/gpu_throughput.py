@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from gpu_common import Report, Shape, engine_args, model_folder, parse, parser_of
+from gpu_common import Machine, Report, Shape, engine_args, model_folder, parse, parser_of
 from gpu_goals import WORKLOADS
-from gpu_machine import Machine
 
 from ebbtide import Engine
 

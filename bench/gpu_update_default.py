@@ -48,8 +48,10 @@ from typing import Any
 import psutil
 import torch
 from gpu_common import (
+    GIB,
     SHAPES,
     TINY,
+    Machine,
     Report,
     Shape,
     checkpoint_shapes,
@@ -59,7 +61,6 @@ from gpu_common import (
     parser_of,
 )
 from gpu_goals import ROLLOUT_PREFIXES
-from gpu_machine import GIB, Machine
 from gpu_occupation import measure_driver
 from gpu_trainer_ranks import OwnTensors, TrainerRanks
 from watched_streams import LOOK_S, PROMPT_LEN, Streams, repeated, timed
