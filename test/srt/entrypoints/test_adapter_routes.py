@@ -15,7 +15,6 @@ from fixtures.servers import Server, running_server, url_of
 
 from ebbtide import Client
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.trainer import WeightSender
 
 PROMPT = list(b"Ebb and flow: the tide goes out.")
 GREEDY = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
@@ -97,13 +96,11 @@ def test_openais_clients_name_an_adapter_as_their_model(server: Server, expected
     assert clash.status_code == 400
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_unknown_adapter_is_404_everywhere(server: Server, stream: bool) -> None:
-    asked = {"input_ids": PROMPT, "sampling_params": GREEDY, "lora_path": "nobody", "stream": stream}
-    refused = [server.post("/generate", asked)]
+def test_an_unknown_adapter_is_404_everywhere(server: Server) -> None:
+    asked = {"input_ids": PROMPT, "sampling_params": GREEDY, "lora_path": "nobody"}
+    refused = [server.post("/generate", {**asked, "stream": stream}) for stream in (False, True)]
     for name in ("nobody", "tide:nobody", "first@99"):
-        body = {"prompt": PROMPT, "model": name, "stream": stream}
-        refused.append(server.post("/v1/completions", body))
+        refused.append(server.post("/v1/completions", {"prompt": PROMPT, "model": name, "stream": True}))
     refused.append(server.get("/v1/models/nobody"))
     refused.append(server.post("/unload_lora_adapter", {"lora_name": "nobody"}))
     refused.append(server.post("/v1/unload_lora_adapter", {"lora_name": "nobody"}))
@@ -198,16 +195,6 @@ def test_a_client_loads_tensors_and_asks_for_a_version(
     client.resume_memory_occupation(["weights"])
     assert generate(server, lora_path="policy")["output_ids"] == expected[2]
     client.unload_lora_adapter("policy")
-
-
-def test_a_trainer_sends_versions(server: Server, adapters: list[Adapter], expected: list[list[int]]) -> None:
-    sender = WeightSender(url_of(server))
-    for step in (1, 2):
-        sent = sender.send_adapter(
-            "sent", adapters[step].tensors.items(), adapters[step].fields, version=step
-        )
-        assert sent.num_tensors == len(adapters[step].tensors)
-        assert generate(server, lora_path="sent")["output_ids"] == expected[step]
 
 
 def test_an_output_goes_on_with_the_version_that_it_ended_with(

@@ -179,18 +179,3 @@ def test_lists_in_pieces_are_what_they_are_at_once(text: str) -> None:
         patch.setattr(request_body, "PIECE_BYTES", 2)
         pieces = fields_of(lambda: decode_in_pieces(body, ()))
     assert pieces == fields_of(lambda: decode_fields(body))
-
-
-def test_a_long_list_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    decode = request_body.msgspec.json.decode
-
-    def noted(text: Any, **options: Any) -> Any:
-        if not options:
-            sizes.append(len(text))
-        return decode(text, **options)
-
-    ids = list(range(1 << 18))
-    monkeypatch.setattr(request_body.msgspec.json, "decode", noted)
-    assert decode_in_pieces(bytearray(json.dumps({"ids": ids}).encode()), ()) == {"ids": ids}
-    assert max(sizes) < 2 * request_body.PIECE_BYTES

@@ -156,67 +156,28 @@ def test_efforts_and_schemas(server: Scripted, client: Asked) -> None:
     assert server.params["json_schema"] == {"type": "array"}
 
 
+def said(role: str, **block: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": [block]}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"messages": []}, "messages: at least one is needed"),
-        ({"messages": [{"role": "king", "content": "x"}]}, r"\$.messages\[0\].role"),
-        ({"messages": [{"role": "user"}]}, "missing required field `content`"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "got 'image'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "expected text, tool_result"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            r"content\[0\].text: expected a text",
-        ),
+        (said("user", type="image", source={}), "got 'image'"),
         ({"messages": [{"role": "user", "content": [3]}]}, r"\$.messages\[0\].content"),
+        (said("assistant", type="tool_use", input="x"), "input: expected an object, got 'x'"),
+        (said("assistant", type="tool_use", id="a", name="f", input={}), "followed by its tool_result"),
         (
-            {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]},
-            "redacted_thinking",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": "x"}]}]},
-            "input: expected an object, got 'x'",
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
-                    }
-                ]
-            },
-            "expected the last tool_use to be followed by its tool_result",
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}
-                        ],
-                    }
-                ]
-            },
+            said("user", type="tool_result", tool_use_id="a", content=[{"type": "image"}]),
             r"content\[0\].content\[0\]: not supported in this version: expected text, got 'image'",
         ),
-        ({"system": 3}, r"\$.system"),
         ({"system": [{"type": "image"}]}, r"system\[0\]: not supported"),
-        ({"max_tokens": None}, "missing required field `max_tokens`"),
-        ({"stop_sequences": "x"}, r"\$.stop_sequences"),
         ({"stop": ["x"]}, "stop: not supported in this version: stop_sequences"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "got 'web_search_20250305'"),
-        ({"tools": [{"input_schema": {}}]}, r"tools\[0\].name: expected a text"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
-            "tool_choice: expected one of the tools",
-        ),
         ({"tool_choice": {"type": "tool"}}, "tool_choice: expected a type of auto"),
         ({"thinking": {"type": "much"}}, "thinking.type: expected enabled"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format: expected"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: not supported"),
-        ({"container": "x"}, "container: not supported"),
     ],
 )
 def test_what_is_not_kept_is_refused_by_name(fields: dict[str, Any], message: str) -> None:

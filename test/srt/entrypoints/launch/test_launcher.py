@@ -72,7 +72,6 @@ def test_ready_processes_report_what_the_engine_has_and_end_with_shutdown(
     ("script", "error", "message"),
     [
         ("refuse_late", ConfigurationError, "model.safetensors: expected 25 tensors, found 24"),
-        ("say_failed", ConfigurationError, "no usable tokenizer"),
         ("crash", EngineError, "the start of the scheduler process failed: ValueError: boom"),
         ("vanish", EngineError, "the start failed: the scheduler process ended with exit code 7"),
     ],
@@ -88,21 +87,16 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
     assert not any(is_alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_stages_are_shown_on_a_terminal_and_nowhere_else(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_are_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(stream, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", stream)
     started = NodeProcesses(CONFIG, targets(scheduler="report_stages"))
     try:
         assert started.wait_ready()["max_total_num_tokens"] == 64
     finally:
         started.shutdown()
-    assert ("loading weights 2/3" in stream.getvalue()) is is_terminal
-    if not is_terminal:
-        assert stream.getvalue() == ""
+    assert "loading weights 2/3" in stream.getvalue()
 
 
 def test_a_death_by_an_error_is_reported_with_that_error() -> None:
@@ -182,14 +176,12 @@ threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize("how", ["script", "command"])
-def test_processes_start_from_any_program_and_end_when_it_is_killed(how: str, folder: Path) -> None:
+def test_processes_start_from_any_program_and_end_when_it_is_killed(folder: Path) -> None:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    arguments = [str(script)] if how == "script" else ["-c", SCRIPT]
     path = f"{ENVIRONMENT['PYTHONPATH']}:{TEST_FOLDER}"
     environment = {**ENVIRONMENT, "PYTHONPATH": path, "TMPDIR": str(folder)}
-    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, env=environment) as owner:
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment) as owner:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         owner.kill()
