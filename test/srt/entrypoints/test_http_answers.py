@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from ebbtide.srt.entrypoints.http_answers import AnswerWriter, answer_events, answer_whole, while_connected
 from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
-from ebbtide.srt.entrypoints.openai.answers import ChunkWriter
+from ebbtide.srt.entrypoints.openai.answers import CallWriter
 from ebbtide.srt.entrypoints.openai.requests import completion_call
 from ebbtide.srt.entrypoints.openai.routes import Calls
 from ebbtide.srt.entrypoints.request_body import BodyReader
@@ -124,7 +124,7 @@ def test_the_event_loop_goes_on_while_an_answer_of_many_outputs_is_written() -> 
         async def result(self) -> Any:
             return outputs
 
-    class Writer:
+    class Writer(CallWriter):
         def answer(self, pieces: Any, usage: Any) -> Any:
             assert goes_on.wait(HANG_S)
             return {"num_choices": len(pieces)}
@@ -145,7 +145,7 @@ def test_the_event_loop_goes_on_while_an_answer_of_many_outputs_is_written() -> 
         service: Any = SimpleNamespace(manager=manager, metrics=metrics, models=models)
         request: Any = SimpleNamespace(receive=staying, client=None, headers={})
         call = completion_call({"prompt": [1], "n": len(outputs)}, "tide", None)
-        writer = ChunkWriter(Writer(), call)  # type: ignore[arg-type]
+        writer = Writer(call)
         return bytes((await Calls(service, BodyReader()).answer(request, call, writer, "int32")).body)
 
     assert json.loads(asyncio.run(script())) == {"num_choices": len(outputs)}

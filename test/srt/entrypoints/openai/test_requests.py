@@ -9,13 +9,7 @@ import msgspec
 import pytest
 from fixtures.checkpoints import make_tokenizer
 
-from ebbtide.srt.entrypoints.openai.answers import (
-    ChatWriter,
-    ChunkWriter,
-    CompletionWriter,
-    whole_pieces,
-    write_answer,
-)
+from ebbtide.srt.entrypoints.openai.answers import CallWriter, ChatWriter, CompletionWriter
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, within_limits
 from ebbtide.srt.entrypoints.openai.tokenization import (
     ChatTemplate,
@@ -124,7 +118,7 @@ def test_without_a_tokenizer_there_is_no_chat_but_completions_of_ids() -> None:
     output["meta_info"] |= {"input_token_logprobs": [[None, 1, None], [-1.0, 2, None]]}
     output["meta_info"] |= {"input_top_logprobs": [None, [[-0.5, 9, None]]]}
     output["meta_info"] |= {"output_top_logprobs": [[[-0.25, 3, None]]]}
-    answer = write_answer(CompletionWriter(call), call, output)
+    answer = CompletionWriter(call).whole(output)
     [choice] = answer.choices
     assert (choice.text, choice.finish_reason, choice.matched_stop) == ("", "stop", 3)
     assert choice.logprobs.tokens == ["token_id:1", "token_id:2", "token_id:3"]
@@ -164,23 +158,24 @@ def meta(ids: list[int], finish: Any = None) -> dict[str, Any]:
 def test_metadata_say_which_weights_in_which_precision_once_an_output_has_ended() -> None:
     for kind in ("chat", "completion"):
         call = call_of(kind)
-        writer = ChatWriter(call, return_meta_info=False) if kind == "chat" else CompletionWriter(call)
+        writer = writer_of(call)
         for finish in (None, {"type": "length"}):
             output = {"text": "a", "output_ids": [1], "meta_info": meta([1], finish)}
-            [piece] = whole_pieces(output)
-            chunk = msgspec.to_builtins(writer.chunk(piece, None))
+            chunk = msgspec.to_builtins(writer.event(output))
             assert chunk.get("metadata") == (None if finish is None else METADATA_TEXTS)
-        assert msgspec.to_builtins(write_answer(writer, call, output))["metadata"] == METADATA_TEXTS
+        assert msgspec.to_builtins(writer.whole(output))["metadata"] == METADATA_TEXTS
+
+
+def writer_of(call: OpenAICall) -> CallWriter:
+    return ChatWriter(call) if call.id.startswith("chat") else CompletionWriter(call)
 
 
 def answer_and_chunk(call: OpenAICall, output: dict[str, Any]) -> list[dict[str, Any]]:
     """What an output becomes as a whole, and as the first chunk of a stream."""
-    answers = []
-    for make in (write_answer, lambda writer, call, output: ChunkWriter(writer, call).event(output)):
-        is_chat = call.id.startswith("chat")
-        writer = ChatWriter(call, return_meta_info=False) if is_chat else CompletionWriter(call)
-        answers.append(msgspec.to_builtins(make(writer, call, output)))
-    return answers
+    return [
+        msgspec.to_builtins(answer)
+        for answer in (writer_of(call).whole(output), writer_of(call).event(output))
+    ]
 
 
 ENDED = {"text": "a", "output_ids": [1], "meta_info": meta([1], {"type": "length"})}
@@ -189,12 +184,12 @@ ENDED = {"text": "a", "output_ids": [1], "meta_info": meta([1], {"type": "length
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_fields_that_nothing_is_known_of_are_named_in_the_answer(kind: str) -> None:
     known = {"user": "u", "n": None, "guided_choice": [], "lora_path": None, "function_call": "none"}
-    for answer in answer_and_chunk(call_of(kind, request_id="r", **known), ENDED):
+    for answer in answer_and_chunk(call_of(kind, **known), ENDED):
         assert "ignored_fields" not in answer
-    call = call_of(kind, request_id="r", max_token=3, foo=None, **known)
+    call = call_of(kind, max_token=3, foo=None, **known)
     for answer in answer_and_chunk(call, ENDED):
         assert answer["ignored_fields"] == ["foo", "max_token"]
-    writer = ChunkWriter(ChatWriter(call, return_meta_info=False), call)
+    writer = ChatWriter(call)
     assert ["ignored_fields" in msgspec.to_builtins(writer.event(ENDED)) for _ in range(2)] == [True, False]
 
 
@@ -202,7 +197,7 @@ def test_a_chat_has_ids_in_vllms_places_in_streams_too() -> None:
     stopped = meta([1], {"type": "stop", "matched": 7})
     output = {**ENDED, "prompt_token_ids": [5, 6], "meta_info": stopped}
     for ids, reason in (([7], 7), ([8], None)):
-        call = call_of("chat", request_id="r", return_token_ids=True, stop_token_ids=ids)
+        call = call_of("chat", return_token_ids=True, stop_token_ids=ids)
         for answer in answer_and_chunk(call, output):
             [choice] = answer["choices"]
             assert answer["id"] == "chatcmpl-r"
@@ -242,7 +237,7 @@ def test_ids_that_are_named_take_the_place_of_the_most_likely_ones() -> None:
         "completion": {"logprobs": 2},
         "chat": {"logprobs": True, "top_logprobs": 2},
     }.items():
-        call = call_of(kind, request_id="r", logprob_token_ids=[7, 3], prompt_logprobs=1, **fields)
+        call = call_of(kind, logprob_token_ids=[7, 3], prompt_logprobs=1, **fields)
         call = within_limits(call, 20, 500)
         assert call.generate["top_logprobs_num"] == 1
         for answer in answer_and_chunk(replace(call, num_prompt_logprobs=None), {**ENDED, "meta_info": info}):
@@ -259,8 +254,8 @@ def test_ids_that_are_named_take_the_place_of_the_most_likely_ones() -> None:
 
 def call_of(kind: str, **fields: Any) -> OpenAICall:
     if kind == "chat":
-        return chat_call({"messages": [USER], **fields}, "tide", template(), {})
-    return completion_call({"prompt": "a", **fields}, "tide", template())
+        return chat_call({"messages": [USER], "request_id": "r", **fields}, "tide", template(), {})
+    return completion_call({"prompt": "a", "request_id": "r", **fields}, "tide", template())
 
 
 @pytest.mark.parametrize(
@@ -344,7 +339,7 @@ def test_each_conversation_of_a_batch_has_its_prompt_and_its_answer() -> None:
     assert call.render is not None
     assert [render() for render in call.render] == ["user=a", "user=b;assistant=<think>c"]
     outputs = [{**ENDED, "text": "d</think>e"}] * 4
-    choices = write_answer(ChatWriter(call, return_meta_info=False), call, outputs).choices
+    choices = ChatWriter(call).whole(outputs).choices
     assert [choice.index for choice in choices] == [0, 1, 2, 3]
     # Only the second conversation ends in the middle of reasoning.
     told = [(choice.message.reasoning, choice.message.content) for choice in choices]
@@ -401,11 +396,11 @@ def test_what_asks_for_nothing_passes(kind: str) -> None:
         "tools",
     ]
     nothing = [None, [], {}, False, "", []]
-    plain = call_of(kind, rid="r").generate
+    plain = call_of(kind).generate
     fields = dict(zip(names, nothing, strict=True)) | {"prompt_logprobs": None, "echo": False}
     for tool_choice in (None, "none", "auto"):
-        assert call_of(kind, rid="r", tool_choice=tool_choice, **fields).generate == plain
-    assert call_of(kind, rid="r", response_format={"type": "text"}).generate == plain
+        assert call_of(kind, tool_choice=tool_choice, **fields).generate == plain
+    assert call_of(kind, response_format={"type": "text"}).generate == plain
 
 
 @pytest.mark.parametrize("innermost", [None, "x"])
@@ -414,7 +409,7 @@ def test_a_field_that_is_refused_may_be_nested_however_deep(innermost: str | Non
     for _ in range(2 * sys.getrecursionlimit()):
         nested = [nested]
     if innermost is None:
-        assert call_of("chat", rid="r", stop_regex=nested).generate == call_of("chat", rid="r").generate
+        assert call_of("chat", stop_regex=nested).generate == call_of("chat").generate
     else:
         with pytest.raises(RequestRejected, match="stop_regex"):
             call_of("chat", stop_regex=nested)
@@ -509,8 +504,7 @@ def test_the_versions_of_each_choice_on_request(kind: str, wanted: bool) -> None
     ended = {"type": "length", "length": 1}
     output = {"text": "b", "output_ids": [3], "meta_info": meta([3], finish=ended)}
     output["meta_info"] |= {"weight_versions": spans}
-    writer = ChatWriter(call, return_meta_info=False) if kind == "chat" else CompletionWriter(call)
-    answer = msgspec.to_builtins(write_answer(writer, call, [output, output]))
+    answer = msgspec.to_builtins(writer_of(call).whole([output, output]))
     assert [choice.get("weight_versions") for choice in answer["choices"]] == [spans if wanted else None] * 2
 
 
@@ -524,7 +518,7 @@ def test_an_echo_is_the_prompt_as_it_was_sent_or_cut() -> None:
         call = call_of("completion", echo=True, **fields)
         ids = list(b"de") if "truncate_prompt_tokens" in fields else list(b"tide")
         output = {"text": "!", "output_ids": [3], "meta_info": meta([3], finish=ended)}
-        answer = write_answer(CompletionWriter(call), call, {**output, "prompt_token_ids": ids})
+        answer = CompletionWriter(call).whole({**output, "prompt_token_ids": ids})
         assert answer.choices[0].text == f"{text}!"
         assert answer.choices[0].prompt_token_ids is None
 
@@ -552,7 +546,7 @@ def test_the_meta_info_of_a_chat_may_have_arrays() -> None:
     output = {"text": "b", "output_ids": [3], "meta_info": meta([3], {"type": "length", "length": 1})}
     output["meta_info"] |= {"output_top_logprobs": [[(-0.5, 4, "c")]]}
     writer = ChatWriter(call, return_meta_info=True)
-    [choice] = msgspec.to_builtins(write_answer(writer, call, output))["choices"]
+    [choice] = msgspec.to_builtins(writer.whole(output))["choices"]
     assert choice["logprobs"]["content"][0]["top_logprobs"][0]["token"] == "c"
     assert choice["meta_info"]["output_top_logprobs_shape"] == [1, 1]
     assert "output_top_logprobs" not in choice["meta_info"]
@@ -564,7 +558,7 @@ def test_reasoning_and_calls_are_told_apart_from_the_answer(is_stream: bool) -> 
     fields = {"messages": [USER], "tools": [TOOL]}
     call = chat_call(fields, "tide", template(), {}, Parsers("hermes", "qwen3"))
     assert call.generate["sampling_params"]["skip_special_tokens"] is False
-    writer = ChatWriter(call, return_meta_info=False)
+    writer = ChatWriter(call)
     finish = {"type": "stop", "matched": 3}
     texts = list(text) if is_stream else [text]
     content = reasoning = ""
@@ -572,11 +566,7 @@ def test_reasoning_and_calls_are_told_apart_from_the_answer(is_stream: bool) -> 
     for number, piece in enumerate(texts, 1):
         is_last = number == len(texts)
         output = {"text": piece, "output_ids": [1], "meta_info": meta([1], finish if is_last else None)}
-        [new] = whole_pieces(output)
-        if is_stream:
-            choice = msgspec.to_builtins(writer.chunk(new, None))["choices"][0]
-        else:
-            choice = msgspec.to_builtins(write_answer(writer, call, output))["choices"][0]
+        [choice] = msgspec.to_builtins((writer.event if is_stream else writer.whole)(output))["choices"]
         said = choice["delta" if is_stream else "message"]
         content += said["content"]
         reasoning += said.get("reasoning_content", "")
@@ -626,7 +616,7 @@ def test_the_prompt_says_whether_an_answer_begins_in_reasoning(
     if call.render is not None:
         call.render()
     output = {"text": "b", "output_ids": [1], "meta_info": meta([1], {"type": "stop", "matched": 3})}
-    answer = write_answer(ChatWriter(call, return_meta_info=False), call, output)
+    answer = ChatWriter(call).whole(output)
     message = msgspec.to_builtins(answer)["choices"][0]["message"]
     told = {"reasoning": ("", "b"), "answer": ("b", None)}[expected]
     assert (message["content"], message["reasoning_content"]) == told

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from fixtures.checkpoints import make_tokenizer
 
-from ebbtide.srt.entrypoints.openai.answers import ChatWriter, ChunkWriter, CompletionWriter, Writer
-from ebbtide.srt.entrypoints.openai.requests import OpenAICall, chat_call, completion_call, force_usage
+from ebbtide.srt.entrypoints.openai.answers import CallWriter, ChatWriter, CompletionWriter
+from ebbtide.srt.entrypoints.openai.requests import chat_call, completion_call, force_usage
 from ebbtide.srt.entrypoints.openai.tokenization import ChatTemplate
 from ebbtide.srt.entrypoints.vllm.generate import TokensWriter, tokens_call
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
@@ -37,18 +37,15 @@ def outputs() -> Iterator[dict[str, Any]]:
         yield {"index": index, "text": "a", "output_ids": [1], "meta_info": meta}
 
 
-def call_of(endpoint: str, options: dict[str, Any] | None) -> tuple[Writer, OpenAICall]:
+def writer_of(endpoint: str, options: dict[str, Any] | None) -> CallWriter:
     fields: dict[str, Any] = {"stream": True, "stream_options": options}
     if endpoint == "chat":
         message = {"role": "user", "content": "a"}
         template = ChatTemplate(Tokenizer(make_tokenizer()), None)
-        call = chat_call({**fields, "messages": [message], "n": 2}, "tide", template, {})
-        return ChatWriter(call, return_meta_info=False), call
+        return ChatWriter(chat_call({**fields, "messages": [message], "n": 2}, "tide", template, {}))
     if endpoint == "completion":
-        call = completion_call({**fields, "prompt": [1], "n": 2}, "tide", None)
-        return CompletionWriter(call), call
-    tokens = tokens_call({**fields, "token_ids": [1], "sampling_params": {"n": 2}}, {}, "tide")
-    return TokensWriter(tokens), tokens.common
+        return CompletionWriter(completion_call({**fields, "prompt": [1], "n": 2}, "tide", None))
+    return TokensWriter(tokens_call({**fields, "token_ids": [1], "sampling_params": {"n": 2}}, {}, "tide"))
 
 
 def usage(completion_tokens: int) -> dict[str, Any]:
@@ -74,7 +71,7 @@ def usage(completion_tokens: int) -> dict[str, Any]:
 def test_chunks_tell_the_tokens_of_their_choice_and_the_last_one_those_of_all(
     endpoint: str, options: dict[str, Any] | None, is_continuous: bool, has_last: bool
 ) -> None:
-    writer = ChunkWriter(*call_of(endpoint, options))
+    writer = writer_of(endpoint, options)
     events = [*map(writer.event, outputs()), *writer.last_events()]
     chunks = [msgspec.to_builtins(event) for event in events]
     last = chunks.pop() if has_last else None
@@ -91,8 +88,7 @@ def test_chunks_tell_the_tokens_of_their_choice_and_the_last_one_those_of_all(
 def test_a_server_may_have_every_stream_end_with_its_usage(options: dict[str, Any] | None) -> None:
     fields: dict[str, Any] = {"prompt": [1], "stream": True, "stream_options": options}
     force_usage(fields)
-    call = completion_call(fields, "tide", None)
-    writer = ChunkWriter(CompletionWriter(call), call)
+    writer = CompletionWriter(completion_call(fields, "tide", None))
     has_usage = ["usage" in msgspec.to_builtins(writer.event(chunk)) for chunk in outputs()]
     assert has_usage == [True] * len(STEPS)
     assert [msgspec.to_builtins(event)["choices"] for event in writer.last_events()] == [[]]

@@ -9,16 +9,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, to_builtins
 
 from ebbtide.srt.entrypoints.openai.answers import Piece
-from ebbtide.srt.entrypoints.openai.chat_dialects import (
-    AnswerBlock,
-    BlockClosed,
-    BlockGrown,
-    BlockKind,
-    BlockOpened,
-    BlockStep,
-    BlockWriter,
-    encoded,
-)
+from ebbtide.srt.entrypoints.openai.chat_dialects import AnswerBlock, BlockKind, BlockWriter, encoded
 from ebbtide.srt.entrypoints.openai.protocol import Fields
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 from ebbtide.srt.errors import RequestRejected
@@ -93,18 +84,17 @@ class MessageWriter(BlockWriter):
     def begin(self, piece: Piece) -> list[Fields]:
         return [{"type": "message_start", "message": self._message(piece)}]
 
-    def events(self, step: BlockStep) -> list[Fields]:
-        block = step.block
-        match step:
-            case BlockOpened():
-                content = _content(block, "")
-                return [{"type": "content_block_start", "index": block.index, "content_block": content}]
-            case BlockGrown(text=text):
-                kind, name = _DELTAS[block.kind]
-                delta = {"type": kind, name: text}
-                return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
-            case BlockClosed():
-                return [{"type": "content_block_stop", "index": block.index}]
+    def opened(self, block: AnswerBlock) -> list[Fields]:
+        content = _content(block, "")
+        return [{"type": "content_block_start", "index": block.index, "content_block": content}]
+
+    def grown(self, block: AnswerBlock, text: str) -> list[Fields]:
+        kind, name = _DELTAS[block.kind]
+        delta = {"type": kind, name: text}
+        return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
+
+    def closed(self, block: AnswerBlock) -> list[Fields]:
+        return [{"type": "content_block_stop", "index": block.index}]
 
     def finish(self, piece: Piece) -> list[Fields]:
         """Raises RequestRejected: 503, the request was aborted."""

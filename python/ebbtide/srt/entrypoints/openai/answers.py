@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from msgspec import UNSET, Struct, UnsetType, convert
 
@@ -122,33 +122,17 @@ def _usage(metas: Sequence[Mapping[str, Any]], num_samples: int) -> Usage:
     )
 
 
-class Writer(Protocol):
-    """Writes the answers of one endpoint."""
+class CallWriter(AnswerWriter):
+    """Writes the answer to a call, or the chunks of its stream. A dialect says how each is put."""
 
-    def answer(self, pieces: Sequence[Piece], usage: Usage) -> Any: ...
-
-    def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> Any: ...
-
-    def last_chunk(self, usage: Usage) -> Any: ...
-
-
-def write_answer(writer: Writer, call: OpenAICall, result: Any) -> Any:
-    """The body of an answer that is not streamed."""
-    pieces = whole_pieces(result)
-    return writer.answer(pieces, _usage([piece.meta for piece in pieces], call.num_samples))
-
-
-class ChunkWriter(AnswerWriter):
-    """Writes the chunks of a stream, and the answer that is not streamed."""
-
-    def __init__(self, writer: Writer, call: OpenAICall) -> None:
-        self._writer = writer
+    def __init__(self, call: OpenAICall) -> None:
         self._call = call
         # By index, as last seen.
         self._metas: dict[int, Mapping[str, Any]] = {}
 
     def whole(self, result: Any) -> Any:
-        return write_answer(self._writer, self._call, result)
+        pieces = whole_pieces(result)
+        return self.answer(pieces, _usage([piece.meta for piece in pieces], self._call.num_samples))
 
     def chunk(self, chunk: Mapping[str, Any]) -> bytes:
         return server_event(self.event(chunk))
@@ -161,14 +145,26 @@ class ChunkWriter(AnswerWriter):
         index = chunk.get("index", 0)
         piece = piece_of(chunk, index, is_first=index not in self._metas)
         self._metas[index] = piece.meta
-        return self._writer.chunk(piece, _usage_of_chunk(self._call, piece))
+        return self.event_of(piece, _usage_of_chunk(self._call, piece))
 
     def last_events(self) -> list[Any]:
         """What follows the last one."""
         if not self._call.stream_options.include_usage:
             return []
         metas = [self._metas[index] for index in sorted(self._metas)]
-        return [self._writer.last_chunk(_usage(metas, self._call.num_samples))]
+        return [self.usage_event(_usage(metas, self._call.num_samples))]
+
+    def answer(self, pieces: Sequence[Piece], usage: Usage) -> Any:
+        """The body of an answer that is not streamed."""
+        raise NotImplementedError
+
+    def event_of(self, piece: Piece, usage: Usage | UnsetType | None) -> Any:
+        """What is new in a stream."""
+        raise NotImplementedError
+
+    def usage_event(self, usage: Usage) -> Any:
+        """The end of a stream that tells its usage."""
+        raise NotImplementedError
 
 
 def _head(call: OpenAICall, piece: Piece | None = None) -> dict[str, Any]:
@@ -196,22 +192,22 @@ def _usage_of_chunk(call: OpenAICall, piece: Piece) -> Usage | UnsetType | None:
 # ---------------------------------------------------------------------------------------------- completions
 
 
-class CompletionWriter:
+class CompletionWriter(CallWriter):
     """Writes answers of `/v1/completions`."""
 
     def __init__(self, call: OpenAICall) -> None:
-        self._call = call
+        super().__init__(call)
         self._offsets: dict[int, int] = {}
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> Completion:
         choices = [self._choice(piece, absent=None) for piece in pieces]
         return Completion(**_head(self._call, pieces[0]), choices=choices, usage=usage)
 
-    def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> Completion:
+    def event_of(self, piece: Piece, usage: Usage | UnsetType | None) -> Completion:
         choices = [self._choice(piece, absent=UNSET)]
         return Completion(**_head(self._call, piece), choices=choices, usage=usage)
 
-    def last_chunk(self, usage: Usage) -> Completion:
+    def usage_event(self, usage: Usage) -> Completion:
         return Completion(**_head(self._call), choices=[], usage=usage)
 
     def _choice(self, piece: Piece, absent: UnsetType | None) -> CompletionChoice:
@@ -342,14 +338,14 @@ def stop_reason(call: OpenAICall, piece: Piece) -> int | str | None:
 # ----------------------------------------------------------------------------------------------------- chat
 
 
-class ChatWriter:
+class ChatWriter(CallWriter):
     """Writes answers of `/v1/chat/completions`.
 
     `return_meta_info`: whether an answer that is not streamed has `/generate`'s `meta_info` too.
     """
 
-    def __init__(self, call: OpenAICall, *, return_meta_info: bool) -> None:
-        self._call = call
+    def __init__(self, call: OpenAICall, *, return_meta_info: bool = False) -> None:
+        super().__init__(call)
         self._return_meta_info = return_meta_info
         self._readers: dict[int, AnswerReader] = {}
 
@@ -363,7 +359,7 @@ class ChatWriter:
             prompt_token_ids=_prompt_token_ids(self._call, pieces[0], None),
         )
 
-    def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> ChatCompletionChunk:
+    def event_of(self, piece: Piece, usage: Usage | UnsetType | None) -> ChatCompletionChunk:
         call = self._call
         reasoning, content, calls = self._parts(piece)
         choice = ChatChunkChoice(
@@ -386,7 +382,7 @@ class ChatWriter:
             prompt_token_ids=choice.prompt_token_ids,
         )
 
-    def last_chunk(self, usage: Usage) -> ChatCompletionChunk:
+    def usage_event(self, usage: Usage) -> ChatCompletionChunk:
         return ChatCompletionChunk(**_head(self._call), choices=[], usage=usage)
 
     def _choice(self, piece: Piece) -> ChatChoice:

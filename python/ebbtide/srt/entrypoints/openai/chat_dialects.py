@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from ebbtide.srt.entrypoints.http_answers import AnswerWriter, server_event
 from ebbtide.srt.entrypoints.openai.answers import Piece, piece_of, whole_pieces
@@ -168,33 +168,8 @@ class AnswerBlock:
         return "".join(self.pieces)
 
 
-@dataclass(frozen=True)
-class BlockOpened:
-    """A block begins; it is empty still."""
-
-    block: AnswerBlock
-
-
-@dataclass(frozen=True)
-class BlockGrown:
-    """A block has grown by a text."""
-
-    block: AnswerBlock
-    text: str
-
-
-@dataclass(frozen=True)
-class BlockClosed:
-    """A block is whole."""
-
-    block: AnswerBlock
-
-
-BlockStep: TypeAlias = BlockOpened | BlockGrown | BlockClosed
-
-
 class BlockWriter(AnswerWriter):
-    """Writes the one answer to a request as blocks. A dialect says how each step is written.
+    """Writes the one answer to a request as blocks. A dialect says how each is written.
 
     Attributes:
         blocks: of the answer so far.
@@ -210,16 +185,14 @@ class BlockWriter(AnswerWriter):
 
     def whole(self, result: Any) -> Any:
         [piece] = whole_pieces(result)
-        for _ in self._steps(piece):
-            pass
+        self._read(piece)
         return self.answer(piece)
 
     def chunk(self, chunk: Mapping[str, Any]) -> bytes:
         piece = piece_of(chunk, 0, is_first=self._is_first)
         events = self.begin(piece) if self._is_first else []
         self._is_first = False
-        for step in self._steps(piece):
-            events += self.events(step)
+        events += self._read(piece)
         if piece.finish is not None:
             events += self.finish(piece)
         return encoded(events)
@@ -235,45 +208,54 @@ class BlockWriter(AnswerWriter):
         """What a stream begins with. The `type` of an event is its name."""
         raise NotImplementedError
 
-    def events(self, step: BlockStep) -> list[Fields]:
-        """What a step becomes."""
+    def opened(self, block: AnswerBlock) -> list[Fields]:
+        """What the beginning of a block, which is empty still, becomes in a stream."""
+        raise NotImplementedError
+
+    def grown(self, block: AnswerBlock, text: str) -> list[Fields]:
+        """What a text by which a block has grown becomes."""
+        raise NotImplementedError
+
+    def closed(self, block: AnswerBlock) -> list[Fields]:
+        """What the end of a block becomes."""
         raise NotImplementedError
 
     def finish(self, piece: Piece) -> list[Fields]:
         """What a stream ends with."""
         raise NotImplementedError
 
-    def _steps(self, piece: Piece) -> Iterator[BlockStep]:
+    def _read(self, piece: Piece) -> list[Fields]:
+        """Take a piece apart into blocks; returns what becomes of it in a stream."""
         self.finish_reason = piece.finish_reason
         is_last = piece.finish is not None
         reasoning, text, calls = self._reader.push(piece.text, is_last=is_last)
+        events: list[Fields] = []
         for kind, added in ((BlockKind.REASONING, reasoning), (BlockKind.TEXT, text)):
             if added:
                 if self._open is None or self._open.kind is not kind:
-                    yield from self._next(kind)
-                yield from self._add(added)
+                    events += self._next(kind)
+                events += self._add(added)
         for call in calls:
-            yield from self._next(BlockKind.CALL, call)
-            yield from self._add(call.function.arguments)
-        if is_last:
-            yield from self._close()
+            events += self._next(BlockKind.CALL, call) + self._add(call.function.arguments)
+        return events + self._close() if is_last else events
 
-    def _next(self, kind: BlockKind, call: ToolCallBody | None = None) -> Iterator[BlockStep]:
-        yield from self._close()
+    def _next(self, kind: BlockKind, call: ToolCallBody | None = None) -> list[Fields]:
+        events = self._close()
         self._open = AnswerBlock(len(self.blocks), kind, call=call)
         self.blocks.append(self._open)
-        yield BlockOpened(self._open)
+        return events + self.opened(self._open)
 
-    def _add(self, text: str) -> Iterator[BlockStep]:
+    def _add(self, text: str) -> list[Fields]:
         assert self._open is not None, "it has been opened"
         self._open.pieces.append(text)
-        yield BlockGrown(self._open, text)
+        return self.grown(self._open, text)
 
-    def _close(self) -> Iterator[BlockStep]:
-        if self._open is not None:
-            self._open.is_open = False
-            yield BlockClosed(self._open)
-        self._open = None
+    def _close(self) -> list[Fields]:
+        block, self._open = self._open, None
+        if block is None:
+            return []
+        block.is_open = False
+        return self.closed(block)
 
 
 def encoded(events: list[Fields]) -> bytes:

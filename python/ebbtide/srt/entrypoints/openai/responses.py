@@ -13,11 +13,7 @@ from msgspec import UNSET, Struct, UnsetType, to_builtins
 from ebbtide.srt.entrypoints.openai.answers import Piece
 from ebbtide.srt.entrypoints.openai.chat_dialects import (
     AnswerBlock,
-    BlockClosed,
-    BlockGrown,
     BlockKind,
-    BlockOpened,
-    BlockStep,
     BlockWriter,
     ChatBuilder,
     encoded,
@@ -303,35 +299,28 @@ class ResponseWriter(BlockWriter):
         body = self._body("in_progress")
         return [self._event("created", response=body), self._event("in_progress", response=body)]
 
-    def events(self, step: BlockStep) -> list[Fields]:
-        block, item = step.block, self._item(step.block)
-        at = {"output_index": block.index}
-        of_item = at | {"item_id": item.id}
-        of_part = of_item if isinstance(item, CallItem) else of_item | {"content_index": 0}
+    def opened(self, block: AnswerBlock) -> list[Fields]:
+        item, at = self._item(block), {"output_index": block.index}
+        if isinstance(item, CallItem):
+            return [self._event("output_item.added", **at, item=item)]
+        bare = {**to_builtins(item), "content": []}
+        added = self._event("output_item.added", **at, item=bare)
+        return [added, self._event("content_part.added", **_place(block, item), part=item.content[0])]
+
+    def grown(self, block: AnswerBlock, text: str) -> list[Fields]:
         kind, logprobs = _EVENTS[block.kind]
-        match step:
-            case BlockOpened():
-                if isinstance(item, CallItem):
-                    return [self._event("output_item.added", **at, item=item)]
-                bare = {**to_builtins(item), "content": []}
-                return [
-                    self._event("output_item.added", **at, item=bare),
-                    self._event("content_part.added", **of_part, part=item.content[0]),
-                ]
-            case BlockGrown(text=text):
-                return [self._event(f"{kind}.delta", **of_part, delta=text, **logprobs)]
-            case BlockClosed():
-                if isinstance(item, CallItem):
-                    return [
-                        self._event(f"{kind}.done", **of_part, name=item.name, arguments=item.arguments),
-                        self._event("output_item.done", **at, item=item),
-                    ]
-                [content] = item.content
-                return [
-                    self._event(f"{kind}.done", **of_part, text=content.text, **logprobs),
-                    self._event("content_part.done", **of_part, part=content),
-                    self._event("output_item.done", **at, item=item),
-                ]
+        return [self._event(f"{kind}.delta", **_place(block, self._item(block)), delta=text, **logprobs)]
+
+    def closed(self, block: AnswerBlock) -> list[Fields]:
+        item, (kind, logprobs) = self._item(block), _EVENTS[block.kind]
+        place = _place(block, item)
+        if isinstance(item, CallItem):
+            events = [self._event(f"{kind}.done", **place, name=item.name, arguments=item.arguments)]
+        else:
+            [content] = item.content
+            events = [self._event(f"{kind}.done", **place, text=content.text, **logprobs)]
+            events.append(self._event("content_part.done", **place, part=content))
+        return [*events, self._event("output_item.done", output_index=block.index, item=item)]
 
     def finish(self, piece: Piece) -> list[Fields]:
         body = self.answer(piece)
@@ -387,6 +376,12 @@ class ResponseWriter(BlockWriter):
             top_p=params.get("top_p", 1.0),
             ignored_fields=self._ignored or UNSET,
         )
+
+
+def _place(block: AnswerBlock, item: MessageItem | CallItem | ReasoningItem) -> Fields:
+    """What an event is about: an item, or the one part that it has."""
+    place: Fields = {"output_index": block.index, "item_id": item.id}
+    return place if isinstance(item, CallItem) else place | {"content_index": 0}
 
 
 # By what ended an answer.

@@ -20,7 +20,7 @@ from ebbtide.srt.entrypoints.http_answers import (
     error_answer,
 )
 from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
-from ebbtide.srt.entrypoints.openai.answers import ChatWriter, ChunkWriter, CompletionWriter
+from ebbtide.srt.entrypoints.openai.answers import ChatWriter, CompletionWriter
 from ebbtide.srt.entrypoints.openai.protocol import (
     ChatBatchRequest,
     ChatCompletion,
@@ -209,7 +209,7 @@ class OpenAIApi:
     async def completions(self, request: Request) -> Response:
         """Complete a prompt."""
         call = await self._calls.completion(await self._calls.fields_of(request))
-        return await self._calls.answer(request, call, ChunkWriter(CompletionWriter(call), call))
+        return await self._calls.answer(request, call, CompletionWriter(call))
 
     @_openai(
         "POST",
@@ -232,7 +232,7 @@ class OpenAIApi:
 
     async def _chat(self, request: Request, call: OpenAICall, return_meta_info: bool | None) -> Response:
         wants_meta = bool(return_meta_info)
-        writer = ChunkWriter(ChatWriter(call, return_meta_info=wants_meta), call)
+        writer = ChatWriter(call, return_meta_info=wants_meta)
         # SGLang's `meta_info` has them in SGLang's form.
         return await self._calls.answer(request, call, writer, "int32" if wants_meta else None)
 

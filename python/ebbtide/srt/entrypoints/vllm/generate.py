@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.entrypoints.http_answers import client_of
-from ebbtide.srt.entrypoints.openai.answers import ChunkWriter, Piece, known, prompt_logprobs, stop_reason
+from ebbtide.srt.entrypoints.openai.answers import CallWriter, Piece, known, prompt_logprobs, stop_reason
 from ebbtide.srt.entrypoints.openai.protocol import (
     NO_STREAM_OPTIONS,
     Fields,
@@ -179,7 +179,7 @@ class TokensApi:
         call = tokens_call(fields, request.headers, self._service.config.model.served_model_name)
         args = self._service.config.server_args
         common = self._calls.within_limits(call.common)
-        writer = ChunkWriter(TokensWriter(replace(call, common=common)), common)
+        writer = TokensWriter(replace(call, common=common))
         if call.request.continue_from is not None:
             ended, names = self._service.manager.ended, meant_by(call.request.continue_from)
             common.generate["continue_from"] = ended.find(names, client_of(request)) or names[0]
@@ -267,58 +267,58 @@ def _support_width(request: TokensRequest, params: Mapping[str, Any]) -> int:
     return top_k
 
 
-class TokensWriter:
+class TokensWriter(CallWriter):
     """Writes answers of `/inference/v1/generate`."""
 
     def __init__(self, call: TokensCall) -> None:
-        self._call = call
+        super().__init__(call.common)
+        self._request, self._support_width = call.request, call.support_width
         self._head = {"request_id": call.common.id, "output_mode": call.request.output_mode}
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         call, first = self._call, pieces[0]
         answer = TokensAnswer(
-            request_id=call.common.id,
-            model=call.common.model,
-            created=call.common.created,
-            output_mode=call.request.output_mode,
+            **self._head,
+            model=call.model,
+            created=call.created,
             choices=[self._choice(piece) for piece in pieces],
             usage=usage,
-            prompt_logprobs=prompt_logprobs(call.common, first),
-            prompt_token_ids=first.prompt_token_ids if call.request.return_token_ids else None,
+            prompt_logprobs=prompt_logprobs(call, first),
+            prompt_token_ids=first.prompt_token_ids if call.return_token_ids else None,
         )
         return {**msgspec.structs.asdict(answer), **self._ignored_fields(first)}
 
-    def chunk(self, piece: Piece, usage: Usage | UnsetType | None) -> dict[str, Any]:
+    def event_of(self, piece: Piece, usage: Usage | UnsetType | None) -> dict[str, Any]:
         usage_field = {"usage": usage} if isinstance(usage, Usage) else {}
         choice = msgspec.structs.asdict(self._choice(piece))
         choices = [{name: value for name, value in choice.items() if value is not None}]
         return {**self._head, "choices": choices, **usage_field, **self._ignored_fields(piece)}
 
-    def last_chunk(self, usage: Usage) -> dict[str, Any]:
+    def usage_event(self, usage: Usage) -> dict[str, Any]:
         return {**self._head, "choices": [], "usage": usage}
 
     def _ignored_fields(self, piece: Piece) -> dict[str, Any]:
-        ignored = self._call.common.ignored_fields
+        ignored = self._call.ignored_fields
         return {"ignored_fields": ignored} if ignored and piece.is_first else {}
 
     def _choice(self, piece: Piece) -> TokensOutput:
-        metadata, width = piece.metadata, self._call.support_width
+        metadata, width = piece.metadata, self._support_width
         mask = piece.meta.get("output_token_sampling_mask")
         return TokensOutput(
             index=piece.index,
             token_ids=piece.token_ids,
-            text=piece.text if self._call.request.output_mode == "text" else None,
+            text=piece.text if self._request.output_mode == "text" else None,
             finish_reason=piece.finish_reason,
-            stop_reason=stop_reason(self._call.common, piece),
+            stop_reason=stop_reason(self._call, piece),
             logprobs=self._logprobs(piece),
             routed_experts=piece.meta.get("routed_experts"),
-            sampling_mask=mask if self._call.request.return_sampling_mask or not width else None,
+            sampling_mask=mask if self._request.return_sampling_mask or not width else None,
             rollout_sample_support=_packed(mask, width) if width and mask is not None else None,
             weight_versions=None if metadata is UNSET else metadata.weight_versions,
         )
 
     def _logprobs(self, piece: Piece) -> TokensLogprobs | None:
-        num_top = self._call.common.num_logprobs
+        num_top = self._call.num_logprobs
         if num_top is None:
             return None
         content = [_chosen(own, top or (), num_top) for own, top in piece.positions(num_top)]
