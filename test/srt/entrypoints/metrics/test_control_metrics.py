@@ -15,10 +15,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from ebbtide.srt.entrypoints.metrics.collectors import GcPauses
-from ebbtide.srt.entrypoints.metrics.operations import ControlMetrics
 from ebbtide.srt.entrypoints.metrics.prometheus import MAX_ADAPTERS, OTHER_ADAPTERS, Metrics
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.io_struct import Reply, StallCounts, UpdateWeightVersionReqOutput
+from ebbtide.srt.managers.io_struct import Load, Reply, StallCounts, UpdateWeightVersionReqOutput
 from ebbtide.testing.null_engine import NullEngine
 
 # A null engine's tags; see `ebbtide.testing.NullDevice`.
@@ -170,11 +169,11 @@ def test_an_engine_in_python_has_the_same_samples_and_logs_what_was_done(
 
 
 class Observed:
-    """Control metrics that are driven by hand, from version 0 on."""
+    """Metrics that are driven by hand, from version 0 on."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self.metrics = ControlMetrics(self._registry, "0")
+        self.metrics = Metrics("0")
+        self.loads: list[Load] = []
 
     def end(self, operation: str, result: Reply | BaseException) -> None:
         """The operation ends so."""
@@ -184,10 +183,12 @@ class Observed:
                 raise result
             return result
 
-        asyncio.run(self.metrics.observed(operation, work()))
+        asyncio.run(self.metrics.control.observed(operation, work()))
 
     def value(self, name: str, **labels: str) -> float | None:
-        return self._registry.get_sample_value(f"ebbtide_{name}", labels)
+        named = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
+        values = self.metrics.values(STATE, self.loads, NO_PAUSE)
+        return values.get(f"ebbtide_{name}" + (f"{{{named}}}" if labels else ""))
 
 
 def spans(*lengths: tuple[str, int]) -> list[dict[str, Any]]:
@@ -204,8 +205,8 @@ def test_the_lag_of_a_token_is_in_commits_since_its_version() -> None:
         observed.end("update_weights_from_disk", updated(version))
     # The same weights under another name are no commit; and the last version is not known here yet.
     observed.end("update_weight_version", UpdateWeightVersionReqOutput(new_version="3b"))
-    observed.metrics.note_spans(spans(("0", 5), ("2", 3), ("3b", 2), ("4", 1)))
-    observed.metrics.note_spans(spans(("3", 7)))
+    observed.metrics.control.note_spans(spans(("0", 5), ("2", 3), ("3b", 2), ("4", 1)))
+    observed.metrics.control.note_spans(spans(("3", 7)))
     up_to = [observed.value("output_token_lag_commits_bucket", le=f"{lag}.0") for lag in range(4)]
     assert up_to == [10, 13, 13, 18]
     assert observed.value("output_token_lag_commits_sum") == 5 * 3 + 3 * 1
@@ -219,11 +220,10 @@ def test_what_replicas_have_counted_rises_and_kv_is_told_by_its_lag() -> None:
     kv = {"0": 1, "1": 2, "3": 4, "4": 8}
     stalls = {"pause_generation": StallCounts(counts=[1] + [0] * 13 + [2], sum_s=80.0)}
     for total in (5, 7):
-        loads = [
+        observed.loads = [
             replica_load(rank, kv_tokens=kv, stalls=stalls, recomputed_tokens={"update": total})
             for rank in range(2)
         ]
-        observed.metrics.set_loads(loads)
     by_lag = [observed.value("kv_tokens", dp_rank="1", commits=lag) for lag in ("0", "1", "2", "3 or more")]
     assert by_lag == [8, 4, 0, 3]
     assert observed.value("recomputed_tokens_total", dp_rank="1", cause="update") == 7

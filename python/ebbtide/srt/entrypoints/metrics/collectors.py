@@ -9,12 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Metric
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
-
-from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, STEP_BOUNDS, Load
 
 # Seconds: a young generation takes microseconds, a full collection of a large heap seconds.
 GC_BUCKETS_S: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
@@ -22,15 +20,12 @@ NUM_GENERATIONS: Final = 3
 
 
 class BucketCounts:
-    """How many values lie in each bucket, without a lock.
+    """How many values lie in each bucket, without a lock; one more has what is larger than all `bounds`."""
 
-    One more bucket has what is larger than all `bounds`.
-    """
-
-    def __init__(self, bounds: Sequence[float], counts: Sequence[int] | None = None) -> None:
-        self.sum = 0.0
+    def __init__(self, bounds: Sequence[float], counts: Iterable[int] = (), total: float = 0.0) -> None:
+        self.sum = total
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1) if counts is None else list(counts)
+        self._counts = list(counts) or [0] * (len(bounds) + 1)
 
     def add(self, value: float, count: int = 1) -> None:
         """Count a value, as often as `count` says."""
@@ -43,72 +38,27 @@ class BucketCounts:
         return list(zip(names, accumulate(self._counts), strict=True))
 
 
+def histograms(
+    name: str, help_text: str, label: str, rows: Iterable[tuple[str, BucketCounts]]
+) -> HistogramMetricFamily:
+    """A family of histograms that were counted elsewhere, by the value of their label."""
+    family = HistogramMetricFamily(name, help_text, labels=[label])
+    for value, counts in rows:
+        family.add_metric([value], counts.cumulative(), counts.sum)
+    return family
+
+
 class WeightedHistogram(Collector):
     """A histogram that takes a value many times in one step."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
         self._name, self._help_text = name, help_text
         self._counts = BucketCounts(bounds)
-
-    def observe(self, value: float, count: int) -> None:
-        self._counts.add(value, count)
+        self.observe = self._counts.add
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         buckets = self._counts.cumulative()
         yield HistogramMetricFamily(self._name, self._help_text, buckets=buckets, sum_value=self._counts.sum)
-
-
-class OperationStalls(Collector):
-    """For how long control requests kept forward passes from running, as the replicas last said."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._loads: Sequence[Load] = ()
-
-    def set(self, loads: Sequence[Load]) -> None:
-        """Take over what replicas have counted since their start."""
-        self._loads = loads
-
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        help_text = "The longest time for which a control operation kept a replica from forward passes."
-        family = HistogramMetricFamily(self._name, help_text, labels=["operation"])
-        for operation in sorted({name for load in self._loads for name in load.stalls}):
-            stalls = [load.stalls[operation] for load in self._loads if operation in load.stalls]
-            counts = BucketCounts(
-                STALL_BOUNDS_S, [sum(column) for column in zip(*(one.counts for one in stalls), strict=True)]
-            )
-            family.add_metric([operation], counts.cumulative(), sum(one.sum_s for one in stalls))
-        yield family
-
-
-class StepTokens(Collector):
-    """How many tokens forward passes had, as the replicas last said."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.loads: Sequence[Load] = ()
-
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        help_text = "Tokens of each forward pass: of prompts, and one of each request that decodes."
-        family = HistogramMetricFamily(self._name, help_text, labels=["dp_rank"])
-        for load in self.loads:
-            buckets = BucketCounts(STEP_BOUNDS, load.step_counts).cumulative()
-            family.add_metric([str(load.dp_rank)], buckets, load.step_tokens)
-        yield family
-
-
-class RisingTotals:
-    """Counters of what others count: they say the total, and a restart of theirs is none of ours."""
-
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._last: dict[tuple[str, ...], float] = {}
-
-    def set(self, total: float, *labels: str) -> None:
-        """Bring the counter up to a total."""
-        rise = total - self._last.get(labels, 0.0)
-        self._last[labels] = total
-        self._counter.labels(*labels).inc(max(0.0, rise))
 
 
 class GcPauses(Collector):
@@ -134,10 +84,8 @@ class GcPauses(Collector):
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         help_text = "Pauses of the API process for Python's garbage collector."
-        family = HistogramMetricFamily(self._name, help_text, labels=["generation"])
-        for generation, counts in enumerate(self._counts):
-            family.add_metric([str(generation)], counts.cumulative(), counts.sum)
-        yield family
+        rows = ((str(generation), counts) for generation, counts in enumerate(self._counts))
+        yield histograms(self._name, help_text, "generation", rows)
 
     def _note(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -249,34 +197,26 @@ class VllmAliases(Collector):
                 for group, operations in VLLM_OPERATIONS.items():
                     rows = _by_operation(family, operations, VLLM_ABSENT[group])
                     yield _renamed(family, f"vllm:{group}_{suffix}", rows)
-        states = {state: {"engine": "0", "sleep_state": state} for state in SLEEP_STATES}
-        yield _gauge(
+        state = GaugeMetricFamily(
             "vllm:engine_sleep_state",
             "1 for the state that holds.",
-            [({**labels, **self._model}, state == self.sleep_state) for state, labels in states.items()],
+            labels=["engine", "sleep_state", "model_name"],
         )
-        blocks = {rank: str(count // self._page_size) for rank, count in self.num_tokens.items()}
-        yield _gauge(
+        for one in SLEEP_STATES:
+            state.add_metric(["0", one, self._model["model_name"]], one == self.sleep_state)
+        yield state
+        cache = GaugeMetricFamily(
             "vllm:cache_config_info",
             "Pages of each replica's KV pool, and the tokens of a page.",
-            [
-                (
-                    {"engine": str(rank), "num_gpu_blocks": count, "block_size": str(self._page_size)},
-                    True,
-                )
-                for rank, count in blocks.items()
-            ],
+            labels=["engine", "num_gpu_blocks", "block_size"],
         )
+        for rank, count in self.num_tokens.items():
+            cache.add_metric([str(rank), str(count // self._page_size), str(self._page_size)], 1)
+        yield cache
 
     def _labels(self, labels: Mapping[str, str]) -> dict[str, str]:
         named = {VLLM_LABELS.get(name, name): value for name, value in labels.items()}
         return {"engine": "0", **named, **self._model}
-
-
-def _gauge(name: str, text: str, rows: Iterable[tuple[dict[str, str], bool]]) -> Metric:
-    metric = Metric(name, text, "gauge")
-    metric.samples = [Sample(name, labels, float(value)) for labels, value in rows]
-    return metric
 
 
 def _renamed(family: Metric, name: str, samples: Iterable[Sample]) -> Metric:

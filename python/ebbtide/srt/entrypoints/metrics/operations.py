@@ -12,20 +12,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from ebbtide.srt.entrypoints.metrics.collectors import OperationStalls, RisingTotals, WeightedHistogram
+from ebbtide.srt.entrypoints.metrics.collectors import WeightedHistogram
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers import io_struct
-from ebbtide.srt.managers.api.log import PauseWatch
 from ebbtide.srt.managers.io_struct import (
     CONTROL_REQUESTS,
     STALL_BOUNDS_S,
     ControlRequest,
-    Load,
     PauseMode,
     Reply,
-    RetractCause,
     StateReport,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -36,8 +33,6 @@ T = TypeVar("T")
 PREFIX: Final = "ebbtide_"
 # Seconds: from a pause to an update that waits for its deadline.
 DURATION_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# How many commits ago the weights served that computed KV. The last one stands for all before it, too.
-KV_LAGS: Final = ("0", "1", "2", "3 or more")
 LAG_BUCKETS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 # How many commits back the versions are known: a rollout lives through a few.
 MAX_VERSIONS: Final = 4096
@@ -109,23 +104,22 @@ class Observer(Protocol):
 class ControlMetrics:
     """Counts control operations as they end, and tokens by the age of their weights as outputs end.
 
-    `observers` are called for each operation, and for each output that has ended.
+    `observers` are called for each operation, and for each output that has ended. `version_lag`: how old
+    weights are.
     """
 
     def __init__(self, registry: CollectorRegistry, version: str) -> None:
         self.observers: list[Observer] = []
         self._registry = registry
-        self._version_lag = VersionLag(version)
+        self.version_lag = VersionLag(version)
         self._operations(registry)
         self._effects(registry)
-        self._states(registry)
         self._lag = WeightedHistogram(
             PREFIX + "output_token_lag_commits",
             "Tokens of outputs that have ended, by the commits between their weights and the newest then.",
             LAG_BUCKETS,
         )
         registry.register(self._lag)
-        self._replicas(registry)
         self._mixed = self._counter("mixed_version_outputs", "Outputs that several versions sampled.")
 
     def _operations(self, registry: CollectorRegistry) -> None:
@@ -172,29 +166,6 @@ class ControlMetrics:
             self._released.labels(tag.value)
             self._resumed.labels(tag.value)
 
-    def _states(self, registry: CollectorRegistry) -> None:
-        self._blocked = self._gauge("not_running", "1 for each reason why no forward pass may run.", "reason")
-        self._blocked_s = self._gauge("not_running_seconds", "Since a forward pass might have run last.")
-        self._forgotten = self._gauge("pause_forgotten", "1 once that exceeds --pause-warning-s.")
-        self._backup = self._gauge("backup_bytes", "Host memory that keeps what was released.", "tag")
-        self._session = self._gauge("weight_session_open", "1 while a weight update session is open.")
-        self._version = Info(
-            PREFIX + "weight_version", "The version of the weights that serve.", registry=registry
-        )
-
-    def _replicas(self, registry: CollectorRegistry) -> None:
-        self._stalls = OperationStalls(PREFIX + "control_operation_stall_seconds")
-        registry.register(self._stalls)
-        self._recomputed = RisingTotals(
-            self._counter("recomputed_tokens", "Tokens prefilled once more.", "dp_rank", "cause")
-        )
-        self._gc_s = RisingTotals(
-            self._counter("scheduler_gc_pause_seconds", "Pauses of a replica's loop for it.", "dp_rank")
-        )
-        self._kv_tokens = self._gauge(
-            "kv_tokens", "Running requests' KV, by commits since its weights.", "dp_rank", "commits"
-        )
-
     # ------------------------------------------------------------------------------------------- operations
 
     async def observed(self, operation: str, work: Awaitable[T]) -> T:
@@ -237,7 +208,7 @@ class ControlMetrics:
             case io_struct.UpdateWeightsReqOutput():
                 self._note_update(operation, reply)
             case io_struct.UpdateWeightVersionReqOutput():
-                self._version_lag.rename(reply.new_version)
+                self.version_lag.rename(reply.new_version)
             case io_struct.ReleaseMemoryOccupationReqOutput():
                 self._parked.inc(reply.parked_bytes)
                 for tag, num_bytes in reply.freed_bytes.items():
@@ -261,41 +232,16 @@ class ControlMetrics:
         if reply.committed:
             self._commits.inc()
             self._stall_s.labels(operation).observe(reply.stall_ms / 1e3)
-            self._version_lag.commit(reply.weight_version)
+            self.version_lag.commit(reply.weight_version)
 
     # --------------------------------------------------------------------------------------- outputs, state
 
     def note_spans(self, spans: Sequence[Mapping[str, Any]]) -> None:
         """An output has ended: its `weight_versions`."""
         for span in spans:
-            self._lag.observe(self._version_lag.of(span["version"]), span["end"] - span["start"])
+            self._lag.observe(self.version_lag.of(span["version"]), span["end"] - span["start"])
         if len({span["version"] for span in spans}) > 1:
             self._mixed.inc()
-
-    def set_state(self, state: StateReport, pause: PauseWatch) -> None:
-        """Take over the state machines as they stand."""
-        self._blocked_s.set(pause.blocked_s)
-        self._forgotten.set(pause.is_forgotten)
-        for reason, holds in reasons(state).items():
-            self._blocked.labels(reason).set(holds)
-        for tag in MemoryTag:
-            self._backup.labels(tag.value).set(sum(rank.tags[tag].backup_bytes for rank in state.ranks))
-        self._session.set(state.session is not None)
-        self._version.info({"version": state.weight_version})
-
-    def set_loads(self, loads: Sequence[Load]) -> None:
-        """Take over what each replica has to do, and has counted."""
-        self._stalls.set(loads)
-        for load in loads:
-            rank = str(load.dp_rank)
-            self._gc_s.set(load.gc_pause_s, rank)
-            for cause in RetractCause:
-                self._recomputed.set(load.recomputed_tokens.get(cause, 0), rank, cause)
-            by_lag = dict.fromkeys(KV_LAGS, 0)
-            for version, num_tokens in load.kv_tokens.items():
-                by_lag[KV_LAGS[min(self._version_lag.of(version), len(KV_LAGS) - 1)]] += num_tokens
-            for lag, num_tokens in by_lag.items():
-                self._kv_tokens.labels(rank, lag).set(num_tokens)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, help_text, labels, registry=self._registry)

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from ebbtide.srt.entrypoints.metrics.collectors import (
     SLEEP_STATES,
+    BucketCounts,
     GcPauses,
     SglangAliases,
-    StepTokens,
     VllmAliases,
     WeightedHistogram,
+    histograms,
 )
-from ebbtide.srt.entrypoints.metrics.operations import PREFIX as CONTROL_PREFIX, ControlMetrics
+from ebbtide.srt.entrypoints.metrics.operations import (
+    PREFIX as CONTROL_PREFIX,
+    ControlMetrics,
+    VersionLag,
+    reasons,
+)
 from ebbtide.srt.managers.api.log import PauseWatch
-from ebbtide.srt.managers.io_struct import Load, StateReport
+from ebbtide.srt.managers.io_struct import (
+    STALL_BOUNDS_S,
+    STEP_BOUNDS,
+    Load,
+    RetractCause,
+    StallCounts,
+    StateReport,
+)
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 PREFIX = "ebbtide:"
@@ -78,6 +93,21 @@ LOAD_GAUGES = {
 }
 
 
+# How many commits ago the weights served that computed KV. The last one stands for all before it, too.
+KV_LAGS: Final = ("0", "1", "2", "3 or more")
+# Values of labels → a number.
+Rows: TypeAlias = Sequence[tuple[tuple[str, ...], float]]
+
+# In the order of the values in `Readings`.
+STATE_GAUGES: Final = {
+    PREFIX + "can_run": "1 if a forward pass may run now.",
+    PREFIX + "weights_stale": "1 if parameters have not been written since a resume.",
+    PREFIX + "adapters_loaded": "Adapters that requests may ask for.",
+    CONTROL_PREFIX + "not_running_seconds": "Since a forward pass might have run last.",
+    CONTROL_PREFIX + "pause_forgotten": "1 once that exceeds --pause-warning-s.",
+    CONTROL_PREFIX + "weight_session_open": "1 while a weight update session is open.",
+}
+
 # Adapters that have a label of their own: the first ones. Names have no "@".
 MAX_ADAPTERS: Final = 64
 OTHER_ADAPTERS: Final = "@other"
@@ -103,7 +133,6 @@ class Metrics:
             "adapter_generation_tokens", "Output tokens, by the adapter of the request.", "adapter"
         )
         self._adapter_names: set[str] = set()
-        self._adapters = self._gauge("adapters_loaded", "Adapters that requests may ask for.")
         self._counters = {name: (self._counter(name, text), key) for name, (key, text) in COUNTERS.items()}
         # With the keys of their values: the first less the second.
         self._histograms = [
@@ -127,15 +156,8 @@ class Metrics:
         self._max_tokens = self._histogram(
             "request_params_max_tokens", "Most tokens of an output, by each request.", LENGTH_BUCKETS
         )
-        self._loads = {name: self._gauge(name, text, "dp_rank") for name, text in LOAD_GAUGES.items()}
-        self._waiting = self._gauge(
-            *("num_waiting_reqs_by_reason", "Those, by whether it is room or a version of the weights."),
-            *("dp_rank", "reason"),
-        )
-        self._step_tokens = StepTokens(PREFIX + "step_tokens")
-        self._registry.register(self._step_tokens)
-        self._can_run = self._gauge("can_run", "1 if a forward pass may run now.")
-        self._stale = self._gauge("weights_stale", "1 if parameters have not been written since a resume.")
+        self._readings = Readings(self.control.version_lag)
+        self._registry.register(self._readings)
         self._aliases = CollectorRegistry()
         self._vllm: VllmAliases | None = None
         if aliases == "vllm":
@@ -143,7 +165,6 @@ class Metrics:
             self._aliases.register(self._vllm)
         elif aliases == "sglang":
             self._aliases.register(SglangAliases(self._registry))
-        self._resident = self._gauge("resident_bytes", "Device memory by tag, all ranks.", "tag")
 
     async def note_all(self, result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Count an answer of `/generate`: one output, or a list of them; of many, the event loop goes on."""
@@ -177,24 +198,7 @@ class Metrics:
 
     def _set(self, state: StateReport, loads: Sequence[Load], pause: PauseWatch) -> None:
         """Take over what is read rather than counted."""
-        self.control.set_state(state, pause)
-        self.control.set_loads(loads)
-        for load in loads:
-            for name, gauge in self._loads.items():
-                gauge.labels(str(load.dp_rank)).set(getattr(load, name))
-            num_held = {
-                "capacity": load.num_waiting_reqs - load.num_held_reqs,
-                "deferred": load.num_held_reqs,
-            }
-            for reason, num_reqs in num_held.items():
-                self._waiting.labels(str(load.dp_rank), reason).set(num_reqs)
-        self._step_tokens.loads = loads
-        self._can_run.set(state.can_run)
-        self._adapters.set(len(state.adapter_versions))
-        self._stale.set(any(rank.tags[MemoryTag.WEIGHTS].content == "stale" for rank in state.ranks))
-        for tag in MemoryTag:
-            num_bytes = sum(rank.tags[tag].resident_bytes for rank in state.ranks)
-            self._resident.labels(tag.value).set(num_bytes)
+        self._readings.last = state, loads, pause
         if self._vllm is not None:
             self._vllm.sleep_state = _sleep_state(state)
             self._vllm.num_tokens = {load.dp_rank: load.max_total_num_tokens for load in loads}
@@ -231,11 +235,103 @@ class Metrics:
         self._num_samples.observe(num_samples)
         self._max_tokens.observe(max_new_tokens)
 
-    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
-        return Gauge(PREFIX + name, help_text, labels, registry=self._registry)
-
     def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, help_text, registry=self._registry, buckets=buckets)
+
+
+class Readings(Collector):
+    """What is read when metrics are asked for: the state machines, and what replicas have counted.
+
+    `last`: the state, the load of each replica, and what a pause has lasted.
+    """
+
+    last: tuple[StateReport, Sequence[Load], PauseWatch] | None = None
+
+    def __init__(self, lag: VersionLag) -> None:
+        self._lag = lag
+
+    def collect(self) -> Iterator[Metric]:
+        if self.last is not None:
+            state, loads, pause = self.last
+            yield from self._of_replicas([(str(load.dp_rank), load) for load in loads])
+            yield from self._of_state(state, pause)
+
+    def _of_replicas(self, loads: Sequence[tuple[str, Load]]) -> Iterator[Metric]:
+        rows: list[tuple[tuple[str, ...], float]]
+        for name, text in LOAD_GAUGES.items():
+            rows = [((rank,), getattr(load, name)) for rank, load in loads]
+            yield _gauge(PREFIX + name, text, rows, "dp_rank")
+        rows = []
+        for rank, load in loads:
+            rows.append(((rank, "capacity"), load.num_waiting_reqs - load.num_held_reqs))
+            rows.append(((rank, "deferred"), load.num_held_reqs))
+        text = "Those, by whether it is room or a version of the weights."
+        yield _gauge(PREFIX + "num_waiting_reqs_by_reason", text, rows, "dp_rank", "reason")
+        rows = [(pair, num_tokens) for rank, load in loads for pair, num_tokens in self._by_lag(rank, load)]
+        text = "Running requests' KV, by commits since its weights."
+        yield _gauge(CONTROL_PREFIX + "kv_tokens", text, rows, "dp_rank", "commits")
+        name, text = CONTROL_PREFIX + "recomputed_tokens", "Tokens prefilled once more."
+        recomputed = CounterMetricFamily(name, text, labels=["dp_rank", "cause"])
+        name, text = CONTROL_PREFIX + "scheduler_gc_pause_seconds", "Pauses of a replica's loop for it."
+        paused = CounterMetricFamily(name, text, labels=["dp_rank"])
+        for rank, load in loads:
+            paused.add_metric([rank], load.gc_pause_s)
+            for cause in RetractCause:
+                recomputed.add_metric([rank, cause], load.recomputed_tokens.get(cause, 0))
+        yield from (recomputed, paused)
+        text = "Tokens of each forward pass: of prompts, and one of each request that decodes."
+        steps = [
+            (rank, BucketCounts(STEP_BOUNDS, load.step_counts, load.step_tokens)) for rank, load in loads
+        ]
+        yield histograms(PREFIX + "step_tokens", text, "dp_rank", steps)
+        text = "The longest time for which a control operation kept a replica from forward passes."
+        stalls = _stalls([load.stalls for _, load in loads])
+        yield histograms(CONTROL_PREFIX + "control_operation_stall_seconds", text, "operation", stalls)
+
+    def _by_lag(self, rank: str, load: Load) -> Rows:
+        """Tokens of KV by how many commits ago their weights served."""
+        by_lag = dict.fromkeys(KV_LAGS, 0)
+        for version, num_tokens in load.kv_tokens.items():
+            by_lag[KV_LAGS[min(self._lag.of(version), len(KV_LAGS) - 1)]] += num_tokens
+        return [((rank, lag), num_tokens) for lag, num_tokens in by_lag.items()]
+
+    def _of_state(self, state: StateReport, pause: PauseWatch) -> Iterator[Metric]:
+        values = (
+            state.can_run,
+            any(rank.tags[MemoryTag.WEIGHTS].content == "stale" for rank in state.ranks),
+            len(state.adapter_versions),
+            pause.blocked_s,
+            pause.is_forgotten,
+            state.session is not None,
+        )
+        for (name, text), value in zip(STATE_GAUGES.items(), values, strict=True):
+            yield _gauge(name, text, [((), value)])
+        blocked = [((reason,), holds) for reason, holds in reasons(state).items()]
+        text = "1 for each reason why no forward pass may run."
+        yield _gauge(CONTROL_PREFIX + "not_running", text, blocked, "reason")
+        tags = [(tag, [rank.tags[tag] for rank in state.ranks]) for tag in MemoryTag]
+        resident = [((tag.value,), sum(report.resident_bytes for report in reports)) for tag, reports in tags]
+        yield _gauge(PREFIX + "resident_bytes", "Device memory by tag, all ranks.", resident, "tag")
+        backup = [((tag.value,), sum(report.backup_bytes for report in reports)) for tag, reports in tags]
+        text = "Host memory that keeps what was released."
+        yield _gauge(CONTROL_PREFIX + "backup_bytes", text, backup, "tag")
+        text, version = "The version of the weights that serve.", {"version": state.weight_version}
+        yield InfoMetricFamily(CONTROL_PREFIX + "weight_version", text, version)
+
+
+def _gauge(name: str, text: str, rows: Rows, *labels: str) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+def _stalls(of_replicas: Sequence[Mapping[str, StallCounts]]) -> Iterator[tuple[str, BucketCounts]]:
+    """By operation, over all replicas."""
+    for operation in sorted({name for stalls in of_replicas for name in stalls}):
+        found = [stalls[operation] for stalls in of_replicas if operation in stalls]
+        counts = map(sum, zip(*(one.counts for one in found), strict=True))
+        yield operation, BucketCounts(STALL_BOUNDS_S, counts, sum(one.sum_s for one in found))
 
 
 def _sleep_state(state: StateReport) -> str:
