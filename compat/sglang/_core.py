@@ -28,7 +28,7 @@ class EngineCore(ebbtide.Engine):
         kind = getattr(io_struct, name, None)
         if kind is None:
             raise EngineError(f"{name} is not in this version")
-        return await self._in_loop(self._service.control(kind, fields))
+        return await self._runner.run(self._service.control(kind, fields))
 
     def wait(self, work: Coroutine[Any, Any, T], twin: str) -> T:
         """Run a coroutine to its end; in a running event loop the error names `twin`, which works there."""
@@ -37,7 +37,7 @@ class EngineCore(ebbtide.Engine):
         except RuntimeError:
             work.close()
             raise
-        return self._wait(work)
+        return self._runner.wait(work)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a coroutine without waiting for it."""
@@ -45,7 +45,7 @@ class EngineCore(ebbtide.Engine):
 
     def sizes(self) -> dict[str, Any]:
         """What SGLang's scheduler reports at its start."""
-        info: dict[str, Any] = self._wait(self._service.server_info())
+        info: dict[str, Any] = self._runner.wait(self._service.server_info())
         return {name: info[name] for name in ("max_total_num_tokens", "max_req_input_len") if name in info}
 
     @property
@@ -66,7 +66,9 @@ class EngineCore(ebbtide.Engine):
                 return
             # What belongs to the engine runs in its loop, the connection stays in this one.
             loop = asyncio.get_running_loop()
-            await self._in_loop(_run(inner, dict(scope), _elsewhere(receive, loop), _elsewhere(send, loop)))
+            await self._runner.run(
+                _run(inner, dict(scope), _elsewhere(receive, loop), _elsewhere(send, loop))
+            )
 
         return serve
 

@@ -113,7 +113,7 @@ class _Core(ebbtide.Engine):
         async def run() -> T:
             return await work
 
-        return await self._in_loop(run())
+        return await self._runner.run(run())
 
     async def answer(self, fields: Mapping[str, Any]) -> Any:
         """What `POST /generate` answers to these fields."""

@@ -206,7 +206,7 @@ class JointEngine(Engine):
         async def keep() -> None:
             self._service.manager.ended.keep(request, so_far.output_ids)
 
-        await self._in_loop(keep())
+        await self._runner.run(keep())
 
     async def read_weights(self, first_index: int) -> WeightBucket:
         """The parameters from this one on, as many as travel at once.
@@ -260,7 +260,7 @@ class JointEngine(Engine):
     async def _read_pieces(self, index: int, first_byte: int) -> list[list[WeightPiece]]:
         """Pieces from there on, of every rank."""
         request = ReadWeightsReqInput(index=index, first_byte=first_byte, num_bytes=PIECE_BYTES)
-        reply = await self._in_loop(self._service.manager.control.call(request))
+        reply = await self._runner.run(self._service.manager.control.call(request))
         assert isinstance(reply, ReadWeightsReqOutput)
         return reply.pieces
 

@@ -226,13 +226,6 @@ def test_bad_loads_are_refused_in_the_one_shape(
     assert "bad" not in server.get("/v1/models").text
 
 
-def test_without_lora_the_start_and_requests_are_refused(shared_server: Server) -> None:
-    asked = {"input_ids": PROMPT, "lora_path": "first"}
-    refused = shared_server.post("/generate", asked)
-    assert (refused.status_code, "--enable-lora" in refused.json()["message"]) == (400, True)
-    assert shared_server.post("/load_lora_adapter", {"lora_name": "a", "lora_path": "/"}).status_code == 400
-
-
 def test_the_information_tells_of_adapters(server: Server) -> None:
     info = server.get("/server_info?config_format=json").json()
     assert info["vllm_config"]["lora_config"] == {"max_lora_rank": 8, "max_loras": 2}

@@ -102,20 +102,33 @@ _TOO_LONG: Final = f"the URL and the headers: expected at most {MAX_HEAD_BYTES} 
 _TOO_SLOW: Final = f"the URL and the headers: expected within {HEAD_PATIENCE_S:g} s"
 
 
-class Door:
-    """Serves an application in the engine's event loop, at `url`. Port 0: a free one.
+def bind(host: str, port: int) -> socket.socket:
+    """Take a port, 0: a free one. Raises ConfigurationError: it cannot be had."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigurationError(f"host {host!r}: {error.strerror or error}") from None
+    # A name such as localhost has several addresses: clients expect that of IPv4.
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        return listener
+    except OSError as error:
+        listener.close()
+        raise cannot_listen(host, port, error) from None
 
-    Raises ConfigurationError: the address cannot be had.
-    """
+
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"cannot listen on {host} port {port} (--host, --port): {error.strerror}")
+
+
+class Door:
+    """Serves an application in the engine's event loop, at `url`. Raises as `bind`."""
 
     def __init__(self, application: ASGIApp, host: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family)
-        try:
-            self._socket.bind((host, port))
-        except OSError as error:
-            self._socket.close()
-            raise ConfigurationError(f"port {port} of {host} cannot be had: {error.strerror}") from None
+        self._socket = bind(host, port)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.engine_methods import EngineMethods
@@ -113,9 +113,6 @@ class EngineStream:
             self._runner.call(self._service.heap.leave)
 
 
-T = TypeVar("T")
-
-
 class Engine(EngineMethods):
     """An LLM inference engine in Python: it starts its own processes and opens no port.
 
@@ -153,7 +150,7 @@ class Engine(EngineMethods):
             encoding = "ebbtide.trainer.payload_encoding"
             Thread(target=import_module, args=[encoding], name="preparing", daemon=True).start()
         try:
-            self._wait(self._service.open())
+            self._runner.wait(self._service.open())
         except BaseException:
             self.shutdown()
             raise
@@ -170,13 +167,13 @@ class Engine(EngineMethods):
     # ------------------------------------------------------------------------------------------- its methods
 
     async def _generate(self, fields: Mapping[str, Any]) -> Any:
-        return await self._in_loop(self._start_or_finish(fields))
+        return await self._runner.run(self._start_or_finish(fields))
 
     async def _carry_out(self, kind: type[io_struct.ControlRequest], fields: Mapping[str, Any]) -> Any:
-        return await self._in_loop(self._service.control(kind, fields))
+        return await self._runner.run(self._service.control(kind, fields))
 
     async def _transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._in_loop(self._service.transition(fields))
+        return await self._runner.run(self._service.transition(fields))
 
     async def _payload_encoder(self) -> PayloadEncoder:
         if self._encoder is None:
@@ -192,7 +189,7 @@ class Engine(EngineMethods):
         return self._encoder
 
     async def _read(self, what: str, **query: Any) -> dict[str, Any]:
-        return await self._in_loop(self._service.read(what, **query))
+        return await self._runner.run(self._service.read(what, **query))
 
     @property
     def weight_version(self) -> str:
@@ -224,7 +221,7 @@ class Engine(EngineMethods):
         # The page of another site could read this one if its own name came to lead here.
         names = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
         application = Starlette(routes=routes, middleware=[names])
-        return self._wait(self._open_door(application, "127.0.0.1", port)) + "/dashboard"
+        return self._runner.wait(self._open_door(application, "127.0.0.1", port)) + "/dashboard"
 
     def serve_http(self, port: int = 0) -> str:
         """Serve everything that `ebbtide serve` does, on `server_args.host`, as long as the engine lives.
@@ -241,7 +238,7 @@ class Engine(EngineMethods):
         from ebbtide.srt.entrypoints.http_server import create_app  # seconds of imports
 
         application = create_app(self._service)
-        return self._wait(self._open_door(application, self.server_args.host, port))
+        return self._runner.wait(self._open_door(application, self.server_args.host, port))
 
     async def _open_door(self, application: ASGIApp, host: str, port: int) -> str:
         from ebbtide.srt.entrypoints.connection import Door
@@ -284,9 +281,3 @@ class Engine(EngineMethods):
         result = await generation.result()
         await self._service.metrics.note_all(result)
         return result
-
-    async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return await self._runner.run(work)
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._runner.wait(work)

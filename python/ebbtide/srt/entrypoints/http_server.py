@@ -25,9 +25,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ebbtide.srt.config import EngineConfig, HttpConfig, resolve
+from ebbtide.srt.config import EngineConfig, resolve
 from ebbtide.srt.entrypoints.anthropic.routes import AnthropicApi, with_own_errors
-from ebbtide.srt.entrypoints.connection import BoundedConnection
+from ebbtide.srt.entrypoints.connection import BoundedConnection, bind, cannot_listen
 from ebbtide.srt.entrypoints.http_answers import DIRECT_SEND, Json, error_answer
 from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.console import (
@@ -56,7 +56,7 @@ from ebbtide.srt.entrypoints.routing import endpoints
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.generate import TokensApi
 from ebbtide.srt.entrypoints.vllm.routes import vllm_endpoints
-from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected, error_body
+from ebbtide.srt.errors import EngineError, RequestRejected, error_body
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.srt.this_process import freeze_heap, raise_file_limit
 from ebbtide.version import __version__
@@ -200,7 +200,8 @@ def serve(
                 stages.show("", READING_CONFIG)
                 config = configure()
             read_chat_template(config.server_args.chat_template)  # refused now rather than at the first chat
-            listener = _bind(config.http)
+            # Nobody can connect until it listens.
+            listener = bind(config.http.host, config.http.port)
             service = EngineService(config, targets, early)
     except Stopped:
         if service is not None:
@@ -263,7 +264,10 @@ async def _serve(
         if not config.server_args.skip_server_warmup:
             await service.generate_one_token()
         freeze_heap()
-        _listen(listener, config.http)
+        try:
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise cannot_listen(config.http.host, config.http.port, error) from None
         is_ready = not server.should_exit
         logger.info("ready: listening on %s", config.server_args.url())
         show_welcome(service)
@@ -302,37 +306,6 @@ def _on_signals(handlers: Mapping[int, Callable[[], None]]) -> None:
     if is_main_thread():
         for number, handler in handlers.items():
             asyncio.get_running_loop().add_signal_handler(number, handler)
-
-
-def _bind(http: HttpConfig) -> socket.socket:
-    """Take the port before the model loads. Nobody can connect until `_listen`."""
-    try:
-        found = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigurationError(f"host {http.host!r}: {error.strerror or error}") from None
-    # A name such as localhost has several addresses: clients expect that of IPv4.
-    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        return listener
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(http, error) from None
-
-
-def _listen(listener: socket.socket, http: HttpConfig) -> None:
-    try:
-        listener.listen(BACKLOG)
-    except OSError as error:
-        raise _cannot_listen(http, error) from None
-
-
-def _cannot_listen(http: HttpConfig, error: OSError) -> ConfigurationError:
-    return ConfigurationError(
-        f"cannot listen on {http.host} port {http.port} (--host, --port): {error.strerror}"
-    )
 
 
 MB = 1e6

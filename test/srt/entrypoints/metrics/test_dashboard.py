@@ -124,7 +124,7 @@ def test_an_engine_in_python_shows_itself_until_it_ends() -> None:
             next(events)
             engine.flush_cache()
             assert any('"operation":"flush_cache"' in line for line in events)
-            with pytest.raises(ConfigurationError, match=r"port \d+ of 127.0.0.1 cannot be had: .*in use"):
+            with pytest.raises(ConfigurationError, match=r"cannot listen on 127.0.0.1 port \d+ .*in use"):
                 engine.serve_dashboard(response.url.port or 0)
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)

@@ -15,9 +15,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import ConfigurationError
@@ -40,8 +39,7 @@ class NodeAddress:
     ports: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Something that listens: its name, its node, and the nodes of those who connect to it."""
 
     name: str
@@ -51,17 +49,6 @@ class _Place:
     @property
     def is_shared(self) -> bool:
         return self.users != {self.node}
-
-
-@dataclass(frozen=True, slots=True)
-class _ReplicaPlaces:
-    scheduler: _Place
-    ticks: tuple[_Place, ...]
-    ranks: _Place
-    rendezvous: _Place
-
-    def __iter__(self) -> Iterator[_Place]:
-        return iter((self.scheduler, *self.ticks, self.ranks, self.rendezvous))
 
 
 def node_of(parallel: ParallelConfig, dp_rank: int, tp_rank: int) -> int:
@@ -75,7 +62,9 @@ def local_ranks(parallel: ParallelConfig) -> list[tuple[int, int]]:
 
 
 def num_ports(parallel: ParallelConfig, node: int) -> int:
-    places = chain(_common_places(parallel), *_replica_places(parallel))
+    places = [*_common_places(parallel)]
+    for scheduler, ticks, ranks, rendezvous in _replica_places(parallel):
+        places += [scheduler, *ticks, ranks, rendezvous]
     return sum(place.node == node and place.is_shared for place in places)
 
 
@@ -93,16 +82,14 @@ def place_replicas(parallel: ParallelConfig, nodes: Sequence[NodeAddress]) -> li
     manager, detokenizer = (address(place) for place in _common_places(parallel))
     return [
         ChannelAddresses(
-            scheduler=address(replica.scheduler),
+            scheduler=address(scheduler),
             detokenizer=detokenizer,
             manager=manager,
-            ticks=tuple(address(place) for place in replica.ticks),
-            ranks=address(replica.ranks),
-            rendezvous=address(
-                replica.rendezvous, "file", parallel.rendezvous_port if dp_rank == 0 else None
-            ),
+            ticks=tuple(map(address, ticks)),
+            ranks=address(ranks),
+            rendezvous=address(rendezvous, "file", parallel.rendezvous_port if dp_rank == 0 else None),
         )
-        for dp_rank, replica in enumerate(_replica_places(parallel))
+        for dp_rank, (scheduler, ticks, ranks, rendezvous) in enumerate(_replica_places(parallel))
     ]
 
 
@@ -132,20 +119,20 @@ def _common_places(parallel: ParallelConfig) -> tuple[_Place, _Place]:
     return _Place("manager", 0, leaders | {0}), _Place("detokenizer", 0, leaders | {0})
 
 
-def _replica_places(parallel: ParallelConfig) -> Iterator[_ReplicaPlaces]:
+def _replica_places(parallel: ParallelConfig) -> Iterator[tuple[_Place, list[_Place], _Place, _Place]]:
+    """Scheduler, ticks of each rank, ranks and rendezvous of each replica."""
     for dp_rank in range(parallel.dp_size):
         suffix = f"-dp{dp_rank}" if parallel.dp_size > 1 else ""
         nodes = [node_of(parallel, dp_rank, tp_rank) for tp_rank in range(parallel.tp_size)]
         leader = nodes[0]
-        yield _ReplicaPlaces(
-            scheduler=_Place(f"scheduler{suffix}", leader, frozenset({leader, 0})),
-            ticks=tuple(
-                _Place(f"ticks{suffix}-tp{tp_rank}", node, frozenset({leader, node}))
-                for tp_rank, node in enumerate(nodes)
-            ),
-            ranks=_Place(f"ranks{suffix}", leader, frozenset(nodes)),
-            rendezvous=_Place(f"rendezvous{suffix}", leader, frozenset(nodes)),
+        ticks = [
+            _Place(f"ticks{suffix}-tp{tp_rank}", node, frozenset({leader, node}))
+            for tp_rank, node in enumerate(nodes)
+        ]
+        ranks, rendezvous = (
+            _Place(f"{name}{suffix}", leader, frozenset(nodes)) for name in ("ranks", "rendezvous")
         )
+        yield _Place(f"scheduler{suffix}", leader, frozenset({leader, 0})), ticks, ranks, rendezvous
 
 
 def _socket_path(folder: str, name: str) -> str:

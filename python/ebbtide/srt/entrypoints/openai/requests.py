@@ -97,8 +97,9 @@ def completion_call(
     generate["return_text_in_logprobs"] = generate["return_text_in_logprobs"] and template is not None
     generate["sampling_params"] = params
     echo = _echo(generate, template) if request.echo else None
-    call = _call(request, generate, default_model, "cmpl-", request.logprobs, echo=echo)
-    return replace(call, ignored_fields=unknown_fields(CompletionRequest, fields, is_chat=False))
+    ignored_fields = unknown_fields(CompletionRequest, fields, is_chat=False)
+    about = {"echo": echo, "ignored_fields": ignored_fields}
+    return _call(request, generate, default_model, "cmpl-", request.logprobs, **about)
 
 
 def chat_call(
@@ -131,7 +132,6 @@ def chat_call(
     if request.top_logprobs and not request.logprobs:
         raise RequestRejected("top_logprobs: needs logprobs to be true")
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    ignored_fields = unknown_fields(kind, fields, is_chat=True)
     form = answer_form(request, parsers)
     params = {**defaults, **_sampling_params(request), "max_new_tokens": limit}
     if form.calls_schema is not None:
@@ -143,25 +143,23 @@ def chat_call(
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     generate |= _logprob_fields(request, num_logprobs)
     generate["sampling_params"] = params
+    ignored_fields = unknown_fields(kind, fields, is_chat=True)
+    about = {"flat_top": flat_form(request), "ignored_fields": ignored_fields}
+    make = functools.partial(_call, request, generate, default_model, "chatcmpl-", num_logprobs, **about)
     if request.input_ids is not None:
         generate["input_ids"] = request.input_ids
         form.read_prompt(template.end_of(request.input_ids))
-        call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, forms=[form])
-        return replace(call, flat_top=flat_form(request), ignored_fields=ignored_fields)
+        return make(forms=[form])
     # The template writes the special tokens.
     generate["add_special_tokens"] = bool(request.add_special_tokens)
     # A client that asks for the tokens finds the calls itself: "none" means that nobody else is to (TRL).
     has_tools = request.tool_choice != "none" or request.return_token_ids
     render = functools.partial(_render, template, request, tools=request.tools if has_tools else None)
-    messages, given = request.messages or [], fields.get("messages") or []
+    given = fields.get("messages") or []
     if isinstance(request, ChatBatchRequest):
         forms = [replace(form) for _ in given]
-        renders = list(map(render, request.messages, given, forms))
-        call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=renders, forms=forms)
-    else:
-        one = render(messages, given, form)
-        call = _call(request, generate, default_model, "chatcmpl-", num_logprobs, render=one, forms=[form])
-    return replace(call, flat_top=flat_form(request), ignored_fields=ignored_fields)
+        return make(render=list(map(render, request.messages, given, forms)), forms=forms)
+    return make(render=render(request.messages or [], given, form), forms=[form])
 
 
 def _render(
@@ -203,10 +201,9 @@ def _call(
     default_model: str,
     id_prefix: str,
     num_logprobs: int | None,
-    render: Render | Sequence[Render] | None = None,
-    echo: Echo | None = None,
-    forms: Sequence[AnswerForm] = (AnswerForm(),),
+    **about: Any,
 ) -> OpenAICall:
+    """The call; `about`: its fields that no request has."""
     rid = request.rid if request.rid is not None else (request.request_id or uuid.uuid4().hex)
     posted_id = None if request.request_id is None else id_prefix + request.request_id
     params = generate["sampling_params"]
@@ -215,7 +212,11 @@ def _call(
         id=posted_id or (rid if isinstance(rid, str) else next(iter(rid), "")),
         model=request.model if request.model is not None else default_model,
         created=int(time.time()),
-        generate={**generate, "rid": rid, "return_prompt_token_ids": wants_prompt or echo is not None},
+        generate={
+            **generate,
+            "rid": rid,
+            "return_prompt_token_ids": wants_prompt or about.get("echo") is not None,
+        },
         num_samples=params.get("n") or 1,
         stream_options=request.stream_options or NO_STREAM_OPTIONS,
         return_token_ids=bool(request.return_token_ids),
@@ -224,9 +225,7 @@ def _call(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=request.prompt_logprobs,
         stop_token_ids=frozenset(params.get("stop_token_ids", ())),
-        render=render,
-        echo=echo,
-        forms=forms,
+        **about,
     )
 
 
