@@ -101,20 +101,6 @@ def test_an_error_in_the_middle_of_a_stream_is_of_its_status(status: int, error:
             list(client.generate("a", stream=True))
 
 
-def test_plain_calls_do_not_block_a_loop(client: Client) -> None:
-    async def ask() -> Any:
-        return client.model_info()
-
-    with pytest.raises(RuntimeError, match="async_model_info"):
-        asyncio.run(ask())
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "", "http://"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="expected one such as http://"):
-        Client(url)
-
-
 def test_where_no_server_is_the_error_names_the_url() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with Client(url) as client, pytest.raises(ServerUnreachable, match=f"{url} .*ebbtide serve"):

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from packaging.requirements import Requirement
 
 from ebbtide import doctor
 from ebbtide.doctor import Bearing
@@ -19,35 +18,6 @@ def test_a_machine_that_runs_these_tests_is_good_enough(capsys: pytest.CaptureFi
     report = capsys.readouterr().out
     assert "Ebbtide can run here." in report
     assert all(subject in report for subject in ("Python", "packages", "CPU", "memory saver", "GPU"))
-
-
-@pytest.mark.parametrize(
-    ("requirement", "fault"),
-    [
-        ("packaging>=1", None),
-        ("packaging<1", "needs <1"),
-        ("no-such-distribution>=2", "not installed, needs >=2"),
-    ],
-)
-def test_a_requirement_is_met_or_the_fault_is_named(requirement: str, fault: str | None) -> None:
-    found = doctor._fault(Requirement(requirement))
-    assert found is None if fault is None else found is not None and found.endswith(fault)
-
-
-@pytest.mark.parametrize(
-    ("setting", "chosen", "bearing"),
-    [
-        ("always [madvise] never", "madvise", Bearing.GOOD),
-        ("always madvise [never]", "never", Bearing.NOTE),
-        (None, "unknown", Bearing.NOTE),
-    ],
-)
-def test_huge_pages(tmp_path: Path, setting: str | None, chosen: str, bearing: Bearing) -> None:
-    path = tmp_path / "enabled"
-    if setting is not None:
-        path.write_text(setting)
-    finding = doctor._huge_pages(path)
-    assert (finding.found, finding.bearing) == (chosen, bearing)
 
 
 def test_missing_or_small_shared_memory_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

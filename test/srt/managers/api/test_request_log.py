@@ -16,7 +16,7 @@ FIELDS = {
 PARAMS = {"max_new_tokens": 5, "temperature": 0.25, "stop": ("END",)}
 
 
-def lines_of(caplog: pytest.LogCaptureFixture, level: int | None) -> list[str]:
+def lines_of(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     """What is logged of one request."""
     caplog.set_level(logging.INFO)
 
@@ -46,10 +46,6 @@ def test_one_line_as_it_comes_and_one_as_it_ends(
         "request 'r' ended: finish_reason=length prompt_tokens=3 cached_tokens=1 completion_tokens=2"
         " num_retractions=0 weight_version=1 queue_time=0.250 "
     )
-
-
-def test_nothing_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
-    assert lines_of(caplog, None) == []
 
 
 def test_a_client_that_leaves(caplog: pytest.LogCaptureFixture) -> None:

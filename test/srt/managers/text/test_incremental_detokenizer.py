@@ -85,12 +85,6 @@ def test_a_character_begun_by_the_prompt_is_finished_by_the_output(make: Callabl
     assert stream(tokenizer, ids[:-1], [ids[-1:]]) == ["🦆", ""]
 
 
-@TOKENIZERS
-def test_no_output_has_no_text(make: Callable[[], Tokenizer]) -> None:
-    ids = make().encode("the 🦆")[:-1]
-    assert stream(make(), ids, [[]]) == ["", ""]
-
-
 def test_complete_characters_in_a_run_of_bytes_do_not_wait_for_its_end() -> None:
     tokenizer = byte_fallback()
     ids = tokenizer.encode("水火")[1:]
@@ -147,16 +141,6 @@ def test_text_ends_at_the_stop_string_that_is_complete_first(
         matched = max((stop for stop in stops if prefix.endswith(stop)), key=len)
         assert trimmer.matched == matched
         assert shown == (prefix if keep else prefix.removesuffix(matched))
-
-
-@given(text=st.text("^]", max_size=20), stops=STOPS)
-def test_no_piece_shows_the_beginning_of_a_stop_string_that_follows(text: str, stops: list[str]) -> None:
-    trimmer = StopTrimmer(stops)
-    shown = ""
-    for character in text:
-        shown += trimmer.push(character)
-        if trimmer.matched is not None:
-            assert shown + trimmer.matched == text[: len(shown) + len(trimmer.matched)]
 
 
 def test_text_that_cannot_become_a_stop_string_is_not_held_back() -> None:
