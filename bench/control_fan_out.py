@@ -38,7 +38,7 @@ from common import RESULTS, write_result
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_limits import RequestLimits
-from ebbtide.srt.managers.assembly import SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.assembly import assemble_scheduler
 from ebbtide.srt.managers.control.ports import Slices
 from ebbtide.srt.managers.control.weight_ports import WritePlan
 from ebbtide.srt.managers.io_struct import (
@@ -59,7 +59,8 @@ from ebbtide.srt.managers.scheduling.lockstep import open_rank_channels
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
 from ebbtide.testing import NullRunner, NullWeights
-from ebbtide.testing.null_engine import POOL_TOKENS, null_args, null_config, null_parts
+from ebbtide.testing.null_engine import null_parts
+from ebbtide.testing.null_runner import POOL_TOKENS, null_args, null_config
 from ebbtide.trainer.payload_encoding import serialize_tensors
 
 NUM_LAYERS = 32
@@ -96,7 +97,7 @@ def run_replica(config: EngineConfig, addresses: ChannelAddresses, started: thre
     """A replica of one rank. Does not return."""
     inbox, outputs = open_rank_channels(config, addresses)
     parts = null_parts(config, ReferencedWeights(NullRunner()))
-    scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, inbox, outputs)
+    scheduler = assemble_scheduler(config, parts, inbox, outputs)
     started.release()
     scheduler.run()
 

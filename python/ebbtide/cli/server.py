@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -16,6 +15,8 @@ from rich.table import Table
 
 from ebbtide.client import DEFAULT_URL, Client
 from ebbtide.srt.errors import EbbtideError
+from ebbtide.srt.managers.io_struct import PauseMode
+from ebbtide.srt.memory_saver.tags import MemoryTag
 
 Url: TypeAlias = Annotated[
     str,
@@ -72,20 +73,7 @@ def sizes(by_tag: dict[str, Any]) -> str:
 __all__ = ["DEFAULT_URL", "AsJson", "Key", "Url", "asking", "console", "fail", "size", "sizes"]
 
 
-class Tag(StrEnum):
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
-    CUDA_GRAPH = "cuda_graph"
-
-
-class Mode(StrEnum):
-    ABORT = "abort"
-    RETRACT = "retract"
-    IN_PLACE = "in_place"
-    WAIT = "wait"
-
-
-Tags = Annotated[list[Tag] | None, typer.Argument(help="Which memory; none: all of it.")]
+Tags = Annotated[list[MemoryTag] | None, typer.Argument(help="Which memory; none: all of it.")]
 
 
 def _show(answer: dict[str, Any], line: str, as_json: bool) -> None:
@@ -135,7 +123,7 @@ def release(
 def park(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
     """Release the KV cache and keep that of running requests in host memory, from which they go on."""
     with asking(url, key) as client:
-        answer = client.release_memory_occupation([Tag.KV_CACHE], preserve="live")
+        answer = client.release_memory_occupation([MemoryTag.KV_CACHE], preserve="live")
         line = f"freed {sizes(answer['freed_bytes'])}; parked {answer['num_parked']} requests"
         _show(answer, f"{line} in {size(answer['parked_bytes'])} of host memory", as_json)
 
@@ -155,7 +143,7 @@ def pause(
     url: Url = DEFAULT_URL,
     key: Key = None,
     as_json: AsJson = False,
-    mode: Annotated[Mode, typer.Option(help="What becomes of running requests.")] = Mode.IN_PLACE,
+    mode: Annotated[PauseMode, typer.Option(help="What becomes of running requests.")] = PauseMode.IN_PLACE,
 ) -> None:
     """Stop forward passes until `ebbtide continue`."""
     with asking(url, key) as client:
@@ -181,7 +169,9 @@ def update(
     version: Annotated[
         str | None, typer.Option(help="Name of the new weights; unless given, the folder's.")
     ] = None,
-    mode: Annotated[Mode, typer.Option(help="What becomes of running requests meanwhile.")] = Mode.IN_PLACE,
+    mode: Annotated[
+        PauseMode, typer.Option(help="What becomes of running requests meanwhile.")
+    ] = PauseMode.IN_PLACE,
     keep_cache: Annotated[bool, typer.Option(help="Keep prefixes that the old weights computed.")] = False,
 ) -> None:
     """Replace the weights under running requests by those of a folder."""
@@ -191,7 +181,7 @@ def update(
             path,
             weight_version=version or Path(path).name,
             pause_mode=mode,
-            flush_cache=not keep_cache and mode is not Mode.IN_PLACE,
+            flush_cache=not keep_cache and mode is not PauseMode.IN_PLACE,
         )
         line = f"weights {answer['weight_version']}: {answer['num_tensors']} tensors"
         _show(

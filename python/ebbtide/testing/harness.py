@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from ebbtide.srt.config import ScheduleConfig
+from ebbtide.srt.config import EngineConfig, ScheduleConfig
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.assembly import RankParts, assemble_scheduler
 from ebbtide.srt.managers.control.adapter_loads import AdapterPlan
 from ebbtide.srt.managers.control.ports import Slices
 from ebbtide.srt.managers.io_struct import (
@@ -52,7 +52,7 @@ from ebbtide.srt.mem_cache.state_slots import StateSlots
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.testing.null_kv import NUM_WEIGHT_CHUNKS, PAGE_IDS, NullChunks, NullDevice, NullKV, NullPageStore
-from ebbtide.testing.null_runner import NullRunner
+from ebbtide.testing.null_runner import NullRunner, null_args, null_config
 from ebbtide.testing.null_weights import NullCopies, NullWeights, null_memories
 
 Body = TypeVar("Body")
@@ -78,14 +78,12 @@ class NullRank:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        config: EngineConfig,
         inbox: RankInbox,
         outputs: SendEnd[DetokenizerInput],
         device: NullDevice,
         *,
         num_pages: int,
-        context_len: int,
-        keeps_weights: bool,
         windows: Windows,
         num_adapter_slots: int,
         num_checkpoints: int | None,
@@ -94,14 +92,17 @@ class NullRank:
         self.adapters = NullAdapters(self.runner, num_adapter_slots)
         self.weights = NullWeights(self.runner)
         self.device = device
-        max_pages = -(-context_len // config.page_size)
+        page_size = config.cache.page_size
+        max_pages = -(-config.model.context_len // page_size)
         self.table = PageTable(config.schedule.max_running_requests, max_pages, len(windows))
         slots = None
         if num_checkpoints is not None:
             num_rows = config.schedule.max_running_requests
-            slots = StateSlots(num_rows, num_checkpoints, 3 * config.page_size, 10_000, pages_per_slot=2)
-        self.kv = self.runner.kv = NullKV(self.table, config.page_size, num_pages, windows, slots)
-        memories = null_memories(device, self.weights, keeps_weights=keeps_weights, kv=self.kv)
+            slots = StateSlots(num_rows, num_checkpoints, 3 * page_size, 10_000, pages_per_slot=2)
+        self.kv = self.runner.kv = NullKV(self.table, page_size, num_pages, windows, slots)
+        memories = null_memories(
+            device, self.weights, keeps_weights=config.memory.enable_weights_cpu_backup, kv=self.kv
+        )
         self.chunks = NullChunks(memories[MemoryTag.KV_CACHE], self.kv)
         self.page_store = NullPageStore(kv=self.kv)
         self.weights.take_chunks = self.chunks.take_spare
@@ -196,27 +197,22 @@ class SchedulerHarness:
         self._incoming: list[SchedulerInput] = []
         self._from_ranks: list[RankMessage] = []
         self._ids = itertools.count()
-        config = SchedulerConfig(
-            schedule=self.schedule,
+        args = null_args(
+            context_length=context_len,
             page_size=page_size,
-            enable_prefix_cache=enable_prefix_cache,
-            cache_by_version=cache_by_version,
-            has_memory_saver=has_memory_saver,
-            weight_version="default",
-            model_path="null",
-            load_format="dummy",
-            update_timeout_s=600.0,
-            eos_token_ids=eos_token_ids,
-            vocab_size=NullRunner.VOCAB_SIZE,
-            context_len=context_len,
-            keep_adapter_versions=keep_adapter_versions,
+            prefix_cache_scope="version" if cache_by_version else "any",
+            disable_radix_cache=not enable_prefix_cache,
+            enable_memory_saver=has_memory_saver,
+            enable_weights_cpu_backup=keeps_weights,
+            lora_keep_versions=keep_adapter_versions,
         )
+        config = null_config(args)
+        model = replace(config.model, eos_token_ids=eos_token_ids, names_answered=frozenset())
+        config = replace(config, model=model, schedule=self.schedule)
         rank = partial(
             NullRank,
             config,
             num_pages=num_pages,
-            context_len=context_len,
-            keeps_weights=keeps_weights,
             windows=windows,
             num_adapter_slots=num_adapter_slots,
             num_checkpoints=num_checkpoints,

@@ -1,7 +1,8 @@
 """An engine and a server without a model: real processes, channels and HTTP around null parts.
 
-Prompts are token ids below `VOCAB_SIZE`. Weights come by `update_weights_from_disk`, whose `model_path`
-is the integer to write, see `NullWeights`. `python -m ebbtide.testing.null_engine --port 30000` serves one.
+Prompts are token ids below `NullRunner.VOCAB_SIZE`. Weights come by `update_weights_from_disk`, whose
+`model_path` is the integer to write, see `NullWeights`. `python -m ebbtide.testing.null_engine --port 30000`
+serves one.
 """
 
 from __future__ import annotations
@@ -10,29 +11,24 @@ import argparse
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 
-from ebbtide.srt.argument_checks import settled
-from ebbtide.srt.config import ANY_NAME, EngineConfig, ModelConfig, resolve_for
+from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.engine import Engine
 from ebbtide.srt.entrypoints.http_server import serve
 from ebbtide.srt.entrypoints.launch.console import Stopped, configure_logging
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EbbtideError
-from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.assembly import RankParts, assemble_scheduler
 from ebbtide.srt.managers.scheduling.lockstep import open_rank_channels
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_allocator import PageTable
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_kv import NullDevice, NullPageStore
-from ebbtide.testing.null_runner import NullRunner
+from ebbtide.testing.null_runner import POOL_TOKENS, NullRunner, null_args, null_config
 from ebbtide.testing.null_weights import NullWeights, null_memories
 
-VOCAB_SIZE = NullRunner.VOCAB_SIZE
-CONTEXT_LEN = 4096
 DEVICE_BYTES = 10_000
-POOL_TOKENS = 65_536
 TARGETS = {"scheduler": "ebbtide.testing.null_engine:run_null_scheduler"}
 
 
@@ -48,43 +44,6 @@ class NullEngine(Engine):
     @classmethod
     def _start(cls, server_args: ServerArgs) -> EngineService:
         return EngineService(null_config(server_args), TARGETS)
-
-
-def null_args(**fields: Any) -> ServerArgs:
-    """`ServerArgs` for an engine without a model."""
-    needed = {"model_path": "null", "device": "cpu", "max_total_tokens": POOL_TOKENS}
-    needed["skip_tokenizer_init"] = True
-    return ServerArgs(**{"log_level": "error", **needed, **fields})
-
-
-def null_config(args: ServerArgs) -> EngineConfig:
-    """The configuration of an engine whose model is no model."""
-    return resolve_for(
-        settled(args),
-        ModelConfig(
-            path=args.model_path,
-            tokenizer_path=args.model_path,
-            tokenizer_mode="auto",
-            trust_remote_code=False,
-            architecture="NullForCausalLM",
-            architectures=["NullForCausalLM"],
-            model_type="null",
-            hf_config=SimpleNamespace(),
-            dtype="float32",
-            context_len=args.context_length if args.context_length is not None else CONTEXT_LEN,
-            vocab_size=VOCAB_SIZE,
-            num_layers=1,
-            num_kv_heads=1,
-            num_heads=1,
-            head_dim=1,
-            eos_token_ids=frozenset(),
-            load_format="dummy",
-            served_model_name="null",
-            names_answered=frozenset({ANY_NAME}),
-            weight_version=args.weight_version,
-            skip_tokenizer_init=True,
-        ),
-    )
 
 
 def null_parts(config: EngineConfig, weights: NullWeights) -> RankParts:
@@ -113,7 +72,7 @@ def run_null_scheduler(
     inbox, outputs = open_rank_channels(config, addresses)
     parts = null_parts(config, NullWeights(NullRunner() if runner is None else runner))
     max_total_tokens = parts.num_pages * config.cache.page_size
-    scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, inbox, outputs)
+    scheduler = assemble_scheduler(config, parts, inbox, outputs)
     longest = min(config.model.context_len, max_total_tokens) - 1
     ready.send({"status": "ready", "max_total_num_tokens": max_total_tokens, "max_req_input_len": longest})
     scheduler.run()

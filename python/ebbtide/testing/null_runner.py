@@ -1,12 +1,16 @@
-"""A runner without a model: misuse is an AssertionError."""
+"""A runner without a model, where misuse is an AssertionError, and the configuration of an engine of such."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
+from ebbtide.srt.argument_checks import settled
+from ebbtide.srt.config import ANY_NAME, EngineConfig, ModelConfig, resolve_for
 from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB
 from ebbtide.srt.model_executor.batch_plan import (
     SAMPLED_BEFORE,
@@ -17,7 +21,11 @@ from ebbtide.srt.model_executor.batch_plan import (
     SampleSpec,
     StepResult,
 )
+from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_kv import NullKV, NullMemory
+
+CONTEXT_LEN = 4096
+POOL_TOKENS = 65_536
 
 
 class NullRunner:
@@ -205,3 +213,40 @@ class NullStep:
         assert now == self.read, "an adapter changed under a forward pass"
         assert all(memory.resident_bytes for memory in self.runner.needed), "memory went under a forward pass"
         return self.result
+
+
+def null_args(**fields: Any) -> ServerArgs:
+    """`ServerArgs` for an engine without a model."""
+    needed = {"model_path": "null", "device": "cpu", "max_total_tokens": POOL_TOKENS}
+    needed["skip_tokenizer_init"] = True
+    return ServerArgs(**{"log_level": "error", **needed, **fields})
+
+
+def null_config(args: ServerArgs) -> EngineConfig:
+    """The configuration of an engine whose model is no model."""
+    return resolve_for(
+        settled(args),
+        ModelConfig(
+            path=args.model_path,
+            tokenizer_path=args.model_path,
+            tokenizer_mode="auto",
+            trust_remote_code=False,
+            architecture="NullForCausalLM",
+            architectures=["NullForCausalLM"],
+            model_type="null",
+            hf_config=SimpleNamespace(),
+            dtype="float32",
+            context_len=args.context_length if args.context_length is not None else CONTEXT_LEN,
+            vocab_size=NullRunner.VOCAB_SIZE,
+            num_layers=1,
+            num_kv_heads=1,
+            num_heads=1,
+            head_dim=1,
+            eos_token_ids=frozenset(),
+            load_format="dummy",
+            served_model_name="null",
+            names_answered=frozenset({ANY_NAME}),
+            weight_version=args.weight_version,
+            skip_tokenizer_init=True,
+        ),
+    )

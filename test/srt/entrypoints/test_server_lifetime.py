@@ -27,7 +27,8 @@ from ebbtide.srt.entrypoints.http_server import serve
 from ebbtide.srt.entrypoints.launch.console import Stopped
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.testing.null_engine import TARGETS, null_args, null_config
+from ebbtide.testing.null_engine import TARGETS
+from ebbtide.testing.null_runner import null_args, null_config
 
 WAITING = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4}}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from ebbtide.srt.config import EngineConfig, ScheduleConfig
+from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.control.adapter_loads import AdapterLoads, AdapterMemory
 from ebbtide.srt.managers.control.adapters import AdapterBook
 from ebbtide.srt.managers.control.control_plane import ControlPlane
@@ -44,51 +44,6 @@ from ebbtide.srt.model_executor.batch_plan import Runner
 
 if TYPE_CHECKING:
     from ebbtide.srt.mem_cache.kv_scales import KVScales
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """The slices of the configuration that a scheduler needs."""
-
-    schedule: ScheduleConfig
-    page_size: int
-    enable_prefix_cache: bool
-    cache_by_version: bool
-    has_memory_saver: bool
-    weight_version: str
-    model_path: str
-    load_format: str
-    update_timeout_s: float
-    eos_token_ids: frozenset[int]
-    vocab_size: int
-    context_len: int
-    retracts_for_copies: bool = False
-    keep_adapter_versions: int = 1
-    max_adapters: int | None = None
-    base_names: frozenset[str] = frozenset()
-    records_routes: bool = False
-
-    @staticmethod
-    def of(config: EngineConfig) -> SchedulerConfig:
-        return SchedulerConfig(
-            schedule=config.schedule,
-            page_size=config.cache.page_size,
-            enable_prefix_cache=config.cache.enable_prefix_cache,
-            cache_by_version=config.cache.prefix_cache_scope == "version",
-            has_memory_saver=config.memory.backend != "none",
-            weight_version=config.model.weight_version,
-            model_path=config.model.path,
-            load_format=config.model.load_format,
-            update_timeout_s=config.update.timeout_s,
-            eos_token_ids=config.model.eos_token_ids,
-            vocab_size=config.model.vocab_size,
-            context_len=config.model.context_len,
-            keep_adapter_versions=config.server_args.lora_keep_versions,
-            max_adapters=config.server_args.max_loaded_loras,
-            base_names=config.model.names_answered,
-            retracts_for_copies=config.update.staging == "always",
-            records_routes=config.runtime.records_routes,
-        )
 
 
 @dataclass(frozen=True)
@@ -134,28 +89,32 @@ class RankParts:
 
 
 def assemble_scheduler(
-    config: SchedulerConfig, parts: RankParts, inbox: RankInbox, outputs: SendEnd[DetokenizerInput]
+    config: EngineConfig, parts: RankParts, inbox: RankInbox, outputs: SendEnd[DetokenizerInput]
 ) -> Scheduler:
     """Wire the policy, the control plane and the loop of one rank."""
     allocator = PageAllocator(parts.num_pages, parts.page_ids)
     states = None if parts.state_slots is None else Checkpoints(parts.state_slots)
+    page_size = config.cache.page_size
     cache = RadixCache(
-        allocator, config.page_size, parts.windows, states, is_enabled=config.enable_prefix_cache
+        allocator, page_size, parts.windows, states, is_enabled=config.cache.enable_prefix_cache
     )
     pages = RequestPages(
         allocator,
         cache,
         parts.table,
-        config.page_size,
+        page_size,
         parts.page_store,
         parts.windows,
         states,
-        cache_by_version=config.cache_by_version,
-        records_routes=config.records_routes,
+        cache_by_version=config.cache.prefix_cache_scope == "version",
+        records_routes=config.runtime.records_routes,
     )
     num_slots = 0 if parts.adapters is None else parts.adapters.num_slots
     book = AdapterBook(
-        *(num_slots, config.keep_adapter_versions, config.max_adapters, config.base_names),
+        num_slots,
+        config.server_args.lora_keep_versions,
+        config.server_args.max_loaded_loras,
+        config.model.names_answered,
         # Its share of a batch: one request after the other would have the others' rows stand empty.
         turn=-(-config.schedule.max_running_requests // max(1, num_slots - 1)),
     )
@@ -168,10 +127,10 @@ def assemble_scheduler(
     requests = LiveRequests(policy, processor, outputs, parts.kv_scales)
     pace = Pace()
     chunks = KVChunks(
-        policy, parts.kv_memory, parts.num_weight_chunks, may_retract=config.retracts_for_copies
+        policy, parts.kv_memory, parts.num_weight_chunks, may_retract=config.update.staging == "always"
     )
     control = _control_plane(config, parts, requests, inbox, processor.meter, pace, chunks, policy)
-    eos_token_ids = config.eos_token_ids
+    eos_token_ids = config.model.eos_token_ids
     if parts.tokenizer is not None:
         eos_token_ids |= parts.tokenizer.eos_token_ids
     return Scheduler(
@@ -190,24 +149,24 @@ def assemble_scheduler(
         overlap=config.schedule.overlap,
         grammars=None
         if parts.tokenizer is None
-        else GrammarShelf(Vocabulary(parts.tokenizer, config.vocab_size, eos_token_ids)),
+        else GrammarShelf(Vocabulary(parts.tokenizer, config.model.vocab_size, eos_token_ids)),
     )
 
 
-def _trial_pass(config: SchedulerConfig, parts: RankParts, policy: SchedulePolicy) -> SchedulerTrialPass:
+def _trial_pass(config: EngineConfig, parts: RankParts, policy: SchedulePolicy) -> SchedulerTrialPass:
     longest = config.schedule.chunked_prefill_size or config.schedule.max_prefill_tokens
     return SchedulerTrialPass(
         policy,
         parts.table,
         parts.runner,
-        max_tokens=min(longest, config.context_len),
-        vocab_size=config.vocab_size,
+        max_tokens=min(longest, config.model.context_len),
+        vocab_size=config.model.vocab_size,
         kv_scales=parts.kv_scales,
     )
 
 
 def _control_plane(
-    config: SchedulerConfig,
+    config: EngineConfig,
     parts: RankParts,
     requests: LiveRequests,
     inbox: RankInbox,
@@ -228,7 +187,7 @@ def _control_plane(
         inbox.ranks,
         pace,
         operations.go_on,
-        is_enabled=config.has_memory_saver,
+        is_enabled=config.memory.backend != "none",
     )
     updates = WeightUpdates(
         parts.weights,
@@ -242,10 +201,10 @@ def _control_plane(
         pace,
         inbox.wake,
         _trial_pass(config, parts, policy),
-        version=config.weight_version,
-        model_path=config.model_path,
-        load_format=config.load_format,
-        timeout_s=config.update_timeout_s,
+        version=config.model.weight_version,
+        model_path=config.model.path,
+        load_format=config.model.load_format,
+        timeout_s=config.update.timeout_s,
     )
     others = (
         CacheFlush(requests).handlers,

@@ -16,7 +16,7 @@ from ebbtide.srt.device.choose import open_device, open_memory_saver
 from ebbtide.srt.distributed.parallel_group import join_parallel_group
 from ebbtide.srt.kernel_cache import keep_kernels_in
 from ebbtide.srt.layers.attention.registry import name_of
-from ebbtide.srt.managers.assembly import RankParts, SchedulerConfig, assemble_scheduler
+from ebbtide.srt.managers.assembly import RankParts, assemble_scheduler
 from ebbtide.srt.managers.control.ports import TagMemory
 from ebbtide.srt.managers.scheduling.adapter_io import EngineAdapters
 from ebbtide.srt.managers.scheduling.lockstep import open_rank_channels
@@ -83,7 +83,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     logger.info("%s", describe_staging(config.update.staging, runner))
     # Ranks decide alike which requests are parked, so they must have the same room.
     parts = rank_parts(config, runner, device, saver, park_bytes=group.smallest(_park_bytes(config)))
-    scheduler = assemble_scheduler(SchedulerConfig.of(config), parts, inbox, outputs)
+    scheduler = assemble_scheduler(config, parts, inbox, outputs)
     if scheduler.grammars is not None:
         scheduler.grammars.prepare()
     freeze_heap()

@@ -19,7 +19,7 @@ from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver import saver
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.testing.null_engine import null_config
+from ebbtide.testing.null_runner import null_config
 
 CONFIG = null_config(ServerArgs(model_path="none", log_level="critical", device="cpu"))
 TEST_FOLDER = Path(__file__).parents[2]
@@ -166,7 +166,7 @@ SCRIPT = """
 import threading
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.testing.null_engine import null_config
+from ebbtide.testing.null_runner import null_config
 
 config = null_config(ServerArgs(model_path="none", log_level="critical", device="cpu"))
 processes = NodeProcesses(config, {"scheduler": "fixtures.scripted_processes:report_size"})

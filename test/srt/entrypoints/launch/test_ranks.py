@@ -23,7 +23,7 @@ from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.testing.null_engine import null_config
+from ebbtide.testing.null_runner import null_config
 
 
 def config_of(**arguments: Any) -> EngineConfig:

@@ -10,7 +10,8 @@ from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing import NullRunner
-from ebbtide.testing.null_engine import NullEngine, null_config
+from ebbtide.testing.null_engine import NullEngine
+from ebbtide.testing.null_runner import null_config
 
 NUM_RANKS = 3
 PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
