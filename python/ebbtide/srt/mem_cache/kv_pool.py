@@ -138,9 +138,9 @@ class KVLayout:
         shape = (num_blocks, self.page_size, *self.spec.token_shape)
         return arena.view(first * self.block_bytes, shape, self.dtype)
 
-    def blocks(self, arena: Arena, num_pages: int) -> torch.Tensor:
-        """All blocks of all planes, in the order of the arena: [blocks, words of a block]."""
-        num_blocks = self.num_chunks(num_pages) * self.chunk_blocks
+    def blocks(self, arena: Arena) -> torch.Tensor:
+        """The whole arena in blocks, those of all planes in their order: [blocks, words of a block]."""
+        num_blocks = arena.num_bytes // self.block_bytes
         return arena.view(0, (num_blocks, self.block_bytes // self.word.itemsize), self.word)
 
 
@@ -186,7 +186,7 @@ class KVPool:
             self._v_BSNH = [latents[..., layout.spec.rope :] for latents in self._k_BSNH]
         else:
             self._v_BSNH = [layout.plane(arena, num_pages, number, 1) for number in numbers]
-        self._blocks = layout.blocks(arena, num_pages)
+        self._blocks = layout.blocks(arena)
 
     @property
     def device(self) -> torch.device:
@@ -194,30 +194,11 @@ class KVPool:
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         """A copy of these pages, all planes of a page together: [pages, words of a page]."""
-        if not any(is_state := self._are_states(pages)):
-            return self._blocks[self._rows(pages)].view(len(pages), -1)
-        assert self.states is not None
-        contents = torch.empty(
-            (len(pages), self.layout.page_bytes // self.layout.word.itemsize),
-            dtype=self.layout.word,
-            device=self.device,
-        )
-        for kind, read in ((False, self.read), (True, self.states.read)):
-            places = [place for place, is_one in enumerate(is_state) if is_one is kind]
-            if places:
-                contents[places] = read([pages[place] for place in places]).view(contents.dtype)
-        return contents
+        return self._blocks[self._rows(pages)].view(len(pages), -1)
 
     def write(self, pages: Sequence[int], contents: torch.Tensor) -> None:
         """What `read` returned, back into the pool."""
-        if not any(is_state := self._are_states(pages)):
-            self._blocks[self._rows(pages)] = contents.view(-1, self._blocks.shape[1])
-            return
-        assert self.states is not None
-        for kind, write in ((False, self.write), (True, self.states.write)):
-            places = [place for place, is_one in enumerate(is_state) if is_one is kind]
-            if places:
-                write([pages[place] for place in places], contents[places])
+        self._blocks[self._rows(pages)] = contents.view(-1, self._blocks.shape[1])
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy these pages to others, behind what was launched before.
@@ -241,15 +222,16 @@ class KVPool:
         if self.num_pages > 1:
             self.move([0], [1])
 
-    def _are_states(self, pages: Sequence[int]) -> list[bool]:
-        first = math.inf if self.states is None else self.states.slots.first_page
-        return [page >= first for page in pages]
-
     def _rows(self, pages: Sequence[int]) -> torch.Tensor:
-        """The blocks of these pages in all planes, page after page."""
-        first = torch.tensor(pages, device=self.device)
-        planes = torch.arange(self.layout.num_planes, device=self.device) * self.layout.chunk_pages
-        return (first[:, None] + planes).flatten()
+        """The blocks of these pages in all planes, page after page. Those of states lie side by side."""
+        pages_P1 = torch.tensor(pages, dtype=torch.int64, device=self.device)[:, None]
+        planes_N = torch.arange(self.layout.num_planes, device=self.device)
+        rows_PN = pages_P1 + planes_N * self.layout.chunk_pages
+        if self.states is not None:
+            first = self.states.slots.first_page
+            of_states_PN = first + (pages_P1 - first) * self.layout.num_planes + planes_N
+            rows_PN = torch.where(pages_P1 < first, rows_PN, of_states_PN)
+        return rows_PN.flatten()
 
     def group(self, layer: int) -> int:
         """Whose pages hold the layer's keys and values."""

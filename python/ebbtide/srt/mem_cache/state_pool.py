@@ -77,10 +77,7 @@ class StatePool:
 
     def __init__(self, arena: Arena, offset: int, layout: StateLayout, slots: StateSlots) -> None:
         self.slots = slots
-        slot_bytes = layout.slot_bytes
-        flat = arena.view(offset, (slots.num_slots, slot_bytes), torch.uint8)
-        self._slots = flat
-        self._pages = flat.view(-1, layout.page_bytes)
+        self._slots = flat = arena.view(offset, (slots.num_slots, layout.slot_bytes), torch.uint8)
         self.layers: list[tuple[torch.Tensor, ...]] = []
         start = 0
         for parts in layout.parts:
@@ -95,14 +92,3 @@ class StatePool:
         """Copy slots to others, one pair after the other, behind what was launched before."""
         for source, target in pairs:
             self._slots[target].copy_(self._slots[source])
-
-    def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """A copy of what these pages of slots hold: [pages, bytes]."""
-        return self._pages[self._rows(pages)]
-
-    def write(self, pages: Sequence[int], contents: torch.Tensor) -> None:
-        """What `read` returned, back into the slots."""
-        self._pages[self._rows(pages)] = contents.view(torch.uint8)
-
-    def _rows(self, pages: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(pages, device=self._pages.device) - self.slots.first_page

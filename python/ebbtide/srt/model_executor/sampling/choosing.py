@@ -1,6 +1,6 @@
-"""What chooses tokens from adjusted scores, on the host here and on CUDA in `kernel`; and the noise by which.
+"""What chooses tokens from adjusted scores, on the host here and on CUDA in `kernel`: filters, and noise.
 
-Shapes: S rows that sample, G of them by chance (not greedy), V vocabulary.
+Shapes: S rows that sample, G of them by chance (not greedy) or filtered, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
+from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.sampling.logprobs import marked_nonfinite
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -99,6 +99,48 @@ class Chooser(Protocol):
 MakeChooser = Callable[[Sequence[SamplingParams], int, torch.device], Chooser]
 
 
+class Filters:
+    """The filters of some requests, applied in the order top-k, top-p, min-p; on the host by default.
+
+    Each of them keeps the first tokens by descending probability, so together they keep the fewest that
+    any of them keeps. Top-p counts within what top-k left, renormalised; min-p is relative to the largest.
+    Among equal probabilities at the cut the lower ids stay: a request's choice never depends on its batch.
+    """
+
+    def __init__(
+        self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | None = None
+    ) -> None:
+        device = torch.device("cpu") if device is None else device
+        top_k = [each.top_k if has_top_k(each, vocab_size) else vocab_size for each in params]
+        # Infinity, not 1: rounding may carry the sum past 1 before the last token.
+        top_p = [each.top_p if each.top_p < 1.0 else float("inf") for each in params]
+        self._top_k_G1 = upload(top_k, device).unsqueeze(1)
+        self._top_p_G1 = upload(np.array(top_p, dtype=np.float64), device).unsqueeze(1)
+        self._min_p_G1 = upload([each.min_p for each in params], device).unsqueeze(1)
+
+    def support(self, probs_GV: Tensor) -> Tensor:
+        """Which tokens are kept, as booleans; never fewer than one of a row. The host waits for no device."""
+        sorted_GV, order_GV = probs_GV.sort(dim=-1, descending=True, stable=True)
+        places_V = torch.arange(probs_GV.shape[1], device=probs_GV.device)
+        in_top_k_GV = places_V < self._top_k_G1
+        mass_GV = sorted_GV.double() * in_top_k_GV
+        sums_GV = mass_GV.cumsum(-1)
+        in_top_p_GV = sums_GV - mass_GV < self._top_p_G1 * sums_GV[:, -1:]
+        in_min_p_GV = sorted_GV >= self._min_p_G1 * sorted_GV[:, :1]
+        num_kept_G1 = (in_top_k_GV & in_top_p_GV & in_min_p_GV).sum(-1, keepdim=True).clamp_(min=1)
+        return torch.empty_like(in_top_k_GV).scatter_(1, order_GV, places_V < num_kept_G1)
+
+
+def has_top_k(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether top-k drops anything: −1 is off, and so is as many as there are."""
+    return 0 < params.top_k < vocab_size
+
+
+def is_filtered(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether any filter is on."""
+    return has_top_k(params, vocab_size) or params.top_p < 1.0 or params.min_p > 0.0
+
+
 class HostChooser:
     """Chooses with torch, and leaves the scores over the temperature in the scores' memory."""
 
@@ -140,10 +182,8 @@ class HostChooser:
     def _draw(self, scores_GV: Tensor, noise_G: Tensor) -> Tensor:
         probs_GV = scores_GV.softmax(-1)
         if self._filters is not None:
-            if len(self._filtered) == len(probs_GV):
-                probs_GV = self._filters.apply(probs_GV)
-            else:
-                probs_GV[self._filtered] = self._filters.apply(probs_GV[self._filtered])
+            probs_FV = probs_GV[self._filtered]
+            probs_GV[self._filtered] = probs_FV.masked_fill_(~self._filters.support(probs_FV), 0.0)
         return invert_cdf(probs_GV, noise_G)
 
 

@@ -73,7 +73,7 @@ def cut_kernel(
     """The least score of a row that stays, the last id that stays at that score, and the mass of each strip.
 
     Each filter keeps the first tokens by descending score, so together they keep the fewest any of them
-    keeps; see `filters.Filters`. `SHIFT`: low bits of a float32 that no score uses.
+    keeps; see `choosing.Filters`. `SHIFT`: low bits of a float32 that no score uses.
     """
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     scale = tl.load(settings + row * NUM_PARAMS + SCALE)

@@ -26,7 +26,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.model_executor.host_copies import upload
-from ebbtide.srt.model_executor.sampling.choosing import Chosen, CutRows, temperature_of
+from ebbtide.srt.model_executor.sampling.choosing import (
+    Chosen,
+    CutRows,
+    has_top_k,
+    is_filtered,
+    temperature_of,
+)
 from ebbtide.srt.model_executor.sampling.cut_kernel import (
     BEST_IDS,
     CUT,
@@ -50,7 +56,6 @@ from ebbtide.srt.model_executor.sampling.cut_kernel import (
     load_scores,
     or_lowest,
 )
-from ebbtide.srt.model_executor.sampling.filters import has_top_k, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 from ebbtide.srt.sampling_params import SamplingParams
 

@@ -20,12 +20,13 @@ from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.model_executor.sampling.adjustments import AllowedTokens, Penalties, TokenMasks, bias_entries
 from ebbtide.srt.model_executor.sampling.choosing import (
     Chosen,
+    Filters,
     HostChooser,
     MakeChooser,
+    is_filtered,
     mixed_seeds,
     uniforms,
 )
-from ebbtide.srt.model_executor.sampling.filters import Filters, is_filtered
 from ebbtide.srt.model_executor.sampling.logprobs import (
     LOWEST,
     LaunchedLogprobs,

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import SampleSpec, Supports
 from ebbtide.srt.model_executor.host_copies import download, upload
-from ebbtide.srt.model_executor.sampling.choosing import Chosen
-from ebbtide.srt.model_executor.sampling.filters import Filters, has_top_k
+from ebbtide.srt.model_executor.sampling.choosing import Chosen, Filters, has_top_k
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 
 # Rows with more than these are given by one bit for each token of the vocabulary instead.
