@@ -83,8 +83,7 @@ class Decoding:
         config = resolve(ServerArgs(**arguments))
         self._device = open_device(config.runtime.device)
         saver = open_memory_saver(config.memory.backend, self._device)
-        slices = (config.model, config.cache, config.schedule, config.runtime)
-        self.runner = build_model_runner(*slices, self._device, saver)
+        self.runner = build_model_runner(config, self._device, saver)
         pool = self.runner.kv_pool
         self._pages = PageAllocator(pool.num_pages, pool.layout.page_ids)
         self._page_size = config.cache.page_size

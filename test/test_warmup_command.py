@@ -52,11 +52,11 @@ def test_the_model_is_built_as_it_will_be_served(
     ]
     assert cli.main(["warmup", "--model-path", str(checkpoint), *given]) == 0
 
-    [(model, cache, schedule, runtime, _, _, group, _)] = built
-    assert model.load_format == "dummy"
-    assert cache.max_total_tokens < 99999999
-    assert schedule.chunked_prefill_size == 1024
-    assert runtime.cuda_graph_bs == (1, 2, 4)
+    [(resolved, _, _, group, _)] = built
+    assert resolved.model.load_format == "dummy"
+    assert resolved.cache.max_total_tokens < 99999999
+    assert resolved.schedule.chunked_prefill_size == 1024
+    assert resolved.runtime.cuda_graph_bs == (1, 2, 4)
     assert (group.rank, group.size) == (0, 2)
     assert capsys.readouterr().out.splitlines()[-1].startswith("ready, after ")
 

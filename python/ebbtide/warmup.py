@@ -97,6 +97,5 @@ def warm_up(args: ServerArgs, progress: Callable[[str, int, int], None] | None =
     device = open_device(config.runtime.device)
     saver = open_memory_saver(config.memory.backend, device)
     group = SoloGroup(config.parallel.tp_size)
-    parts = (config.model, config.cache, config.schedule, config.runtime)
-    build_model_runner(*parts, device, saver, group, progress, rehearses=True)
+    build_model_runner(config, device, saver, group, progress, rehearses=True)
     return True

@@ -40,7 +40,6 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.scheduling.lockstep import (
     Demand,
     FollowerInbox,
-    Inbox,
     LeaderInbox,
     NoOutputs,
     RankInbox,
@@ -218,7 +217,7 @@ class SchedulerHarness:
             num_checkpoints=num_checkpoints,
         )
         self._links = [_FollowerLink(self._from_ranks) for _ in range(num_ranks - 1)]
-        self._inbox = LeaderInbox(self, self, self._links) if self._links else Inbox(self, self)
+        self._inbox = LeaderInbox(self, self, self._links)
         self.ranks = [rank(self._inbox, self, self.device)]
         for index, link in enumerate(self._links, 1):
             follower = FollowerInbox(link, link, index)
@@ -320,10 +319,9 @@ class SchedulerHarness:
     @property
     def is_busy(self) -> bool:
         """Whether there is anything left to do, for any rank."""
-        is_due = isinstance(self._inbox, LeaderInbox) and self._inbox.is_due
         has_ticks = any(link.ticks for link in self._links)
         is_runnable = any(rank.scheduler.is_runnable for rank in self.ranks)
-        return bool(self._incoming or self._from_ranks) or is_due or has_ticks or is_runnable
+        return bool(self._incoming or self._from_ranks) or self._inbox.is_due or has_ticks or is_runnable
 
     def turn_until(self, condition: Callable[[], bool], limit: int = 10_000) -> None:
         """Turn until the condition holds; it must before the scheduler has nothing left to do."""

@@ -132,7 +132,7 @@ def test_too_little_memory_is_a_configuration_error(tmp_path: Path) -> None:
     saver = open_memory_saver(config.memory.backend, device)
 
     with pytest.raises(ConfigurationError, match="one chunk of 256 pages of 16 tokens needs 2097152"):
-        build_model_runner(config.model, config.cache, config.schedule, config.runtime, device, saver)
+        build_model_runner(config, device, saver)
 
 
 def test_a_backend_for_gpus_is_torchs_own_on_a_cpu_and_an_unknown_one_is_refused(

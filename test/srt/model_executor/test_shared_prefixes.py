@@ -16,7 +16,7 @@ from ebbtide.srt.layers.attention.shared_runs import SharedRuns, best_runs
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, SampleSpec
 from ebbtide.srt.model_executor.forward_batch import BatchLayout, ForwardBatch
 from ebbtide.srt.model_executor.model_runner import ModelRunner
-from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder
+from ebbtide.srt.model_executor.shared_prefixes import shared_prefixes
 from ebbtide.srt.sampling_params import SamplingParams
 
 PAGE_SIZE, WIDTH = 4, 32
@@ -29,7 +29,6 @@ class Table:
         self.array = np.zeros((16, WIDTH), dtype=np.int32)
         self.new_pages: Iterator[int] = count(1)
         self.lens = np.zeros(16, dtype=np.int32)
-        self.finder = PrefixFinder(self.array, PAGE_SIZE, lambda _, num_saved, __: num_saved > 2)
 
     def take(self, num_pages: int) -> list[int]:
         return [next(self.new_pages) for _ in range(num_pages)]
@@ -53,7 +52,7 @@ class Table:
             num_outputs_R=np.zeros(size, dtype=np.int64),
             specs=[spec] * size,
         )
-        found = self.finder.find(plan)
+        found = shared_prefixes(plan, self.array, PAGE_SIZE, lambda _, num_saved, __: num_saved > 2)
         if found is None:
             return {}
         in_order = plan.ordered(found.order_R).page_rows_R
@@ -78,27 +77,15 @@ def test_samples_of_a_prompt_are_found_wherever_they_stand() -> None:
     assert table.groups([4, 1]) == {frozenset({1, 4}): 3}
 
 
-def test_a_row_that_goes_over_to_another_request_no_longer_shares() -> None:
+def test_what_stands_behind_the_pages_of_a_request_is_not_shared() -> None:
     table = Table()
     prompt = table.take(6)
-    for row in range(4):
+    for row in range(3):
         table.put(row, prompt, 2)
-    for _ in range(2):
-        assert table.groups([0, 1, 2, 3]) == {frozenset({0, 1, 2, 3}): 6}
-        table.lens += 1
-
-    # As long as the request before it would be now.
-    length = table.lens[3]
-    table.put(3, [], 8)
-    table.lens[3] = length
-    assert table.groups([0, 1, 2, 3]) == {frozenset({0, 1, 2}): 6}
+    assert table.groups([0, 1, 2]) == {frozenset({0, 1, 2}): 6}
     # A short request, behind whose pages those of the one before it are still in the table.
     table.put(2, [], 2)
-    assert table.groups([0, 1, 2, 3]) == {frozenset({0, 1}): 6}
-    table.put(1, [], 12)
-    assert table.groups([0, 1, 2, 3]) == {}
-    table.put(1, prompt, 1)
-    assert table.groups([0, 1, 2, 3]) == {frozenset({0, 1}): 6}
+    assert table.groups([0, 1, 2]) == {frozenset({0, 1}): 6}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +129,9 @@ class EagerGraphs:
         return runner.forward(batch.input_ids_T, batch.positions_T, runner.attention)
 
 
-def test_requests_that_are_computed_in_another_order_get_their_own_tokens(tmp_path: Path) -> None:
+def test_requests_that_are_computed_in_another_order_get_their_own_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Samples of two prompts, taken alternately: groups are put together, and nobody notices."""
     checkpoint = make_checkpoint(tmp_path, "Qwen3ForCausalLM")
     prompts = [list(b"The tide turns twice a day, and the marsh knows it."), list(range(60, 130))]
@@ -153,7 +142,7 @@ def test_requests_that_are_computed_in_another_order_get_their_own_tokens(tmp_pa
         graphs: Any = EagerGraphs(runner)
         if shared:
             runner.graphs = graphs
-            runner._prefixes = PrefixFinder(runner.page_table.array, driver.page_size, lambda *_: True)
+            monkeypatch.setattr(runner.attention, "is_worth_sharing", lambda *_: True)
         owners = [driver.start(prompt) for prompt in prompts]
         driver.step(*((owner, len(owner.token_ids)) for owner in owners))
         runs = [

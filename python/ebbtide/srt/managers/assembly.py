@@ -26,7 +26,7 @@ from ebbtide.srt.managers.io_struct import DetokenizerInput, GetLoadReqInput, Ge
 from ebbtide.srt.managers.scheduler import Scheduler
 from ebbtide.srt.managers.scheduling.kv_chunks import ChunkMemory, KVChunks
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, TimeLimits
-from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, StepLog
+from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.lockstep import RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.request_pages import RequestPages
@@ -122,14 +122,14 @@ def assemble_scheduler(
     schedule = replace(config.schedule, max_running_requests=parts.table.spare_row)
     policy = SchedulePolicy(schedule, pages, book)
     # The ranks of a replica make the same passes: the first one speaks for all.
-    step_log = StepLog(policy, config.schedule.decode_log_interval if inbox.tp_rank == 0 else 0)
-    processor = OutputProcessor(policy, step_log, inbox.dp_rank)
+    meter = LoadMeter(policy, config.schedule.decode_log_interval if inbox.tp_rank == 0 else 0)
+    processor = OutputProcessor(policy, meter, inbox.dp_rank)
     requests = LiveRequests(policy, processor, outputs, parts.kv_scales)
     pace = Pace()
     chunks = KVChunks(
         policy, parts.kv_memory, parts.num_weight_chunks, may_retract=config.update.staging == "always"
     )
-    control = _control_plane(config, parts, requests, inbox, processor.meter, pace, chunks, policy)
+    control = _control_plane(config, parts, requests, inbox, meter, pace, chunks, policy)
     eos_token_ids = config.model.eos_token_ids
     if parts.tokenizer is not None:
         eos_token_ids |= parts.tokenizer.eos_token_ids
@@ -143,7 +143,7 @@ def assemble_scheduler(
         parts.runner,
         control,
         pace,
-        step_log,
+        meter,
         tokenizer=parts.tokenizer,
         eos_token_ids=eos_token_ids,
         overlap=config.schedule.overlap,

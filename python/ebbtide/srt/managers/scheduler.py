@@ -28,7 +28,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightUpdateRequest,
 )
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, TimeLimits
-from ebbtide.srt.managers.scheduling.load_meter import StepLog
+from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.lockstep import Demand, RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, OutputProcessor
 from ebbtide.srt.managers.scheduling.request import Req
@@ -61,7 +61,7 @@ class Scheduler:
         grammars: None where there is no tokenizer.
         overlap: whether a step is launched before the one before it is committed.
         pace: notes how long forward passes take.
-        step_log: notes when none may run.
+        meter: notes when none may run.
 
     `activity`: what the loop is doing, and since when; None: it waits for messages. Its watchdog reads it.
     """
@@ -77,7 +77,7 @@ class Scheduler:
         runner: Runner,
         control: ControlPlane,
         pace: Pace,
-        step_log: StepLog,
+        meter: LoadMeter,
         *,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
@@ -97,7 +97,7 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._overlap = overlap
         self._pace = pace
-        self._step_log = step_log
+        self._meter = meter
         self.activity: tuple[str, float] | None = None
         self._in_flight: _Launched | None = None
         self._committed_s = 0.0
@@ -126,7 +126,7 @@ class Scheduler:
                 self._settle()
                 self._pace.note_idle()
                 if not self.control.can_run and self.policy.has_work:
-                    self._step_log.note_blocked(self.control.reason)
+                    self._meter.note_blocked(self.control.reason)
             if self.control.any_pending:
                 self._begin("the work of control requests")
                 self.control.advance(self._settle)

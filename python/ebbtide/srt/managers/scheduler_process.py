@@ -70,16 +70,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         config.parallel.dist_timeout_s,
         uses_peer_memory=config.parallel.uses_peer_memory,
     )
-    runner = build_model_runner(
-        config.model,
-        config.cache,
-        config.schedule,
-        config.runtime,
-        device,
-        saver,
-        group,
-        stages=stages,
-    )
+    runner = build_model_runner(config, device, saver, group, stages=stages)
     logger.info("%s", describe_staging(config.update.staging, runner))
     # Ranks decide alike which requests are parked, so they must have the same room.
     parts = rank_parts(config, runner, device, saver, park_bytes=group.smallest(_park_bytes(config)))

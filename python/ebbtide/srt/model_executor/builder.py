@@ -7,13 +7,13 @@ import logging
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ebbtide.srt.config import CacheConfig, ModelConfig, RuntimeConfig, ScheduleConfig
+from ebbtide.srt.config import CacheConfig, EngineConfig, ModelConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.distributed.division import Division, part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
@@ -61,10 +61,7 @@ COMPILING_AFTER_S = 6.0
 
 
 def build_model_runner(
-    model_config: ModelConfig,
-    cache_config: CacheConfig,
-    schedule_config: ScheduleConfig,
-    runtime_config: RuntimeConfig,
+    config: EngineConfig,
     device: Device,
     saver: MemorySaver,
     group: ParallelGroup | None = None,
@@ -86,34 +83,34 @@ def build_model_runner(
     """
     group = SoloGroup() if group is None else group
     progress = LoggedProgress(stages) if progress is None else progress
-    slices = _Slices(of_rank(model_config, group), cache_config, schedule_config, runtime_config)
+    num_rows, cache_config = config.schedule.max_running_requests, config.cache
+    of_rank = replace(config, model=model_of_rank(config.model, group))
     torch_device = torch.device(device.name)
     # A page has the same id on all ranks, so they must have the same chunks.
     is_cuda = torch_device.type == "cuda"
     device_bytes = group.smallest(device.memory_info().total_bytes) if is_cuda else None
-    model = _model(slices.model, torch_device, group)
+    model = _model(of_rank.model, torch_device, group)
     kept_of_tokens = next(spec for spec in model.cache_specs if not isinstance(spec, State))
     spec = kept_of_tokens.of_rank(group.rank, group.size)
-    shape = attention_shape(model, spec, slices.model, cache_config)
-    make_attention = _attention_backend(runtime_config.attention_backend, shape, torch_device)
-    groups = cache_groups(model.cache_specs, model_config.context_len)
+    shape = attention_shape(model, spec, of_rank.model, cache_config)
+    make_attention = _attention_backend(config.runtime.attention_backend, shape, torch_device)
+    groups = cache_groups(model.cache_specs, config.model.context_len)
     layout = kv_layout(groups, spec, cache_config, saver, device_bytes)
     pool = saver.chunk_pool(layout.chunk_bytes)
     arenas: ArenaSource = saver if pool is None else pool
     # The compilers of attention are processes of their own, while everything else goes on.
     with ThreadPoolExecutor(1) as thread:
         compiled = thread.submit(make_attention.compile, shape, torch_device, progress, whole=rehearses)
-        weight_store = _weights(model, slices.model, arenas, layout.chunk_bytes, group, torch_device, stages)
-        adapters = _adapters(model, weight_store, slices.model, saver, device)
+        weight_store = _weights(model, of_rank.model, arenas, layout.chunk_bytes, group, torch_device, stages)
+        adapters = _adapters(model, weight_store, of_rank.model, saver, device)
         # What is not over by then compiles for most of a minute, in which other kernels may as well.
         if is_cuda and (rehearses or wait([compiled], COMPILING_AFTER_S).not_done):
-            _rehearse(model, slices, shape, torch_device, progress)
+            _rehearse(model, of_rank, shape, torch_device, progress)
         compiled.result()
     if is_cuda:
         started = time.monotonic()
-        num_rows = schedule_config.max_running_requests
-        longest = slices.longest_pass + num_rows
-        load_kernels(model, slices.kernels(torch_device), shape, longest, num_rows, torch_device)
+        longest = _longest_pass(config) + num_rows
+        load_kernels(model, _kernels(config, torch_device), shape, longest, num_rows, torch_device)
         device.synchronize()
         logger.info("kernels loaded: s=%.1f", time.monotonic() - started)
     stages("allocating the KV cache", 0, 0)
@@ -121,40 +118,29 @@ def build_model_runner(
     kv_pool = build_kv_pool(
         layout,
         groups,
-        slices.model,
-        cache_config,
-        schedule_config,
+        of_rank,
         arenas,
         group,
-        free_bytes=device.free_bytes() // runtime_config.ranks_per_device,
+        free_bytes=device.free_bytes() // config.runtime.ranks_per_device,
         weight_bytes=weight_store.arena.resident_bytes
         + (0 if adapters is None else adapters.arena.resident_bytes),
-        scales=build_kv_scales(model_config, cache_config, group, torch_device),
+        scales=build_kv_scales(config.model, cache_config, group, torch_device),
         states=[spec for spec in model.cache_specs if isinstance(spec, State)],
     )
     if kv_pool.states is not None:  # There may be room for fewer requests than may run otherwise.
         num_rows = kv_pool.states.slots.num_rows
-        slices = replace(slices, schedule=replace(schedule_config, max_running_requests=num_rows))
+        of_rank = replace(of_rank, schedule=replace(config.schedule, max_running_requests=num_rows))
     attention = make_attention(kv_pool, model.attention_layers, shape)
-    return _ready(model, weight_store, kv_pool, attention, slices, device, saver, stages, adapters)
+    return _ready(model, weight_store, kv_pool, attention, of_rank, device, saver, stages, adapters)
 
 
-@dataclass(frozen=True)
-class _Slices:
-    """The configuration of what is built; the model's with the heads of this rank."""
+def _longest_pass(config: EngineConfig) -> int:
+    """The tokens of prompts that a pass may compute."""
+    return config.schedule.chunked_prefill_size or config.schedule.max_prefill_tokens
 
-    model: ModelConfig
-    cache: CacheConfig
-    schedule: ScheduleConfig
-    runtime: RuntimeConfig
 
-    @property
-    def longest_pass(self) -> int:
-        """The tokens of prompts that a pass may compute."""
-        return self.schedule.chunked_prefill_size or self.schedule.max_prefill_tokens
-
-    def kernels(self, device: torch.device) -> Kernels:
-        return Kernels.for_(device, DTYPES[self.model.dtype])
+def _kernels(config: EngineConfig, device: torch.device) -> Kernels:
+    return Kernels.for_(device, DTYPES[config.model.dtype])
 
 
 def _model(config: ModelConfig, device: torch.device, group: ParallelGroup) -> CausalLM:
@@ -228,51 +214,51 @@ def _ready(
     weight_store: WeightStore,
     kv_pool: KVPool,
     attention: AttentionBackend,
-    slices: _Slices,
+    config: EngineConfig,
     device: Device,
     saver: MemorySaver,
     stages: Progress,
     adapters: AdapterSlots | None,
 ) -> ModelRunner:
     """The runner, with its kernels warm and its decode steps captured."""
-    torch_device, num_rows = torch.device(device.name), slices.schedule.max_running_requests
+    torch_device, num_rows = torch.device(device.name), config.schedule.max_running_requests
     next_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=torch_device)
     runner = ModelRunner(
         model,
         weight_store,
         kv_pool,
         PageTable(
-            num_rows, -(-slices.model.context_len // slices.cache.page_size), len(kv_pool.groups.windows)
+            num_rows, -(-config.model.context_len // config.cache.page_size), len(kv_pool.groups.windows)
         ),
         attention,
-        slices.model.vocab_size,
+        config.model.vocab_size,
         torch_device,
         next_tokens,
-        slices.kernels(torch_device),
-        logprobs_mode=slices.runtime.logprobs_mode,
+        _kernels(config, torch_device),
+        logprobs_mode=config.runtime.logprobs_mode,
         adapters=adapters,
     )
-    if slices.runtime.records_routes:
-        runner.routes_TLK = _room_for_routes(model, slices, torch_device)
+    if config.runtime.records_routes:
+        runner.routes_TLK = _room_for_routes(model, config, torch_device)
     if torch_device.type == "cuda":
         stages("warming up", 0, 0)
-        warm_up(runner, slices.longest_pass, DTYPES[slices.model.dtype])
-        batch_sizes = tuple(sorted({min(size, num_rows) for size in slices.runtime.cuda_graph_bs}))
+        warm_up(runner, _longest_pass(config), DTYPES[config.model.dtype])
+        batch_sizes = tuple(sorted({min(size, num_rows) for size in config.runtime.cuda_graph_bs}))
         if batch_sizes and attention.captures:
             runner.graphs = capture_graphs(runner, saver, batch_sizes, next_tokens, stages)
-        _log_left(device, slices.cache)
+        _log_left(device, config.cache)
     if kv_pool.scales is not None:
         kv_pool.scales.begin()  # Not earlier: what ran so far was of nobody's request.
     return runner
 
 
-def _room_for_routes(model: CausalLM, slices: _Slices, device: torch.device) -> torch.Tensor:
+def _room_for_routes(model: CausalLM, config: EngineConfig, device: torch.device) -> torch.Tensor:
     """Where the longest pass may leave the experts of its tokens, [T, L, K]; other layers leave zeros."""
-    schedule = slices.schedule
+    schedule = config.schedule
     if (routed := model.routed) is None:
-        raise ConfigurationError(f"enable_return_routed_experts: {slices.model.architecture} has no experts")
+        raise ConfigurationError(f"enable_return_routed_experts: {config.model.architecture} has no experts")
     # If prompts are not chunked, the last one of a pass comes whole, however little room is left.
-    whole = schedule.max_prefill_tokens + slices.model.context_len
+    whole = schedule.max_prefill_tokens + config.model.context_len
     max_tokens = schedule.chunked_prefill_size or whole
     shape = (max_tokens + schedule.max_running_requests, routed.num_layers, routed.per_token)
     dtype = torch.uint8 if routed.num_experts <= 256 else torch.uint16
@@ -280,15 +266,14 @@ def _room_for_routes(model: CausalLM, slices: _Slices, device: torch.device) -> 
 
 
 def _rehearse(
-    model: CausalLM, slices: _Slices, shape: AttentionShape, device: torch.device, progress: Progress
+    model: CausalLM, config: EngineConfig, shape: AttentionShape, device: torch.device, progress: Progress
 ) -> None:
     """Have the kernels of the passes compiled that `warm_up` and the graphs run one after the other."""
-    sampler = Sampler(slices.model.vocab_size, device)
-    lens = _warm_up_lens(slices.longest_pass, slices.model.context_len)
-    kernels = slices.kernels(device)
-    limits = slices.model.adapters
+    sampler = Sampler(config.model.vocab_size, device)
+    lens = _warm_up_lens(_longest_pass(config), config.model.context_len)
+    limits = config.model.adapters
     num_slots = None if limits is None else limits.num_slots
-    sizes = slices.runtime.cuda_graph_bs
+    sizes, kernels = config.runtime.cuda_graph_bs, _kernels(config, device)
     rehearse(model, kernels, sampler, shape, sizes, lens, device, progress, num_slots)
 
 
@@ -322,7 +307,7 @@ def _log_left(device: Device, cache_config: CacheConfig) -> None:
     logger.info("device memory left: bytes=%d of %d: %s", memory.free_bytes, memory.total_bytes, why)
 
 
-def of_rank(model_config: ModelConfig, group: ParallelGroup) -> ModelConfig:
+def model_of_rank(model_config: ModelConfig, group: ParallelGroup) -> ModelConfig:
     """The config with the query heads of one rank.
 
     Raises ConfigurationError where the heads cannot be divided.

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ebbtide.srt.config import CacheConfig, ModelConfig, ScheduleConfig
+from ebbtide.srt.config import CacheConfig, EngineConfig, ScheduleConfig
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.mem_cache.cache_spec import CacheGroups, CacheSpec, Paged, State, TokenSpec
@@ -86,9 +86,7 @@ def kv_layout(
 def build_kv_pool(
     layout: KVLayout,
     groups: CacheGroups,
-    model_config: ModelConfig,
-    cache_config: CacheConfig,
-    schedule_config: ScheduleConfig,
+    config: EngineConfig,
     arenas: ArenaSource,
     group: ParallelGroup,
     *,
@@ -103,6 +101,7 @@ def build_kv_pool(
         states: of the layers that keep one, with the sizes of all ranks.
     """
     state_layout = StateLayout.of(states, group.size, layout.page_bytes)
+    schedule_config, cache_config = config.schedule, config.cache
     num_rows, num_slots = schedule_config.max_running_requests, 0
     if states:
         room_bytes = free_bytes
@@ -119,7 +118,7 @@ def build_kv_pool(
         max_total_tokens=cache_config.max_total_tokens,
         mem_fraction_static=cache_config.mem_fraction_static,
         max_running_requests=num_rows,
-        context_len=model_config.context_len,
+        context_len=config.model.context_len,
     )
     num_pages = group.smallest(num_pages)
     try:

@@ -44,7 +44,7 @@ from ebbtide.srt.model_executor.sampling.logprobs import (
     token_logprobs,
 )
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
-from ebbtide.srt.model_executor.shared_prefixes import PrefixFinder
+from ebbtide.srt.model_executor.shared_prefixes import shared_prefixes
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
 
@@ -183,7 +183,6 @@ class ModelRunner:
         self.routes_TLK: Tensor | None = None
         self._device = device
         self._next_tokens = next_tokens
-        self._prefixes = PrefixFinder(page_table.array, kv_pool.page_size, attention.is_worth_sharing)
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> PendingStep:
@@ -208,10 +207,13 @@ class ModelRunner:
         return step
 
     def _replay(self, plan: BatchPlan, graphs: DecodeGraphs, before_masks: BeforeMasks) -> LaunchedStep:
-        prefixes = self._prefixes.find(plan) if graphs.can_share(plan) else None
+        table, page_size = self.page_table, self.kv_pool.page_size
+        prefixes = None
+        if graphs.can_share(plan):
+            prefixes = shared_prefixes(plan, table.array, page_size, self.attention.is_worth_sharing)
         runs = prefixes.runs if prefixes is not None else None
         listed = plan.ordered(prefixes.order_R) if prefixes is not None else plan
-        layout = BatchLayout.of(listed, self.page_table.arrays, self.kv_pool.page_size)
+        layout = BatchLayout.of(listed, table.arrays, page_size)
         hidden_RD = graphs.replay(listed, layout, runs)
         page_rows_R = graphs.inputs.rows[: len(plan.specs)]
         if prefixes is not None:

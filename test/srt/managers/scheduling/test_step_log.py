@@ -4,10 +4,8 @@ import logging
 
 import pytest
 
-from ebbtide.srt.managers import assembly
 from ebbtide.srt.managers.io_struct import PauseGenerationReqInput, PauseGenerationReqOutput, PauseMode
-from ebbtide.srt.managers.scheduling.load_meter import StepLog
-from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+from ebbtide.srt.managers.scheduling import load_meter
 from ebbtide.testing import SchedulerHarness, default_schedule
 
 
@@ -15,19 +13,15 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 100.0
 
-    def __call__(self) -> float:
+    def monotonic(self) -> float:
         return self.now_s
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
-    caplog.set_level(logging.INFO, StepLog.__module__)
+    caplog.set_level(logging.INFO, load_meter.__name__)
     clock = Clock()
-
-    def step_log(policy: SchedulePolicy, interval: int) -> StepLog:
-        return StepLog(policy, interval, clock)
-
-    monkeypatch.setattr(assembly, "StepLog", step_log)
+    monkeypatch.setattr(load_meter, "time", clock)
     return clock
 
 

@@ -62,7 +62,7 @@ class WaitingOrder:
         """
         match self._policy:
             case "fcfs":
-                return _walk(waiting)
+                return list(waiting)
             case "lof":
                 return _ordered(waiting, lambda req: -req.num_to_come)
             case "priority":
@@ -221,16 +221,6 @@ def dfs_places(pages: Mapping[str, Sequence[int]]) -> dict[str, TreePlace]:
 def _by_turn(req: Req) -> tuple[bool, int]:
     """Requests that had KV first; each group in order of arrival, but for head starts."""
     return not req.was_retracted, req.arrival - req.head_start
-
-
-def _walk(waiting: Sequence[Req]) -> Iterator[Req]:
-    """One after the other, without a copy of what may be thousands."""
-    index = 0
-    while index < len(waiting):
-        req = waiting[index]
-        yield req
-        if index < len(waiting) and waiting[index] is req:
-            index += 1
 
 
 def _ordered(requests: Sequence[Req], key: Callable[[Req], Key]) -> list[Req]:

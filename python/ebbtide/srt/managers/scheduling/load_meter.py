@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable
 
 from ebbtide.srt.managers.io_struct import STEP_BOUNDS, Load
 from ebbtide.srt.managers.scheduling.request import Req
@@ -19,13 +18,20 @@ STRETCH_S = 1.0
 
 
 class LoadMeter:
-    """Counts what comes out of the steps; the rest is the policy's.
+    """Counts what comes out of the steps, and logs it; the rest is the policy's.
 
     It reads a clock, and nothing that it says decides anything: ranks may differ in it.
+
+    Args:
+        log_interval: `--decode-log-interval`, forward passes from one line to the next; 0: no lines at all.
     """
 
-    def __init__(self, policy: SchedulePolicy) -> None:
+    def __init__(self, policy: SchedulePolicy, log_interval: int) -> None:
         self._policy = policy
+        self._log_interval = log_interval
+        self._logged_s = time.monotonic()
+        self._num_unlogged_steps = self._num_unlogged_tokens = 0
+        self._is_blocked = False
         self._stretch_start_s = self._last_step_s = -math.inf
         self._num_tokens = 0
         self._throughput = 0.0
@@ -39,6 +45,11 @@ class LoadMeter:
         self._step_counts[bisect_left(STEP_BOUNDS, num_tokens)] += 1
         self._step_tokens += num_tokens
         now = time.monotonic()
+        self._is_blocked = False
+        self._num_unlogged_steps += 1
+        self._num_unlogged_tokens += num_sampled
+        if self._num_unlogged_steps == self._log_interval:
+            self._log(now)
         previous_s, self._last_step_s = self._last_step_s, now
         if now - previous_s > STRETCH_S:
             # A new stretch. How long its first step took is not known.
@@ -85,46 +96,10 @@ class LoadMeter:
             cache_hit_rate=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
 
-    def _end_stretch(self, now: float) -> None:
-        if self._num_tokens and now > self._stretch_start_s:
-            self._throughput = self._num_tokens / (now - self._stretch_start_s)
-        self._stretch_start_s, self._num_tokens = now, 0
-
-
-class StepLog:
-    """Writes a log line after every `interval` forward passes, and one when requests have to wait.
-
-    It reads a clock, as `LoadMeter` does.
-
-    Args:
-        interval: `--decode-log-interval`, forward passes from one line to the next; 0: no lines at all.
-        clock: in seconds.
-    """
-
-    def __init__(
-        self, policy: SchedulePolicy, interval: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._policy = policy
-        self._interval = interval
-        self._clock = clock
-        self._last_line_s = clock()
-        self._num_steps = 0
-        self._num_sampled = 0
-        self._is_blocked = False
-
-    def note_step(self, num_sampled: int) -> None:
-        """A forward pass has sampled `num_sampled` tokens."""
-        self._is_blocked = False
-        self._num_steps += 1
-        self._num_sampled += num_sampled
-        if self._num_steps == self._interval:
-            self._write()
-            self._num_steps = self._num_sampled = 0
-
     def note_blocked(self, reason: str) -> None:
         """No forward pass may run. The first time since the last one, a line says why."""
         policy = self._policy
-        if self._is_blocked or not self._interval:
+        if self._is_blocked or not self._log_interval:
             return
         self._is_blocked = True
         logger.info(
@@ -135,20 +110,25 @@ class StepLog:
             policy.commit.version,
         )
 
-    def _write(self) -> None:
+    def _log(self, now: float) -> None:
         policy, allocator = self._policy, self._policy.allocator
-        now_s = self._clock()
-        elapsed_s, self._last_line_s = now_s - self._last_line_s, now_s
+        elapsed_s, self._logged_s = now - self._logged_s, now
         num_used = allocator.num_pages - allocator.num_free - policy.cache.num_evictable_pages
         logger.info(
             "steps: passes=%d elapsed_s=%.2f running=%d queued=%d tokens_per_s=%.1f kv_pages=%d/%d "
             "weight_version=%s",
-            self._num_steps,
+            self._num_unlogged_steps,
             elapsed_s,
             len(policy.running),
             len(policy.waiting),
-            self._num_sampled / elapsed_s if elapsed_s > 0 else 0.0,
+            self._num_unlogged_tokens / elapsed_s if elapsed_s > 0 else 0.0,
             num_used,
             allocator.num_pages,
             policy.commit.version,
         )
+        self._num_unlogged_steps = self._num_unlogged_tokens = 0
+
+    def _end_stretch(self, now: float) -> None:
+        if self._num_tokens and now > self._stretch_start_s:
+            self._throughput = self._num_tokens / (now - self._stretch_start_s)
+        self._stretch_start_s, self._num_tokens = now, 0

@@ -154,38 +154,6 @@ class RankInbox(ABC):
         return [Expire(id=call_id) for call_id in self._deadlines.take_due()]
 
 
-class Inbox(RankInbox):
-    """The inbox of a replica's only rank."""
-
-    def __init__(
-        self, messages: ReceiveEnd[SchedulerInput], manager: SendEnd[ManagerInput], dp_rank: int = 0
-    ) -> None:
-        super().__init__(OneRank(), 0, dp_rank)
-        self._messages = messages
-        self._manager = manager
-        self._replies: list[tuple[str, AnyReply]] = []
-        self._reported: StateReport | None = None
-
-    def receive(self, demand: Demand) -> list[TurnInput]:
-        messages: list[TurnInput] = []
-        messages += self._messages.receive(self._wait_s(demand))
-        messages += self._expired()
-        return messages
-
-    def reply(self, call_id: str, reply: AnyReply) -> None:
-        self._replies.append((call_id, reply))
-
-    def answer(self, report: StateReport, num_aborts: int) -> None:
-        if report != self._reported:
-            self._reported = report
-            self._manager.send(report)
-        for call_id, reply in self._replies:
-            self._manager.send(
-                ControlReply(dp_rank=self.dp_rank, id=call_id, reply=reply, aborts_before=num_aborts)
-            )
-        self._replies.clear()
-
-
 class _Tally:
     """The votes on the phases that the leader has come to, and on those that a follower came to first."""
 
@@ -241,7 +209,7 @@ class _Tally:
 
 
 class LeaderInbox(RankInbox):
-    """The inbox of rank 0 of several: it speaks for all of them.
+    """The inbox of rank 0, which speaks for all of them; often there is no other.
 
     Args:
         messages: from the API process and from the followers.
@@ -252,12 +220,12 @@ class LeaderInbox(RankInbox):
         self,
         messages: ReceiveEnd[SchedulerInput | RankMessage],
         manager: SendEnd[ManagerInput],
-        ticks: Sequence[SendEnd[Tick]],
+        ticks: Sequence[SendEnd[Tick]] = (),
         dp_rank: int = 0,
     ) -> None:
         self._num_ranks = len(ticks) + 1
         self._tally = _Tally(self._num_ranks)
-        super().__init__(ManyRanks(self._tally, self._propose), 0, dp_rank)
+        super().__init__(ManyRanks(self._tally, self._propose) if ticks else OneRank(), 0, dp_rank)
         self._messages = messages
         self._manager = manager
         self._ticks = ticks
@@ -300,7 +268,7 @@ class LeaderInbox(RankInbox):
         turn += self._tally.take()
         self._replies |= {message.id: {} for message in turn if isinstance(message, ControlCall)}
         self._send_answers()
-        if not turn and demand is not Demand.TURN:
+        if self._ticks and not turn and demand is not Demand.TURN:
             return None
         for tp_rank, end in enumerate(self._ticks, start=1):
             end.send(Tick(messages=[self._share(message, tp_rank) for message in turn]))
@@ -316,7 +284,8 @@ class LeaderInbox(RankInbox):
 
     def set_deadline(self, call_id: str, timeout_s: float) -> None:
         super().set_deadline(call_id, timeout_s)
-        self._answer_limits.set(call_id, timeout_s + ANSWER_GRACE_S)
+        if self._ticks:
+            self._answer_limits.set(call_id, timeout_s + ANSWER_GRACE_S)
 
     def _share(self, message: TurnInput, tp_rank: int) -> TurnInput:
         """What a follower needs of a message: of a payload with an entry for each rank, its own."""
@@ -442,7 +411,8 @@ class LeaderReceiver(Receiver[SchedulerInput | RankMessage]):
 
     def __init__(self, addresses: ChannelAddresses) -> None:
         super().__init__(addresses.scheduler, SchedulerInput | RankMessage)
-        self._socket.bind(addresses.ranks)
+        if addresses.ranks:
+            self._socket.bind(addresses.ranks)
 
 
 def open_rank_channels(
@@ -458,8 +428,5 @@ def open_rank_channels(
     outputs: Sender[DetokenizerInput] = Sender(
         addresses.manager if config.model.skip_tokenizer_init else addresses.detokenizer
     )
-    if parallel.tp_size == 1:
-        messages: Receiver[SchedulerInput] = Receiver(addresses.scheduler, SchedulerInput)
-        return Inbox(messages, manager, parallel.dp_rank), outputs
-    followers: list[Sender[Tick]] = [Sender(address) for address in addresses.ticks[1:]]
+    followers: list[Sender[Tick]] = [Sender(address) for address in addresses.ticks[1 : parallel.tp_size]]
     return LeaderInbox(LeaderReceiver(addresses), manager, followers, parallel.dp_rank), outputs

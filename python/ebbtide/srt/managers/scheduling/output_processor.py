@@ -18,7 +18,7 @@ from ebbtide.srt.managers.io_struct import (
     StreamedTokens,
     TokenOutput,
 )
-from ebbtide.srt.managers.scheduling.load_meter import LoadMeter, StepLog
+from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.running_rows import PLAIN_STREAM, ScheduledBatch
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
@@ -36,20 +36,18 @@ class OutputProcessor:
     """Applies step results to requests, and builds the outputs that the API process is owed.
 
     Args:
-        step_log: notes every forward pass.
+        meter: counts what steps sample, and what requests have found in the prefix cache.
 
     Attributes:
-        meter: counts what steps sample, and what requests have found in the prefix cache.
         num_aborts: messages with aborted requests so far.
     """
 
-    def __init__(self, policy: SchedulePolicy, step_log: StepLog, dp_rank: int = 0) -> None:
-        self.meter = LoadMeter(policy)
+    def __init__(self, policy: SchedulePolicy, meter: LoadMeter, dp_rank: int = 0) -> None:
         self.num_aborts = 0
         # Those of all requests that came here: so few that to look for them costs next to nothing.
         self._stop_ids: set[int] = set()
         self._policy = policy
-        self._step_log = step_log
+        self._meter = meter
         self._dp_rank = dp_rank
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> TokenOutput | None:
@@ -57,7 +55,6 @@ class OutputProcessor:
         policy, plan = self._policy, batch.plan
         policy.note_committed()
         num_sampled = int(np.count_nonzero(plan.samples_R))
-        self.meter.note_step(len(plan.input_ids_T), num_sampled)
         live_R = policy.rows.serial[plan.page_rows_R] == batch.serials_R
         nonfinite = self._end_nonfinite(batch, result, live_R)
         sampled = np.flatnonzero(live_R & plan.samples_R)
@@ -80,7 +77,7 @@ class OutputProcessor:
         output = self._outputs(batch, sampled[~is_plain_S], ended, streamed)
         if ended:
             self._finish([batch.requests[index] for index in sorted(ended)])
-        self._step_log.note_step(num_sampled)
+        self._meter.note_step(len(plan.input_ids_T), num_sampled)
         return output
 
     def _end_nonfinite(
@@ -281,7 +278,7 @@ class OutputProcessor:
         return output
 
     def _start(self, req: Req) -> RequestStart:
-        self.meter.note_started(req)
+        self._meter.note_started(req)
         params = req.spec.params
         num_given = len(req.spec.prompt_ids) + req.num_continued
         has_input_logprobs = req.spec.logprobs is not None and req.spec.logprobs.start is not None
