@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +29,6 @@ from ebbtide.srt.managers.io_struct import (
     ManagerInput,
     RankMessage,
     Refusal,
-    RequestOutput,
     SchedulerInput,
     StateReport,
     Tick,
@@ -354,16 +353,15 @@ class SchedulerHarness:
             case StateReport():
                 self.state = message
             case TokenOutput():
-                for output in message.outputs:
-                    self._collect(output)
-                for streamed in message.streamed:
-                    for rid, token_id in zip(streamed.rids, streamed.token_ids, strict=True):
-                        assert self.outputs[rid].finish is None, f"{rid} goes on after its end"
-                        self.outputs[rid].token_ids.append(token_id)
+                collect(self.outputs, message)
 
     def close(self) -> None: ...
-    def _collect(self, output: RequestOutput) -> None:
-        known = self.outputs[output.rid]
+
+
+def collect(outputs: Mapping[str, Output], message: TokenOutput) -> None:
+    """Add what a message brings to what has come back so far, by rid."""
+    for output in message.outputs:
+        known = outputs[output.rid]
         assert known.finish is None, f"{output.rid} goes on after its end"
         known.token_ids += output.token_ids
         known.finish = output.finish
@@ -379,6 +377,10 @@ class SchedulerHarness:
             known.kv_versions = output.kv_versions
         if output.prefill_starts is not None:
             known.prefill_starts = output.prefill_starts
+    for streamed in message.streamed:
+        for rid, token_id in zip(streamed.rids, streamed.token_ids, strict=True):
+            assert outputs[rid].finish is None, f"{rid} goes on after its end"
+            outputs[rid].token_ids.append(token_id)
 
 
 # Whether `default_schedule` overlaps steps; tests that must hold either way set it.

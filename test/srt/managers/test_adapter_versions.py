@@ -5,7 +5,6 @@ import json
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,12 @@ from ebbtide.srt.managers.io_struct import (
     Preserve,
     Refusal,
     ReleaseMemoryOccupationReqInput,
-    RequestOutput,
     ResumeMemoryOccupationReqInput,
-    TokenizedGenerateReqInput,
-    TokenOutput,
     UnloadLoRAAdapterReqInput,
     UpdateWeightFromDiskReqInput,
     VersionContract,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.trainer.payload_encoding import PayloadEncoder, serialize
 
 NUM_ADAPTERS = 4
@@ -55,16 +50,6 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Adap
     return [make_adapter(model, folder / str(seed), seed=seed) for seed in range(NUM_ADAPTERS)]
 
 
-@dataclass
-class Asked:
-    """What has come back for a request."""
-
-    prompt_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    adapter_starts: list[tuple[str, int]] = field(default_factory=list)
-    finish: Any = None
-
-
 class AdapterRank(RealRank):
     """A rank of which requests may ask for adapters.
 
@@ -74,40 +59,12 @@ class AdapterRank(RealRank):
 
     def __init__(self, model: Path, **args: Any) -> None:
         super().__init__(model, max_total_tokens=1024, page_size=8, **{**LORA, **args})
-        self.asked: dict[str, Asked] = {}
+        self.prompts: dict[str, list[int]] = {}
         self.references: dict[str, Reference] = {"": Reference(model)}
 
-    def send(self, message: Any) -> None:
-        super().send(message)
-        if isinstance(message, TokenOutput):
-            for output in message.outputs:
-                self._take(output)
-            for streamed in message.streamed:
-                for rid, token_id in zip(streamed.rids, streamed.token_ids, strict=True):
-                    self.asked[rid].token_ids.append(token_id)
-
-    def _take(self, output: RequestOutput) -> None:
-        asked = self.asked[output.rid]
-        asked.token_ids += output.token_ids
-        asked.adapter_starts = output.adapter_starts or asked.adapter_starts
-        asked.finish = output.finish
-
     def ask(self, adapter: str | None, prompt_ids: list[int], num_tokens: int = 8, **fields: Any) -> str:
-        rid = f"request-{len(self.asked)}"
-        self.asked[rid] = Asked(prompt_ids)
-        params = SamplingParams(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        self._incoming.append(
-            TokenizedGenerateReqInput(
-                rid=rid,
-                input_ids=prompt_ids,
-                sampling_params=params,
-                max_new_tokens=num_tokens,
-                seed=0,
-                stream=True,
-                adapter=adapter,
-                **fields,
-            )
-        )
+        rid = self.generate(prompt_ids, num_tokens, adapter=adapter, **fields)
+        self.prompts[rid] = prompt_ids
         return rid
 
     def load(self, name: str, adapter: Adapter, **fields: Any) -> Any:
@@ -116,25 +73,17 @@ class AdapterRank(RealRank):
         self.references[f"{name}@{reply.lora_version}"] = adapter.reference
         return reply
 
-    def turn(self, count: int) -> None:
-        for _ in range(count):
-            self.scheduler.turn()
-
-    def run(self) -> None:
-        while self.scheduler.is_runnable or self._incoming:
-            self.scheduler.turn()
-
     def assert_true(self, *rids: str) -> None:
         """Each token is the best, after all before it, of the version that is named for it."""
-        for rid in rids or self.asked:
-            asked = self.asked[rid]
+        for rid in rids or self.outputs:
+            asked, prompt_ids = self.outputs[rid], self.prompts[rid]
             if not asked.token_ids:
                 continue
             spans = asked.adapter_starts or [("", 0)]
             ends = [start for _, start in spans[1:]] + [len(asked.token_ids)]
             for (label, start), end in zip(spans, ends, strict=True):
                 reference = self.references[label]
-                rows = reference.logprobs([*asked.prompt_ids, *asked.token_ids])[len(asked.prompt_ids) - 1 :]
+                rows = reference.logprobs([*prompt_ids, *asked.token_ids])[len(prompt_ids) - 1 :]
                 chosen = torch.tensor(asked.token_ids[start:end])
                 assert reference.wrong_token(rows[start:end], chosen) is None, (rid, label, start)
 
@@ -161,7 +110,7 @@ def test_what_comes_from_a_folder_and_from_tensors_is_the_same(model: Path, adap
     rids = [rank.ask("a", prompt(1, 20)), rank.ask(None, prompt(1, 20))]
     rank.run()
     rank.assert_true()
-    assert rank.asked[rids[0]].token_ids != rank.asked[rids[1]].token_ids
+    assert rank.outputs[rids[0]].token_ids != rank.outputs[rids[1]].token_ids
 
 
 def test_what_slots_hold_outlives_a_release_that_keeps_no_weights(
@@ -181,45 +130,21 @@ def test_what_slots_hold_outlives_a_release_that_keeps_no_weights(
     rank.apply(UpdateWeightFromDiskReqInput(model_path=str(model), pause_mode=PauseMode.RETRACT))
     rids += [rank.ask(f"a{index}", prompt(index, 20)) for index in range(NUM_ADAPTERS)]
     rank.run()
-    assert all(rank.asked[rid].finish.kind == "length" for rid in rids)
+    assert all(rank.outputs[rid].finish.kind == "length" for rid in rids)
     rank.assert_true()
 
 
-def _without(name: str) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], None]:
-    def change(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[next(key for key in tensors if name in key)]
-
-    return change
+Change = Callable[[dict[str, torch.Tensor]], object]
 
 
-def _rename(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    for name in [name for name in tensors if "layers.0.mlp.down_proj" in name]:
-        tensors[name.replace("layers.0", "layers.99")] = tensors.pop(name)
-
-
-def _reshape(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    first = next(iter(tensors))
-    tensors[first] = torch.zeros(tensors[first].shape[0], 7)
-
-
-def _spoil(name: str, value: float) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], None]:
-    def change(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name][-1, -1] = value
-
-    return change
+def _spoil(name: str, value: float) -> Change:
+    return lambda tensors: tensors[name][-1].fill_(value)
 
 
 LORA_A = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 LORA_B = "base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"
-BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], None], str]] = {
-    "another rank": (lambda fields, tensors: fields.update(r=5), "rank 5"),
-    "too high a rank": (lambda fields, tensors: fields.update(r=64), "max_lora_rank"),
-    "half a pair": (_without("lora_B"), "lora_B"),
-    "a name that the model does not have": (_rename, "layers.99"),
-    "a base of another shape": (_reshape, "expected shape"),
-    "a scaling that is none": (lambda fields, tensors: fields.update(lora_alpha=float("nan")), "lora_alpha"),
-    "another kind": (lambda fields, tensors: fields.update(peft_type="IA3"), "peft_type"),
-    "no tensors": (lambda fields, tensors: tensors.clear(), "expected tensors"),
+BAD: dict[str, tuple[Change, str]] = {
+    "half a pair": (lambda tensors: tensors.pop(LORA_B), "expected lora_B of the module"),
     "NaN in A": (_spoil(LORA_A, float("nan")), f"1 tensors hold NaN or Inf: {LORA_A}"),
     "Inf in B": (_spoil(LORA_B, float("-inf")), f"1 tensors hold NaN or Inf: {LORA_B}"),
 }
@@ -232,17 +157,16 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
     rank = AdapterRank(model, refuse_nonfinite=True)
     rank.load("a", adapters[0])
     change, expected = BAD[what]
-    fields = dict(adapters[1].fields)
     tensors = load_file(adapters[1].folder / "adapter_model.safetensors")
-    change(fields, tensors)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    change(tensors)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapters[1].fields))
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     refusal = rank.apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path)))
     assert isinstance(refusal, Refusal)
     assert (refusal.status, expected in refusal.message) == (400, True), refusal.message
     rid = rank.ask("a", prompt(1, 20))
     rank.run()
-    assert rank.asked[rid].adapter_starts == [("a@1", 0)]
+    assert rank.outputs[rid].adapter_starts == [("a@1", 0)]
     rank.assert_true()
 
 
@@ -301,8 +225,8 @@ def test_a_storm_of_loads_sleeps_and_aborts_leaves_every_token_true(
                 mode = chance.choice([PauseMode.RETRACT, PauseMode.IN_PLACE])
                 rank.apply(PauseGenerationReqInput(mode=mode))
                 rank.apply(ContinueGenerationReqInput())
-            case 5 if rank.asked:
-                rank.apply(AbortReq(rid=chance.choice(list(rank.asked))))
+            case 5 if rank.outputs:
+                rank.apply(AbortReq(rid=chance.choice(list(rank.outputs))))
             case _:
                 contract = VersionContract(on_update=chance.choice(["continue", "recompute"]))
                 asked = chance.choice([name, name, None])
@@ -310,8 +234,8 @@ def test_a_storm_of_loads_sleeps_and_aborts_leaves_every_token_true(
                 rank.ask(asked, prompt_ids, chance.randint(1, 20), contract=contract)
         rank.turn(chance.randrange(5))
     rank.run()
-    assert all(asked.finish is not None for asked in rank.asked.values()), "a request was lost"
-    assert sum(len(asked.token_ids) for asked in rank.asked.values()) > 50
+    assert all(asked.finish is not None for asked in rank.outputs.values()), "a request was lost"
+    assert sum(len(asked.token_ids) for asked in rank.outputs.values()) > 50
     rank.assert_true()
 
 

@@ -132,20 +132,16 @@ def test_cached_pages_make_room_where_no_chunk_is_empty(
     rank.assert_whole()
 
 
-@pytest.mark.parametrize(
-    ("update_staging", "num_requests", "is_staged"),
-    [("never", 0, False), ("auto", 7, False), ("always", 7, True)],
-)
+@pytest.mark.parametrize(("update_staging", "is_staged"), [("auto", False), ("always", True)])
 def test_where_all_pages_are_live_only_a_copy_that_must_be_takes_the_memory_of_the_youngest(
     make_rank: Callable[..., Rank],
     undisturbed: Tokens,
     path: Path,
     update_staging: str,
-    num_requests: int,
     is_staged: bool,
 ) -> None:
     rank = make_rank(update_staging=update_staging)
-    requests = [(prompt(seed, 200), 40) for seed in range(num_requests)]
+    requests = [(prompt(seed, 200), 40) for seed in range(7)]
     rids = begin(rank, requests)
     rank.turn(15)
     assert rank.apply(update(path)).staged is is_staged

@@ -18,14 +18,12 @@ from ebbtide.srt.managers.detokenizer_manager import (
     run_detokenizer_process,
 )
 from ebbtide.srt.managers.io_struct import (
-    DetokenizerInput,
     FinishReason,
-    ManagerInput,
     RequestOutput,
     RequestStart,
     TokenOutput,
 )
-from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
+from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.server_args import ServerArgs
 
 EOS = byte_level().hf.convert_tokens_to_ids("</s>")
@@ -118,27 +116,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 def addresses(folder: Path) -> ChannelAddresses:
     return ChannelAddresses(*(f"ipc://{folder}/{name}" for name in ("scheduler", "detokenizer", "manager")))
-
-
-def test_the_process_turns_ids_into_text(config: EngineConfig, tmp_path: Path) -> None:
-    where = addresses(tmp_path)
-    inbox: Receiver[TokenOutput] = Receiver(where.manager, ManagerInput)
-    sender: Sender[DetokenizerInput] = Sender(where.detokenizer)
-    spawn = multiprocessing.get_context("spawn")
-    ready, child_ready = spawn.Pipe()
-    process = spawn.Process(target=run_detokenizer_process, args=(config, where, child_ready), daemon=True)
-    process.start()
-    try:
-        assert ready.poll(120)
-        assert ready.recv() == {"status": "ready"}
-        output = RequestOutput("a", list("né".encode()), start=start(prompt_tail=[65]))
-        sender.send(TokenOutput(weight_version="3", outputs=[output]))
-        assert inbox.receive() == [TokenOutput(weight_version="3", outputs=[output], texts=["né"])]
-    finally:
-        process.kill()
-        process.join()
-        sender.close()
-        inbox.close()
 
 
 def test_a_failed_start_says_why(config: EngineConfig, tmp_path: Path) -> None:

@@ -3,21 +3,15 @@
 from collections.abc import Sequence
 
 import pytest
+from fixtures.control import Harness
 
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
-    AbortReqOutput,
-    ContinueGenerationReqInput,
-    ContinueGenerationReqOutput,
     FinishReason,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
-    PauseGenerationReqInput,
-    PauseGenerationReqOutput,
     PauseMode,
 )
 from ebbtide.srt.server_args import OWN_SCHEDULE_POLICIES
-from ebbtide.testing import NullRunner, SchedulerHarness, default_schedule
+from ebbtide.testing import NullRunner, default_schedule
 
 
 def expected_tokens(seed: int, count: int, value: int = 0) -> list[int]:
@@ -30,7 +24,7 @@ def prompt_of(length: int, first: int = 1) -> Sequence[int]:
 
 
 def test_requests_whose_next_token_depends_on_all_before_run_beside_others() -> None:
-    harness = SchedulerHarness()
+    harness = Harness()
     penalised = harness.generate(prompt_of(5), seed=1, max_new_tokens=10, frequency_penalty=0.5)
     plain = harness.generate(prompt_of(6), seed=2, max_new_tokens=20)
     harness.run_until_idle()
@@ -38,11 +32,13 @@ def test_requests_whose_next_token_depends_on_all_before_run_beside_others() -> 
     assert harness.outputs[plain].token_ids == expected_tokens(2, 20)
 
 
-@pytest.mark.parametrize("policy", OWN_SCHEDULE_POLICIES)
-@pytest.mark.parametrize("chunk", [None, 1, 5, 16])
+@pytest.mark.parametrize(
+    ("policy", "chunk"),
+    [*((policy, 5) for policy in OWN_SCHEDULE_POLICIES), ("fcfs", None), ("lpm", 1), ("random", 16)],
+)
 def test_chunking_and_policy_do_not_change_outputs(policy: str, chunk: int | None) -> None:
     schedule = default_schedule(chunked_prefill_size=chunk, policy=policy, max_running_requests=3)
-    harness = SchedulerHarness(schedule=schedule, num_ranks=2)
+    harness = Harness(schedule=schedule, num_ranks=2)
     rids = [harness.generate(prompt_of(30, index % 3), seed=index) for index in range(8)]
     harness.run_until_idle()
     assert [harness.outputs[rid].token_ids for rid in rids] == [expected_tokens(s, 16) for s in range(8)]
@@ -53,7 +49,7 @@ def test_chunking_and_policy_do_not_change_outputs(policy: str, chunk: int | Non
 def test_retraction_in_a_tiny_pool_changes_nothing_in_outputs(page_size: int, chunk: int | None) -> None:
     """A chunk of one token in the middle of a second prefill is no decode step."""
     schedule = default_schedule(chunked_prefill_size=chunk)
-    harness = SchedulerHarness(num_pages=64 // page_size, page_size=page_size, schedule=schedule)
+    harness = Harness(num_pages=64 // page_size, page_size=page_size, schedule=schedule)
     rids = [harness.generate(prompt_of(7, 10 * seed), seed=seed, max_new_tokens=30) for seed in range(5)]
     harness.run_until_idle()
     outputs = [harness.outputs[rid] for rid in rids]
@@ -63,14 +59,14 @@ def test_retraction_in_a_tiny_pool_changes_nothing_in_outputs(page_size: int, ch
 
 
 def test_requests_of_one_prompt_prefill_it_once() -> None:
-    harness = SchedulerHarness(num_pages=256, context_len=256)
+    harness = Harness(num_pages=256, context_len=256)
     rids = [harness.generate(prompt_of(33), seed=seed) for seed in range(8)]
     harness.run_until_idle()
     assert [harness.outputs[rid].cached_tokens for rid in rids] == [0] + [32] * 7
 
 
 def test_without_a_prefix_cache_nothing_is_reused_and_nobody_waits_for_it() -> None:
-    harness = SchedulerHarness(
+    harness = Harness(
         num_pages=256,
         context_len=256,
         enable_prefix_cache=False,
@@ -83,7 +79,7 @@ def test_without_a_prefix_cache_nothing_is_reused_and_nobody_waits_for_it() -> N
 
 
 def test_short_prompts_of_a_group_start_together() -> None:
-    harness = SchedulerHarness(page_size=16, schedule=default_schedule(chunked_prefill_size=512))
+    harness = Harness(page_size=16, schedule=default_schedule(chunked_prefill_size=512))
     for seed in range(8):
         harness.generate(prompt_of(10), seed=seed, max_new_tokens=4)
     harness.run_until_idle()
@@ -91,7 +87,7 @@ def test_short_prompts_of_a_group_start_together() -> None:
 
 
 def test_namespaces_share_nothing() -> None:
-    harness = SchedulerHarness()
+    harness = Harness()
     first = harness.generate(prompt_of(20), namespace=("a",))
     harness.run_until_idle()
     other = harness.generate(prompt_of(20), namespace=("b",))
@@ -101,7 +97,7 @@ def test_namespaces_share_nothing() -> None:
 
 
 def test_scoring_without_output_ends_after_the_prefill() -> None:
-    harness = SchedulerHarness()
+    harness = Harness()
     rid = harness.generate(prompt_of(40), max_new_tokens=0)
     harness.run_until_idle()
     assert harness.outputs[rid].token_ids == []
@@ -110,7 +106,7 @@ def test_scoring_without_output_ends_after_the_prefill() -> None:
 
 def test_eos_and_stop_token_ids_end_a_request_unless_ignored() -> None:
     tokens = expected_tokens(0, 16)
-    harness = SchedulerHarness(eos_token_ids=frozenset({tokens[5]}))
+    harness = Harness(eos_token_ids=frozenset({tokens[5]}))
     by_eos = harness.generate(prompt_of(4))
     by_stop = harness.generate(prompt_of(4), stop_token_ids=[tokens[2]])
     ignored = harness.generate(prompt_of(4), stop_token_ids=[tokens[2]], ignore_eos=True)
@@ -122,8 +118,8 @@ def test_eos_and_stop_token_ids_end_a_request_unless_ignored() -> None:
 
 
 def test_a_full_queue_refuses_the_next_request_and_keeps_the_others() -> None:
-    harness = SchedulerHarness(schedule=default_schedule(max_queued_requests=2))
-    harness.apply(PauseGenerationReqInput(mode=PauseMode.IN_PLACE), PauseGenerationReqOutput)
+    harness = Harness(schedule=default_schedule(max_queued_requests=2))
+    harness.pause(PauseMode.IN_PLACE)
     kept = [harness.generate(prompt_of(4), seed=seed) for seed in range(2)]
     refused = harness.generate(prompt_of(4))
     harness.turn()
@@ -131,13 +127,13 @@ def test_a_full_queue_refuses_the_next_request_and_keeps_the_others() -> None:
     assert finish is not None
     assert (finish.kind, finish.status_code) == ("abort", 503)
     assert "max_queued_requests is 2" in finish.message
-    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.proceed()
     harness.run_until_idle()
     assert [harness.outputs[rid].token_ids for rid in kept] == [expected_tokens(s, 16) for s in range(2)]
 
 
 def test_a_stream_gets_each_token_and_others_all_at_once() -> None:
-    harness = SchedulerHarness()
+    harness = Harness()
     stream = harness.generate(prompt_of(4), max_new_tokens=8)
     whole = harness.generate(prompt_of(4), max_new_tokens=8, stream=False)
     seen = []
@@ -151,11 +147,11 @@ def test_a_stream_gets_each_token_and_others_all_at_once() -> None:
 
 
 def test_an_abort_returns_the_tokens_so_far_and_frees_the_pages() -> None:
-    harness = SchedulerHarness()
+    harness = Harness()
     aborted = harness.generate(prompt_of(8), max_new_tokens=60)
     kept = harness.generate(prompt_of(8), seed=1)
     harness.turn(4)
-    reply = harness.apply(AbortReq(rid=aborted), AbortReqOutput)
+    reply = harness.do(AbortReq(rid=aborted))
     assert (reply.changed, reply.num_aborted) == (True, 1)
     output = harness.outputs[aborted]
     assert output.finish == FinishReason("abort", message="Aborted by /abort_request")
@@ -163,27 +159,27 @@ def test_an_abort_returns_the_tokens_so_far_and_frees_the_pages() -> None:
     assert output.token_ids
     harness.run_until_idle()
     assert harness.outputs[kept].token_ids == expected_tokens(1, 16)
-    assert harness.apply(FlushCacheReqInput(), FlushCacheReqOutput).fully_flushed
+    assert harness.flush().fully_flushed
     assert harness.scheduler.policy.allocator.num_free == 64
-    reply = harness.apply(AbortReq(rid=["nobody", ""]), AbortReqOutput)
+    reply = harness.do(AbortReq(rid=["nobody", ""]))
     assert (reply.changed, reply.num_aborted) == (False, 0)
 
 
 def test_what_waits_is_aborted_without_tokens() -> None:
-    harness = SchedulerHarness(schedule=default_schedule(max_running_requests=2))
+    harness = Harness(schedule=default_schedule(max_running_requests=2))
     rids = [harness.generate(prompt_of(8), seed=seed) for seed in range(5)]
     harness.turn(3)
     harness.abort(rids[4])
     harness.turn()
     assert harness.outputs[rids[4]].token_ids == []
     assert harness.outputs[rids[4]].finish == FinishReason("abort", message="Aborted: the client went away")
-    assert harness.apply(AbortReq(abort_all=True), AbortReqOutput).num_aborted == 4, "running and queued ones"
+    assert harness.do(AbortReq(abort_all=True)).num_aborted == 4, "running and queued ones"
     assert all(harness.outputs[rid].finish is not None for rid in rids)
     assert not harness.scheduler.is_runnable
 
 
 def test_newcomers_never_starve_the_oldest() -> None:
-    harness = SchedulerHarness(num_pages=16, context_len=64)
+    harness = Harness(num_pages=16, context_len=64)
     oldest = harness.generate(prompt_of(8), max_new_tokens=50)
     for number in range(60):
         harness.generate(prompt_of(8, 10 * number), seed=number, max_new_tokens=30)
@@ -193,7 +189,7 @@ def test_newcomers_never_starve_the_oldest() -> None:
 
 
 def test_retracted_again_and_again_requests_still_end_in_their_order() -> None:
-    harness = SchedulerHarness(schedule=default_schedule(max_running_requests=3))
+    harness = Harness(schedule=default_schedule(max_running_requests=3))
     rids = [harness.generate(prompt_of(8, 20 * seed), seed=seed, max_new_tokens=20) for seed in range(9)]
     ended: list[str] = []
     for _ in range(400):
@@ -201,7 +197,7 @@ def test_retracted_again_and_again_requests_still_end_in_their_order() -> None:
         ended += [rid for rid in rids if harness.outputs[rid].finish and rid not in ended]
         if len(ended) == len(rids):
             break
-        harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
-        harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+        harness.pause(PauseMode.RETRACT)
+        harness.proceed()
     assert ended == rids
     assert [harness.outputs[rid].token_ids for rid in rids] == [expected_tokens(s, 20) for s in range(9)]

@@ -27,7 +27,6 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     Refusal,
     ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -36,7 +35,6 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.scheduler_process import describe_staging
 from ebbtide.srt.managers.scheduling import weight_io
 from ebbtide.srt.memory_saver.arena import Arena
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.weight_sync.disk_source import open_folder
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
@@ -154,25 +152,6 @@ def test_a_file_that_is_cut_short_while_it_is_written_leaves_the_old_weights(
     assert num_written >= 4
     assert checksum_of(rank.store) == before
     assert rank.scheduler.control.allows_forward
-
-
-@pytest.mark.parametrize("count", [0, 7])
-def test_a_fault_over_stale_weights_leaves_them_stale(
-    rank: RealRank, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    tags = (MemoryTag.WEIGHTS,)
-    before = checksum_of(rank.store)
-    rank.apply(ReleaseMemoryOccupationReqInput(tags=tags))
-    rank.apply(ResumeMemoryOccupationReqInput(tags=tags))
-    update = UpdateWeightFromDiskReqInput(model_path=str(checkpoints[0]), pause_mode=PauseMode.IN_PLACE)
-    with monkeypatch.context() as patch:
-        fail_after(patch, rank.store, "write_by_slices", count)
-        reply = rank.apply(update)
-    assert isinstance(reply, Refusal)
-    assert reply.status == 500
-    assert not rank.scheduler.control.allows_forward
-    assert rank.apply(update).content == "valid"
-    assert checksum_of(rank.store) == before
 
 
 @pytest.mark.parametrize("rule", ["auto", "always", "never"])

@@ -3,6 +3,7 @@
 Whatever happens to those pages meanwhile, tokens are those of transformers, in float32; so with latents.
 """
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 PROMPTS = [prompt(1, 110), prompt(2, 61), prompt(3, 9), prompt(4, 24)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {**SHAPE, **MODELS[request.param]}
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param, **config)
@@ -72,7 +73,14 @@ def send(rank: Rank, weights: dict[str, Tensor], **fields: Any) -> None:
 HERE = {name: how for name, how in DISTURBANCES.items() if name != "flush"} | {"update": update}
 
 
-@pytest.mark.parametrize("disturbance", HERE)
+@pytest.mark.parametrize(
+    ("path", "disturbance"),
+    [
+        *(("Gemma3ForCausalLM", name) for name in HERE),
+        *itertools.product(("MistralForCausalLM", "DeepseekV3ForCausalLM"), ("nothing", "park")),
+    ],
+    indirect=["path"],
+)
 def test_requests_many_windows_long_have_transformers_tokens_whatever_happens_to_their_pages(
     path: Path, reference: Reference, disturbance: str
 ) -> None:

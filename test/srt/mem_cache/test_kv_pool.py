@@ -143,11 +143,3 @@ def test_pages_move_with_all_their_layers_and_nothing_else_changes(pool, monkeyp
 def test_large_devices_and_pools_have_large_chunks(device_gib, pool_gib, chunk_mib):
     pool_bytes = None if pool_gib is None else pool_gib << 30
     assert cuda_chunk_bytes(device_gib << 30, pool_bytes) == chunk_mib << 20
-
-
-def test_an_arena_that_is_too_small_is_refused():
-    made = layout()
-    arena = VirtualArena(MemoryTag.KV_CACHE, made.chunk_bytes, HostVirtualMemory())
-    with pytest.raises(ValueError, match="do not lie in an arena"):
-        KVPool(arena, made, made.chunk_pages + 1)
-    arena.close()

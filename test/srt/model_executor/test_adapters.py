@@ -92,7 +92,7 @@ def test_a_batch_of_adapters_and_none_computes_what_peft_does(tmp_path: Path, na
     assert len(outputs) > 1, "these adapters change nothing"
 
 
-@pytest.mark.parametrize("server_args", ON_CPU_AND_GPU)
+@pytest.mark.parametrize("server_args", ON_CPU_AND_GPU[1:])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "NemotronHForCausalLM"])
 def test_an_adapter_computes_what_merged_weights_do(
     tmp_path: Path, architecture: str, server_args: dict[str, Any]
@@ -112,7 +112,7 @@ def test_an_adapter_computes_what_merged_weights_do(
         ]
         driver.generate(runs, NUM_TOKENS)
         for run in runs:
-            check(run, references[run.adapter], 1e-5 if server_args == {} else 1e-3)
+            check(run, references[run.adapter], 1e-3)
 
 
 @pytest.mark.gpu

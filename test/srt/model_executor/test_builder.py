@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures.checkpoints import edit_config, make_checkpoint
+from fixtures.checkpoints import make_checkpoint
 from fixtures.model_runs import RunnerDriver
 from safetensors.torch import load_file, save_file
 
 from ebbtide.srt.config import resolve
-from ebbtide.srt.device.choose import open_memory_saver
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.mem_cache.cache_spec import Paged
@@ -21,9 +20,8 @@ from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor import graph_runner
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
-from ebbtide.srt.model_executor.builder import build_model_runner, capture_graphs
-from ebbtide.srt.model_executor.initial_kv_scales import checkpoint_scales
-from ebbtide.srt.model_executor.kv_sizing import choose_num_pages
+from ebbtide.srt.model_executor.builder import capture_graphs
+from ebbtide.srt.model_executor.kv_sizing import checkpoint_scales, choose_num_pages
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
 
@@ -39,13 +37,6 @@ SIZES: dict[str, Any] = {
 
 # Pages of 16 tokens and of 1,024 bytes, four of them in a chunk.
 LAYOUT = KVLayout(2, 16, Paged(1, 8), torch.bfloat16, granularity=4096)
-
-
-class SmallDevice(CpuDevice):
-    """A device on which little memory is free."""
-
-    def free_bytes(self) -> int:
-        return 5000
 
 
 @pytest.mark.parametrize(
@@ -84,17 +75,6 @@ def test_pools_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
         choose_num_pages(LAYOUT, **SIZES | changes)
 
 
-def test_the_built_runner_is_resident_and_of_the_asked_size(tmp_path: Path) -> None:
-    driver = RunnerDriver(make_checkpoint(tmp_path, "LlamaForCausalLM"), max_total_tokens=100, page_size=8)
-    runner = driver.runner
-
-    assert runner.kv_pool.num_pages == 12
-    assert runner.kv_pool.arena.is_resident
-    assert runner.weight_store.arena.is_resident
-    # A context of 256 tokens.
-    assert runner.page_table.array.shape[1] == 32
-
-
 def test_the_built_runner_samples_as_it_was_configured(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "LlamaForCausalLM")
     runner = RunnerDriver(checkpoint, max_total_tokens=64, logprobs_mode="processed_logprobs").runner
@@ -126,18 +106,7 @@ def test_ranks_that_share_the_hosts_memory_take_a_part_each(
     assert taken_bytes[1] > 0.9 * taken_bytes[0]
 
 
-def test_too_little_memory_is_a_configuration_error(tmp_path: Path) -> None:
-    config = resolve(ServerArgs(model_path=str(make_checkpoint(tmp_path, "LlamaForCausalLM"))))
-    device = SmallDevice()
-    saver = open_memory_saver(config.memory.backend, device)
-
-    with pytest.raises(ConfigurationError, match="one chunk of 256 pages of 16 tokens needs 2097152"):
-        build_model_runner(config, device, saver)
-
-
-def test_a_backend_for_gpus_is_torchs_own_on_a_cpu_and_an_unknown_one_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_backend_for_gpus_is_torchs_own_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_checkpoint(tmp_path, "LlamaForCausalLM")
 
     driver = RunnerDriver(path, attention_backend="flashinfer")
@@ -145,8 +114,6 @@ def test_a_backend_for_gpus_is_torchs_own_on_a_cpu_and_an_unknown_one_is_refused
 
     assert "attention_backend=flashinfer: " in caplog.text
     assert "attention by TorchNativeAttention instead" in caplog.text
-    with pytest.raises(ConfigurationError, match="one of flashinfer, triton, torch_native, got 'abacus'"):
-        RunnerDriver(path, attention_backend="abacus")
 
 
 @pytest.mark.parametrize(
@@ -222,17 +189,6 @@ def test_scales_that_cannot_be_meant_are_refused(
     scales = {name: scale for name, scale in (SCALES | changes).items() if scale is not None}
     with pytest.raises(ConfigurationError, match=message):
         RunnerDriver(with_scales(tmp_path, scales), kv_cache_dtype="fp8")
-
-
-def test_an_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, "LlamaForCausalLM")
-    edit_config(path, architectures=["FalconForCausalLM"])
-
-    with pytest.raises(
-        ConfigurationError,
-        match="'FalconForCausalLM' is not supported; supported are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3",
-    ):
-        RunnerDriver(path)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

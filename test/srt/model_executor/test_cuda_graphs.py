@@ -12,7 +12,6 @@ from fixtures.model_runs import Run, RunnerDriver
 from fixtures.references import Reference
 from safetensors.torch import load_file, save_file
 
-from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.model_executor import graph_runner
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec
 
@@ -163,14 +162,3 @@ def smaller(warm_up: Any) -> Any:
         return 1 << 20
 
     return run_and_forget
-
-
-def test_a_device_without_room_for_graphs_names_the_flag(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = make_checkpoint(tmp_path, "LlamaForCausalLM", dtype="bfloat16", head_dim=128)
-    # More than any device has.
-    monkeypatch.setattr(graph_runner, "SCRATCH_MARGIN_BYTES", 1 << 40)
-
-    with pytest.raises(ConfigurationError, match=r"no room for CUDA graphs .* lower cuda_graph_max_bs"):
-        run(path)

@@ -91,11 +91,6 @@ class HostPageStore:
             while len(self._buffers) > num_used:
                 self._buffers.pop().close()
 
-    @property
-    def held_bytes(self) -> int:
-        """Host memory that is taken, whether pages are in it or not."""
-        return sum(buffer.num_bytes for buffer in self._buffers)
-
     def close(self) -> None:
         """Give the host memory back. Idempotent."""
         for buffer in self._buffers:

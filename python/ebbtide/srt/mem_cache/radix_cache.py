@@ -489,8 +489,6 @@ class RadixCache:
     def _trim(self, leaf: _Node, num_pages: int) -> list[int]:
         """Take pages of tokens off the end of an idle leaf until that frees `num_pages`, or all."""
         first = len(leaf)
-        if not self.windowed:
-            return self._cut(leaf, max(0, first - -(-num_pages // len(self._whole))))
         while first > 0 and num_pages > 0:
             first -= 1
             num_pages -= len(self._whole)

@@ -37,8 +37,14 @@ from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.adapters import AdapterSlots
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
-from ebbtide.srt.model_executor.initial_kv_scales import build_kv_scales
-from ebbtide.srt.model_executor.kv_sizing import DTYPES, KV_DTYPES, build_kv_pool, cache_groups, kv_layout
+from ebbtide.srt.model_executor.kv_sizing import (
+    DTYPES,
+    KV_DTYPES,
+    build_kv_pool,
+    build_kv_scales,
+    cache_groups,
+    kv_layout,
+)
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.model_executor.rehearsal import load_kernels, rehearse

@@ -80,13 +80,14 @@ class Rank(RealRank):
     """Keeps what comes back of its one request at a time."""
 
     def send(self, message: Any) -> None:
-        super().send(message)
         if isinstance(message, TokenOutput):
-            self.outputs += message.outputs
+            self.sent += message.outputs
+        else:
+            super().send(message)
 
-    def generate(self, **fields: Any) -> Any:
+    def answer(self, **fields: Any) -> Any:
         """The last output of a request that does not stream."""
-        self.outputs: list[Any] = []
+        self.sent: list[Any] = []
         length = fields.pop("max_new_tokens", 6)
         self._incoming.append(
             TokenizedGenerateReqInput(
@@ -101,9 +102,9 @@ class Rank(RealRank):
                 top_logprobs_num=2,
             )
         )
-        while not self.outputs:
+        while not self.sent:
             self.scheduler.turn()
-        return self.outputs[-1]
+        return self.sent[-1]
 
     def take(self, tensors: Any) -> Any:
         payload = [safetensors.torch.save(tensors)]
@@ -121,7 +122,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("rule", ["abort", "continue"])
 def test_weights_that_give_none_are_told_until_others_serve(checkpoint: Path, rule: str, fault: str) -> None:
     rank = Rank(checkpoint, nonfinite_logits=rule, page_size=8)
-    before = rank.generate(temperature=0.0)
+    before = rank.answer(temperature=0.0)
     assert (before.finish.kind, before.num_nonfinite) == ("length", 0)
     good = load_file(checkpoint / "model.safetensors")
     bad = dict(good)
@@ -132,7 +133,7 @@ def test_weights_that_give_none_are_told_until_others_serve(checkpoint: Path, ru
         bad[fault][3] = float("nan")
     assert rank.take(bad).num_nonfinite == int(fault != "overflow")
     for params in ({"temperature": 0.0}, {}, {"top_p": 0.9}, {"max_new_tokens": 0}):
-        output = rank.generate(**params)
+        output = rank.answer(**params)
         scores = params.get("max_new_tokens") == 0
         if rule == "abort":
             assert (output.finish, output.token_ids) == (ABORTED, [])
@@ -144,5 +145,5 @@ def test_weights_that_give_none_are_told_until_others_serve(checkpoint: Path, ru
             assert len(told) == (len(PROMPT) if scores else 6)
             assert all(logprob is not None for logprob in told.tokens[scores:])
     rank.take(good)
-    assert rank.generate(temperature=0.0).token_ids == before.token_ids
+    assert rank.answer(temperature=0.0).token_ids == before.token_ids
     rank.store.arena.close()

@@ -5,24 +5,18 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+from fixtures.control import Harness
 from numpy.typing import NDArray
 
 from ebbtide.srt.managers.io_struct import (
-    ContinueGenerationReqInput,
-    ContinueGenerationReqOutput,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
     GetLoadReqInput,
-    GetLoadReqOutput,
-    PauseGenerationReqInput,
-    PauseGenerationReqOutput,
     PauseMode,
 )
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, PendingStep
-from ebbtide.testing import SchedulerHarness, default_schedule
+from ebbtide.testing import default_schedule
 
 
-def turns_to_first_token(harness: SchedulerHarness, rid: str) -> int:
+def turns_to_first_token(harness: Harness, rid: str) -> int:
     turns = 0
     while not harness.outputs[rid].token_ids:
         harness.turn()
@@ -32,9 +26,9 @@ def turns_to_first_token(harness: SchedulerHarness, rid: str) -> int:
 
 @pytest.mark.parametrize("num_long", [1, 6])
 def test_a_short_prompt_does_not_wait_for_long_ones(num_long: int) -> None:
-    def shares(share: float) -> SchedulerHarness:
+    def shares(share: float) -> Harness:
         schedule = default_schedule(chunked_prefill_size=16, prefill_share=share, max_running_requests=16)
-        return SchedulerHarness(num_pages=1024, context_len=512, schedule=schedule)
+        return Harness(num_pages=1024, context_len=512, schedule=schedule)
 
     took = {}
     for share in (0.25, 1.0):
@@ -48,7 +42,7 @@ def test_a_short_prompt_does_not_wait_for_long_ones(num_long: int) -> None:
     assert took[1.0] >= 20
 
 
-def noted_passes(harness: SchedulerHarness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def noted_passes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The prompt tokens of each pass that has any, from here on."""
     passes: list[int] = []
     launch = harness.runner.launch
@@ -62,12 +56,12 @@ def noted_passes(harness: SchedulerHarness, monkeypatch: pytest.MonkeyPatch) -> 
     return passes
 
 
-def passes_of_64(max_running_requests: int) -> SchedulerHarness:
+def passes_of_64(max_running_requests: int) -> Harness:
     """A pass has room for 8 prompts of a share each, and for 3 if streams wait for it."""
     schedule = default_schedule(
         chunked_prefill_size=64, prefill_share=0.125, max_running_requests=max_running_requests
     )
-    return SchedulerHarness(num_pages=1024, context_len=64, schedule=schedule)
+    return Harness(num_pages=1024, context_len=64, schedule=schedule)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +110,14 @@ def test_streams_that_were_retracted_come_back_as_soon_as_their_own_kv_is_there(
     harness = passes_of_64(max_running_requests=8)
     streams = [harness.generate(range(n, n + 3), max_new_tokens=30) for n in range(0, 80, 10)]
     harness.turn_until(lambda: all(len(harness.outputs[rid].token_ids) >= 5 for rid in streams))
-    harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
-    harness.apply(FlushCacheReqInput(), FlushCacheReqOutput)
+    harness.pause(PauseMode.RETRACT)
+    harness.flush()
     before = [len(harness.outputs[rid].token_ids) for rid in streams]
-    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.proceed()
     harness.turn_until(lambda: len(harness.outputs[streams[-1]].token_ids) > before[-1])
     more = [len(harness.outputs[rid].token_ids) - num for rid, num in zip(streams, before, strict=True)]
     assert more == [3, 3, 3, 2, 2, 2, 1, 1]
-    load = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0]
+    load = harness.do(GetLoadReqInput()).loads[0]
     # Each had the KV of its prompt, and of its outputs but the last.
     assert load.recomputed_tokens == {"pause": sum(3 + num - 1 for num in before)}
     assert sum(load.kv_tokens.values()) >= sum(3 + num for num in before)
@@ -137,21 +131,21 @@ def test_whole_answers_that_were_retracted_come_back_in_whole_passes(monkeypatch
     for n in range(0, 80, 10):
         harness.generate(range(n, n + 3), stream=False)
     harness.turn(3)
-    harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
-    harness.apply(FlushCacheReqInput(), FlushCacheReqOutput)
-    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.pause(PauseMode.RETRACT)
+    harness.flush()
+    harness.proceed()
     harness.run_until_idle()
     assert len(found) == 2
 
 
 def test_a_prompt_that_steps_aside_before_it_has_any_kv_counts_for_none() -> None:
     schedule = default_schedule(chunked_prefill_size=16, prefill_share=0.25, max_running_requests=8)
-    harness = SchedulerHarness(num_pages=256, context_len=128, schedule=schedule)
+    harness = Harness(num_pages=256, context_len=128, schedule=schedule)
     for prompt in (range(4), range(100, 140)):
         harness.generate(prompt, max_new_tokens=2)
-    load = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0]
+    load = harness.do(GetLoadReqInput()).loads[0]
     while load.num_waiting_reqs:
-        load = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0]
+        load = harness.do(GetLoadReqInput()).loads[0]
     assert (load.num_running_reqs, list(load.kv_tokens.values())) == (2, [4])
 
 
@@ -159,7 +153,7 @@ def test_long_prompts_step_aside_where_short_ones_end_but_not_twice_in_a_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     schedule = default_schedule(chunked_prefill_size=16, prefill_share=0.25, max_running_requests=64)
-    harness = SchedulerHarness(num_pages=1024, context_len=512, schedule=schedule)
+    harness = Harness(num_pages=1024, context_len=512, schedule=schedule)
     passes: list[list[int]] = []
     launch = harness.runner.launch
 
@@ -185,7 +179,7 @@ def test_long_prompts_step_aside_where_short_ones_end_but_not_twice_in_a_row(
 
 def test_the_next_turn_of_a_conversation_overtakes_new_ones() -> None:
     schedule = default_schedule(max_running_requests=1)
-    harness = SchedulerHarness(num_pages=256, context_len=256, schedule=schedule)
+    harness = Harness(num_pages=256, context_len=256, schedule=schedule)
     conversation = list(range(1, 41))
     first = harness.generate(conversation, max_new_tokens=8)
     harness.run_until_idle()
@@ -224,13 +218,13 @@ class Shelf:
 
 
 def test_masks_are_made_of_the_tokens_before_whatever_is_in_flight_or_comes_in_between() -> None:
-    harness = SchedulerHarness(num_pages=64)
+    harness = Harness(num_pages=64)
     harness.scheduler.grammars = Shelf()  # type: ignore[assignment]
     masked = [harness.generate(range(n, n + 9), grammar="any", max_new_tokens=40) for n in (1, 100)]
     plain = harness.generate(range(200, 209), seed=3, max_new_tokens=40)
     harness.turn_until(lambda: all(len(harness.outputs[rid].token_ids) > 4 for rid in masked))
-    harness.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT), PauseGenerationReqOutput)
-    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.pause(PauseMode.RETRACT)
+    harness.proceed()
     harness.run_until_idle()
     assert [harness.outputs[rid].token_ids for rid in masked] == [list(range(40))] * 2
     assert harness.outputs[plain].token_ids == [harness.runner.token(3, place, 0) for place in range(40)]

@@ -3,10 +3,11 @@
 import logging
 
 import pytest
+from fixtures.control import Harness
 
-from ebbtide.srt.managers.io_struct import PauseGenerationReqInput, PauseGenerationReqOutput, PauseMode
+from ebbtide.srt.managers.io_struct import PauseMode
 from ebbtide.srt.managers.scheduling import load_meter
-from ebbtide.testing import SchedulerHarness, default_schedule
+from ebbtide.testing import default_schedule
 
 
 class Clock:
@@ -25,9 +26,9 @@ def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     return clock
 
 
-def harness(interval: int, num_ranks: int = 1) -> SchedulerHarness:
+def harness(interval: int, num_ranks: int = 1) -> Harness:
     schedule = default_schedule(decode_log_interval=interval, max_running_requests=2)
-    return SchedulerHarness(num_pages=64, context_len=1024, schedule=schedule, num_ranks=num_ranks)
+    return Harness(num_pages=64, context_len=1024, schedule=schedule, num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -51,7 +52,7 @@ def test_a_line_every_so_many_passes_tells_of_what_happened_since(
 
 def test_requests_that_have_to_wait_are_told_of_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     engine = harness(1000)
-    engine.apply(PauseGenerationReqInput(mode=PauseMode.IN_PLACE), PauseGenerationReqOutput)
+    engine.pause(PauseMode.IN_PLACE)
     engine.turn(2)
     assert caplog.messages == []
     engine.generate(range(1, 5))
@@ -63,6 +64,6 @@ def test_without_an_interval_nothing_is_written(clock: Clock, caplog: pytest.Log
     engine = harness(0)
     engine.generate(range(1, 5), max_new_tokens=100)
     engine.turn(50)
-    engine.apply(PauseGenerationReqInput(mode=PauseMode.IN_PLACE), PauseGenerationReqOutput)
+    engine.pause(PauseMode.IN_PLACE)
     engine.turn(2)
     assert caplog.messages == []

@@ -5,12 +5,13 @@ from typing import Self
 
 import numpy as np
 import pytest
+from fixtures.control import Harness
 from numpy.typing import NDArray
 
-from ebbtide.srt.managers.io_struct import PauseGenerationReqInput, PauseGenerationReqOutput, PauseMode
+from ebbtide.srt.managers.io_struct import PauseMode
 from ebbtide.srt.managers.scheduling import lockstep
 from ebbtide.srt.managers.text.grammar import TOO_SLOW
-from ebbtide.testing import SchedulerHarness, default_schedule
+from ebbtide.testing import default_schedule
 
 
 class Clock:
@@ -29,13 +30,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture(params=[1, 2])
-def harness(request: pytest.FixtureRequest, clock: Clock) -> SchedulerHarness:
+def harness(request: pytest.FixtureRequest, clock: Clock) -> Harness:
     schedule = default_schedule(waiting_timeout_s=5.0, running_timeout_s=60.0)
-    return SchedulerHarness(num_pages=256, context_len=1024, schedule=schedule, num_ranks=request.param)
+    return Harness(num_pages=256, context_len=1024, schedule=schedule, num_ranks=request.param)
 
 
-def test_a_request_that_waits_too_long_is_aborted(harness: SchedulerHarness, clock: Clock) -> None:
-    harness.apply(PauseGenerationReqInput(mode=PauseMode.IN_PLACE), PauseGenerationReqOutput)
+def test_a_request_that_waits_too_long_is_aborted(harness: Harness, clock: Clock) -> None:
+    harness.pause(PauseMode.IN_PLACE)
     rid = harness.generate(range(1, 5))
     harness.turn(4)
     clock.now_s += 4.9
@@ -51,7 +52,7 @@ def test_a_request_that_waits_too_long_is_aborted(harness: SchedulerHarness, clo
     )
 
 
-def test_a_request_that_runs_too_long_ends_with_what_it_has(harness: SchedulerHarness, clock: Clock) -> None:
+def test_a_request_that_runs_too_long_ends_with_what_it_has(harness: Harness, clock: Clock) -> None:
     rid = harness.generate(range(1, 5), max_new_tokens=900)
     harness.turn(4)
     clock.now_s += 59
@@ -65,7 +66,7 @@ def test_a_request_that_runs_too_long_ends_with_what_it_has(harness: SchedulerHa
     assert output.token_ids
 
 
-def test_a_limit_is_for_one_request_whatever_its_name(harness: SchedulerHarness, clock: Clock) -> None:
+def test_a_limit_is_for_one_request_whatever_its_name(harness: Harness, clock: Clock) -> None:
     harness.generate(range(1, 5), rid="name", max_new_tokens=2)
     harness.run_until_idle()
     clock.now_s += 50
@@ -98,7 +99,7 @@ class Shelf:
 
 
 def test_a_request_whose_masks_take_too_long_ends_by_name_on_all_ranks_when_the_leader_says_so(
-    harness: SchedulerHarness,
+    harness: Harness,
 ) -> None:
     shelves = [Shelf() for _ in harness.ranks]
     for rank, shelf in zip(harness.ranks, shelves, strict=True):

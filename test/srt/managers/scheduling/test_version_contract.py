@@ -1,41 +1,32 @@
 """What requests ask of the weights: which versions they wait for, and what updates do to them."""
 
 import pytest
+from fixtures.control import Harness
 
 from ebbtide.srt.managers.io_struct import (
-    ContinueGenerationReqInput,
-    ContinueGenerationReqOutput,
     FinishReason,
     GetLoadReqInput,
-    GetLoadReqOutput,
-    PauseGenerationReqInput,
-    PauseGenerationReqOutput,
     PauseMode,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsReqOutput,
     UpdateWeightVersionReqInput,
-    UpdateWeightVersionReqOutput,
     VersionContract,
 )
-from ebbtide.testing import SchedulerHarness, default_schedule
+from ebbtide.testing import default_schedule
 
 PROMPT = range(1, 10)
 
 
-def update(harness: SchedulerHarness, version: str, *, mode: PauseMode = PauseMode.IN_PLACE) -> None:
-    request = UpdateWeightFromDiskReqInput(
-        model_path="1", weight_version=version, pause_mode=mode, flush_cache=mode is not PauseMode.IN_PLACE
-    )
-    assert harness.apply(request, UpdateWeightsReqOutput).success
+def update(harness: Harness, version: str, *, mode: PauseMode = PauseMode.IN_PLACE) -> None:
+    flush = mode is not PauseMode.IN_PLACE
+    assert harness.update(1, weight_version=version, pause_mode=mode, flush_cache=flush).success
 
 
-def finish_of(harness: SchedulerHarness, rid: str) -> str | None:
+def finish_of(harness: Harness, rid: str) -> str | None:
     finish = harness.outputs[rid].finish
     return None if finish is None else finish.kind
 
 
 def test_requests_wait_for_their_version_while_others_run_and_the_engine_sleeps() -> None:
-    harness = SchedulerHarness(num_ranks=2)
+    harness = Harness(num_ranks=2)
     wanted = {
         "ten": VersionContract(min_version="10"),
         "nine": VersionContract(exact_version="9"),
@@ -48,7 +39,7 @@ def test_requests_wait_for_their_version_while_others_run_and_the_engine_sleeps(
     harness.run_until_idle()
     ended = {rid for rid in (*wanted, free) if finish_of(harness, rid)}
     assert ended == {"default", free}
-    load = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0]
+    load = harness.do(GetLoadReqInput()).loads[0]
     assert (load.num_waiting_reqs, load.num_held_reqs) == (3, 3)
     # Of both that ran, whose prompts are the same and computed once but for the last page: pass by pass, nine
     # tokens and then one at a time.
@@ -65,7 +56,7 @@ def test_requests_wait_for_their_version_while_others_run_and_the_engine_sleeps(
 
 @pytest.mark.parametrize("version", ["default", "3"])
 def test_a_version_that_has_passed_is_refused_whether_it_waits_or_comes(version: str) -> None:
-    harness = SchedulerHarness()
+    harness = Harness()
     if version == "3":
         waiting = harness.generate(PROMPT, contract=VersionContract(exact_version="3"))
     update(harness, "5")
@@ -83,7 +74,7 @@ def test_a_version_that_has_passed_is_refused_whether_it_waits_or_comes(version:
 def test_a_request_ends_as_stale_with_one_update_more_than_it_allows(
     mode: PauseMode,
 ) -> None:
-    harness = SchedulerHarness(num_ranks=2)
+    harness = Harness(num_ranks=2)
     contracts = [VersionContract(max_lag=lag) for lag in (0, 1, 2)]
     rids = [harness.generate(PROMPT, contract=one, max_new_tokens=60) for one in contracts]
     exact = harness.generate(PROMPT, contract=VersionContract(exact_version="default"), max_new_tokens=60)
@@ -92,7 +83,7 @@ def test_a_request_ends_as_stale_with_one_update_more_than_it_allows(
     assert [finish_of(harness, rid) for rid in (*rids, exact)] == ["stale", None, None, "stale"]
     assert 0 < len(harness.outputs[rids[0]].token_ids) < 60
     # Another name for the same weights is no update.
-    harness.apply(UpdateWeightVersionReqInput(new_version="1b"), UpdateWeightVersionReqOutput)
+    harness.do(UpdateWeightVersionReqInput(new_version="1b"))
     update(harness, "2", mode=mode)
     harness.run_until_idle()
     assert [finish_of(harness, rid) for rid in rids] == ["stale", "stale", "length"]
@@ -100,7 +91,7 @@ def test_a_request_ends_as_stale_with_one_update_more_than_it_allows(
 
 
 def test_what_an_update_leaves_open_is_for_the_request_to_say() -> None:
-    harness = SchedulerHarness()
+    harness = Harness()
     kept, anew, ended = (
         harness.generate(PROMPT, contract=VersionContract(on_update=choice), max_new_tokens=30)
         for choice in ("continue", "recompute", "abort")
@@ -119,7 +110,7 @@ def test_what_an_update_leaves_open_is_for_the_request_to_say() -> None:
 
 
 def test_the_spans_of_a_prompt_begin_where_other_weights_went_on_with_it() -> None:
-    harness = SchedulerHarness(schedule=default_schedule(chunked_prefill_size=4))
+    harness = Harness(schedule=default_schedule(chunked_prefill_size=4))
     rid = harness.generate(range(1, 101), max_new_tokens=2)
     harness.turn_until(lambda: bool(harness.scheduler.policy.running))
     update(harness, "1")
@@ -131,7 +122,7 @@ def test_the_spans_of_a_prompt_begin_where_other_weights_went_on_with_it() -> No
 
 def test_the_load_says_how_many_tokens_of_kv_each_version_computed() -> None:
     """What requests share counts for each of them."""
-    harness = SchedulerHarness()
+    harness = Harness()
     first = harness.generate(PROMPT, max_new_tokens=40)
     harness.turn_until(lambda: len(harness.outputs[first].token_ids) >= 3)
     rids = [first, harness.generate(PROMPT, max_new_tokens=40, seed=1)]
@@ -142,12 +133,11 @@ def test_the_load_says_how_many_tokens_of_kv_each_version_computed() -> None:
         # All but the last token of each, which is fed back with the next step.
         return sum(len(PROMPT) + len(harness.outputs[rid].token_ids) - 1 for rid in rids)
 
-    pause = PauseGenerationReqInput(mode=PauseMode.IN_PLACE)
-    harness.apply(pause, PauseGenerationReqOutput)
+    harness.pause(PauseMode.IN_PLACE)
     by_old = num_computed()
     update(harness, "5")
-    harness.apply(ContinueGenerationReqInput(), ContinueGenerationReqOutput)
+    harness.proceed()
     harness.turn_until(lambda: num_computed() >= by_old + 6)
-    harness.apply(pause, PauseGenerationReqOutput)
-    load = harness.apply(GetLoadReqInput(), GetLoadReqOutput).loads[0]
+    harness.pause(PauseMode.IN_PLACE)
+    load = harness.do(GetLoadReqInput()).loads[0]
     assert load.kv_tokens == {"default": by_old, "5": num_computed() - by_old}

@@ -287,40 +287,6 @@ def many_specs() -> list[SampleSpec]:
     ]
 
 
-def test_the_chosen_token_is_the_first_of_those_that_are_as_likely() -> None:
-    scores = torch.full((2, VOCAB), -3.0)
-    scores[:, [2, 2100, 4000]] = 4.0
-    specs = [
-        spec(temperature=0.0, logprobs=LogprobSpec(top=2)),
-        spec(temperature=0.7, top_k=3, logprobs=LogprobSpec(top=2)),
-    ]
-    result = run(Sampler(VOCAB, DEVICE, KernelChooser), scores, specs, DEVICE)
-    for token_id, entry in zip(result.token_ids, entries(result, specs), strict=True):
-        assert entry is not None
-        assert entry.top[0][1] == token_id
-        assert len({other for _, other in entry.top}) == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("make_chooser", "device"), [(None, torch.device("cpu")), (KernelChooser, DEVICE)])
-def test_rows_that_are_not_finite_are_told_and_masked_ones_are_finite(
-    make_chooser: Any, device: torch.device, dtype: torch.dtype
-) -> None:
-    scores = logits(6).to(dtype)
-    scores[1, 2500] = math.nan
-    scores[2, 4400] = math.inf
-    scores[3] = math.nan
-    scores[4] = -math.inf
-    scores[5, :4000] = -math.inf
-    wanted = LogprobSpec(top=2, token_ids=(7,))
-    for params in ({"temperature": 0.0}, {}, {"top_p": 0.5}, {"temperature": 0.1, "top_k": 3}):
-        specs = [spec(seed=row, logprobs=wanted, **params) for row in range(6)]
-        sampled = run(Sampler(VOCAB, device, make_chooser), scores, specs, device)
-        assert sampled.nonfinite == [1, 2, 3]
-        assert sampled.logprobs is not None
-        assert all(np.isfinite(column).all() for column in sampled.logprobs.columns if column is not None)
-
-
 def test_steps_of_a_changing_batch_are_those_of_the_host() -> None:
     on_device, on_host = many_specs(), many_specs()
     sampler = Sampler(VOCAB, DEVICE, KernelChooser)

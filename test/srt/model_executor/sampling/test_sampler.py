@@ -170,16 +170,6 @@ def test_filters_keep_what_the_reference_keeps(
         assert set(kept[row].nonzero().flatten().tolist()) == kept_by_reference(probs[row].tolist(), each)
 
 
-def test_equal_scores_at_the_cut_keep_the_lowest_ids_in_any_batch() -> None:
-    tied = torch.zeros(1, 200)
-    company = torch.cat((tied, logits(1, vocab_size=200)))
-    alone = [sample(tied, spec(seed=seed, top_k=3))[0] for seed in range(50)]
-    together = [sample(company, spec(seed=seed, top_k=3), spec(top_k=150))[0] for seed in range(50)]
-
-    assert set(alone) == {0, 1, 2}
-    assert together == alone
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("top", [1, 2, 3, VOCAB])
 def test_the_chosen_token_is_the_first_of_those_that_are_as_likely(temperature: float, top: int) -> None:

@@ -70,23 +70,17 @@ class KVVersions:
     def prefill_starts(
         self, cached: Sequence[tuple[int, int]], computed: Sequence[tuple[Commit, int]], page_size: int
     ) -> list[tuple[str, int]]:
-        """(version, first token) per span of a prompt's KV. A page of two commits counts as the older one's.
+        """(version, first token) per span of a prompt's KV; arguments as in `spans`.
 
-        Args:
-            cached: (label, end page) per run of pages that were in the cache.
-            computed: (commit, first token) per span behind them.
+        A page of two commits counts as the older one's.
         """
         starts: list[tuple[str, int]] = []
-        page = 0
-        for label, end in cached:
-            starts.append((self._commits_of[label][0].version, page * page_size))
-            page = end
-        starts += [(commit.version, start) for commit, start in computed]
-        return [
-            (version, start)
-            for index, (version, start) in enumerate(starts)
-            if index == 0 or (version != starts[index - 1][0] and start > starts[index - 1][1])
-        ]
+        last_start = -1
+        for commit, start in self.spans(cached, computed, page_size):
+            if start > last_start and (not starts or commit.version != starts[-1][0]):
+                starts.append((commit.version, start))
+            last_start = start
+        return starts
 
     def runs(
         self, starts: Sequence[tuple[Commit, int]], first_page: int, end_page: int, page_size: int

@@ -22,6 +22,8 @@ import triton.language as tl
 # Scores of a tile, and of a strip of it.
 TILE = tl.constexpr(2048)
 STRIP = tl.constexpr(128)
+# Strips that a program holds at a time.
+AT_ONCE = tl.constexpr(32)
 # Planes of the workspace [S, planes, P]: what is known of each tile, then of each row.
 MAXIMA = tl.constexpr(0)
 SUMS = tl.constexpr(1)  # of exp(score − the tile's largest)
@@ -66,8 +68,6 @@ def cut_kernel(
     J: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
-    STRIP: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
     """The least score of a row that stays, the last id that stays at that score, and the mass of each strip.
@@ -100,14 +100,10 @@ def cut_kernel(
     if top_k > 0:
         ones = tl.full([Q], 1.0, tl.float32)
         cut = tl.maximum(cut, _least_of_maxima(maxima, ones, top_k, cut, largest, SHIFT))
-        cut = _least_kept(
-            scores, maxima, strip_list, scale, base, cut, largest, top_k, V, Q, STRIP, AT_ONCE, SHIFT, False
-        )
-        above = _above(scores, maxima, strip_list, scale, base, cut, cut, cut, V, Q, STRIP, AT_ONCE, False)[0]
+        cut = _least_kept(scores, maxima, strip_list, scale, base, cut, largest, top_k, V, Q, SHIFT, False)
+        above = _above(scores, maxima, strip_list, scale, base, cut, cut, cut, V, Q, False)[0]
         room = top_k - above
-        mass_above = _above(
-            scores, maxima, strip_list, scale, base, cut, cut, cut, V, Q, STRIP, AT_ONCE, True
-        )[0]
+        mass_above = _above(scores, maxima, strip_list, scale, base, cut, cut, cut, V, Q, True)[0]
         total = mass_above + room * tl.exp(cut * scale - base)
     if top_p < 1:
         goal = top_p * total
@@ -117,24 +113,10 @@ def cut_kernel(
         masses = tl.exp(maxima * scale - base)
         least = tl.maximum(least, _least_of_maxima(maxima, masses, goal * _ROUNDED, least, largest, SHIFT))
         nucleus = _least_kept(
-            scores, maxima, strip_list, scale, base, least, largest, goal, V, Q, STRIP, AT_ONCE, SHIFT, True
+            scores, maxima, strip_list, scale, base, least, largest, goal, V, Q, SHIFT, True
         )
         nucleus = tl.maximum(nucleus, cut)
-        above = _above(
-            scores,
-            maxima,
-            strip_list,
-            scale,
-            base,
-            nucleus,
-            nucleus,
-            nucleus,
-            V,
-            Q,
-            STRIP,
-            AT_ONCE,
-            True,
-        )[0]
+        above = _above(scores, maxima, strip_list, scale, base, nucleus, nucleus, nucleus, V, Q, True)[0]
         each = tl.exp(nucleus * scale - base)
         reached = tl.where(each > 0, tl.ceil((goal - above) / each), V)
         reached = tl.minimum(tl.maximum(reached, 1.0), V)
@@ -145,9 +127,7 @@ def cut_kernel(
         least = base + tl.log(min_p)
         room = tl.where(least > scaled_cut, tl.full([], 0.0, tl.float32) + V, room)
         scaled_cut = tl.maximum(scaled_cut, least)
-    last_id = _store_strip_sums(
-        scores, maxima, strips, strip_list, scale, base, scaled_cut, room, V, Q, STRIP, AT_ONCE
-    )
+    last_id = _store_strip_sums(scores, maxima, strips, strip_list, scale, base, scaled_cut, room, V, Q)
     tl.store(work + CUT * P, scaled_cut)
     tl.store(work_int + LAST_ID * P, last_id)
 
@@ -183,8 +163,6 @@ def _least_kept(
     goal,
     V: tl.constexpr,
     Q: tl.constexpr,
-    STRIP: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     SHIFT: tl.constexpr,
     BY_MASS: tl.constexpr,
 ):
@@ -215,8 +193,6 @@ def _least_kept(
             _float_of(at_3, SHIFT),
             V,
             Q,
-            STRIP,
-            AT_ONCE,
             BY_MASS,
         )
         low, high = _narrowed(low, high, at_1, at_2, at_3, above_1 < goal, above_2 < goal, above_3 < goal)
@@ -246,8 +222,6 @@ def _above(
     x_3,
     V: tl.constexpr,
     Q: tl.constexpr,
-    STRIP: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     BY_MASS: tl.constexpr,
 ):
     """How much lies above each of three ascending thresholds, float32: exp(score − base) summed, or tokens
@@ -258,7 +232,7 @@ def _above(
     sum_3 = tl.zeros([AT_ONCE, STRIP], tl.float32)
     first = 0
     while first < count:
-        x, _, _ = load_strips(scores, strip_list, first, count, V, STRIP, AT_ONCE)
+        x, _, _ = load_strips(scores, strip_list, first, count, V)
         value = tl.exp(x * scale - base) if BY_MASS else tl.full([AT_ONCE, STRIP], 1.0, tl.float32)
         sum_1 += tl.where(x > x_1, value, 0.0)
         sum_2 += tl.where(x > x_2, value, 0.0)
@@ -271,18 +245,7 @@ def _above(
 
 @triton.jit
 def _store_strip_sums(
-    scores,
-    maxima,
-    strips,
-    strip_list,
-    scale,
-    base,
-    cut,
-    room,
-    V: tl.constexpr,
-    Q: tl.constexpr,
-    STRIP: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    scores, maxima, strips, strip_list, scale, base, cut, room, V: tl.constexpr, Q: tl.constexpr
 ):
     """Write each strip's mass over what stays; returns the last id that stays at the cut, which is over the
     temperature here."""
@@ -293,7 +256,7 @@ def _store_strip_sums(
     last_id = tl.full([], -1, tl.int32)
     first = 0
     while first < count:
-        raw, ids, strip = load_strips(scores, strip_list, first, count, V, STRIP, AT_ONCE)
+        raw, ids, strip = load_strips(scores, strip_list, first, count, V)
         x = raw * scale
         equal = x == cut
         equal_in_strip = tl.sum(equal.to(tl.int32), 1)
@@ -319,9 +282,7 @@ def list_strips(strip_list, is_wanted, Q: tl.constexpr):
 
 
 @triton.jit
-def load_strips(
-    scores, strip_list, first, count, V: tl.constexpr, STRIP: tl.constexpr, AT_ONCE: tl.constexpr
-):
+def load_strips(scores, strip_list, first, count, V: tl.constexpr):
     """Scores [AT_ONCE, STRIP] of listed strips from `first` on, −∞ beyond the end; their ids; the strips."""
     places = first + tl.arange(0, AT_ONCE)
     strip = tl.load(strip_list + places, mask=places < count, other=0)

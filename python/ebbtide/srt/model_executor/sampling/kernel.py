@@ -60,8 +60,6 @@ from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 from ebbtide.srt.sampling_params import SamplingParams
 
 _TILE, _STRIP = TILE.value, STRIP.value
-# Strips that one program of the search for a cut holds at a time.
-_STRIPS_AT_ONCE = 32
 _CUT_WARPS = 8
 # Low bits of a float32 that hold nothing of a score of this type.
 _UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
@@ -123,19 +121,17 @@ class KernelChooser:
             "J": self._num_tiles,
             "P": self._num_tiles_padded,
             "Q": self._num_strips_padded,
-            "STRIP": _STRIP,
             # A product that is rounded in one place and not in another would make the largest score
             # differ from the maximum.
             "enable_fp_fusion": False,
         }
-        whole: dict[str, Any] = {"TILE": _TILE, "HAS_FILTERS": has_filters, "num_warps": 4}
+        whole: dict[str, Any] = {"HAS_FILTERS": has_filters, "num_warps": 4}
         _tiles_kernel[(self._num_tiles, num_rows)](**common, **whole)
         if self._filtered_F is not None:
             cut_kernel[(len(self._filtered_F),)](
                 **common,
                 strips_int=strips.view(torch.int32),
                 rows=self._filtered_F,
-                AT_ONCE=_STRIPS_AT_ONCE,
                 SHIFT=_UNUSED_BITS[scores_SV.dtype],
                 num_warps=_CUT_WARPS,
             )
@@ -162,8 +158,6 @@ def _tiles_kernel(
     J: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
-    TILE: tl.constexpr,
-    STRIP: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
 ):
     """Largest score, its lowest id, and the sum of exponentials of one tile of one row.
@@ -207,8 +201,6 @@ def _draw_kernel(
     J: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
-    TILE: tl.constexpr,
-    STRIP: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
 ):
     """One row's token, its logprob before the filters, and the row's logsumexp."""
@@ -236,7 +228,7 @@ def _draw_kernel(
         if is_filtered:
             strip_sums = strips + (row * NUM_STRIP_PLANES + STRIP_SUMS) * Q
             cut, last_id = tl.load(work + CUT * P), tl.load(work_int + LAST_ID * P)
-            token = _drawn(scores, scale, strip_sums, base, cut, last_id, row_noise, V, Q, STRIP)
+            token = _drawn(scores, scale, strip_sums, base, cut, last_id, row_noise, V, Q)
         else:
             tile_masses = masses.to(tl.float64)
             tile, rest = _invert(tile_masses, tl.cumsum(tile_masses), tiles, row_noise)
@@ -253,18 +245,7 @@ def _draw_kernel(
 
 
 @triton.jit
-def _drawn(
-    scores,
-    scale,
-    strip_sums,
-    base,
-    cut,
-    last_id,
-    noise,
-    V: tl.constexpr,
-    Q: tl.constexpr,
-    STRIP: tl.constexpr,
-):
+def _drawn(scores, scale, strip_sums, base, cut, last_id, noise, V: tl.constexpr, Q: tl.constexpr):
     """The token of a row with filters, out of what they left."""
     strips = tl.arange(0, Q)
     masses = tl.load(strip_sums + strips).to(tl.float64)

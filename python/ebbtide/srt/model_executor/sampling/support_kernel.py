@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ebbtide.srt.model_executor.sampling.choosing import Chosen
 from ebbtide.srt.model_executor.sampling.cut_kernel import (
+    AT_ONCE,
     CUT,
     LAST_ID,
     MAXIMA,
@@ -25,7 +26,6 @@ from ebbtide.srt.model_executor.sampling.cut_kernel import (
     NUM_PLANES,
     NUM_STRIP_PLANES,
     SCALE,
-    STRIP,
     STRIP_LIST,
     STRIP_SUMS,
     TILE,
@@ -38,7 +38,6 @@ from ebbtide.srt.model_executor.sampling.cut_kernel import (
 # Columns before the ids of a row: how many there are, and the bits of the logprob of the one that was chosen.
 COUNT, LOGPROB = tl.constexpr(0), tl.constexpr(1)
 NUM_HEADS = tl.constexpr(2)
-_STRIPS_AT_ONCE = 32
 _WORD = tl.constexpr(32)
 
 
@@ -57,7 +56,6 @@ def listed(scores_SV: Tensor, chosen: Chosen, rows_G: Tensor, num_ids: int) -> T
         listed=listed_GK,
         listed_floats=listed_GK.view(torch.float32),
         K=num_ids,
-        AT_ONCE=_STRIPS_AT_ONCE,
         num_warps=4,
     )
     return listed_GK
@@ -113,7 +111,6 @@ def _list_kernel(
     J: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ):
     """One row; it reads the strips that have anything left, and no others."""
     place = tl.program_id(0).to(tl.int64)
@@ -134,7 +131,7 @@ def _list_kernel(
     mass = tl.full([], 0.0, tl.float32)
     first = 0
     while first < num_strips:
-        raw, ids, _ = load_strips(scores, strip_list, first, num_strips, V, STRIP, AT_ONCE)
+        raw, ids, _ = load_strips(scores, strip_list, first, num_strips, V)
         x = raw * scale
         weight = tl.exp(x - base)
         kept = ((x > cut) | ((x == cut) & (ids <= last_id))) & (weight > 0)
