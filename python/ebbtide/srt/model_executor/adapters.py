@@ -5,12 +5,10 @@ Shapes: S slots, E experts, P fused tensors, R ranks, D inputs, O outputs.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +99,7 @@ class _Module:
     most_ranks: int
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class AdapterFit:
     """Where the tensors of an adapter go that fits the slots.
 
@@ -109,17 +107,13 @@ class AdapterFit:
         places: by their names, in the order in which they come: the module of each, and whether it is "A" or
             "B" of it.
         scalings: of a slot.
-        make_runs: what `runs` is, which only copies on a device ask for.
+        runs: where those go that lie in a slot as they come, relative to its first byte; None on a CPU, where
+            nobody asks.
     """
 
     places: Mapping[str, tuple[_Module, str]]
     scalings: tuple[float, ...]
-    make_runs: Callable[[], RunTable]
-
-    @cached_property
-    def runs(self) -> RunTable:
-        """Where those go that lie in a slot as they come, relative to its first byte."""
-        return self.make_runs()
+    runs: RunTable | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,10 +209,9 @@ class AdapterSlots:
             scalings[pair.module.layout.first_scaling + pair.module.part] = pair.scaling
             modules |= {pair.a_name: (pair.module, "A"), pair.b_name: (pair.module, "B")}
         places = {name: modules[name] for name in shapes}
-
-        def runs() -> RunTable:
-            return RunTable([self._run(*places[name], shapes[name], dtypes[name]) for name in shapes])
-
+        runs = None
+        if self._values_SN.is_cuda:
+            runs = RunTable([self._run(*places[name], shapes[name], dtypes[name]) for name in shapes])
         return AdapterFit(places, tuple(scalings), runs)
 
     def write(
@@ -256,13 +249,6 @@ class AdapterSlots:
                     looked_at.add(name, room)
                 looked_at.finish()
 
-    def clear(self, slot: int) -> None:
-        """Make a slot's adapter one that adds nothing."""
-        self.generation += 1
-        with self._device.copying(beside=False):
-            self._values_SN[slot].zero_()
-            self._scalings_SQ[slot].zero_()
-
     def save(self, slot: int) -> SlotCopy:
         """Copy a slot to pinned host memory. On a GPU the copy is launched and not waited for."""
         with self._device.copying(beside=False):
@@ -274,13 +260,6 @@ class AdapterSlots:
         with self._device.copying(beside=False):
             self._values_SN[slot].copy_(copy.values, non_blocking=True)
             self._scalings_SQ[slot].copy_(copy.scalings, non_blocking=True)
-
-    def checksum(self, slot: int) -> str:
-        """A hash of what a slot holds on this rank."""
-        digest = hashlib.blake2b(digest_size=16)
-        for row in (self._values_SN[slot], self._scalings_SQ[slot]):
-            digest.update(row.cpu().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
 
     def _views(self, layout: _AdapterLayout) -> ProductAdapters:
         def view(offset: int, shape: tuple[int, ...]) -> Tensor:

@@ -81,6 +81,7 @@ class WeightStore:
         quantization: which weights are kept in 8 bits; None: none.
 
     Attributes:
+        placements: where each tensor of a checkpoint lies in this rank's parameters.
         sums: this rank's shares of tensors' sums (`state_sum`) in the live weights, by checkpoint name, if
             they are known: then a delta is summed up alone, and not all that it is of.
         num_chunks: of the arena, on the rank where it has most; 0 where it has none that change places.
@@ -98,12 +99,12 @@ class WeightStore:
     ) -> None:
         self._model = model
         self._group: ParallelGroup = SoloGroup() if group is None else group
-        self._placements = shard(model, self._group)
+        self.placements = shard(model, self._group)
         self._layout = BLOCKS if quantization is None else quantization.layout
         self._scales: dict[str, Placement] = (
-            {} if quantization is None else quantize(model, self._placements, quantization)
+            {} if quantization is None else quantize(model, self.placements, quantization)
         )
-        self.names = frozenset(self._placements)
+        self.names = frozenset(self.placements)
         eight_bits = {placement.target.parameter for placement in self._scales.values()}
         self._joint = {
             name: placement
@@ -112,7 +113,7 @@ class WeightStore:
         }
         self._joint |= {
             also: placement
-            for name, placement in (self._placements | self._joint).items()
+            for name, placement in (self.placements | self._joint).items()
             if (also := model.also_called(name)) is not None
             and placement.target.parameter + self._layout.suffix not in eight_bits
         }
@@ -123,7 +124,7 @@ class WeightStore:
             self._slots[name] = slot
             num_bytes += -(-slot.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._sources: dict[str, set[str]] = {name: set() for name in self._slots}
-        for name, placement in self._placements.items():
+        for name, placement in self.placements.items():
             self._sources[placement.target.parameter].add(name)
         self.arena = saver.arena(MemoryTag.WEIGHTS, num_bytes, chunk_bytes)
         self.arena.resume()
@@ -132,13 +133,13 @@ class WeightStore:
         self.num_chunks = -self._group.smallest(-num_chunks)
         # Most names are asked about several times with each update.
         self._wanted: frozenset[str] = frozenset()
-        self._wanted = frozenset(name for name in self._placements if not self.ignored(name))
+        self._wanted = frozenset(name for name in self.placements if not self.ignored(name))
         self.generation = 0
         self.sums: Mapping[str, int] = {}
         self._runs = {
             False: {
                 name: run
-                for name in (*self._placements, *self._joint, *self._scales)
+                for name in (*self.placements, *self._joint, *self._scales)
                 if (run := self._run(name)) is not None
             },
             True: {
@@ -152,11 +153,6 @@ class WeightStore:
             compile_copies(self.device, of_lines=of_lines)
             if self._scales and self._layout is BLOCKS:
                 compile_quantizing(self.device)
-
-    @property
-    def placements(self) -> Mapping[str, Placement]:
-        """Where each tensor of a checkpoint lies in this rank's parameters."""
-        return self._placements
 
     def is_scales(self, name: str, direct: bool = False) -> bool:
         """Whether a tensor of this name holds the scales of another."""
@@ -239,7 +235,7 @@ class WeightStore:
 
     def precision_of(self, name: str) -> str:
         """How values from `read` differ from those kept; empty if they do not."""
-        if name not in self._placements or self._slot(name, direct=False).dtype != FP8:
+        if name not in self.placements or self._slot(name, direct=False).dtype != FP8:
             return ""
         return f"dequantized: it is kept as float8_e4m3fn, with a scale for each {self._layout}"
 
@@ -347,7 +343,7 @@ class WeightStore:
             target = self._joint[name].target
             filled = range(target.start, target.start + target.length)
             sources = self._sources[target.parameter]
-            return frozenset(each for each in sources if self._placements[each].target.start in filled)
+            return frozenset(each for each in sources if self.placements[each].target.start in filled)
         return frozenset() if self.ignored(name) or name in self._scales else frozenset({name})
 
     def complete(self, shadow: Arena, written: Iterable[str]) -> Generator[int, None, None]:
@@ -419,11 +415,11 @@ class WeightStore:
 
     def _place(self, name: str) -> Placement:
         """Where a tensor of a checkpoint goes, or scales."""
-        placement = self._placements.get(name) or self._joint.get(name)
+        placement = self.placements.get(name) or self._joint.get(name)
         return self._scales[name] if placement is None else placement
 
     def _knows(self, name: str) -> bool:
-        return name in self._placements or name in self._joint or name in self._scales
+        return name in self.placements or name in self._joint or name in self._scales
 
     def _weight_of(self, name: str, direct: bool) -> str | None:
         """The name of the values that belong to scales; None if it is no name of scales."""

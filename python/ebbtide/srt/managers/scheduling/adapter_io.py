@@ -152,15 +152,15 @@ class AdapterPlan:
 
     def _planned(self, slot: int) -> tuple[WeightCopies | None, Iterator[tuple[str, Tensor]]]:
         """Copies, by one kernel, of what is on the device as it is to be in the slot; and all the rest."""
-        source, device = self._source, torch.device(self._device.name)
+        source, runs, device = self._source, self._fit.runs, torch.device(self._device.name)
         is_table = isinstance(source, TableSource) and source.table.form.is_contiguous_T.all()
-        if device.type != "cuda" or source.near_bytes is None or not is_table:
+        if runs is None or source.near_bytes is None or not is_table:
             return None, ((name, whole(tensor)) for name, tensor in source)
         assert isinstance(source, TableSource)
         copies, names, address = WeightCopies(device), source.table.form.names, self._slots.address(slot)
         # The sender's events are awaited by the current stream, which must be the one of the copies.
         with self._device.copying(beside=True):
-            left = copies.plan_table(names, source.address_T, self._fit.runs, address)
+            left = copies.plan_table(names, source.address_T, runs, address)
             copies.prepare(address)
         return copies, ((names[index], whole(source.tensor(index))) for index in left)
 

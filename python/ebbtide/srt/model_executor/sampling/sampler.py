@@ -132,7 +132,9 @@ class Sampler:
         logprobs = None
         if raw_MV is not None:
             logprobs = batch.logprobs_of(raw_MV, chosen)
-        elif batch.logprob_rows and self._logprobs_mode == "processed_logprobs" and batch.drops_tokens:
+        elif (
+            batch.logprob_rows and self._logprobs_mode == "processed_logprobs" and batch.dropping is not None
+        ):
             logprobs = batch.logprobs_of(batch.processed_scores(scores_SV, chosen), chosen)
         elif batch.logprob_rows:
             logprobs = batch.logprobs(scores_SV, chosen)
@@ -261,7 +263,7 @@ class _Batch:
         )
 
     @cached_property
-    def _dropping(self) -> tuple[Tensor, Filters] | None:
+    def dropping(self) -> tuple[Tensor, Filters] | None:
         """Which of the rows whose logprobs are wanted have filters, and these; None: no row has any."""
         params = [self.specs[row].params for row in self.logprob_rows]
         rows = [
@@ -274,11 +276,6 @@ class _Batch:
         filters = Filters([params[row] for row in rows], self._vocab_size, self._device)
         return upload(rows, self._device), filters
 
-    @property
-    def drops_tokens(self) -> bool:
-        """Whether a filter is on for any row whose logprobs are wanted."""
-        return self._dropping is not None
-
     def raw_scores(self, logits_SV: Tensor) -> Tensor:
         """A float32 copy of the logits whose logprobs are wanted."""
         return self._wanted(logits_SV).to(torch.float32, copy=True)
@@ -288,9 +285,9 @@ class _Batch:
         scores_MV = self._wanted(scores_SV).float()
         if chosen.scale_S1 is not None:
             scores_MV = scores_MV * self._wanted(chosen.scale_S1)
-        if self._dropping is None:
+        if self.dropping is None:
             return scores_MV
-        rows_F, filters = self._dropping
+        rows_F, filters = self.dropping
         support_FV = filters.support(scores_MV[rows_F].softmax(-1))
         # The chosen token stays, whatever sums were rounded to.
         support_FV.scatter_(1, self._wanted(chosen.tokens_S)[rows_F].unsqueeze(1), value=True)
