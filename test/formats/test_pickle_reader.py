@@ -3,8 +3,6 @@
 import contextlib
 import pickle
 import pickletools
-from collections import OrderedDict
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, strategies as st
@@ -175,16 +173,3 @@ def test_records_take_one_dictionary_of_fields(twist: str) -> None:
     }
     with pytest.raises(RequestRejected, match=r"'?module\.name'?"):
         read_pickle(bad[twist], records)
-
-
-def test_calls_go_to_the_table_only() -> None:
-    pickled = pickle.dumps(OrderedDict(a=1))
-    calls: list[str] = []
-
-    def table(module: str, name: str) -> object:
-        calls.append(f"{module}.{name}")
-        build: Callable[[tuple[object, ...]], object] = lambda arguments: {}  # noqa: E731
-        return Global(name, build)
-
-    assert read_pickle(pickled, table) == {"a": 1}
-    assert calls == ["collections.OrderedDict"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.distributed import peer_memory
-from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup, join_parallel_group
+from ebbtide.srt.distributed.parallel_group import ParallelGroup, join_parallel_group
 from ebbtide.srt.errors import EngineError
 
 CPU = torch.device("cpu")
@@ -56,16 +56,6 @@ def test_parts_are_gathered_in_the_ranks_order(
     expected = torch.cat([noise(rank, shape, dtype) for rank in range(2)], dim)
     assert all(torch.equal(each, expected) for each in gathered)
     assert all(each.stride() == expected.stride() for each in gathered)
-
-
-def test_one_rank_needs_no_place_to_meet() -> None:
-    group = join_parallel_group(ParallelConfig(), "", CPU, 1.0)
-    x = torch.ones(2, 3)
-
-    assert isinstance(group, SoloGroup)
-    assert group.all_reduce_(x) is x
-    assert group.all_gather(x, 1) is x
-    assert group.smallest(7) == 7
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

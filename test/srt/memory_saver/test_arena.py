@@ -156,24 +156,6 @@ def test_staging_by_chunks_takes_them_one_by_one_and_gives_all_back_if_it_is_lef
     assert vm.taken_bytes == 3 * GRANULE
 
 
-@pytest.mark.parametrize("mapped_before_failure", [0, 5])
-def test_a_swap_that_fails_half_way_is_undone(make_arena, budgeted_memory, mapped_before_failure):
-    vm = budgeted_memory(6 * GRANULE)
-    arena = make_arena(3 * GRANULE, vm, chunk_bytes=GRANULE)
-    arena.resume()
-    live = arena.view(0, (3 * GRANULE,), torch.uint8).fill_(1)
-    with closing(arena.stage()) as shadow:
-        staged = shadow.view(0, (3 * GRANULE,), torch.uint8).fill_(2)
-        vm.maps_until_failure = mapped_before_failure
-        with pytest.raises(OSError, match="the driver refused"):
-            arena.swap(shadow)
-        assert (live.unique().tolist(), staged.unique().tolist()) == ([1], [2])
-        arena.swap(shadow)
-        assert (live.unique().tolist(), staged.unique().tolist()) == ([2], [1])
-    assert arena.release() == 3 * GRANULE
-    assert vm.taken_bytes == 0
-
-
 def test_cycles_leak_nothing(vm, chunk_bytes, held_bytes, assert_nothing_leaks):
     def cycle():
         arena = VirtualArena(MemoryTag.WEIGHTS, 4 * GRANULE, vm, chunk_bytes)

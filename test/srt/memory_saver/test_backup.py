@@ -5,7 +5,6 @@ import logging
 import pytest
 import torch
 from fixtures.budgeted_memory import BudgetedMemory
-from fixtures.kept_memory import KeptMemory
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver import backup as backup_module
@@ -27,9 +26,27 @@ def arena():
     arena.close()
 
 
+class Backup:
+    """Memory whose contents a release keeps, by the number of what they are."""
+
+    def __init__(self, arena, pinning=None, *, in_background=False):
+        self.generation = 0
+        self.memory = BackedUpMemory(arena, lambda: self.generation, pinning, keeps_contents=in_background)
+
+    def save(self, generation):
+        self.generation = generation
+        self.memory.prepare_release(keep=True)
+
+    def close(self):
+        """Give the host's memory back, which an engine keeps to its end."""
+        if self.memory._allocation is not None:
+            self.memory._allocation.join()
+        self.memory._buffer.close()
+
+
 @pytest.fixture
 def backup(arena):
-    backup = KeptMemory(arena)
+    backup = Backup(arena)
     yield backup
     backup.close()
 
@@ -44,23 +61,23 @@ def test_an_unchanged_generation_is_not_copied_again_and_a_new_one_is(backup, co
         contents.fill_(2 * generation + is_new)
         backup.save(generation)
         contents.fill_(99)
-        backup.restore()
+        backup.memory.resume()
         assert contents.unique().tolist() == [2 * generation + 1]
 
 
 def test_host_memory_is_taken_once_at_the_first_save(arena, backup, pss_bytes):
-    assert backup.num_bytes == 0
+    assert backup.memory.backup_bytes == 0
     before = pss_bytes()
     backup.save(generation=0)
-    held = backup.num_bytes
+    held = backup.memory.backup_bytes
     assert held >= SIZE
     assert 0.95 * held <= pss_bytes() - before <= 1.5 * held
     for generation in range(1, 10):
         backup.save(generation)
-    assert backup.num_bytes == held
+    assert backup.memory.backup_bytes == held
     assert pss_bytes() - before <= 1.5 * held
     backup.close()
-    assert backup.num_bytes == 0
+    assert backup.memory.backup_bytes == 0
     assert pss_bytes() - before <= 0.5 * held
 
 
@@ -97,13 +114,12 @@ def small_pieces(monkeypatch):
 
 
 def save_and_restore(arena, backup, contents):
-    original = torch.randint(0, 256, (SIZE,), dtype=torch.uint8)
+    original = torch.randint(0, 256, contents.shape, dtype=torch.uint8)
     contents.copy_(original)
     backup.save(generation=0)
     arena.release()
-    arena.resume()
-    backup.restore()
-    assert torch.equal(contents, original)
+    backup.memory.resume()
+    assert torch.equal(contents.cpu(), original)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -111,9 +127,9 @@ def test_a_pinned_buffer_is_pinned_piece_by_piece_and_contents_are_exact(
     arena, contents, small_pieces, in_background
 ):
     pinning = Pinning()
-    backup = KeptMemory(arena, pinning, in_background=in_background)
+    backup = Backup(arena, pinning, in_background=in_background)
     save_and_restore(arena, backup, contents)
-    assert sum(pinning.pinned.values()) == backup.num_bytes >= SIZE
+    assert sum(pinning.pinned.values()) == backup.memory.backup_bytes >= SIZE
     assert len(pinning.pinned) == 3
     assert pinning.num_syncs == 2
     backup.save(generation=0)
@@ -122,11 +138,24 @@ def test_a_pinned_buffer_is_pinned_piece_by_piece_and_contents_are_exact(
     assert pinning.pinned == {}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_background", [False, True])
+def test_so_are_those_of_a_gpu(cuda_device, monkeypatch, caplog, in_background):
+    monkeypatch.setattr(backup_module, "PIECE_BYTES", 32 << 20)
+    arena = VirtualArena(MemoryTag.WEIGHTS, (200 << 20) + 12_345, cuda_device.virtual_memory(), 64 << 20)
+    arena.resume()
+    backup = Backup(arena, cuda_device.host_pinning(), in_background=in_background)
+    save_and_restore(arena, backup, arena.view(0, (arena.num_bytes,), torch.uint8))
+    assert caplog.records == [], "it was pinned"
+    backup.close()
+    arena.close()
+
+
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_warning(
     arena, contents, small_pieces, caplog
 ):
     pinning = Pinning(limit=2)
-    backup = KeptMemory(arena, pinning)
+    backup = Backup(arena, pinning)
     with caplog.at_level(logging.WARNING):
         save_and_restore(arena, backup, contents)
         backup.save(generation=1)
@@ -145,10 +174,10 @@ def test_no_room_in_the_background_shows_at_the_save_and_can_be_retried(arena, c
             super().__init__(free_bytes=lambda: room[0])
 
     monkeypatch.setattr(backup_module, "HostVirtualMemory", Tight)
-    backup = KeptMemory(arena, Pinning(), in_background=True)
+    backup = Backup(arena, Pinning(), in_background=True)
     with pytest.raises(OutOfDeviceMemory):
         backup.save(generation=0)
-    assert backup.num_bytes == 0
+    assert backup.memory.backup_bytes == 0
     room[0] = 1 << 40
     save_and_restore(arena, backup, contents)
     backup.close()

@@ -1,7 +1,5 @@
 """Chunks that change places: one arena lends, the second copy of another borrows, nothing is allocated."""
 
-from contextlib import closing
-
 import pytest
 import torch
 from fixtures.budgeted_memory import BudgetedMemory
@@ -37,38 +35,6 @@ class Rank:
         self.kv.close()
         self.weights.close()
         assert self.vm.taken_bytes == 0
-
-
-@pytest.fixture
-def full_rank(vm):
-    """Nothing is free beside its arenas."""
-    rank = Rank(vm, NUM_KV + NUM_WEIGHTS)
-    yield rank
-    rank.close()
-
-
-def test_a_second_copy_of_the_weights_is_made_of_what_the_kv_cache_lends(full_rank, monkeypatch):
-    rank = full_rank
-    live = rank.fill(1)
-    pointer, kv_pointer = live.data_ptr(), rank.kv.address
-    with pytest.raises(OutOfDeviceMemory):
-        rank.weights.stage()
-    monkeypatch.setattr(rank.vm, "create", lambda num_bytes: pytest.fail("nothing is to be allocated"))
-    monkeypatch.setattr(rank.vm, "release", lambda handle: pytest.fail("nothing is to be given up"))
-    for value in (2, 3):
-        rank.kv.lend([3, 4, 5])
-        assert (rank.kv.resident_bytes, rank.kv.is_resident) == (3 * CHUNK, True)
-        with closing(rank.weights.stage()) as shadow:
-            shadow.view(0, (shadow.num_bytes,), torch.uint8).fill_(value)
-            rank.weights.swap(shadow, maps_former=False)
-            with pytest.raises(EngineError, match="still in use"):
-                rank.kv.take_back([3])
-        rank.kv.take_back([3, 4, 5])
-        assert live.unique().tolist() == [value]
-        kv = rank.kv.view(0, (NUM_KV * CHUNK,), torch.uint8)
-        assert kv.fill_(9).sum(dtype=torch.int64).item() == 9 * NUM_KV * CHUNK
-    assert (live.data_ptr(), rank.kv.address) == (pointer, kv_pointer)
-    monkeypatch.undo()
 
 
 class PoolStates(RuleBasedStateMachine):

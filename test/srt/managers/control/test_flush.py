@@ -1,6 +1,5 @@
 """Flushing the prefix cache: control_semantics section 3, on the real scheduler with null parts."""
 
-import pytest
 from fixtures.control import PROMPT, Harness
 
 from ebbtide.srt.managers.io_struct import FlushCacheReqInput
@@ -46,8 +45,3 @@ def test_waiting_requests_never_block_it(harness: Harness) -> None:
     harness.pause()
     assert harness.flush().fully_flushed
     assert harness.outputs[rid].finish is None
-
-
-@pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
-def test_a_timeout_that_is_none_is_refused(harness: Harness, timeout_s: float) -> None:
-    assert harness.refuse(FlushCacheReqInput(timeout_s=timeout_s)).status == 400

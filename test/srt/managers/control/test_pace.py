@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ebbtide.srt.managers.control import pace as pace_module
-from ebbtide.srt.managers.control.pace import COPY_BYTES_PER_S, LONGEST_TURN_S, SHARE, Pace, Stall
+from ebbtide.srt.managers.control.pace import COPY_BYTES_PER_S, SHARE, Pace, Stall
 from ebbtide.srt.managers.control.ports import Activity, Slices
 
 STEP_S = 6e-3
@@ -57,12 +57,6 @@ class TestWhilePassesRun:
         # Of another device's memory, which comes more slowly, it copies less.
         assert num_turns(running(), work(clock, 100, num_bytes + 1), cost=5) == 50 + 1
 
-    def test_a_pass_that_took_very_long_makes_no_very_long_turn(self, clock: Clock) -> None:
-        assert num_turns(running(1000.0), work(clock, 10, takes_s=LONGEST_TURN_S)) == 10 + 1
-
-    def test_a_slice_that_is_longer_than_a_turn_is_one(self, clock: Clock) -> None:
-        assert num_turns(running(), work(clock, 3, 1 << 50, takes_s=1.0)) == 3 + 1
-
 
 @pytest.mark.parametrize("pace", [running(), Pace()])
 def test_a_slice_without_bytes_ends_the_turn(clock: Clock, pace: Pace) -> None:
@@ -79,9 +73,6 @@ class TestWhileNoneRuns:
         stall = Stall()
         stall.begin()
         assert num_turns(running(), work(clock, 1000, 1 << 40), stall) == 1
-
-    def test_but_a_long_one_lets_the_loop_hear_of_messages(self, clock: Clock) -> None:
-        assert num_turns(Pace(), work(clock, 10, takes_s=1.0)) == 10 + 1
 
 
 class Copies:

@@ -118,8 +118,3 @@ class TestWait:
         assert harness.refusal(call).status == 409
         later = harness.generate(PROMPT, max_new_tokens=2)
         harness.assert_end(later, length=2)
-
-    @pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
-    def test_a_timeout_that_is_none_is_refused(self, harness: Harness, timeout_s: float) -> None:
-        refused = harness.refuse(PauseGenerationReqInput(mode=PauseMode.WAIT, timeout_s=timeout_s))
-        assert refused.status == 400

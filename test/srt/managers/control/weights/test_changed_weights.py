@@ -101,13 +101,3 @@ def test_in_a_session_in_place_it_is_refused_and_the_rest_goes_on(harness: Harne
     assert "there is none" in harness.refuse(adding(1)).message
     assert harness.end(allow_incomplete=True).content == "valid"
     assert harness.values == [20, 5, 5, 5]
-
-
-def test_an_update_of_nothing_changes_nothing(harness: Harness) -> None:
-    assert harness.do(adding(1, names=[])).num_tensors == 0
-    assert harness.values == [5, 5, 5, 5]
-    harness.begin()
-    for request in (adding(1, names=[]), updating(20, 0), adding(1, names=[])):
-        harness.do(request)
-    harness.end()
-    assert harness.values == [20, 5, 5, 5]

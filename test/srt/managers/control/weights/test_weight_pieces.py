@@ -220,14 +220,6 @@ class TestSession:
         assert (end.weight_version, end.num_tensors) == ("7", 3)
         assert harness.values == [7, 7, 8, 0]
 
-    def test_one_that_was_given_up_can_be_brought_again(self, harness: Senders) -> None:
-        harness.bring_refused(FIRST, "gone")
-        assert harness.brought(FIRST, SECOND, None).num_tensors == 4
-        # What it did not bring is not known by name.
-        assert isinstance(self.end(harness), Refusal)
-        assert self.end(harness, allow_incomplete=True).committed
-        assert harness.values == [7] * 4
-
 
 class TestWithoutRoomForACopy:
     @pytest.fixture
