@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Protocol, TypeVar
@@ -18,13 +17,13 @@ from ebbtide.srt.managers.control.adapters import CONTROL_CHARACTERS, AdapterBoo
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Line, Operations, in_turn, require_timeout
 from ebbtide.srt.managers.control.pace import Pace, Stall, at_once, guarded
+from ebbtide.srt.managers.control.phases import Ranks
 from ebbtide.srt.managers.control.ports import (
     Activity,
     CopyStream,
     DeadlinePassed,
     HandlerTable,
     Operation,
-    Ranks,
     Requests,
     Slices,
     Superseded,
@@ -39,7 +38,6 @@ from ebbtide.srt.managers.io_struct import (
     UnloadLoRAAdapterReqInput,
     UnloadLoRAAdapterReqOutput,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +63,12 @@ class AdapterPlan(Protocol):
         Raises:
             RequestRejected: 400, what was written holds NaN or Inf, and that is refused.
         """
-        ...
 
     def detach(self) -> Slices[None]:
         """Every copy has run: as `WritePlan.detach`."""
-        ...
 
     def close(self) -> None:
         """Give the sender's memory back, wherever the load has got to. Idempotent."""
-        ...
 
 
 class AdapterMemory(Protocol):
@@ -93,11 +88,9 @@ class AdapterMemory(Protocol):
         Raises:
             RequestRejected: 400, it cannot be read, or does not fit the model.
         """
-        ...
 
     def is_read(self, slot: int) -> bool:
         """Whether the forward pass that was launched last reads it."""
-        ...
 
     def save(self, slot: int) -> object:
         """Launch a copy of what a slot holds to host memory.
@@ -105,11 +98,9 @@ class AdapterMemory(Protocol):
         Raises:
             RequestRejected: 409, the host has no room.
         """
-        ...
 
     def restore(self, slot: int, copy: object) -> None:
         """Launch the copy of what was saved to a slot."""
-        ...
 
 
 class AdapterLoads:
@@ -317,12 +308,7 @@ class AdapterLoads:
             self._updates.session_named(request.session_id)
             if version is None:
                 raise RequestRejected("lora_version: expected one with a session_id")
-        if MemoryTag.WEIGHTS in self._memory.released:
-            raise RequestRejected(
-                "the weights are released, and the slots of adapters with them: "
-                "resume_memory_occupation(['weights']) first",
-                409,
-            )
+        self._memory.require_weights()  # The slots of adapters are released with them.
 
     @property
     def _slots(self) -> AdapterMemory:
@@ -349,7 +335,7 @@ class AdapterLoads:
                 copy = version.copy
                 if copy is None:
                     return  # Its last request has ended meanwhile.
-                yield from self._copied(_launched(lambda: self._slots.restore(slot, copy)))
+                yield from self._copied(at_once(lambda: self._slots.restore(slot, copy)))
                 if version.copy is not None:
                     version.slot = slot
         except (RequestRejected, EngineError) as error:
@@ -389,7 +375,7 @@ class AdapterLoads:
 
     def _save(self, version: AdapterVersion, slot: int) -> Work[None]:
         """Keep what is in a slot in host memory, on all ranks or on none."""
-        copy = yield from self._copied(_launched(lambda: self._slots.save(slot)))
+        copy = yield from self._copied(at_once(lambda: self._slots.save(slot)))
         if version.slot == slot:
             version.copy = copy
 
@@ -417,9 +403,3 @@ class AdapterLoads:
             self._operations.cancel(kind, refusal)
         while not self._slots.copies.copies_done():
             time.sleep(1e-4)
-
-
-def _launched(act: Callable[[], T]) -> Slices[T]:
-    """Slices of a single one."""
-    return act()
-    yield 0

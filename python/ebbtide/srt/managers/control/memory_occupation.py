@@ -11,6 +11,7 @@ from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.pace import Pace, at_once
+from ebbtide.srt.managers.control.phases import Ranks
 from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,
@@ -19,7 +20,6 @@ from ebbtide.srt.managers.control.ports import (
     Operation,
     PageStore,
     ParkingPlan,
-    Ranks,
     Requests,
     TagMemory,
     Work,
@@ -407,6 +407,13 @@ class MemoryOccupation:
                 free_bytes=free_bytes,
             ) from error
         return mapped_bytes
+
+    def require_weights(self, status: int = 409) -> None:
+        """Refuse what cannot be done while the weights are released."""
+        if MemoryTag.WEIGHTS in self._released:
+            raise RequestRejected(
+                "the weights are released: resume_memory_occupation(['weights']) first", status
+            )
 
     def _require_memory_saver(self) -> None:
         if not self.is_enabled:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, Never, TypeAlias, TypeVar
 
-from ebbtide.srt.managers.control.ports import BETWEEN_PASSES, Activity, CopyStream, Slices, Work
-from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, AnyControlRequest, ControlRequest, StallCounts
-from ebbtide.srt.managers.wire.message import Decision
+from ebbtide.srt.managers.control.ports import Activity, CopyStream, Slices, Work
+from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, ControlRequest, StallCounts
 
 T = TypeVar("T")
-Fact = TypeVar("Fact")
 
 # A turn's part of the time that the last forward pass took. An update of 16 GB has some 40 ms of work that no
 # pass runs beside: in shorter turns it takes more of them, and a pass goes by with each.
@@ -198,38 +196,10 @@ class Pace:
         return turn_s, turn_s * COPY_BYTES_PER_S
 
 
-class OneRank:
-    """A replica of one rank: its part is the whole, and there is nothing to vote on."""
-
-    is_one = True
-    is_working = False
-
-    def phase(self, kind: Activity, work: Work[T]) -> Work[T]:
-        if kind in BETWEEN_PASSES:
-            yield Activity.BOUNDARY
-        return (yield from work)
-
-    def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
-        result = yield from self.phase(kind, work)
-        return result, [fact(result)]
-
-    def certainly(self, act: Callable[[], T]) -> T:
-        return act()
-
-    def propose(self, request: AnyControlRequest) -> None:
-        raise AssertionError("one rank does at once what it would propose")
-
-    def work(self) -> None:
-        """Operations do their own work."""
-
-    def decide(self, decision: Decision) -> None:
-        raise AssertionError("one rank casts no votes")
-
-
-def at_once(act: Callable[[], T]) -> Work[T]:
-    """Work that is a single slice."""
+def at_once(act: Callable[[], T]) -> Generator[Never, None, T]:
+    """Work, or slices, of a single one."""
     return act()
-    yield Activity.WORKING
+    yield
 
 
 def guarded(slices: Slices[T], require: Callable[[], None]) -> Slices[T]:

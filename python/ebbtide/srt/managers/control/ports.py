@@ -11,13 +11,11 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.adapters import AdapterVersion
 from ebbtide.srt.managers.io_struct import (
-    AnyControlRequest,
     AnyReply,
     InFlight,
     Preserve,
     RetractCause,
 )
-from ebbtide.srt.managers.wire.message import Decision
 
 T = TypeVar("T")
 Fact = TypeVar("Fact")
@@ -97,48 +95,6 @@ class CopyStream(Protocol):
 
 class OutOfStep(EngineError):
     """This rank is not what the others are any more, and must end: the group goes down, with the reason."""
-
-
-class Ranks(Protocol):
-    """The ranks of a replica, as the state machines of one of them see it."""
-
-    @property
-    def is_one(self) -> bool: ...
-
-    @property
-    def is_working(self) -> bool:
-        """Whether this rank has more to do for a phase, rather than waits."""
-
-    def phase(self, kind: Activity, work: Work[T]) -> Work[T]:
-        """Do this rank's part; goes on when every rank has done its part, on all of them in the same turn.
-
-        Whatever a part leaves behind is the caller's to undo when this raises: the part itself may have
-        been done, or ended early.
-
-        Args:
-            kind: WORKING, COPYING or ALONE as `Activity` says, the same for all ranks. WAITING where the
-                part waits for what others send: then the first failure ends it for all.
-            work: yields WAITING where it wants to be asked again later, anything else to go on at once.
-
-        Raises:
-            RequestRejected, EngineError: a rank failed; the same on every rank. It names who failed, unless
-                all did alike.
-        """
-
-    def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
-        """As `phase`; returns this rank's result, and the facts (plain values) of all ranks' results."""
-
-    def certainly(self, act: Callable[[], T]) -> T:
-        """Do what has been decided; on one of several ranks a failure is OutOfStep."""
-
-    def propose(self, request: AnyControlRequest) -> None:
-        """Have all ranks carry this request out soon. Nobody waits for the reply."""
-
-    def work(self) -> None:
-        """Do the next slice of this rank's parts."""
-
-    def decide(self, decision: Decision) -> None:
-        """A phase has ended."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ import msgspec
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.committee import Ballot
-from ebbtide.srt.managers.control.pace import OneRank
-from ebbtide.srt.managers.control.phases import ManyRanks
-from ebbtide.srt.managers.control.ports import Ranks
+from ebbtide.srt.managers.control.phases import ManyRanks, Ranks
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,
@@ -225,7 +223,7 @@ class LeaderInbox(RankInbox):
     ) -> None:
         self._num_ranks = len(ticks) + 1
         self._tally = _Tally(self._num_ranks)
-        super().__init__(ManyRanks(self._tally, self._propose) if ticks else OneRank(), 0, dp_rank)
+        super().__init__(ManyRanks(self._tally, self._propose) if ticks else Ranks(), 0, dp_rank)
         self._messages = messages
         self._manager = manager
         self._ticks = ticks

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from ebbtide.srt.errors import EngineError, RequestRejected, drop_frames, first_few
 from ebbtide.srt.managers.control.pace import Pace, Wake, at_once, look_until
+from ebbtide.srt.managers.control.phases import Ranks
 from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,
@@ -18,7 +19,6 @@ from ebbtide.srt.managers.control.ports import (
     Operation,
     OutOfStep,
     Overruled,
-    Ranks,
     Superseded,
     Work,
 )

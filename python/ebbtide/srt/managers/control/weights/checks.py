@@ -17,7 +17,8 @@ import msgspec
 from ebbtide.srt.errors import RequestRejected, first_few
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.pace import Pace, guarded
-from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Ranks, Slices, Work
+from ebbtide.srt.managers.control.phases import Ranks
+from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Slices, Work
 from ebbtide.srt.managers.control.weight_ports import Snapshot, TrialPass, Weights
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
@@ -68,8 +69,7 @@ class WeightChecks:
             raise RequestRejected(f"truncate_size: expected 0 or more rows, got {request.truncate_size}")
         name = self._weights.stored_as(request.name)
         if name in self._weights.names:
-            if MemoryTag.WEIGHTS in self._memory.released:
-                raise RequestRejected("the weights are released: resume them first", 409)
+            self._memory.require_weights()
             if name in self._memory.content.missing:
                 raise RequestRejected(
                     f"{name} is stale: it was not written since the weights were resumed", 409
@@ -78,13 +78,13 @@ class WeightChecks:
         return GetWeightsByNameReqOutput(values=values, message=self._weights.precision_of(name))
 
     def read(self, request: ReadWeightsReqInput) -> AnyReply:
-        self._require_resident()
+        self._memory.require_weights()
         self._require_whole()
         pieces = self._parameters.pieces(request.index, request.first_byte, request.num_bytes)
         return ReadWeightsReqOutput(pieces=[pieces])
 
     def check(self, request: CheckWeightsReqInput) -> AnyReply | Operation:
-        self._require_resident()
+        self._memory.require_weights()
         skipped = request.skip_tensor_list or ()
         match request.action:
             case "checksum":
@@ -138,12 +138,6 @@ class WeightChecks:
         return CheckWeightsReqOutput(
             message=f"{len(names)} tensors hold random values now: nothing runs until they are updated."
         )
-
-    def _require_resident(self) -> None:
-        if MemoryTag.WEIGHTS in self._memory.released:
-            raise RequestRejected(
-                "the weights are released: resume_memory_occupation(['weights']) first", 409
-            )
 
     def _require_whole(self) -> None:
         missing = self._memory.content.missing

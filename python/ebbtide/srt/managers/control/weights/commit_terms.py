@@ -33,7 +33,6 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     PiecewiseRequest,
     RetractCause,
-    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsReqOutput,
@@ -62,29 +61,9 @@ class CommitTerms:
     mode: PauseMode
     flush_cache: bool
     version: str | None
-    canary: Canary | None = None
-    refuses_nonfinite: bool = False
-    folder: tuple[str, str] | None = None
-
-
-def terms_of(
-    request: WeightUpdateRequest | EndWeightUpdateReqInput,
-    flush_cache: bool,
-    *,
-    refuses_nonfinite: bool = False,
-) -> CommitTerms:
-    """Args: `refuses_nonfinite`: where an update does not say."""
-    mode = request.pause_mode if request.pause_mode is not None else PauseMode.WAIT
-    folder = None
-    if isinstance(request, WeightUpdateRequest):
-        if request.abort_all_requests:
-            mode = PauseMode.ABORT
-        if request.refuse_nonfinite is not None:
-            refuses_nonfinite = request.refuse_nonfinite
-    if isinstance(request, UpdateWeightFromDiskReqInput):
-        folder = request.model_path, request.load_format or "auto"
-    version = None if request.weight_version is None else str(request.weight_version)
-    return CommitTerms(mode, flush_cache, version, request.canary, refuses_nonfinite, folder)
+    canary: Canary | None
+    refuses_nonfinite: bool
+    folder: tuple[str, str] | None
 
 
 class Counts(NamedTuple):

@@ -20,6 +20,7 @@ from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Line, Operations, Stages, in_turn
 from ebbtide.srt.managers.control.pace import Pace, Wake
 from ebbtide.srt.managers.control.pause import Generation, Paused
+from ebbtide.srt.managers.control.phases import Ranks
 from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,
@@ -27,7 +28,6 @@ from ebbtide.srt.managers.control.ports import (
     KVMemory,
     Operation,
     OutOfStep,
-    Ranks,
     Requests,
     Superseded,
     Work,
@@ -42,7 +42,6 @@ from ebbtide.srt.managers.control.weights.commit_terms import (
     announced_names,
     check_fields,
     require_base,
-    terms_of,
 )
 from ebbtide.srt.managers.control.weights.session import Burst, InPlace, WeightSession
 from ebbtide.srt.managers.io_struct import (
@@ -63,7 +62,6 @@ from ebbtide.srt.managers.io_struct import (
     WeightSessionReqOutput,
     WeightUpdateRequest,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +312,7 @@ class WeightUpdates:
             while not has_come():
                 yield Activity.WAITING
             stages.end("wait")
-            self._require_resident()
+            self._memory.require_weights(400)
             session = self._require_session()
             self._require_named(request, 409)
             if not request.allow_incomplete:
@@ -388,19 +386,25 @@ class WeightUpdates:
     def _terms(
         self, request: WeightUpdateRequest | EndWeightUpdateReqInput, flush_cache: bool
     ) -> CommitTerms:
+        mode = request.pause_mode if request.pause_mode is not None else PauseMode.WAIT
+        folder, refuses_nonfinite = None, self._weights.refuses_nonfinite
         if request.canary is not None:
             self.trials.check(request.canary)
-        return terms_of(request, flush_cache, refuses_nonfinite=self._weights.refuses_nonfinite)
+        if isinstance(request, WeightUpdateRequest):
+            if request.abort_all_requests:
+                mode = PauseMode.ABORT
+            if request.refuse_nonfinite is not None:
+                refuses_nonfinite = request.refuse_nonfinite
+        if isinstance(request, UpdateWeightFromDiskReqInput):
+            folder = request.model_path, request.load_format or "auto"
+        version = None if request.weight_version is None else str(request.weight_version)
+        return CommitTerms(mode, flush_cache, version, request.canary, refuses_nonfinite, folder)
 
     def _require_open_for(self, request: WeightUpdateRequest) -> None:
-        self._require_resident()
+        self._memory.require_weights(400)
         self._require_named(request)
         if request.canary is not None and self._session is not None:
             raise RequestRejected("canary: a session is open: give it to end_weight_update")
-
-    def _require_resident(self) -> None:
-        if MemoryTag.WEIGHTS in self._memory.released:
-            raise RequestRejected("the weights are released: resume_memory_occupation(['weights']) first")
 
     def _require_session(self) -> WeightSession:
         if self._session is None:
