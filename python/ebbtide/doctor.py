@@ -76,9 +76,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    try:
-        requirements = [Requirement(line) for line in metadata.requires("ebbtide") or ()]
-    except metadata.PackageNotFoundError:
+    if not (requirements := _requirements()):
         yield Finding("packages", "ebbtide is not installed", "run: pip install -e python", Bearing.NOTE)
         return
     needed = [one for one in requirements if one.marker is None]
@@ -278,16 +276,18 @@ def _flashinfer() -> Finding:
     return Finding("FlashInfer", metadata.version(requirement.name), meaning)
 
 
-def _cuda_requirement(name: str) -> Requirement:
-    """The requirement of that name in the extra `cuda`; any version where Ebbtide itself is not installed."""
+def _requirements() -> list[Requirement]:
+    """None where Ebbtide itself is not installed."""
     try:
-        lines = metadata.requires("ebbtide") or ()
+        return [Requirement(line) for line in metadata.requires("ebbtide") or ()]
     except metadata.PackageNotFoundError:
-        lines = ()
-    for one in map(Requirement, lines):
-        if one.name == name and one.marker is not None and one.marker.evaluate({"extra": "cuda"}):
-            return one
-    return Requirement(name)
+        return []
+
+
+def _cuda_requirement(name: str) -> Requirement:
+    """The requirement of that name in the extra `cuda`; any version where there is none."""
+    of_cuda = (one for one in _requirements() if one.marker and one.marker.evaluate({"extra": "cuda"}))
+    return next((one for one in of_cuda if one.name == name), Requirement(name))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ ADDITIONS = {
 +class CountQueuedReqInput(ControlRequest, frozen=True):
 +    '''Count what waits.'''
 +
-+    row = ControlRow(CountQueuedReqOutput, "/count_queued", POST_OR_GET, is_admin=False, op="count_queued")
++    row = ControlRow(CountQueuedReqOutput, "/count_queued", POST_OR_GET, op="count_queued")
 +
 +    at_least: int = 0
 +
@@ -167,7 +167,6 @@ class Engine(NullEngine):
             return {
                 "posted": await post("/count_queued", at_least=3),
                 "queried": (await client.get("/count_queued?at_least=4")).json(),
-                "paused": (await client.post("/pause_generation")).status_code,
                 "refused": (await post("/count_queued", at_least="many"))["message"],
                 "stopped": {path: await post(path, **body) for path, body in STOPPING.items()},
                 "refused_too": (await post(
@@ -176,8 +175,8 @@ class Engine(NullEngine):
             }
 
 if __name__ == "__main__":
-    with Engine(dp_size=2, admin_api_key="only for what changes something") as engine:
-        answers = engine._wait(engine.over_http())
+    with Engine(dp_size=2) as engine:
+        answers = engine._runner.wait(engine.over_http())
         answers["called"] = engine.count_queued(at_least=2)
         answers["step"] = engine.transition([{"op": "count_queued", "at_least": 5}])["steps"][0]["reply"]
         params = {"max_new_tokens": 9, "sampling_seed": 1}
@@ -258,8 +257,6 @@ def test_a_control_request_is_asked_described_and_merged(answers: Any) -> None:
     assert answers["queried"] == counted(8)
     assert answers["called"] == counted(4)
     assert answers["step"] == counted(10)
-    # Without the admin key, which this one does not need.
-    assert answers["paused"] == 401
     assert "Expected `int`, got `str` - at `$.at_least`" in answers["refused"]
     assert answers["summary"] == "Count what waits."
 

@@ -42,7 +42,6 @@ _NORMAL_PATHS: Final = frozenset(
         *("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/get_load", "/load"),
         *("/is_paused", "/is_sleeping", "/memory_occupation", "/weight_info", "/get_weight_version"),
         *("/get_world_size", "/version"),
-        *(kind.row.path for kind in CONTROL_REQUESTS if not kind.row.is_admin),
     )
 )
 

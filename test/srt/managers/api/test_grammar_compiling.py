@@ -188,7 +188,7 @@ def test_json_has_no_more_whitespace_than_the_server_says(config: EngineConfig) 
     }
     for name, given in arguments.items():
         start = CompilerStart.of(replace(config, server_args=replace(config.server_args, **given)))
-        compiled = GrammarCompiler(vocabulary, start.whitespace).compile(spec)
+        compiled = GrammarCompiler(vocabulary, start.has_whitespace, start.most_whitespace).compile(spec)
         shelf.load(LoadGrammar(key=name, compiled=compiled))
 
     def allow(text: str) -> list[str]:

@@ -32,7 +32,6 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.text.grammar import (
     MAX_COMPILE_MEMORY_BYTES,
     GrammarCompiler,
-    JsonWhitespace,
     RecentGrammars,
     Vocabulary,
 )
@@ -263,15 +262,15 @@ class CompilerStart:
 
     model: ModelConfig
     revision: str | None
-    whitespace: JsonWhitespace
+    has_whitespace: bool
+    most_whitespace: int | None
     memory_bytes: int = MAX_COMPILE_MEMORY_BYTES
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
         args = config.server_args
-        is_free = not args.constrained_json_disable_any_whitespace
-        whitespace = JsonWhitespace(is_free, args.constrained_json_max_whitespace_cnt)
-        return cls(config.model, args.revision, whitespace)
+        has_whitespace = not args.constrained_json_disable_any_whitespace
+        return cls(config.model, args.revision, has_whitespace, args.constrained_json_max_whitespace_cnt)
 
 
 class CompileJob(msgspec.Struct, frozen=True):
@@ -297,8 +296,9 @@ def main() -> None:
     start: CompilerStart = pickle.load(sys.stdin.buffer)
     tokenizer = load_tokenizer(start.model, start.revision)
     eos_token_ids = start.model.eos_token_ids | tokenizer.eos_token_ids
-    compiler = GrammarCompiler(Vocabulary(tokenizer, start.model.vocab_size, eos_token_ids), start.whitespace)
-    compiler.open()
+    vocabulary = Vocabulary(tokenizer, start.model.vocab_size, eos_token_ids)
+    _ = vocabulary.info  # it takes seconds, which no fork is to spend
+    compiler = GrammarCompiler(vocabulary, start.has_whitespace, start.most_whitespace)
     while parent not in select.select([jobs.fileno(), parent], [], [])[0]:
         _, descriptors, _, _ = socket.recv_fds(jobs, 1, 1)
         if not descriptors:

@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Final
@@ -91,32 +90,18 @@ class Vocabulary:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class JsonWhitespace:
-    """Where JSON may have whitespace.
-
-    Attributes:
-        is_free: anywhere between its parts; else one space behind each comma and colon.
-        most: characters of it in a row; None: as many as there are tokens for.
-    """
-
-    is_free: bool = True
-    most: int | None = None
-
-
 class GrammarCompiler:
     """Compiles grammars, in a process that may be ended meanwhile: see `grammar_compiling`.
 
-    `whitespace`: of what a JSON schema makes.
+    `has_whitespace`, `most_whitespace`: whether JSON of a schema may have it anywhere between its parts, or
+    one space behind each comma and colon; and how much in a row, None: any.
     """
 
-    def __init__(self, vocabulary: Vocabulary, whitespace: JsonWhitespace = JsonWhitespace()) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, has_whitespace: bool = True, most_whitespace: int | None = None
+    ) -> None:
         self._vocabulary = vocabulary
-        self._whitespace = whitespace
-
-    def open(self) -> None:
-        """Have the library ready."""
-        _ = self._vocabulary.info
+        self._has_whitespace, self._most_whitespace = has_whitespace, most_whitespace
 
     def compile(self, spec: GrammarSpec, continued_ids: Sequence[int] = ()) -> bytes:
         """What ranks load.
@@ -133,8 +118,8 @@ class GrammarCompiler:
         compilers: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
             "json_schema": partial(
                 compiler.compile_json_schema,
-                any_whitespace=self._whitespace.is_free,
-                max_whitespace_cnt=self._whitespace.most,
+                any_whitespace=self._has_whitespace,
+                max_whitespace_cnt=self._most_whitespace,
             ),
             "regex": compiler.compile_regex,
             "ebnf": compiler.compile_grammar,

@@ -48,7 +48,6 @@ class ControlRow:
     Attributes:
         reply: what it is answered with; its fields say how the replies of ranks and replicas become one.
         path, methods: over HTTP; None: it has no endpoint of its own.
-        is_admin: it needs the admin key, where there is one.
         query_aliases: further names of fields in the query.
         body_if: the flag of the request without which the answer is an empty body.
         body_field: the one field of the reply that is the whole body.
@@ -67,7 +66,6 @@ class ControlRow:
     reply: type[Reply]
     path: str | None = None
     methods: Methods = POST
-    is_admin: bool = True
     query_aliases: Mapping[str, str] = field(default_factory=dict)
     body_if: str | None = None
     body_field: str | None = None
