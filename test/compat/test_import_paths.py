@@ -71,12 +71,6 @@ def test_a_real_sglang_is_not_hidden(tmp_path: Path) -> None:
     assert "ImportError: sglang 0.5.9 is installed, and Ebbtide's package" in done.stderr
 
 
-def install(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-build-isolation"]
-    command += ["--no-deps", "--no-index", "--disable-pip-version-check", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
@@ -88,7 +82,9 @@ def test_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:
     # Building leaves things behind in the folder that is built.
     ignore = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
     source = shutil.copytree(COMPAT, tmp_path / "compat", ignore=ignore)
-    done = install(python, source)
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-build-isolation"]
+    command += ["--no-deps", "--no-index", "--disable-pip-version-check", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     script = IMPORTS + "\nfrom importlib.metadata import version\nprint(sglang.__file__, version('sglang'))"
     shown = run_python(
@@ -96,11 +92,11 @@ def test_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:
     )
     assert shown.stdout == f"{packages}/sglang/__init__.py 0.5.23+ebbtide\n", shown.stderr
 
-    shutil.rmtree(packages / "sglang")
-    [own] = packages.glob("sglang-*.dist-info")
-    shutil.rmtree(own)
-    fake_sglang(packages)
-    refused = install(python, source)
-    assert refused.returncode != 0
-    assert "sglang 0.5.9 is installed in" in refused.stdout + refused.stderr
-    assert (packages / "sglang-0.5.9.dist-info").exists()
+
+def test_a_real_sglang_is_not_replaced(tmp_path: Path) -> None:
+    """What pip runs first, in an environment that has one."""
+    fake_sglang(tmp_path)
+    script = f"import runpy, sysconfig\nsysconfig.get_path = lambda name: {str(tmp_path)!r}\n"
+    done = run_python(script + f"runpy.run_path({str(COMPAT / 'setup.py')!r})")
+    assert done.returncode != 0
+    assert "sglang 0.5.9 is installed in" in done.stderr

@@ -3,8 +3,6 @@
 import base64
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fixtures.compat import COMPAT_ENVIRONMENT, output_of
-from fixtures.deadlines import HANG_S
 from fixtures.payloads import open_payload
-from fixtures.trainer_process import sample_tensors
+from fixtures.trainer_process import TrainerProcess, sample_tensors
 
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import ONE_RANK, Place
@@ -72,39 +69,10 @@ CPU_TENSORS = {
 } | {f"torch.{name}" for name in DTYPES}
 
 
-class Trainer:
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", TRAINER, str(Path(__file__).parents[1] / "srt")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=COMPAT_ENVIRONMENT,
-        )
-
-    def send(self, kind: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{kind}\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline().strip()
-
-    def shared_objects(self) -> set[Path]:
-        return set(Path("/dev/shm").glob(f"torch_{self._process.pid}_*"))
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(HANG_S)
-        self._process.stdout.close()
-
-
 @pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    trainer = Trainer()
-    yield trainer
-    trainer.close()
+def trainer() -> Iterator[TrainerProcess]:
+    with TrainerProcess(str(Path(__file__).parents[1] / "srt"), TRAINER, COMPAT_ENVIRONMENT) as trainer:
+        yield trainer
 
 
 class Names(pickle.Unpickler):
@@ -137,21 +105,21 @@ def check_arrives(payload: str, load_format: str | None, add: int = 0, place: Pl
 
 
 @pytest.mark.parametrize("kind", ["named", "patched"])
-def test_named_tensors_are_those_of_torch(trainer: Trainer, kind: str) -> None:
+def test_named_tensors_are_those_of_torch(trainer: TrainerProcess, kind: str) -> None:
     payload = trainer.send(kind)
     assert payload.startswith("gASV")
     assert globals_of(payload) == CPU_TENSORS
     check_arrives(payload, None)
 
 
-def test_buckets_name_their_index_as_sglang_does(trainer: Trainer) -> None:
+def test_buckets_name_their_index_as_sglang_does(trainer: TrainerProcess) -> None:
     payload = trainer.send("bucket")
     own = {"sglang.srt.weight_sync.tensor_bucket.FlattenedTensorMetadata"}
     assert globals_of(payload) - CPU_TENSORS == own
     check_arrives(payload, "flattened_bucket")
 
 
-def test_each_rank_finds_its_own_tensor(trainer: Trainer) -> None:
+def test_each_rank_finds_its_own_tensor(trainer: TrainerProcess) -> None:
     payload = trainer.send("local")
     assert globals_of(payload) == {
         "sglang.srt.model_executor.model_runner_components.weight_updater.LocalSerializedTensor"
@@ -160,7 +128,7 @@ def test_each_rank_finds_its_own_tensor(trainer: Trainer) -> None:
         check_arrives(payload, None, add=tp_rank, place=replace(ONE_RANK, tp_rank=tp_rank, tp_size=2))
 
 
-def test_nothing_stays_in_shared_memory_and_tensors_outlive_the_senders(trainer: Trainer) -> None:
+def test_nothing_stays_in_shared_memory_and_tensors_outlive_the_senders(trainer: TrainerProcess) -> None:
     from sglang.srt.utils import MultiprocessingSerializer
 
     trainer.send("empty")

@@ -296,22 +296,20 @@ def test_what_is_not_here_is_refused_by_name(loop: Callable[..., Any], actor: Ac
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="where there is a GPU, it sends from there")
-@pytest.mark.parametrize("is_packed", [True, False])
 def test_skyrl_sends_all_weights_in_a_request(
-    is_packed: bool, loop: Callable[..., Any], actor: Actor, checkpoints: tuple[Path, Path]
+    loop: Callable[..., Any], actor: Actor, checkpoints: tuple[Path, Path]
 ) -> None:
     weights = load_file(checkpoints[1] / "model.safetensors")
     url = actor.llm._core.serve_http()
     port = get_open_port()
     address = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
     # Several tensors in each broadcast, and more than one broadcast.
-    size = {"packed_buffer_size_bytes": 100_000} if is_packed else {}
+    how = {"packed": True, "packed_buffer_size_bytes": 100_000}
     announced = {
         "names": list(weights),
         "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
         "shapes": [list(weight.shape) for weight in weights.values()],
-        "packed": is_packed,
-        **size,
+        **how,
     }
     before = tokens(loop, actor)
     with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(1) as pool:
@@ -323,7 +321,7 @@ def test_skyrl_sends_all_weights_in_a_request(
         client.post("/start_weight_update")
         taking = pool.submit(client.post, "/update_weights", json={"update_info": announced})
         NCCLWeightTransferEngine.trainer_send_weights(
-            iter(weights.items()), trainer_args={"group": group, "packed": is_packed, **size}
+            iter(weights.items()), trainer_args={"group": group, **how}
         )
         assert taking.result().status_code == 200, taking.result().text
         client.post("/finish_weight_update")

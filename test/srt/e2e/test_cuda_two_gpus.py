@@ -97,11 +97,10 @@ def used_bytes() -> list[int]:
 # --------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("tags", [["weights"], ["kv_cache"], ["weights", "kv_cache"]], ids="+".join)
 def test_each_gpu_gets_its_own_share_back_and_gives_it_again(
-    engine: EngineClass, checkpoints: tuple[Path, Path], tags: list[str]
+    engine: EngineClass, checkpoints: tuple[Path, Path]
 ) -> None:
-    old = output_ids(engine)
+    old, tags = output_ids(engine), ["weights", "kv_cache"]
     ranks = engine.memory_occupation()["ranks"]
     shares = [sum(rank["tags"][tag]["virtual_bytes"] for tag in tags) for rank in ranks]
     assert all(share > 2 * NOISE_BYTES for share in shares)
@@ -142,16 +141,11 @@ def test_where_one_gpu_has_no_room_neither_resumes(
 # ------------------------------------------------------------------------------------------- from their GPUs
 
 
-@pytest.mark.parametrize(("kind", "load_format"), [("named", None), ("bucket", "flattened_bucket")])
 def test_each_rank_reads_its_entry_on_the_other_gpu(
-    engine: EngineClass,
-    trainers: list[TrainerProcess],
-    checkpoints: tuple[Path, Path],
-    kind: str,
-    load_format: str | None,
+    engine: EngineClass, trainers: list[TrainerProcess], checkpoints: tuple[Path, Path]
 ) -> None:
-    entries = [trainer.send(kind, checkpoints[1] / WEIGHTS) for trainer in trainers]
-    reply = engine.update_weights_from_tensor(entries, load_format, weight_version="b")
+    entries = [trainer.send("named", checkpoints[1] / WEIGHTS) for trainer in trainers]
+    reply = engine.update_weights_from_tensor(entries, weight_version="b")
     for trainer in trainers:
         trainer.overwrite()
     assert (reply["staged"], reply["committed"], reply["weight_version"]) == (False, True, "b")

@@ -36,10 +36,7 @@ def sampled(engine: Engine, **params: Any) -> Any:
     ("params", "pattern"),
     [
         ({"json_schema": SCHEMA, "temperature": 3.0}, None),
-        ({"json_schema": json.dumps(SCHEMA), "repetition_penalty": 1.1}, None),
         ({"regex": "[a-f]{3}-[0-9]{4}"}, "[a-f]{3}-[0-9]{4}"),
-        ({"ebnf": 'root ::= "yes" | "no" [!?]*', "max_new_tokens": 4}, "yes|no[!?]*"),
-        ({"choice": ["tide", 'a "quay"']}, 'tide|a "quay"'),
         ({"structural_tag": TAG}, "<a>[xy]{20}</a>"),
     ],
 )
