@@ -11,7 +11,6 @@ from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
 from fixtures.gpu_device import DEVICE
 from fixtures.layouts import ONE_RANK, TWO_REPLICAS
 from fixtures.references import Reference
-from fixtures.servers import wait_until
 from safetensors.torch import load_file
 
 from ebbtide import Engine
@@ -86,35 +85,6 @@ def assert_serves(engine: Engine, folder: Path, reference: Reference) -> None:
 def first_half(announced: dict[str, Any]) -> dict[str, Any]:
     num_tensors = len(announced["names"]) // 2
     return {field: values[:num_tensors] for field, values in announced.items()}
-
-
-def test_requests_run_on_while_a_group_and_its_broadcasts_are_awaited(
-    engine: Engine, trainer: BroadcastingTrainer, checkpoint_b: Path, reference_b: Reference
-) -> None:
-    before = outputs(engine)
-    with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(
-            engine.init_weights_update_group, **trainer.join("other", world_size=2 + num_ranks(engine))
-        )
-        assert outputs(engine) == before
-        assert not joining.done()
-        wait_until(
-            lambda: engine.destroy_weights_update_group("other")["changed"], "the group is being joined"
-        )
-        with pytest.raises(RequestRejected, match="was not joined: destroy_weights_update_group") as refusal:
-            joining.result()
-        assert refusal.value.status == 400
-    trainer.kill()
-    with BroadcastingTrainer() as trainer, ThreadPoolExecutor(1) as pool:
-        join(engine, trainer)
-        updating = pool.submit(
-            engine.update_weights_from_distributed, **announcement(checkpoint_b / WEIGHTS), group_name="g"
-        )
-        assert outputs(engine) == before
-        assert not updating.done()
-        trainer.tell("plain", "g", checkpoint_b / WEIGHTS)
-        assert updating.result()["committed"] is True
-    assert_serves(engine, checkpoint_b, reference_b)
 
 
 @pytest.mark.parametrize(("end", "in_session"), [("freeze", False), ("kill", True)])
