@@ -1,6 +1,5 @@
-"""The calls of each framework, as its client makes them, through every door: what must come back."""
+"""The calls of each framework, as its client makes them, to a server and to `app`: what must come back."""
 
-import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,6 @@ from fixtures.trainer_process import TrainerProcess
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.http_server import _GlobalState, app, set_global_state
 from sglang.srt.managers.tokenizer_manager import ServerStatus
-
-from ebbtide.srt.errors import RequestRejected
 
 RECORDED = Path(__file__).parents[1] / "srt" / "fixtures" / "wire"
 FRAMEWORKS = sorted(path.stem for path in RECORDED.glob("*.json"))
@@ -32,8 +29,6 @@ TYPES: dict[str, tuple[type, ...]] = {
     "<string>": (str,),
     "<any>": (object,),
 }
-# Of the bodies of HTTP alone; Python raises, or returns.
-OF_HTTP = {"status", "error", "ignored_fields"}
 
 
 @pytest.fixture(scope="module")
@@ -60,47 +55,7 @@ def application(engine: Engine) -> Iterator[TestClient]:
         yield client
 
 
-METHODS = {
-    "get_server_info": "server_info",
-    "get_model_info": "model_info",
-    "weights_checker": "check_weights",
-}
-ARGUMENTS = {"text": "prompt", "serialized_named_tensors": "named_tensors"}
-
-
-class PythonDoor:
-    """What is asked over HTTP, asked of `Engine`, as far as it has a method and arguments for it."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def request(
-        self, method: str, path: str, *, params: Any, headers: Any, json: Any
-    ) -> httpx.Response | None:
-        call = getattr(self._engine, METHODS.get(path[1:], path[1:]), None)
-        if not callable(call):
-            return None
-        given = {
-            ARGUMENTS.get(name, name): value for name, value in {**(params or {}), **(json or {})}.items()
-        }
-        try:
-            arguments = inspect.signature(call).bind(
-                **{name: value for name, value in given.items() if value}
-            )
-        except TypeError:
-            return None
-        try:
-            return httpx.Response(200, json=call(*arguments.args, **arguments.kwargs))
-        except RequestRejected as refusal:
-            return httpx.Response(refusal.status, json=refusal.body)
-
-
-@pytest.fixture(scope="module")
-def python(engine: Engine) -> PythonDoor:
-    return PythonDoor(engine.tokenizer_manager.core)
-
-
-@pytest.fixture(params=["server", "application", "python"])
+@pytest.fixture(params=["server", "application"])
 def door(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Any:
     """One of the doors, with the engine as it was at its start."""
     door = request.getfixturevalue(request.param)
@@ -160,7 +115,6 @@ def check(expected: Any, actual: Any, where: str) -> None:
 def test_recorded_calls_get_their_answers(
     door: Any, trainer: TrainerProcess, checkpoints: tuple[Path, Path], framework: str
 ) -> None:
-    is_http = not isinstance(door, PythonDoor)
     for number, call in enumerate(json.loads((RECORDED / f"{framework}.json").read_text())):
         where = f"{framework}, call {number}, {call['method']} {call['path']}"
         response = door.request(
@@ -170,18 +124,13 @@ def test_recorded_calls_get_their_answers(
             headers=call.get("headers"),
             json=filled(call.get("body"), trainer, checkpoints[1]),
         )
-        if response is None:
-            continue
         assert response.status_code == call["status"], f"{where}: {response.text}"
         match call.get("reply"):
             case None:
                 pass
             case "<empty>":
-                assert not is_http or response.content == b"", where
-            case dict() as expected if not is_http:
-                check({key: expected[key] for key in expected.keys() - OF_HTTP}, response.json(), where)
+                assert response.content == b"", where
             case expected:
                 check(expected, response.json(), where)
     # The last call is over, and so is what it used: the engine serves on.
-    if is_http:
-        assert door.request("GET", "/health_generate").status_code == 200
+    assert door.request("GET", "/health_generate").status_code == 200

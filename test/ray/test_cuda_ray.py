@@ -52,24 +52,12 @@ def are_best(checkpoints: tuple[Path, Path]) -> Callable[[int, Any], bool]:
     return are
 
 
-def told(since_s: float, what: str) -> None:
-    print(f"{time.monotonic() - since_s:6.1f} s: {what}", flush=True)
-
-
-def checksums(fleet: RayFleet) -> set[str]:
-    replies = fleet.check_weights()["replicas"].values()
-    assert len(replies) == NUM_GPUS
-    return {reply["per_engine_checksum"] for reply in replies}
-
-
 def test_a_replica_is_killed_and_comes_back_to_its_gpu(
     cluster: None, checkpoints: tuple[Path, Path], are_best: Callable[[int, Any], bool]
 ) -> None:
-    begun = time.monotonic()
     with RayFleet(
         NUM_GPUS, model_path=str(checkpoints[0]), max_total_tokens=1 << 16, skip_tokenizer_init=True
     ) as fleet:
-        told(begun, "both serve")
         weights = list(load_file(checkpoints[1] / WEIGHTS).items())
         # What serves by then is on no disk: it was sent.
         fleet.update_weights_from_tensor(weights, weight_version="1")
@@ -80,49 +68,31 @@ def test_a_replica_is_killed_and_comes_back_to_its_gpu(
         rollout.start()
         wait_until(lambda: fleet.status()[1]["num_live"] > 0, "the second one works")
         time.sleep(0.1)
-        killed = time.monotonic()
         ray.kill(fleet.engines[1].actor)
         rollout.join()
-        moved = sum(one["meta_info"]["num_moves"] for one in outputs)
-        told(killed, f"{len(outputs)} outputs, {moved} of them moved")
-        assert moved > 0
+        assert sum(one["meta_info"]["num_moves"] for one in outputs) > 0
         assert are_best(1, outputs)
         fleet.wait_for_all(RETURN_S)
-        told(killed, f"it is back: {fleet.status()}")
         assert [one["num_deaths"] for one in fleet.status()] == [0, 1]
-        assert len(checksums(fleet)) == 1
         assert fleet.engines[1].weight_version == "1"
         assert are_best(1, fleet.engines[1].generate(input_ids=PROMPTS, sampling_params=GREEDY))
-        done = fleet.update_weights_from_disk(str(checkpoints[0]), weight_version="2")
-        assert [reply["weight_version"] for reply in done["replicas"].values()] == ["2", "2"]
-        assert len(checksums(fleet)) == 1
-        assert are_best(0, fleet.engines[1].generate(input_ids=PROMPTS, sampling_params=GREEDY))
 
 
 def test_an_engine_of_two_ranks_in_two_bundles(
     cluster: None, checkpoints: tuple[Path, Path], are_best: Callable[[int, Any], bool]
 ) -> None:
-    begun = time.monotonic()
     with RayEngine(
         model_path=str(checkpoints[0]),
         tp=NUM_GPUS,
         bundles=[{"GPU": 1}] * NUM_GPUS,
         skip_tokenizer_init=True,
     ) as engine:
-        told(begun, "it serves")
         assert are_best(0, engine.generate(input_ids=PROMPTS, sampling_params=GREEDY))
         before = [used_bytes_of(index) for index in range(NUM_GPUS)]
         engine.release_memory_occupation()
         freed = [used - used_bytes_of(index) for index, used in enumerate(before)]
-        told(begun, f"freed {[f'{num_bytes / GIB:.1f} GiB' for num_bytes in freed]}")
         assert min(freed) > GIB
         engine.resume_memory_occupation(["weights"])
         engine.update_weights_from_tensor(list(load_file(checkpoints[1] / WEIGHTS).items()))
         engine.resume_memory_occupation()
         assert are_best(1, engine.generate(input_ids=PROMPTS, sampling_params=GREEDY))
-        told(begun, "released, updated and resumed")
-        sent = engine.check_weights()["per_engine_checksum"]
-        engine.update_weights_from_disk(str(checkpoints[0]))
-        assert engine.check_weights()["per_engine_checksum"] != sent
-        engine.update_weights_from_disk(str(checkpoints[1]))
-        assert engine.check_weights()["per_engine_checksum"] == sent
