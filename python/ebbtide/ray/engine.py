@@ -153,7 +153,7 @@ class RayEngine(RemoteMethods):
         self._room = room
         self._runner = LoopThread("ray-engine")
         self._finalizer = weakref.finalize(
-            self, self._runner.end, _nothing, partial(_stop, self._nodes, room)
+            self, self._runner.end, _nothing, partial(_stop, self._nodes, [room])
         )
 
     # ---------------------------------------------------------------------------------------------- methods
@@ -271,10 +271,7 @@ def _checked_ranks(tp: int, dp: int, nnodes: int | None, arguments: Mapping[str,
 def shut_down(engines: Sequence[RayEngine]) -> None:
     """End several at once; those that have ended already are none of them."""
     alive = [engine for engine in engines if engine._finalizer.detach() is not None]
-    if ray.is_initialized():
-        stop_engine([node for engine in alive for node in engine._nodes])
-        for engine in alive:
-            engine._room.give_back()
+    _stop([node for engine in alive for node in engine._nodes], [engine._room for engine in alive])
     for engine in alive:
         engine._runner.end(_nothing, lambda: None)
 
@@ -283,7 +280,8 @@ async def _nothing() -> None:
     """There is nothing to close in the loop."""
 
 
-def _stop(nodes: Sequence[NodeSeats], room: Room) -> None:
+def _stop(nodes: Sequence[NodeSeats], rooms: Sequence[Room]) -> None:
     if ray.is_initialized():
         stop_engine(nodes)
-        room.give_back()
+        for room in rooms:
+            room.give_back()

@@ -1,4 +1,4 @@
-"""Which bundle of a placement group each rank takes, and which ranks share a node. Knows nothing of Ray."""
+"""Which bundle of a placement group each rank takes, which ranks share a node, and the actors of these."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ class RankShare:
 
         Of fractions it is one: Ray would give two of them the same GPU.
         """
-        wanted = {"GPU": self.num_gpus, "CPU": self.num_cpus}
         room = [
-            int((bundle.get(name, 0) + _RESOLUTION) / amount) for name, amount in wanted.items() if amount > 0
+            int((bundle.get(name, 0) + _RESOLUTION) / amount)
+            for name, amount in self.times(1).items()
+            if amount > 0
         ]
         most = min(room, default=1)
         return min(most, 1) if 0 < self.num_gpus < 1 else most
 
     def times(self, num_ranks: int) -> dict[str, float]:
-        """Options of an actor that holds this many ranks."""
-        return {"num_gpus": self.num_gpus * num_ranks, "num_cpus": self.num_cpus * num_ranks}
+        """What so many ranks take."""
+        return {"GPU": self.num_gpus * num_ranks, "CPU": self.num_cpus * num_ranks}
 
     def __str__(self) -> str:
         return f"{self.num_gpus:g} GPU and {self.num_cpus:g} CPU"
@@ -146,14 +147,9 @@ def group_by_node(
 
 def default_bundles(num_ranks: int, nnodes: int, share: RankShare) -> list[dict[str, float]]:
     """A bundle for each node, or for each rank where it takes a fraction of a GPU."""
-    if 0 < share.num_gpus < 1:
-        return [_bundle(share, 1)] * num_ranks
-    return [_bundle(share, num_ranks // nnodes)] * nnodes
-
-
-def _bundle(share: RankShare, num_ranks: int) -> dict[str, float]:
-    wanted = {"GPU": share.num_gpus * num_ranks, "CPU": share.num_cpus * num_ranks}
-    return {name: amount for name, amount in wanted.items() if amount > 0}
+    num_bundles = num_ranks if 0 < share.num_gpus < 1 else nnodes
+    wanted = share.times(num_ranks // num_bundles)
+    return [{name: amount for name, amount in wanted.items() if amount > 0}] * num_bundles
 
 
 def _described(bundle: Mapping[str, float]) -> str:
@@ -293,7 +289,7 @@ def take_seats(
         ]
         groups = group_by_node(seatings, [fact.node_id for fact in facts], nnodes)
     except BaseException:
-        kill(actors)
+        _kill(actors)
         raise
     return [NodeSeats(rank, [seats[place] for place in group]) for rank, group in enumerate(groups)]
 
@@ -318,11 +314,10 @@ def start_engine(
             for actor, node in zip([first, *others], nodes, strict=True)
         }
         _wait_for_all(starting, abandoned)
-    except RayError as error:
-        kill(_actors(nodes))
-        raise translated(error, str(nodes[0])) from None
-    except BaseException:
-        kill(_actors(nodes))
+    except BaseException as error:
+        kill_engine(nodes)
+        if isinstance(error, RayError):
+            raise translated(error, str(nodes[0])) from None
         raise
 
 
@@ -331,22 +326,17 @@ def stop_engine(nodes: Sequence[NodeSeats]) -> None:
     stopping = [node.seats[0].actor.shutdown.remote() for node in nodes]
     if stopping:
         ray.wait(stopping, num_returns=len(stopping), timeout=SHUTDOWN_S)
-    kill(_actors(nodes))
+    kill_engine(nodes)
 
 
 def kill_engine(nodes: Sequence[NodeSeats]) -> None:
-    """As `kill`, all actors of an engine."""
-    kill(_actors(nodes))
+    """End all actors of an engine, whatever they are doing; their processes end with them."""
+    _kill(seat.actor for node in nodes for seat in node.seats)
 
 
-def kill(actors: Iterable[Any]) -> None:
-    """End actors, whatever they are doing; their processes end with them."""
+def _kill(actors: Iterable[Any]) -> None:
     for actor in actors:
         ray.kill(actor, no_restart=True)
-
-
-def _actors(nodes: Iterable[NodeSeats]) -> list[Any]:
-    return [seat.actor for node in nodes for seat in node.seats]
 
 
 def _all_facts(actors: Sequence[Any], seatings: Sequence[Seating], timeout_s: float) -> list[SeatFacts]:
@@ -372,11 +362,16 @@ def _start_actor(
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=seating.bundle
     )
-    options: dict[str, Any] = {**share.times(seating.num_ranks), "max_concurrency": MAX_CALLS}
+    taken = share.times(seating.num_ranks)
+    options: dict[str, Any] = {"num_gpus": taken["GPU"], "num_cpus": taken["CPU"]}
     if runtime_env is not None:
         options["runtime_env"] = dict(runtime_env)
     # An engine is not what it was when its process is another one: whoever owns it starts a new one.
-    return ray.remote(EngineActor).options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
+    return (
+        ray.remote(EngineActor)
+        .options(scheduling_strategy=strategy, max_restarts=0, max_concurrency=MAX_CALLS, **options)
+        .remote()
+    )
 
 
 def _wait_for_all(starting: Mapping[Any, NodeSeats], abandoned: threading.Event) -> None:
