@@ -20,13 +20,15 @@ GREEDY = {"max_new_tokens": 4, "sampling_seed": 1}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with null_server("--weight-version", "0", "--enable-metrics") as server:
+    keys = ("--api-key", "user", "--admin-api-key", "admin")
+    with null_server("--weight-version", "0", "--enable-metrics", *keys, is_ready=False) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Client]:
-    with Client(url_of(server)) as client:
+    with Client(url_of(server), api_key="user", admin_api_key="admin") as client:
+        server.wait_ready()
         yield client
 
 
@@ -107,30 +109,21 @@ def test_where_no_server_is_the_error_names_the_url() -> None:
         client.model_info()
 
 
-@pytest.fixture(scope="module")
-def guarded() -> Iterator[Server]:
-    with null_server("--api-key", "user", "--admin-api-key", "admin", is_ready=False) as server:
-        yield server
-
-
-def test_keys_are_sent_and_a_wrong_one_is_named(guarded: Server) -> None:
-    with Client(url_of(guarded), api_key="user", admin_api_key="admin") as client:
-        guarded.wait_ready()
-        assert client.generate(input_ids=PROMPT, sampling_params=GREEDY)["output_ids"]
-        assert client.pause_generation("in_place")["mode"] == "in_place"
-        client.continue_generation()
-    with Client(url_of(guarded), api_key="user") as client:
-        with pytest.raises(RequestRejected, match="key") as caught:
-            client.pause_generation("in_place")
-        assert caught.value.status in (401, 403)
+def test_a_wrong_key_is_named(server: Server, client: Client) -> None:
+    with (
+        Client(url_of(server), api_key="user") as user,
+        pytest.raises(RequestRejected, match="key") as caught,
+    ):
+        user.pause_generation("in_place")
+    assert caught.value.status in (401, 403)
 
 
 # The last one: the server is gone after it.
-def test_a_server_that_goes_away_in_the_middle_of_a_stream_is_an_error(guarded: Server) -> None:
-    with Client(url_of(guarded), api_key="user", admin_api_key="admin") as client:
-        guarded.wait_ready()
-        client.pause_generation("in_place")
-        stream = client.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True)
-        guarded.process.kill()
-        with pytest.raises(EngineError, match="went away"):
-            list(stream)
+def test_a_server_that_goes_away_in_the_middle_of_a_stream_is_an_error(
+    server: Server, client: Client
+) -> None:
+    client.pause_generation("in_place")
+    stream = client.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True)
+    server.process.kill()
+    with pytest.raises(EngineError, match="went away"):
+        list(stream)

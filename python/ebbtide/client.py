@@ -165,7 +165,8 @@ class Client(EngineMethods):
     async def _read(self, what: str, **query: Any) -> dict[str, Any]:
         path = "/v1/loads" if what == "loads" else f"/{what}"
         given = {name: value for name, value in query.items() if value is not None}
-        body: dict[str, Any] = json.loads(await self._runner.run(self._send("GET", path, params=given)))
+        asking = self._send("GET", path, params=given, is_admin=False)
+        body: dict[str, Any] = json.loads(await self._runner.run(asking))
         return body
 
     async def _ask(self, path: str, fields: Mapping[str, Any], *, is_admin: bool = True) -> Any:

@@ -19,7 +19,7 @@ from ebbtide.srt.managers.io_struct import (
     RoutedExperts,
     TokenizedGenerateReqInput,
 )
-from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB, LogprobRows, SupportList, finite, masks_of
+from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB, LogprobRows, SupportList, masks_of
 
 # Logprob, token id, text. No list: one per token would keep the garbage collector busy.
 Triple = tuple[float | None, int, str | None]
@@ -57,9 +57,7 @@ class LogprobTable:
         self._token, self._top = f"{side}_token_logprobs", f"{side}_top_logprobs"
         self._chosen = f"{side}_token_ids_logprobs"
         wanted = {self._token: True, self._top: request.top_logprobs_num > 0, self._chosen: self._chosen_ids}
-        names = [name for name, is_wanted in wanted.items() if is_wanted]
-        self._columns: dict[str, list[Any]] = {name: [] for name in names}
-        self._is_narrow = names == [self._token]
+        self._columns: dict[str, list[Any]] = {name: [] for name, is_wanted in wanted.items() if is_wanted}
         self._new = LogprobList(request.top_logprobs_num, len(self._chosen_ids))
         self._new_ids: list[int] = []
 
@@ -70,13 +68,6 @@ class LogprobTable:
 
     def add_token(self, rows: LogprobRows, place: int, token_id: int) -> None:
         """One more position of a stream: what is in this row."""
-        if self._is_narrow and not self._new_ids and not self._columns[self._token]:
-            # The first since the last chunk: mostly it is the only one of the next.
-            value = rows.tokens[place]
-            logprob = value if value >= LOWEST_LOGPROB else finite(value)
-            text = None if self._token_text is None else self._token_text(token_id)
-            self._columns[self._token].append((logprob, token_id, text))
-            return
         self._new.append(rows, place)
         self._new_ids.append(token_id)
 
@@ -99,7 +90,7 @@ class LogprobTable:
 
     def forget(self) -> None:
         """The lists have been handed out: others begin."""
-        self._columns = {self._token: []} if self._is_narrow else {name: [] for name in self._columns}
+        self._columns = {name: [] for name in self._columns}
 
     def end(self) -> None:
         """The lists have been handed out, and there will be no others."""
