@@ -4,17 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 from fixtures.servers import is_alive, wait_until, wait_until_idle
-from fixtures.uneven_ranks import TARGETS, fatal_on, slow_on
+from fixtures.uneven_ranks import TARGETS, fatal_on
 
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.server_args import ServerArgs
-from ebbtide.testing import NullRunner
 from ebbtide.testing.null_engine import NullEngine
 from ebbtide.testing.null_runner import null_config
 
 NUM_RANKS = 3
-PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
 
 
 class ThreeRanks(NullEngine):
@@ -36,29 +34,6 @@ class ThreeRanks(NullEngine):
 def engine() -> Iterator[ThreeRanks]:
     with ThreeRanks() as engine:
         yield engine
-
-
-def expected_tokens(value: int) -> list[int]:
-    """What weights sample whose four parameters are all this integer."""
-    whole = sum(value * (index + 1) for index in range(4))
-    return [NullRunner().token(3, position, whole) for position in range(PARAMS["max_new_tokens"])]
-
-
-def tokens(engine: ThreeRanks) -> list[int]:
-    output_ids: list[int] = engine.generate(input_ids=[1, 2, 3], sampling_params=PARAMS)["output_ids"]
-    return output_ids
-
-
-def test_a_rank_that_is_late_is_named_at_the_limit_and_comes_back(engine: ThreeRanks) -> None:
-    engine.update_weights_from_disk("5", weight_version="5")
-    with pytest.raises(EngineError, match="rank 1: no answer within 2 s of the request's deadline"):
-        engine.update_weights_from_disk("6", weight_version=slow_on(1), timeout_s=0.2)
-    # What comes now waits for it, as an acknowledgement must, and finds the replica whole.
-    reply = engine.update_weights_from_disk("8", weight_version="8")
-    assert reply["committed"]
-    assert tokens(engine) == expected_tokens(8)
-    values = engine.get_weights_by_name("layer.1")
-    assert values == [8.0]
 
 
 def test_ranks_that_wait_idle(engine: ThreeRanks) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.srt.managers.scheduling.admission import WaitingOrder
+from ebbtide.srt.managers.scheduling.admission import WaitingRequests
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.model_executor.batch_plan import SampleSpec
 from ebbtide.srt.sampling_params import SamplingParams
@@ -15,11 +15,17 @@ def request(rid: str, max_new_tokens: int = 8, priority: int = 0, num_retraction
     return req
 
 
-def order(policy: str, waiting: list[Req], pages: dict[str, list[int]] | None = None) -> str:
-    pages = pages or {}
-    return "".join(
-        req.rid for req in WaitingOrder(policy).candidates(waiting, lambda req: pages.get(req.rid, []))
-    )
+def queued(policy: str, waiting: list[Req]) -> WaitingRequests:
+    requests = WaitingRequests(policy)
+    for req in waiting:
+        requests.add(req)
+    return requests
+
+
+def order(policy: str, waiting: list[Req], pages: dict[str, list[int]]) -> str:
+    requests = queued(policy, waiting)
+    tried = requests.candidates(lambda req: pages.get(req.rid, []), lambda req: True)
+    return "".join(req.rid for req in tried)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +56,8 @@ def test_requests_of_the_heavier_branch_run_together() -> None:
 
 def test_chance_is_the_same_on_all_ranks_and_different_in_each_step() -> None:
     waiting = [request(f"{index:02} ") for index in range(50)]
-    ranks = [WaitingOrder("random") for _ in range(2)]
-    steps = [[rank.candidates(waiting, lambda req: []) for rank in ranks] for _ in range(2)]
+    ranks = [queued("random", waiting) for _ in range(2)]
+    steps = [[[*rank.candidates(lambda req: [], lambda req: True)] for rank in ranks] for _ in range(2)]
     assert steps[0][0] == steps[0][1] != waiting
     assert steps[1][0] == steps[1][1] != steps[0][0]
     assert sorted(req.rid for req in steps[0][0]) == [req.rid for req in waiting]

@@ -33,53 +33,6 @@ SHARES_WITH_STREAMS: Final = 3
 NEWCOMERS_PER_STREAM: Final = 7
 
 
-class WaitingOrder:
-    """The order of a schedule policy. Retracted requests come first in all of them, and equals by arrival.
-
-    Args:
-        policy: `fcfs`, by arrival; `lpm`, the longest cached prefix first; `dfs-weight`, by the tree of
-            cached prefixes; `lof`, the longest output first; `priority`, the highest first; `priority-lof`,
-            of equal ones the longest output; `random`.
-    """
-
-    def __init__(self, policy: str) -> None:
-        self._policy = policy
-        # The same on all ranks: they ask for the same numbers in the same turns.
-        self._random = random.Random(0)
-
-    def candidates(
-        self,
-        waiting: Sequence[Req],
-        cached_pages: Callable[[Req], list[int]],
-        num_matched: int = MATCHED_WINDOW,
-    ) -> Iterable[Req]:
-        """The requests to be tried, in order. Each may leave `waiting` before the next is asked for.
-
-        Args:
-            waiting: retracted ones first, each group by arrival.
-            cached_pages: the pages of the prefix cache that a request could begin with.
-            num_matched: requests that may be asked about.
-        """
-        match self._policy:
-            case "fcfs":
-                return list(waiting)
-            case "lof":
-                return _ordered(waiting, lambda req: -req.num_to_come)
-            case "priority":
-                return _ordered(waiting, lambda req: -req.priority)
-            case "priority-lof":
-                return _ordered(waiting, lambda req: (-req.priority, -req.num_to_come))
-            case "random":
-                return _ordered(waiting, lambda req: self._random.random())
-        window = waiting[:num_matched]
-        pages = {req.rid: cached_pages(req) for req in window}
-        if self._policy == "lpm":
-            return _ordered(window, lambda req: -len(pages[req.rid]))
-        assert self._policy == "dfs-weight", self._policy
-        places = dfs_places(pages)
-        return _ordered(window, lambda req: places[req.rid])
-
-
 class WaitingRequests:
     """The requests that wait: those of each adapter, and those of none, in a line of their own.
 
@@ -88,7 +41,9 @@ class WaitingRequests:
     whose KV was taken away come first of all, by arrival.
 
     Args:
-        policy: see `WaitingOrder`.
+        policy: `fcfs`, by arrival; `lpm`, the longest cached prefix first; `dfs-weight`, by the tree of
+            cached prefixes; `lof`, the longest output first; `priority`, the highest first; `priority-lof`,
+            of equal ones the longest output; `random`. Equals go by arrival.
         max_running: requests of one adapter that may run at a time; None: all.
 
     Attributes:
@@ -96,7 +51,9 @@ class WaitingRequests:
     """
 
     def __init__(self, policy: str, max_running: int | None = None) -> None:
-        self._order = WaitingOrder(policy)
+        self._policy = policy
+        # The same on all ranks: they ask for the same numbers in the same turns.
+        self._random = random.Random(0)
         self._max_running = max_running
         self.lines: dict[str | None, list[Req]] = {}
         self._num_running: Counter[str | None] = Counter()
@@ -162,8 +119,7 @@ class WaitingRequests:
         """
         num_matched = MATCHED_WINDOW // len(self.lines) or 1 if self.lines else 0
         walks = {
-            name: iter(self._order.candidates(line, cached_pages, num_matched))
-            for name, line in self.lines.items()
+            name: iter(self._ordered(line, cached_pages, num_matched)) for name, line in self.lines.items()
         }
         heads = [self._place(req) for walk in walks.values() for req in islice(walk, 1)]
         heapq.heapify(heads)
@@ -183,6 +139,29 @@ class WaitingRequests:
                 heapq.heappop(heads)
             else:
                 heapq.heapreplace(heads, self._place(following))
+
+    def _ordered(
+        self, line: Sequence[Req], cached_pages: Callable[[Req], list[int]], num_matched: int
+    ) -> Iterable[Req]:
+        """The requests of a line to be tried, in order; `num_matched` may be asked about."""
+        match self._policy:
+            case "fcfs":
+                return list(line)
+            case "lof":
+                return _sorted(line, lambda req: -req.num_to_come)
+            case "priority":
+                return _sorted(line, lambda req: -req.priority)
+            case "priority-lof":
+                return _sorted(line, lambda req: (-req.priority, -req.num_to_come))
+            case "random":
+                return _sorted(line, lambda req: self._random.random())
+        window = line[:num_matched]
+        pages = {req.rid: cached_pages(req) for req in window}
+        if self._policy == "lpm":
+            return _sorted(window, lambda req: -len(pages[req.rid]))
+        assert self._policy == "dfs-weight", self._policy
+        places = dfs_places(pages)
+        return _sorted(window, lambda req: places[req.rid])
 
     def _is_full(self, name: str | None) -> bool:
         limit = self._max_running
@@ -223,7 +202,7 @@ def _by_turn(req: Req) -> tuple[bool, int]:
     return not req.was_retracted, req.arrival - req.head_start
 
 
-def _ordered(requests: Sequence[Req], key: Callable[[Req], Key]) -> list[Req]:
+def _sorted(requests: Sequence[Req], key: Callable[[Req], Key]) -> list[Req]:
     return sorted(requests, key=lambda req: (not req.was_retracted, key(req)))
 
 
