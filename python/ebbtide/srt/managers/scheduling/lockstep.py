@@ -265,8 +265,10 @@ class LeaderInbox(RankInbox):
         turn += self._expired()
         turn += self._tally.take()
         self._replies |= {message.id: {} for message in turn if isinstance(message, ControlCall)}
+        if not self._ticks:
+            return turn
         self._send_answers()
-        if self._ticks and not turn and demand is not Demand.TURN:
+        if not turn and demand is not Demand.TURN:
             return None
         for tp_rank, end in enumerate(self._ticks, start=1):
             end.send(Tick(messages=[self._share(message, tp_rank) for message in turn]))
