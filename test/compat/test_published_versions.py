@@ -146,18 +146,6 @@ def test_a_version_is_staged_while_the_old_one_serves_and_acknowledged_once_it_d
     assert norm(server) == before
 
 
-def test_a_newer_version_takes_the_place_of_one_that_was_staged(
-    engine: Any, server: Server, store: Path
-) -> None:
-    stage(engine, store, 1)
-    commit(engine, stage(engine, store, 2))
-    staged_at_once = norm(server)
-    asyncio.run(engine.reset())
-    commit(engine, stage(engine, store, 1))
-    commit(engine, stage(engine, store, 2))
-    assert norm(server) == staged_at_once
-
-
 def test_whole_checkpoints_and_deltas_on_top_of_them(engine: Any, server: Server, store: Path) -> None:
     commit(engine, stage(engine, store, 3))
     commit(engine, stage(engine, store, 4))

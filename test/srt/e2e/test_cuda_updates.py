@@ -1,10 +1,7 @@
 """Weights from a trainer on the engine's own GPU: taken from its memory, and let go of before the reply."""
 
-import base64
 import re
-import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -146,24 +143,6 @@ def own_device() -> str:
 # -------------------------------------------------------------------------------------------------- refused
 
 
-def test_a_checkpoint_engine_that_is_killed_half_way(
-    engine: EngineClass, checkpoints: tuple[Path, Path]
-) -> None:
-    old = output_ids(engine)
-    with TemporaryDirectory(prefix="eb-") as folder, ThreadPoolExecutor(1) as pool:
-        address, file = f"ipc://{folder}/weights", checkpoints[1] / "model.safetensors"
-        with CheckpointEngine("cuda:0", address, file, stops_after=2) as sender:
-            updating = pool.submit(engine.update_weights_from_ipc, {own_device(): address}, timeout_s=20.0)
-            assert [sender.answer() for _ in range(3)] == ["taken"] * 3
-            sender.kill()
-            with pytest.raises(RequestRejected, match=r"nothing of (it|the update) is served") as refused:
-                updating.result()
-    assert refused.value.status == 400
-    assert engine.weight_version == "a"
-    assert output_ids(engine) == old
-    assert_holds(engine, checkpoints[0])
-
-
 def assert_refused(engine: EngineClass, checkpoint: Path, entry: str | bytes, message: str) -> None:
     """With status 400; the old weights serve, and tokens come."""
     old = output_ids(engine)
@@ -180,18 +159,6 @@ def test_a_trainer_that_has_ended(engine: EngineClass, checkpoints: tuple[Path, 
         entry = trainer.send("named", checkpoints[1] / "model.safetensors")
         trainer.kill()
     assert_refused(engine, checkpoints[0], entry, "cannot be opened .*until the update is answered")
-
-
-def test_tensors_of_another_gpu(
-    engine: EngineClass, trainer: TrainerProcess, checkpoints: tuple[Path, Path]
-) -> None:
-    payload = base64.b64decode(trainer.send("patched", checkpoints[1] / "model.safetensors"))
-    ours, other = str(torch.cuda.get_device_properties(0).uuid), str(uuid.uuid4())
-    assert ours.encode() in payload
-    payload = payload.replace(ours.encode(), other.encode())
-    assert_refused(engine, checkpoints[0], payload, f"{other}.*{ours}")
-    trainer.drop()
-    assert trainer.allocated_bytes() == 0
 
 
 def test_a_storage_that_is_larger_than_its_memory(

@@ -1,9 +1,7 @@
 """An engine that may not run costs nothing: no process of it spins, and nothing that it was asked is lost."""
 
 import os
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,32 +18,6 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ign
 LONG = {**GREEDY, "max_new_tokens": NUM_LONG}
 
 
-@dataclass(frozen=True)
-class Stop:
-    """A way to keep an engine from running, and how it ends."""
-
-    begin: Callable[[EngineClass], dict[str, Any]]
-    end: Callable[[EngineClass], dict[str, Any]]
-    reason: str
-
-
-def _paused(mode: str) -> Stop:
-    return Stop(
-        lambda engine: engine.pause_generation(mode),
-        lambda engine: engine.continue_generation(),
-        f"paused({mode})",
-    )
-
-
-STOPS = {mode: _paused(mode) for mode in ("in_place",)} | {
-    "asleep": Stop(
-        lambda engine: engine.release_memory_occupation(["kv_cache"]),
-        lambda engine: engine.resume_memory_occupation(["kv_cache"]),
-        "kv_cache is released",
-    )
-}
-
-
 def ask(engine: EngineClass, pool: ThreadPoolExecutor) -> list[Future[Any]]:
     return [
         pool.submit(engine.generate, input_ids=prompt, sampling_params=GREEDY, timeout_s=HANG_S)
@@ -58,26 +30,30 @@ def num_queued(engine: EngineClass) -> int:
     return int(engine.pause_generation("wait")["num_queued"])
 
 
-@pytest.mark.parametrize("name", STOPS)
+@pytest.mark.parametrize("is_asleep", [False, True])
 def test_a_stopped_engine_with_work_in_its_queue_idles(
-    engine_a: EngineClass, reference_a: Reference, name: str
+    engine_a: EngineClass, reference_a: Reference, is_asleep: bool
 ) -> None:
-    engine, stop = engine_a, STOPS[name]
+    engine = engine_a
     running = engine.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True)
     last = next(running)
     # None, where the stream has ended meanwhile.
-    num_retracted = stop.begin(engine)["num_retracted"]
+    stopped = (
+        engine.release_memory_occupation(["kv_cache"]) if is_asleep else engine.pause_generation("in_place")
+    )
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = ask(engine, pool)
-        num_held = len(PROMPTS) + num_retracted
+        num_held = len(PROMPTS) + stopped["num_retracted"]
         wait_until(lambda: num_queued(engine) == num_held, "the requests have arrived")
-        if name == "asleep":
+        if is_asleep:
             engine.continue_generation()
-        assert engine.memory_occupation()["reason"] == stop.reason
+        reason = "kv_cache is released" if is_asleep else "paused(in_place)"
+        assert engine.memory_occupation()["reason"] == reason
         assert set(engine._service.pids) == {"scheduler", "detokenizer"}
         wait_until_idle({"api": os.getpid(), **engine._service.pids})
         assert not any(answer.done() for answer in answers)
-        stop.end(engine)
+        engine.resume_memory_occupation()
+        engine.continue_generation()
         outputs = [answer.result()["output_ids"] for answer in answers]
     assert [len(output) for output in outputs] == [NUM_TOKENS] * len(PROMPTS)
     assert all(map(reference_a.accepts, PROMPTS, outputs))
