@@ -1,9 +1,8 @@
 """Reads a pickle as a description: nothing that it names is imported, and nothing that it asks for is called.
 
-A weight payload needs a small part of the pickle language: containers, numbers, strings, a few globals and
-the calls that rebuild tensors. This reader knows that part and refuses the rest, so there is nothing to
-escape from. What a global or a call means is decided by the table that the reader is given; results are plain
-values.
+A weight payload needs containers, numbers, strings, a few globals and the calls that rebuild tensors. This
+reader knows that part and refuses the rest: there is nothing to escape from. What a global or a call means is
+decided by the table that it is given.
 """
 
 import pickletools
@@ -61,8 +60,7 @@ class Budget:
 class Tails(Protocol):
     """Knows the lists that earlier pickles ended with, as the last value of a dictionary.
 
-    Only lists that pure calls alone have made: what they say follows from their bytes and from what these
-    refer to of what comes before. Of the same objects, or of equal strings, the same bytes say the same.
+    Only lists made by pure calls: behind the same objects, or equal strings, the same bytes say the same.
     """
 
     def find(self, data: bytes, memo: Mapping[int, object]) -> object | None:

@@ -14,7 +14,6 @@ import struct
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, Protocol
@@ -135,8 +134,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-# Those of references that come one after the other are counted in one file.
-@lru_cache(maxsize=16)
 def object_path(handle: bytes) -> Path:
     """Where the shared-memory object of a torch handle (`/torch_<pid>_<n>_<n>`) is found."""
     return SHARED_MEMORY / os.fsdecode(handle).removeprefix("/")

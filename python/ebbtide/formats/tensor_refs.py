@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from typing import Final, Self, TypeAlias, TypeGuard
 
@@ -30,6 +30,7 @@ _MAX_INT: Final = 2**63 - 1
 _HANDLE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 # torch has named these files with two numbers and with three.
 _COUNTER_FILE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+(?:_[0-9]+)?")
+_UUID: Final = re.compile(r"[0-9a-fA-F-]{36}")
 NUM_COUNTERS: Final = 10_000
 _EVENT_BYTES: Final = 64
 # The size of the largest element; where torch's storages begin on a device is a multiple of 512.
@@ -208,7 +209,7 @@ def device_storage(
         raise RequestRejected(f"{name}: device: expected an index or a UUID")
     if not isinstance(handle, bytes) or not _is_memory_handle(handle):
         raise RequestRejected(f"{name}: memory handle: not one that torch makes")
-    if not isinstance(counter_file, bytes) or not _is_counter_file(counter_file):
+    if not isinstance(counter_file, bytes) or not _COUNTER_FILE.fullmatch(counter_file):
         raise RequestRejected(f"{name}: reference counter file: expected the form /torch_<pid>_<n>")
     if type(counter_index) is not int or not 0 <= counter_index < NUM_COUNTERS:
         raise RequestRejected(f"{name}: reference counter index: expected 0 to {NUM_COUNTERS - 1}")
@@ -220,12 +221,6 @@ def device_storage(
     return CudaStorageRef(device, handle, size, begin, counter_file, counter_index, event)
 
 
-# Thousands of references of a payload say the same.
-@lru_cache(maxsize=16)
-def _is_counter_file(name: bytes) -> bool:
-    return _COUNTER_FILE.fullmatch(name) is not None
-
-
 def _is_memory_handle(handle: bytes) -> bool:
     if len(handle) == DRIVER_HANDLE_BYTES:
         return True
@@ -234,12 +229,7 @@ def _is_memory_handle(handle: bytes) -> bool:
 
 
 def _is_device(value: object) -> TypeGuard[int | str]:
-    return (type(value) is int and value >= 0) or (type(value) is str and _is_uuid(value))
-
-
-@lru_cache(maxsize=16)
-def _is_uuid(value: str) -> bool:
-    return re.fullmatch(r"[0-9a-fA-F-]{36}", value) is not None
+    return (type(value) is int and value >= 0) or (type(value) is str and _UUID.fullmatch(value) is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """A process group through which a trainer, its rank 0, broadcasts weights to the ranks of engines.
 
-It is made by hand and not by `torch.distributed`'s registry: any number may exist, by name, with a default
-group or without, and each can be torn down alone. Both ends use it; what is sent, and where it is received,
-is decided elsewhere.
+It is not in `torch.distributed`'s registry: any number may exist, by name, and each can be torn down alone.
+Both ends use it; what is sent, and where it is received, is decided elsewhere.
 """
 
 from __future__ import annotations

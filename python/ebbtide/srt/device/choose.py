@@ -16,10 +16,7 @@ from ebbtide.srt.memory_saver.saver import (
 
 
 def open_device(name: str) -> Device:
-    """The device of a name as torch spells it: "cpu", "cuda", "cuda:1".
-
-    ConfigurationError if there is none.
-    """
+    """The device of a name as torch spells it ("cpu", "cuda:1"), or ConfigurationError."""
     if name == "cpu":
         return CpuDevice()
     match = re.fullmatch(r"cuda(?::(\d+))?", name)
@@ -31,10 +28,7 @@ def open_device(name: str) -> Device:
 
 
 def open_memory_saver(backend: str, device: Device) -> MemorySaver:
-    """The backend of a name: "auto", "torch_memory_saver" or "none".
-
-    ConfigurationError if it does not work here.
-    """
+    """The backend "auto", "torch_memory_saver" or "none"; ConfigurationError if it does not work here."""
     match backend:
         case "auto":
             return VirtualMemorySaver(device.virtual_memory())

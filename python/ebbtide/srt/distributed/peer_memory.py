@@ -159,10 +159,9 @@ class PeerMemory:
         return None
 
     def close(self) -> None:
-        """Give back the other ranks' memory, and free this one's once they have done the same.
+        """Give back the other ranks' memory, and free this one's once they have done so, or with the process.
 
-        Kernels that wait for a rank that does not come need `let_go` before. If they do not end within a
-        second, it is freed when the process ends.
+        Kernels that wait for a rank that does not come need `let_go` before.
         """
         with suppress(EbbtideError, RuntimeError):
             torch.accelerator.synchronize(self._device)

@@ -2,9 +2,6 @@
 
 Everything with the tag is a view into its arena: release and resume are a few calls, whatever the number of
 tensors, and addresses never change. Not for use from several threads at once.
-
-An arena is done with memory in three ways: `release` gives the physical memory back and keeps the addresses,
-`close` ends the arena for good, and `shrink` ends its tail for good.
 """
 
 from __future__ import annotations
@@ -79,8 +76,7 @@ class Arena(ABC):
     def shrink(self, num_bytes: int) -> int:
         """Give up for good the chunks that lie wholly behind `num_bytes`; returns the bytes.
 
-        For an arena that was laid out before it was known how much is needed. Views into what is given up,
-        and shadows, may not be used again. Memory that torch allocates stays as it is.
+        Views into them, and shadows, may not be used again. Memory that torch allocates stays as it is.
         """
 
     @abstractmethod
@@ -126,16 +122,14 @@ class Arena(ABC):
     def release(self) -> int:
         """Give the physical memory back; the contents are lost, the addresses stay. Returns the bytes freed.
 
-        What was launched on a device is waited for first: it may still read the memory. Where the driver
-        fails half-way, a second call gives back the rest.
+        What was launched is waited for first. Where the driver fails half-way, a second call does the rest.
         """
         return self._release() if self.resident_bytes or self.is_resident else 0
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor at `offset` bytes; it stays good across release, resume and swap.
+        """A contiguous tensor at `offset` bytes, for as long as the arena is open; touch it while resident.
 
-        Touching it is legal only while the arena is resident. ValueError: it does not fit, or lies between
-        two elements.
+        ValueError: it does not fit, or lies between two elements.
         """
         end = offset + prod(shape) * dtype.itemsize
         if not 0 <= offset <= end <= self.num_bytes:
@@ -163,10 +157,9 @@ class Arena(ABC):
         return twin
 
     def swap(self, shadow: Arena, *, maps_former: bool = True) -> None:
-        """Exchange physical memory with a shadow under the live addresses; no byte is copied.
+        """Exchange physical memory with a shadow under the live addresses, or the bytes of torch's memory.
 
-        (Memory that torch allocates cannot change places: there the bytes are exchanged.) If it fails, both
-        are as they were. What was launched on a device is waited for first.
+        If it fails, both are as they were. What was launched on a device is waited for first.
 
         Args:
             maps_former: False: the shadow's tensors may not be touched afterwards, which saves the driver

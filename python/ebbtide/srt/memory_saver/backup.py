@@ -56,10 +56,7 @@ class HostBuffer:
         return self._arena.view(offset, shape, dtype)
 
     def allocate(self) -> None:
-        """Take and pin the memory, as far as that is not done.
-
-        OutOfDeviceMemory: no room; nothing is held.
-        """
+        """Take and pin the memory, where that is not done. OutOfDeviceMemory: no room; nothing is held."""
         self._arena.resume()
         if self._pinning is None or self._pin_state is not _PinState.WANTED:
             return

@@ -1,8 +1,7 @@
 """CUDA graphs' scratch memory in an arena, so that it can be released while the graphs are kept.
 
-What a captured graph computes in between lies at fixed addresses that nothing else may use. Here they are in
-an arena: released with it, and back at the same addresses after a resume. Nothing in them outlives a replay
-but the outputs, which are read before the arena is released.
+What a captured graph computes in between lies at fixed addresses, here in an arena: released with it, and
+back after a resume. Nothing outlives a replay but the outputs, which are read before a release.
 """
 
 from __future__ import annotations

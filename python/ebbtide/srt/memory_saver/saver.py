@@ -204,11 +204,9 @@ def hook_mode() -> str:
 
 
 class TorchMemorySaverBackend:
-    """Arenas of one allocation each, made in a region of the library that is theirs alone.
+    """Arenas of one allocation each, in a region of the library that is theirs alone: a release pauses it.
 
-    A release is a pause of the region, a resume a resume. A shadow is memory of torch's own; to swap is to
-    exchange the bytes, in about the time of four copies. `library`: what
-    `torch_memory_saver.torch_memory_saver` is; None: that.
+    A shadow is memory of torch's own. `library`: None: `torch_memory_saver.torch_memory_saver`.
 
     ConfigurationError: the library is not installed, or cannot work in this process.
     """

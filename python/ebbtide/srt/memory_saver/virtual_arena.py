@@ -52,9 +52,9 @@ class ChunkSlot:
 
 
 class VirtualArena(Arena):
-    """An arena whose memory comes and goes in chunks, by calls of a `VirtualMemory`.
+    """An arena in chunks of a `VirtualMemory`, of whose granularity all sizes become multiples.
 
-    Sizes are rounded up to its granularity. `chunk_bytes` None: one piece. OutOfDeviceMemory: no addresses.
+    `chunk_bytes` None: one piece. OutOfDeviceMemory: no addresses.
     """
 
     def __init__(
@@ -236,8 +236,7 @@ class VirtualArena(Arena):
     def _discard(self, slot: ChunkSlot) -> None:
         """Give a slot's memory back; called again after an error it does what is left.
 
-        The handle is released first: its contents need not be kept at the unmap then, so that it cannot run
-        out of memory.
+        The handle goes first: its contents need not be kept at the unmap, which then needs no memory.
         """
         if slot.handle is not None:
             self._vm.release(slot.handle)
@@ -246,11 +245,7 @@ class VirtualArena(Arena):
             self._unmap(slot)
 
     def _discard_by_calls(self, slot: ChunkSlot) -> Generator[int, None, None]:
-        """As `_discard`, yielding bytes.
-
-        Where a handle can be unmapped and kept for free, the driver's work is in two calls of about the same
-        length: each is a step.
-        """
+        """As `_discard`, yielding bytes: where unmapping is free the driver has two calls of like length."""
         if not slot.is_held:
             return
         rest_bytes = slot.num_bytes
@@ -322,7 +317,7 @@ class ChunkArena(VirtualArena):
     def lend(self, chunks: Sequence[int]) -> None:
         """Give the memory of these chunks (by their place) to the pool. Their contents are lost.
 
-        What was launched on a device is waited for first. A release and a resume in between leave them lent.
+        What was launched is waited for first. A release and a resume in between leave them lent.
 
         Raises:
             EngineError: the arena is not resident, or the driver failed: those before are lent then.
@@ -364,10 +359,7 @@ class ChunkArena(VirtualArena):
             slot.is_lent = False
 
     def remove(self, chunks: Sequence[int]) -> int:
-        """Give the memory of these chunks to the system, for good; returns the bytes.
-
-        Launched work is awaited first.
-        """
+        """Give the memory of these chunks to the system, once launched work has run; returns the bytes."""
         slots = [self._slots[chunk] for chunk in sorted(chunks)]
         given_bytes = _num_bytes(slot for slot in slots if slot.is_held)
         assert not any(slot.is_lent or slot.is_removed for slot in slots), (
@@ -384,10 +376,7 @@ class ChunkArena(VirtualArena):
             self._slots[chunk].is_removed = False
 
     def add(self, chunks: Sequence[int]) -> int:
-        """Have memory again under chunks that were removed; returns the bytes.
-
-        OutOfDeviceMemory: nothing was kept.
-        """
+        """Have memory again under removed chunks; returns the bytes. OutOfDeviceMemory: nothing was kept."""
         self.require_resident()
         slots = [self._slots[chunk] for chunk in sorted(chunks)]
         assert all(slot.is_removed for slot in slots), "a chunk is added that was not removed"

@@ -1,9 +1,8 @@
 """The memory behind payloads: a sender's, which is opened, read, and given back once.
 
-GPU memory may stay mapped between updates, as long as the sender says that it stays where it is: a payload
-that says so is kept with its mappings, and the next one of the same bytes finds the memory open and itself
-decoded. The sender holds a lock on the file in which its references are counted, and lets go of it where the
-memory goes, or with its own end, however that comes.
+GPU memory stays mapped between updates if the sender says that it stays where it is: the next payload of the
+same bytes finds it open and itself decoded. The sender holds a lock on the file in which its references are
+counted, until the memory goes, or it ends.
 """
 
 from __future__ import annotations
@@ -128,15 +127,13 @@ class KeptMemory:
 class BorrowedMemory:
     """Shared memory, held open by block, and device memory, each allocation of which is mapped once.
 
-    `record` takes references over as they are decoded. `require` checks those that are to be read; `open`
-    maps device memory, which takes long enough to be done in steps. Whatever happens, `close` gives all that
-    was recorded back.
+    `record` takes references over, `require` checks those that are to be read, `open` maps device memory, in
+    steps. Whatever happens, `close` gives all that was recorded back.
 
     Args:
         cuda: for the device that the engine runs on; None where that is the CPU.
         reader, num_readers: of all ranks that were sent the same references, which one this is. The first one
-            takes the references over. CUDA memory is for a single reader: the others refuse it, and the
-            first one too, so that all of them do the same.
+            takes the references over. CUDA memory is for a single reader: several refuse it, all of them.
         is_kept: the sender keeps device memory by itself, and sends the same references again and again: the
             first to come is given back.
     """
@@ -215,8 +212,7 @@ class BorrowedMemory:
             yield ref.num_bytes
 
     def tensor(self, ref: TensorRef) -> torch.Tensor | StoredTensor:
-        """The sender's tensor: a view of device memory, for work launched on torch's current stream; or what
-        is read from host memory, where the sender may cut short what it has shared."""
+        """The sender's tensor: a view of device memory, for torch's current stream; or one that is read."""
         match ref.storage:
             case None:
                 return torch.empty(ref.shape, dtype=ref.dtype)
@@ -230,8 +226,7 @@ class BorrowedMemory:
         return empty.set_(storage, ref.offset, ref.shape, ref.stride)
 
     def address(self, storage: AnyStorageRef | None) -> int:
-        """Where device memory is mapped that is open, for work launched on torch's current stream; 0 for what
-        is not required."""
+        """Where open device memory is mapped, for torch's current stream; 0 for what is not required."""
         if not isinstance(storage, CudaStorageRef) or storage not in self._required:
             return 0
         return self._awaited_mapping(storage).address + storage.offset_bytes

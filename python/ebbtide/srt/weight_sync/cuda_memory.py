@@ -1,8 +1,7 @@
 """Opens device memory that a payload refers to, as torch shares it between processes (CUDA IPC).
 
-The sender counts, in a file in shared memory, each reference that it has handed out, and keeps the memory
-until the receiver has taken every one off the count. Many references may lead into one allocation: that is
-mapped once. Source: wire_api section 4.2.
+The sender counts each reference that it has handed out in a file in shared memory, and keeps the memory until
+all are taken off the count. Source: wire_api section 4.2.
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ class MappedAllocation:
 class CudaIpc:
     """Opens other processes' memory on one device of this process, by calls of the driver.
 
-    torch's own way opens and maps a file for each reference, and waits for the forward pass under way
-    wherever it gives one back. So does the driver wherever it ends a mapping, even if the same allocation was
-    opened once more and stays mapped: an allocation is opened once here, and closed with its last mapping.
+    torch's own way maps a file for each reference, and waits for the forward pass under way wherever it gives
+    one back. So does the driver at each unmapping: an allocation is opened once, closed with its last use.
 
     Args:
         index: of the device, as this process counts them.

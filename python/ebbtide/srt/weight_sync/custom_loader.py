@@ -28,10 +28,9 @@ MAX_PROBLEM_CHARS: Final = 1000
 
 
 class StagedModel:
-    """What a custom weight loader is given in the place of a model: the staged copy of this rank's weights.
+    """What a custom weight loader is given as a model: a staged copy of this rank's weights.
 
-    The copy starts as the weights that serve, with what an open session has staged. What is written to it
-    serves after the commit, or never.
+    It starts as the weights that serve, with what an open session has staged.
     """
 
     def __init__(self, store: WeightStore, shadow: Arena) -> None:

@@ -19,7 +19,7 @@ from ebbtide.formats.bucket import Places, tensors_in, without_padding
 from ebbtide.formats.delta import MAX_ELEMENTS
 from ebbtide.formats.rendezvous import GroupAddress, Member, abort, connect
 from ebbtide.formats.stored_tensor import whole
-from ebbtide.formats.tensor_refs import TensorHeader
+from ebbtide.formats.tensor_refs import TensorHeader, dtype_named, tensor_shape
 from ebbtide.formats.weight_group import (
     Broadcasts,
     GroupLeft,
@@ -51,10 +51,9 @@ ALIGNMENT_BYTES: Final = 256
 
 
 class BroadcastSource(WeightSource):
-    """Tensors that a trainer broadcasts.
+    """Tensors that a trainer broadcasts, received from the first `arrived` on.
 
-    Nothing is received before the first `arrived`; iterate once that has returned True, unless it is to be
-    received in place. Closed in between, it leaves the group: nobody could tell which broadcast is the next.
+    Iterate once that is True, unless they are received in place. Closed in between, it leaves the group.
 
     Args:
         chunks: which of the entries each broadcast holds, as bytes one behind the other; None: one each.
@@ -191,7 +190,14 @@ def open_broadcast(
             f"{len(announced.dtypes)} and {len(announced.shapes)}"
         )
     listed = zip(announced.names, announced.dtypes, announced.shapes, strict=True)
-    entries = [TensorHeader(name, _shape(name, shape), _dtype(name, dtype)) for name, dtype, shape in listed]
+    entries = [
+        TensorHeader(
+            name,
+            tensor_shape(shape, f"shapes: {name[:200]}"),
+            dtype_named(dtype.removeprefix("torch."), f"dtypes: {name[:200]}"),
+        )
+        for name, dtype, shape in listed
+    ]
     if announced.load_format == "sparse":
         _check_sparse(entries, announced.num_updates)
         return _sparse(entries, announced.num_updates, group, timeout_s)
@@ -218,19 +224,6 @@ def _check_sparse(entries: Sequence[TensorHeader], num_updates: Sequence[int]) -
             raise RequestRejected(
                 f"num_updates: {entry.name[:200]}: {count} positions of a tensor of {num_elements} elements"
             )
-
-
-def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    if any(size < 0 for size in shape):
-        raise RequestRejected(f"shapes: {name[:200]}: expected sizes of 0 or more, got {list(shape)}")
-    return tuple(shape)
-
-
-def _dtype(name: str, spelled: str) -> torch.dtype:
-    dtype = getattr(torch, spelled.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise RequestRejected(f"dtypes: {name[:200]}: unknown dtype {spelled[:200]!r}")
-    return dtype
 
 
 class _Buffers:

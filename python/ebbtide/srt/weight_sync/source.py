@@ -186,11 +186,9 @@ class PlanCache:
 
 
 class WeightSource:
-    """A set of named tensors on their way into the engine.
+    """A set of named tensors on their way into the engine; what is wrong with them is refused as it is made.
 
-    Everything that can be wrong with a request is found when its source is made (`RequestRejected`, status
-    400), so that a refusal comes before the first byte is written. Close it when the tensors are copied, and
-    do not keep tensors that it yielded: they may be views of memory that belongs to the sender.
+    Close it when the tensors are copied; those that it yielded may be views of memory of the sender's.
 
     Args:
         read: makes the tensors of `entries`, in that order; called for each iteration.

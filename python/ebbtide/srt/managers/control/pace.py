@@ -1,8 +1,7 @@
 """How much of what takes long is done between two forward passes, and how long these are kept waiting.
 
-Decoding, checking, copying, mapping, giving back: whatever takes long is an iterator that yields the bytes of
-each slice that it has just done. Here slices become turns of the loop, and nowhere else. A replica of one
-rank does them at its own pace; what several do in step is in `phases`.
+Whatever takes long is an iterator that yields the bytes of each slice that it has just done. Here slices
+become turns of the loop, and nowhere else. What several ranks do in step is in `phases`.
 """
 
 from __future__ import annotations

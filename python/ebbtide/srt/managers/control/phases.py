@@ -1,9 +1,8 @@
 """What several ranks do in step although each has its own speed and failures: phases, ended by a vote.
 
-The state machines of all ranks are given the same messages in the same order, so they agree by themselves.
-What may turn out otherwise on one rank than on another (memory that is not to be had, a payload that nobody
-can read, tensors that arrive late) is done inside a phase: its outcome is the same on all of them, and comes
-at the same place among their messages.
+All ranks are given the same messages in the same order, so they agree by themselves. What may turn out
+otherwise on one than on another (memory that is not to be had, tensors that arrive late) is done inside a
+phase: its outcome is the same on all, at the same place among their messages.
 """
 
 from __future__ import annotations

@@ -325,8 +325,8 @@ class WeightSession:
                 plan.begin(staging)
         if staging is not None:
             num_bytes = yield from self._copy(plan, staging, terms)
-            self.names = _union(self.names, plan.end(staging))
-        self.names = _union(self.names, plan.names)
+            self.names |= plan.end(staging)
+        self.names |= plan.names
         self.refused.make_up(plan.sent | plan.names)
         added = plan.num_tensors, plan.num_ignored, num_bytes
         self.counts = Counts(*map(operator.add, self.counts, added))
@@ -490,8 +490,3 @@ class WeightSession:
 
     def _do(self, slices: Slices[None], kind: Activity, copies: CopyStream | None = None) -> Work[None]:
         yield from self._ranks.phase(kind, self._pace.turns(slices, kind, self.stall, copies))
-
-
-def _union(first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
-    """The union, without a copy where one set is empty: names are many, and no pass runs meanwhile."""
-    return first | second if first and second else first or second

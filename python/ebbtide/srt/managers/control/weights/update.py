@@ -141,7 +141,14 @@ class WeightUpdates:
         """Open a session, behind the updates that came before."""
         check_fields(request)
         self._refuse_second_session()
-        return self._begin(request)
+        with self._line.turn() as has_come:
+            yield from in_turn(has_come, "no session was opened", 409)
+            self._refuse_second_session()
+            deadline_id = next(self._session_ids)
+            self._session = self._new_session(deadline_id, request.session_id)
+        timeout_s = request.timeout_s if request.timeout_s is not None else self.timeout_s
+        self._set_deadline(deadline_id, timeout_s)
+        return WeightSessionReqOutput(changed=True, message="A weight update session is open.")
 
     def end(self, request: EndWeightUpdateReqInput) -> Operation:
         """Commit the open session."""
@@ -296,16 +303,6 @@ class WeightUpdates:
         if not session.is_staged:
             message = f"Wrote {counts.num_tensors} tensors in place: nothing runs before end_weight_update."
         return session.reply(self.version, message, counts, plan, is_committed=False)
-
-    def _begin(self, request: BeginWeightUpdateReqInput) -> Operation:
-        with self._line.turn() as has_come:
-            yield from in_turn(has_come, "no session was opened", 409)
-            self._refuse_second_session()
-            deadline_id = next(self._session_ids)
-            self._session = self._new_session(deadline_id, request.session_id)
-        timeout_s = request.timeout_s if request.timeout_s is not None else self.timeout_s
-        self._set_deadline(deadline_id, timeout_s)
-        return WeightSessionReqOutput(changed=True, message="A weight update session is open.")
 
     def _end(self, request: EndWeightUpdateReqInput, stages: Stages) -> Work[UpdateWeightsReqOutput]:
         with self._line.turn() as has_come:
