@@ -203,8 +203,7 @@ def test_the_decode_kernel_for_fp8_agrees_with_plain_attention(
     """Over numbers of every exponent, whose bits it moves by itself. Pages read back are what they were."""
     if name != "triton":
         pytest.skip("a kernel of Triton's")
-    from ebbtide.srt.layers.kernels.fp8.decode import attend_fp8
-    from ebbtide.srt.layers.kernels.fp8.pages import widen_pages
+    from ebbtide.srt.layers.kernels.fp8.decode import attend_fp8, widen_pages
 
     requests = Requests(len(lens), 320, PAGE_SIZE)
     batch, _ = requests.grow(lens)

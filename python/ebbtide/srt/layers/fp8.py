@@ -1,8 +1,9 @@
-"""Weights of 8 bits (e4m3) with a scale for each block of 128 × 128, and the products with them.
+"""Weights of 8 bits (e4m3) with scales, and the products with them.
 
-A weight is values · scale, block by block, where scale = the block's largest magnitude / 448. Checkpoints of
-DeepSeek-V3 and Qwen3-FP8 keep them alike, and call the scales `weight_scale_inv`. With a scale for each row
-instead the products are those of `fp8_channels`.
+A weight is values · scale, where scale = the largest magnitude / 448 of a block of 128 × 128, or of a row.
+Checkpoints of DeepSeek-V3 and Qwen3-FP8 have blocks, and call the scales `weight_scale_inv`; those of
+compressed-tensors with the strategies `channel` and `token` (SGLang: `w8a8_fp8`) have rows, and call them
+`weight_scale`.
 
 Shapes: T tokens, K columns, O outputs, R rows of a weight, B and C blocks along rows and columns.
 """
@@ -326,6 +327,35 @@ class RaggedFp8Linear(Fp8Linear):
         return torch.cat((super()._quantized_product(x, kernels), rest_TR), 1) if num_blocks else rest_TR
 
 
+class ChannelLinear(EightBitLinear):
+    """`EightBitLinear` with a scale for each output. On a GPU tokens are quantised, too, for cuBLAS.
+
+    Attributes:
+        weight_scale: float32 [O, 1].
+    """
+
+    def __init__(self, plain: Linear) -> None:
+        super().__init__(plain)
+        self.weight_scale = parameter(*CHANNELS.shape(*self.weight.shape), dtype=torch.float32)
+
+    def multiply_onto(self, residual_TO: Tensor, x_TK: Tensor, kernels: Kernels) -> None:
+        residual_TO += self.multiply(Inputs(x_TK), self.bias, kernels)
+
+    def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
+        # None of these kernels knows scales of rows.
+        return False
+
+    def _dequantized(self) -> Tensor:
+        return dequantize(self.weight, self.weight_scale, CHANNELS)
+
+    def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
+        from ebbtide.srt.layers.kernels.fp8.rows import product_of_rows, quantize_tokens
+
+        norm = None if x.norm is None else (x.norm.weight, x.norm.eps, x.norm.offset)
+        tokens = quantize_tokens(x.x_TD, norm)
+        return product_of_rows(*tokens, self.weight, self.weight_scale)[: len(x.x_TD)]
+
+
 def _tokens_of(x: Inputs) -> QuantizedTokens:
     """Inputs in 8 bits: as whoever wrote x has left them, if so."""
     return x.started if isinstance(x.started, QuantizedTokens) else _quantized(x.x_TD, x.norm)
@@ -398,6 +428,37 @@ class Fp8Experts(EightBitExperts):
         x_TD, chosen = tokens.x_TD, tokens[1:]
         weights = (self.gate_up_proj, self.down_proj)
         return fused_quantized_experts(x_TD, *weights, *chosen, self.scales, residual_TD)
+
+
+class ChannelExperts(EightBitExperts):
+    """Experts with a scale for each row of each of them. On a GPU tokens keep their precision: the values are
+    widened as they are read, and a row's sum is multiplied by its scale.
+
+    Attributes:
+        gate_up_proj_scale, down_proj_scale: float32 [R, 1] of R rows of all experts.
+    """
+
+    layout = CHANNELS
+
+    def __init__(self, plain: Experts) -> None:
+        super().__init__(plain)
+        self.gate_up_proj_scale = parameter(*CHANNELS.shape(*self.gate_up_proj.shape), dtype=torch.float32)
+        self.down_proj_scale = parameter(*CHANNELS.shape(*self.down_proj.shape), dtype=torch.float32)
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up_proj_scale, self.down_proj_scale
+
+    def run_fused(
+        self, tokens: RoutedTokens, residual_TD: Tensor | None, adapted: ExpertFactors | None
+    ) -> Tensor:
+        from ebbtide.srt.layers.kernels.fused_moe import fused_experts
+
+        x_TD, chosen = tokens.x_TD, tokens[1:]
+        weights = (self.gate_up_proj, self.down_proj)
+        return fused_experts(
+            x_TD, *weights, *chosen, residual_TD=residual_TD, scales=self.scales, adapted=adapted
+        )
 
 
 def _meta_scales(weight: Tensor) -> nn.Parameter:

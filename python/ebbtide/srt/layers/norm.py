@@ -19,7 +19,7 @@ Activation = Literal["silu", "gelu_tanh"]
 def gated(gate_up_T2I: Tensor, activation: Activation = "silu") -> Tensor:
     """activation(gate) · up, [T, I]; the gates are the first half of each row."""
     if gate_up_T2I.is_cuda:
-        from ebbtide.srt.layers.kernels.activation import gated as gated_at_once
+        from ebbtide.srt.layers.kernels.norm import gated as gated_at_once
 
         return gated_at_once(gate_up_T2I, activation)
     gate, up = gate_up_T2I.chunk(2, dim=-1)
@@ -29,7 +29,7 @@ def gated(gate_up_T2I: Tensor, activation: Activation = "silu") -> Tensor:
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)²."""
     if x.is_cuda:
-        from ebbtide.srt.layers.kernels.activation import squared_relu as squared_at_once
+        from ebbtide.srt.layers.kernels.norm import squared_relu as squared_at_once
 
         return squared_at_once(x)
     return F.relu(x).square_()

@@ -9,8 +9,16 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ebbtide.srt.errors import ConfigurationError, first_few
-from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, Fp8Experts, Fp8Linear, RaggedFp8Linear, ScaleLayout
-from ebbtide.srt.layers.fp8_channels import ChannelExperts, ChannelLinear
+from ebbtide.srt.layers.fp8 import (
+    BLOCKS,
+    CHANNELS,
+    ChannelExperts,
+    ChannelLinear,
+    Fp8Experts,
+    Fp8Linear,
+    RaggedFp8Linear,
+    ScaleLayout,
+)
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.moe import BiasedExperts, Experts
 from ebbtide.srt.models.base import CausalLM

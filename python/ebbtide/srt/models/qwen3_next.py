@@ -12,7 +12,7 @@ from ebbtide.srt.layers.gated_delta_net import DeltaConfig
 from ebbtide.srt.models.base import WeightMap
 from ebbtide.srt.models.dense import FULL, DenseCausalLM, DenseConfig, dense_config
 from ebbtide.srt.models.moe import MoeCausalLM
-from ebbtide.srt.models.qwen_moe import SHARED_NAMES, shared_moe, sparse_layers
+from ebbtide.srt.models.qwen import SHARED_NAMES, shared_moe, sparse_layers
 
 LINEAR = "linear_attention"
 

@@ -18,7 +18,13 @@ from ebbtide.srt.models.llama import (
     Phi3ForCausalLM,
 )
 from ebbtide.srt.models.nemotron_h import NemotronHForCausalLM
-from ebbtide.srt.models.qwen import MiMoForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from ebbtide.srt.models.qwen import (
+    MiMoForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 from ebbtide.srt.models.qwen3_next import (
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
@@ -26,7 +32,6 @@ from ebbtide.srt.models.qwen3_next import (
     Qwen3_5MoeForConditionalGeneration,
     Qwen3NextForCausalLM,
 )
-from ebbtide.srt.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 
 MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,

@@ -239,7 +239,7 @@ def test_a_token_without_a_slot_is_not_stored(device: str, num_tokens: int) -> N
 def test_the_activation_equals_that_of_torch(
     device: str, dtype: torch.dtype, num_tokens: int, inner: int, activation: str
 ) -> None:
-    from ebbtide.srt.layers.kernels.activation import gated
+    from ebbtide.srt.layers.kernels.norm import gated
 
     torch.manual_seed(0)
     gate_up = torch.randn(num_tokens, 2 * inner).to(dtype) * 4

@@ -39,18 +39,16 @@ from ebbtide.srt.layers.attention.decode_choice import (
 )
 from ebbtide.srt.layers.attention.flashinfer_items import ItemBuffers, ItemKernel
 from ebbtide.srt.layers.attention.flashinfer_kernels import (
+    Fp8DecodeKernel,
+    Fp8PrefillKernel,
     PrefillKernel,
     StreamKernel,
+    WidePages,
     Workspace,
     compile_kernels,
     module_specs,
     partial_bytes,
     prefill_kernel,
-)
-from ebbtide.srt.layers.attention.fp8_kernels import (
-    Fp8DecodeKernel,
-    Fp8PrefillKernel,
-    WidePages,
 )
 from ebbtide.srt.layers.attention.paged_kernel import (
     HostLens,

@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.kernels.activation import activate
 from ebbtide.srt.layers.kernels.instructions import announce, wait
 from ebbtide.srt.layers.kernels.launch import arrivals, num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.moe_routing import Blocks, list_slots
+from ebbtide.srt.layers.kernels.norm import activate
 
 # Rows of a block: few for decode steps, where a group has few.
 FEW_ROWS, FEW_BLOCK, LARGE_BLOCK = 1024, 16, 64

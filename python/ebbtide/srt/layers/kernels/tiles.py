@@ -291,22 +291,6 @@ def choose_plan(num_tokens: int, layer: Layer, dtype: torch.dtype, device: torch
 
 
 @dataclass(frozen=True)
-class ManyPlan:
-    """How many tokens are cut for experts of 8 bits.
-
-    Attributes:
-        block_tokens: tokens of one expert that a program multiplies, a power of two ≥ 16.
-        gate_up, down: warps of a program, and tiles in shared memory.
-        down_rows: rows of the second weight that a program has, 64 or 128.
-    """
-
-    block_tokens: int
-    gate_up: tuple[int, int] = (8, 3)
-    down: tuple[int, int] = (8, 4)
-    down_rows: int = 128
-
-
-@dataclass(frozen=True)
 class FewPlan:
     """How few tokens are cut for experts of 8 bits.
 
@@ -322,9 +306,9 @@ class FewPlan:
     num_warps: int = 4
 
 
-def choose_fp8_plan(num_tokens: int, num_experts: int, top_k: int) -> ManyPlan | FewPlan:
-    """Few tokens one by one, others in blocks with room for half as much again as an expert's share."""
+def choose_fp8_plan(num_tokens: int, num_experts: int, top_k: int) -> FewPlan | int:
+    """Few tokens one by one; of others how many a block has, with half as much again as an expert's share."""
     if num_tokens <= FEW_TOKENS:
         return FewPlan()
     room = 3 * num_tokens * top_k // (2 * num_experts)
-    return ManyPlan(16 if room <= 24 else 32 if room <= 48 else 64)
+    return 16 if room <= 24 else 32 if room <= 48 else 64

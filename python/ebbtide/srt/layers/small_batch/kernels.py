@@ -21,8 +21,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ebbtide.srt.layers.kernels.activation import activate
 from ebbtide.srt.layers.kernels.instructions import announce, prefetch, wait
+from ebbtide.srt.layers.kernels.norm import activate
 
 # Bits of a cache line.
 _LINE_BITS: Any = tl.constexpr(1024)

@@ -1,4 +1,5 @@
-"""Attention of one new token per request to keys and values in FP8, at the speed at which these are read.
+"""Attention of one new token per request to keys and values in FP8, at the speed at which these are read; and
+pages read back into a wider type, for the kernels of prompts, which take no other.
 
 A program takes one request's queries that share a KV head, and all of the keys or a part of them. Two
 numbers of FP8 lie in a word of 16 bits. Words, and not bytes, go from memory to the registers of tensor
@@ -6,7 +7,8 @@ cores, where two float16 are made of each. So the even and the odd dimensions of
 own. Every number of FP8 is one of float16, and so is every query of bfloat16 of ordinary size: nothing is
 rounded but the weights, to 11 bits.
 
-Shapes: T tokens, one of each request, N query heads, K KV heads, H head_dim, P pages, S page_size, C parts.
+Shapes: T tokens, one of each request, N query heads, K KV heads, H head_dim, P pages, M pages of
+a step, S page_size, C parts.
 """
 
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -29,6 +31,8 @@ _KEYS, _WARPS, _STAGES, _REGISTERS = 128, 4, 3, 128
 # Columns of a product on tensor cores.
 _FEWEST_QUERIES = 8
 _PROGRAMS_PER_SM, _MAX_SPLITS = 4, 32
+# Numbers of a page that one program widens.
+_WIDENED = 2048
 _UNALIGNED = ["kv_indptr", "kv_indices", "last_page_len"]
 
 
@@ -242,3 +246,35 @@ def _combine(  # type: ignore[no-untyped-def]
     dim = tl.arange(0, HEAD_DIM)
     parts = tl.load(part_ptr + rows[:, None] * HEAD_DIM + dim[None, :])
     tl.store(out_ptr + q_row * HEAD_DIM + dim, tl.sum(parts * weight[:, None], axis=0))
+
+
+def widen_pages(k_PSKH: Tensor, v_PSKH: Tensor, page_ids_M: Tensor, k_MSKH: Tensor, v_MSKH: Tensor) -> None:
+    """Copy these pages, in their order, to others of another type, which holds every number of FP8.
+
+    Args:
+        k_PSKH, v_PSKH: one layer of the pool in FP8, contiguous.
+        page_ids_M: int32.
+        k_MSKH, v_MSKH: room for as many pages, or more, contiguous.
+    """
+    num_values = k_PSKH[0].numel()
+    _widen[(len(page_ids_M), triton.cdiv(num_values, _WIDENED), 2)](
+        k_PSKH, v_PSKH, page_ids_M, k_MSKH, v_MSKH, NUM_VALUES=num_values, STEP=_WIDENED
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["page_ids"])
+def _widen(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, page_ids, k_out_ptr, v_out_ptr, NUM_VALUES: tl.constexpr, STEP: tl.constexpr
+) -> None:
+    """A program widens a piece of one page's keys, or of its values."""
+    page = tl.program_id(0)
+    source = tl.load(page_ids + page).to(tl.int64) * NUM_VALUES
+    target = page.to(tl.int64) * NUM_VALUES
+    place = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    inside = place < NUM_VALUES
+    if tl.program_id(2) == 0:
+        numbers = tl.load(k_ptr + source + place, mask=inside)
+        tl.store(k_out_ptr + target + place, numbers.to(k_out_ptr.dtype.element_ty), mask=inside)
+    else:
+        numbers = tl.load(v_ptr + source + place, mask=inside)
+        tl.store(v_out_ptr + target + place, numbers.to(v_out_ptr.dtype.element_ty), mask=inside)

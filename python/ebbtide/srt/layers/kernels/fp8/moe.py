@@ -25,11 +25,11 @@ from ebbtide.srt.layers.kernels.fused_moe import add_up_
 from ebbtide.srt.layers.kernels.instructions import follow, prefetch
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.layers.kernels.moe_routing import list_slots
-from ebbtide.srt.layers.kernels.tiles import FewPlan, ManyPlan, choose_fp8_plan
+from ebbtide.srt.layers.kernels.tiles import FewPlan, choose_fp8_plan
 
 GROUP = 128
-
-
+# Warps of a program, and tiles in shared memory, of both products of blocks.
+_GATE_UP, _DOWN = (8, 3), (8, 4)
 # Words of a token's inner columns that are read at once.
 _MOST_WORDS = 1024
 
@@ -42,7 +42,7 @@ def fused_quantized_experts(
     experts_TK: Tensor,
     scales: tuple[Tensor, Tensor],
     residual_TD: Tensor | None = None,
-    plan: ManyPlan | FewPlan | None = None,
+    plan: FewPlan | int | None = None,
 ) -> Tensor:
     """The weighted sum [T, D] of each token's experts, as `fused_experts`, with weights of 8 bits.
 
@@ -70,12 +70,12 @@ def _by_blocks(
     weights_TK: Tensor,
     experts_TK: Tensor,
     scales: tuple[Tensor, Tensor],
-    plan: ManyPlan,
+    block_tokens: int,
 ) -> Tensor:
     """The weighted outputs of each token's experts, [S, D]."""
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
-    blocks = list_slots(experts_TK, len(down_RI) // hidden, plan.block_tokens)
+    blocks = list_slots(experts_TK, len(down_RI) // hidden, block_tokens)
     values_TD, x_scales_TG = quantize_tokens(x_TD)
     values_SI, inner_scales_SG = room_for_tokens(num_slots, inner, x_TD.device)
     out_SD = x_TD.new_empty((num_slots, hidden))
@@ -94,12 +94,12 @@ def _by_blocks(
         HIDDEN=hidden,
         INNER=inner,
         TOP_K=top_k,
-        BLOCK_T=plan.block_tokens,
-        num_warps=plan.gate_up[0],
-        num_stages=plan.gate_up[1],
+        BLOCK_T=block_tokens,
+        num_warps=_GATE_UP[0],
+        num_stages=_GATE_UP[1],
         **overlap_options(x_TD),
     )
-    _down_kernel[(blocks.number * (hidden // plan.down_rows),)](
+    _down_kernel[(blocks.number * (hidden // GROUP),)](
         values_SI,
         inner_scales_SG,
         down_RI,
@@ -112,10 +112,10 @@ def _by_blocks(
         len(values_SI),
         HIDDEN=hidden,
         INNER=inner,
-        ROWS=plan.down_rows,
-        BLOCK_T=plan.block_tokens,
-        num_warps=plan.down[0],
-        num_stages=plan.down[1],
+        ROWS=GROUP,
+        BLOCK_T=block_tokens,
+        num_warps=_DOWN[0],
+        num_stages=_DOWN[1],
         **overlap_options(x_TD),
     )
     return out_SD

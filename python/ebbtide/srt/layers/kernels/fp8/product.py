@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.kernels.activation import activate
 from ebbtide.srt.layers.kernels.fp8 import blockscale
 from ebbtide.srt.layers.kernels.fp8.quantize import divided
 from ebbtide.srt.layers.kernels.instructions import announce, lead, wait
 from ebbtide.srt.layers.kernels.launch import overlap_options
+from ebbtide.srt.layers.kernels.norm import activate
 
 GROUP = 128
 _GROUPS_AT_ONCE = 16
