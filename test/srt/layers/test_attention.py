@@ -131,9 +131,9 @@ def check_agreement(
             q, k = normalise(q, norms.q_weight, norms.offset), normalise(k, norms.k_weight, norms.offset)
         rope = ROTARY(positions, torch.float32)
         q, k = rotate(q, *rope), rotate(k, *rope)
-        attention.prepare(requests.with_other_group(batch))
+        step = attention.prepare(requests.with_other_group(batch))
 
-        out = layers[1](qkv.clone(), rope, norms, attention)
+        out = layers[1](qkv.clone(), rope, norms, step)
         first = 0
         for row, new in enumerate(num_new):
             part = slice(first, first + new)
@@ -239,9 +239,8 @@ def test_fp8_holds_the_nearest_numbers_and_none_beyond_its_range(inverse: float 
                            float("nan"), 3e-3, 100.0, -240.0])  # fmt: skip
     qkv = torch.zeros(2, 3, HEAD_DIM)
     qkv[:, 2] = values.view(2, HEAD_DIM) / (inverse or 1.0)
-    attention.prepare(batch)
 
-    layers[0](qkv, ROTARY(positions, torch.float32), None, attention)
+    layers[0](qkv, ROTARY(positions, torch.float32), None, attention.prepare(batch))
 
     held = pool.v(0).flatten(0, 1)[batch.slots_T].flatten()
     expected = values.clamp(-448.0, 448.0).to(FP8)

@@ -126,13 +126,12 @@ class Both:
 
     def expected(self, batch: PagedBatch, qkv: Tensor, positions: Tensor, norms: HeadNorms | None) -> Tensor:
         wide = norms and HeadNorms(norms.q_weight.float(), norms.k_weight.float(), norms.eps, norms.offset)
-        self.torch_native.prepare(batch)
         rope = self.rotary(positions, torch.float32)
-        return self.layers[LAYER](qkv.float(), rope, wide, self.torch_native)
+        return self.layers[LAYER](qkv.float(), rope, wide, self.torch_native.prepare(batch))
 
     def eager(self, batch: PagedBatch, qkv: Tensor, positions: Tensor, norms: HeadNorms | None) -> Tensor:
-        self.backend.prepare(batch)
-        return self.layers[LAYER](qkv, self.rotary(positions, torch.bfloat16), norms, self.backend)
+        step = self.backend.prepare(batch)
+        return self.layers[LAYER](qkv, self.rotary(positions, torch.bfloat16), norms, step)
 
     def step(self, requests: Requests, num_new: list[int], norms: HeadNorms | None) -> None:
         """Run a batch in both, and compare."""

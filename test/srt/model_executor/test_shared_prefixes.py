@@ -125,8 +125,8 @@ class EagerGraphs:
         batch = ForwardBatch.from_plan(plan, runner.page_table.arrays, runner.kv_pool.page_size)
         self.orders.append(plan.page_rows_R.tolist() if runs is not None else [])
         self.inputs.rows = batch.rows_T
-        runner.attention.prepare(batch.paged)
-        return runner.forward(batch.input_ids_T, batch.positions_T, runner.attention)
+        attention = runner.attention.prepare(batch.paged)
+        return runner.forward(batch.input_ids_T, batch.positions_T, attention)
 
 
 def test_requests_that_are_computed_in_another_order_get_their_own_tokens(

@@ -238,7 +238,7 @@ class ModelRunner:
 
     def _run(self, plan: BatchPlan, before_masks: BeforeMasks) -> LaunchedStep:
         batch = ForwardBatch.from_plan(plan, self.page_table.arrays, self.kv_pool.page_size, self._device)
-        self.attention.prepare(batch.paged)
+        attention = self.attention.prepare(batch.paged)
         input_ids_T = resolve_tokens(batch.input_ids_T, batch.rows_T, self._next_tokens)
         # A prompt's last row alone is wanted, unless it asks for the logits of each row.
         wants_last = bool(batch.sampled_R) and not plan.is_decode and not batch.prompt_rows
@@ -250,7 +250,7 @@ class ModelRunner:
         hidden_TD = self.forward(
             input_ids_T,
             batch.positions_T,
-            self.attention,
+            attention,
             None if self.kv_pool.states is None else state_step(self.kv_pool.states, plan, batch),
             self._slots(plan),
             wanted_M,

@@ -22,6 +22,9 @@ from ebbtide.srt.models.base import (
 )
 from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, GatedMLP, dense_layer_map
 
+# What ranks divide of experts.
+_INNER = "intermediate_size of the experts"
+
 
 @dataclass(frozen=True)
 class ExpertNames:
@@ -90,25 +93,14 @@ class MoeCausalLM(DenseCausalLM):
         return expert_map(self.moe, self.config.hidden_size, self.names)
 
     def joint_map(self) -> WeightMap:
-        """All experts of a layer at once, as transformers holds them."""
         if self.names is None:
             return {}
-        moe, hidden, block = self.moe, self.config.hidden_size, self.names.block
-        what = "intermediate_size of the experts"
-        tensors = {
-            "gate_up_proj": (
-                (moe.num_experts, 2 * moe.inner_size, hidden),
-                Split(1, moe.inner_size, what, runs=(moe.inner_size, moe.inner_size)),
-            ),
-            "down_proj": ((moe.num_experts, hidden, moe.inner_size), Split(2, moe.inner_size, what)),
-        }
-        return {
-            f"model.layers.{layer}.{block}.experts.{name}": WeightTarget(
-                f"model.layers.{layer}.mlp.experts.{name}", 0, 0, shape[0] * shape[1], shape, split
-            )
-            for layer in sorted(self.sparse_layers)
-            for name, (shape, split) in tensors.items()
-        }
+        rows: WeightMap = {}
+        for layer in sorted(self.sparse_layers):
+            prefix = f"model.layers.{layer}."
+            names = prefix + self.names.block, prefix + "mlp"
+            rows |= joint_expert_map(self.moe, self.config.hidden_size, *names)
+        return rows
 
 
 def check_experts(moe: MoeConfig) -> None:
@@ -131,40 +123,64 @@ def routed_layers(moe: MoeConfig, num_layers: int, sparse_layers: Collection[int
     return RoutedLayers(num_layers, sorted(sparse_layers), moe.num_experts, moe.num_experts_per_token)
 
 
-def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames) -> WeightMap:
-    """Shard/fuse map of one layer's router and experts, names relative to the layer."""
+def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames, module: str = "mlp") -> WeightMap:
+    """Shard/fuse map of one layer's router and experts, and of the MLP that all tokens take.
+
+    Args:
+        module: that holds them here; names are relative to the layer.
+    """
+    outer = moe.latent_size or hidden_size
     gate_up: dict[str, int] = {}
     down: dict[str, int] = {}
     splits: dict[str, Split] = {}
-    what = "intermediate_size of the experts"
     for expert in range(moe.num_experts):
         prefix = f"{names.block}.experts.{expert}"
-        for part in (names.gate, names.up):
+        for part in (names.gate, names.up) if moe.is_gated else (names.up,):
             gate_up[f"{prefix}.{part}.weight"] = moe.inner_size
-            splits[f"{prefix}.{part}"] = Split(OUTPUTS, moe.inner_size, what)
-        down[f"{prefix}.{names.down}.weight"] = hidden_size
-        splits[f"{prefix}.{names.down}"] = Split(INPUTS, moe.inner_size, what)
-    rows = stacked("mlp.gate.weight", {f"{names.block}.gate.weight": moe.num_experts}, hidden_size)
+            splits[f"{prefix}.{part}"] = Split(OUTPUTS, moe.inner_size, _INNER)
+        down[f"{prefix}.{names.down}.weight"] = outer
+        splits[f"{prefix}.{names.down}"] = Split(INPUTS, moe.inner_size, _INNER)
+    rows = stacked(f"{module}.gate.weight", {f"{names.block}.gate.weight": moe.num_experts}, hidden_size)
     if moe.has_bias:
-        rows |= stacked("mlp.gate.bias_E", {f"{names.block}.gate.e_score_correction_bias": moe.num_experts})
-    rows |= stacked("mlp.experts.gate_up_proj", gate_up, hidden_size)
-    rows |= stacked("mlp.experts.down_proj", down, moe.inner_size)
-    return divided(rows, splits) | shared_expert_map(moe, hidden_size, names)
-
-
-def shared_expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames) -> WeightMap:
-    """Shard/fuse map of the MLP of a layer that all tokens take, names relative to the layer."""
+        bias = {f"{names.block}.gate.e_score_correction_bias": moe.num_experts}
+        rows |= stacked(f"{module}.gate.bias_E", bias)
+    rows |= stacked(f"{module}.experts.gate_up_proj", gate_up, outer)
+    rows |= stacked(f"{module}.experts.down_proj", down, moe.inner_size)
+    rows = divided(rows, splits)
     if not moe.shared_size:
-        return {}
-    prefix, size = f"{names.block}.{names.shared}", moe.shared_size
-    gate, up, down = (f"{prefix}.{part}" for part in (names.gate, names.up, names.down))
-    rows = projection("mlp.shared_experts.gate_up_proj", {gate: size, up: size}, hidden_size, bias=False)
-    rows |= projection("mlp.shared_experts.down_proj", {down: hidden_size}, size, bias=False)
+        return rows
+    prefix, size, shared = f"{names.block}.{names.shared}", moe.shared_size, f"{module}.shared_experts"
     if moe.gates_shared:
-        rows |= stacked("mlp.shared_gate.weight", {f"{prefix}_gate.weight": 1}, hidden_size)
-    what = "intermediate_size of shared experts"
-    outputs = Split(OUTPUTS, size, what)
-    return divided(rows, {gate: outputs, up: outputs, down: Split(INPUTS, size, what)})
+        rows |= stacked(f"{module}.shared_gate.weight", {f"{prefix}_gate.weight": 1}, hidden_size)
+    parts = [f"{prefix}.{part}" for part in (names.gate, names.up)]
+    if not moe.is_gated:
+        return rows | mlp_map(shared, "up_proj", parts[1:], f"{prefix}.{names.down}", hidden_size, size)
+    return rows | mlp_map(shared, "gate_up_proj", parts, f"{prefix}.{names.down}", hidden_size, size)
+
+
+def mlp_map(module: str, first: str, parts: list[str], down: str, hidden_size: int, inner: int) -> WeightMap:
+    """Shard/fuse map of an MLP: `parts` are fused in its first product."""
+    rows = projection(f"{module}.{first}", dict.fromkeys(parts, inner), hidden_size, bias=False)
+    rows |= projection(f"{module}.down_proj", {down: hidden_size}, inner, bias=False)
+    what = f"intermediate_size of {module}"
+    outputs = dict.fromkeys(parts, Split(OUTPUTS, inner, what))
+    return divided(rows, outputs | {down: Split(INPUTS, inner, what)})
+
+
+def joint_expert_map(moe: MoeConfig, hidden_size: int, block: str, module: str) -> WeightMap:
+    """All experts of a layer at once, as transformers holds them: whole names, of a checkpoint and here."""
+    outer = moe.latent_size or hidden_size
+    runs = (moe.inner_size,) * (2 if moe.is_gated else 1)
+    tensors = {
+        "gate_up_proj": ((moe.num_experts, sum(runs), outer), Split(1, moe.inner_size, _INNER, runs=runs)),
+        "down_proj": ((moe.num_experts, outer, moe.inner_size), Split(2, moe.inner_size, _INNER)),
+    }
+    rows = {}
+    for name, (shape, split) in tensors.items():
+        theirs = name if moe.is_gated else name.removeprefix("gate_")
+        parameter = f"{module}.experts.{name}"
+        rows[f"{block}.experts.{theirs}"] = WeightTarget(parameter, 0, 0, shape[0] * shape[1], shape, split)
+    return rows
 
 
 def is_behind_layers(name: str, num_layers: int) -> bool:

@@ -37,7 +37,14 @@ from ebbtide.srt.models.dense import (
     layer_splits,
     outer_map,
 )
-from ebbtide.srt.models.moe import check_experts, routed_layers
+from ebbtide.srt.models.moe import (
+    ExpertNames,
+    check_experts,
+    expert_map,
+    joint_expert_map,
+    mlp_map,
+    routed_layers,
+)
 
 MAMBA, MLP, MOE = "linear_attention", "mlp", "moe"
 # What transformers calls them, and what it called them before.
@@ -145,22 +152,11 @@ class NemotronHForCausalLM(DenseCausalLM):
         return rows
 
     def joint_map(self) -> WeightMap:
-        """All experts of a layer at once, as transformers holds them."""
-        moe = self.config.moe
-        outer = moe.latent_size or self.config.hidden_size
-        tensors = {
-            "up_proj": ("gate_up_proj", (moe.num_experts, moe.inner_size, outer), 1),
-            "down_proj": ("down_proj", (moe.num_experts, outer, moe.inner_size), 2),
-        }
-        return {
-            f"backbone.layers.{layer}.mixer.experts.{name}": WeightTarget(
-                f"model.layers.{layer}.mixer.experts.{parameter}",
-                *(0, 0, shape[0] * shape[1], shape),
-                Split(dim, moe.inner_size, _INNER),
-            )
-            for layer in self.config.layers_of(MOE)
-            for name, (parameter, shape, dim) in tensors.items()
-        }
+        rows: WeightMap = {}
+        for layer in self.config.layers_of(MOE):
+            names = f"backbone.layers.{layer}.mixer", f"model.layers.{layer}.mixer"
+            rows |= joint_expert_map(self.config.moe, self.config.hidden_size, *names)
+        return rows
 
     def layer_map(self, layer: int) -> WeightMap:
         config, name = self.config, self.config.types[layer]
@@ -169,7 +165,8 @@ class NemotronHForCausalLM(DenseCausalLM):
         elif name == MAMBA:
             rows = mamba_map(config)
         elif name == MLP:
-            rows = squared_map("mixer", config.hidden_size, config.intermediate_size, "intermediate_size")
+            sizes = config.hidden_size, config.intermediate_size
+            rows = mlp_map("mixer", "up_proj", ["mixer.up_proj"], "mixer.down_proj", *sizes)
         else:
             rows = experts_map(config)
         return rows | stacked("norm.weight", {"norm.weight": config.hidden_size})
@@ -185,9 +182,6 @@ class NemotronHForCausalLM(DenseCausalLM):
 
     def ignored(self, name: str) -> bool:
         return name.startswith("mtp.")
-
-
-_INNER = "moe_intermediate_size"
 
 
 def nemotron_config(hf_config: Any) -> HybridConfig:
@@ -301,32 +295,12 @@ def mamba_map(config: HybridConfig) -> WeightMap:
     }
 
 
-def squared_map(block: str, hidden: int, inner: int, what: str) -> WeightMap:
-    """Shard/fuse map of an MLP."""
-    up, down = f"{block}.up_proj", f"{block}.down_proj"
-    rows = projection(up, {up: inner}, hidden, bias=False) | projection(
-        down, {down: hidden}, inner, bias=False
-    )
-    return divided(rows, {up: Split(OUTPUTS, inner, what), down: Split(INPUTS, inner, what)})
-
-
 def experts_map(config: HybridConfig) -> WeightMap:
     """Shard/fuse map of a layer with experts."""
     moe, hidden = config.moe, config.hidden_size
-    outer, experts = moe.latent_size or hidden, range(moe.num_experts)
-    splits: dict[str, Split] = {}
-    for expert in experts:
-        splits[f"mixer.experts.{expert}.up_proj"] = Split(OUTPUTS, moe.inner_size, _INNER)
-        splits[f"mixer.experts.{expert}.down_proj"] = Split(INPUTS, moe.inner_size, _INNER)
-    ups = {f"mixer.experts.{expert}.up_proj.weight": moe.inner_size for expert in experts}
-    downs = {f"mixer.experts.{expert}.down_proj.weight": outer for expert in experts}
-    rows = stacked("mixer.experts.gate_up_proj", ups, outer)
-    rows |= stacked("mixer.experts.down_proj", downs, moe.inner_size)
-    rows = divided(rows, splits)
-    rows |= stacked("mixer.gate.weight", {"mixer.gate.weight": moe.num_experts}, hidden)
-    rows |= stacked("mixer.gate.bias_E", {"mixer.gate.e_score_correction_bias": moe.num_experts})
+    rows = expert_map(moe, hidden, ExpertNames("mixer"), "mixer")
     if moe.latent_size:
-        rows |= projection("mixer.to_latents", {"mixer.fc1_latent_proj": outer}, hidden, bias=False)
-        rows |= projection("mixer.from_latents", {"mixer.fc2_latent_proj": hidden}, outer, bias=False)
-    what = "moe_shared_expert_intermediate_size"
-    return rows | squared_map("mixer.shared_experts", hidden, moe.shared_size, what)
+        to, back = {"mixer.fc1_latent_proj": moe.latent_size}, {"mixer.fc2_latent_proj": hidden}
+        rows |= projection("mixer.to_latents", to, hidden, bias=False)
+        rows |= projection("mixer.from_latents", back, moe.latent_size, bias=False)
+    return rows

@@ -302,12 +302,8 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
-    def prepare(self, batch: PagedBatch) -> None:
-        """Plan for one step; called once, before the layers."""
-
-    @abstractmethod
-    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        """As `LayerAttention` says, of the prepared batch."""
+    def prepare(self, batch: PagedBatch) -> AttentionStep:
+        """Plan for one step, of which there is one at a time."""
 
     def graph_families(self, batch_sizes: Sequence[int]) -> list[GraphFamily]:
         """How decode steps of these sizes are captured: a step takes the first that suits it.

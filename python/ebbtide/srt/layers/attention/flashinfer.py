@@ -93,7 +93,7 @@ class _Part:
     rows: slice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class _PlannedStep:
     """A planned step, by parts."""
 
@@ -153,9 +153,8 @@ class FlashInferAttention(AttentionBackend):
         self._layers = PoolLayers(kv_pages, layers)
         self._kernels = _make_kernels(shape, device)
         self._shape, self._device = shape, device
-        self._step: _PlannedStep | None = None
 
-    def prepare(self, batch: PagedBatch) -> None:
+    def prepare(self, batch: PagedBatch) -> _PlannedStep:
         """Plan for one step; the device is not waited for.
 
         The requests with one new token that come first, those that decode, are left to the decode kernel: the
@@ -172,7 +171,7 @@ class FlashInferAttention(AttentionBackend):
                 parts[kind].append(_plan_part(groups, kernels.decode, 0, num_decoding))
             if num_decoding < num_requests:
                 parts[kind].append(_plan_part(groups, kernels.prefill, num_decoding, num_requests))
-        self._step = _PlannedStep(self._layers, [each.slots_T for each in groups], parts)
+        return _PlannedStep(self._layers, [each.slots_T for each in groups], parts)
 
     def _items(self, batch: PagedBatch, num_decoding: int) -> ItemBuffers | None:
         """What the requests that decode do, where neighbours among them share enough pages."""
@@ -183,10 +182,6 @@ class FlashInferAttention(AttentionBackend):
         items = ItemBuffers(self._shape, num_decoding, self._device)
         items.plan(batch.kv_indptr_R1[: num_decoding + 1], batch.last_page_len_R[:num_decoding], runs)
         return items
-
-    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        assert self._step is not None
-        return self._step.forward(layer, qkv_TNH, rope, norms)
 
     def graph_families(self, batch_sizes: Sequence[int]) -> list[GraphFamily]:
         shape, any_size = self._shape, list(batch_sizes)
@@ -275,7 +270,7 @@ def _plan_part(groups: Sequence[PagedBatch], kernel: PagedKernel, first: int, en
     return _Part(kernel, kernel.plan(lens, captured=False), pages, slice(first_row, end_row))
 
 
-class GraphDecode:
+class GraphDecode(_PlannedStep):
     """Attention of the decode steps that one CUDA graph serves.
 
     `plan` before the capture and before every replay, on the stream of the replays, outside of the capture.
@@ -297,12 +292,12 @@ class GraphDecode:
         self._page_size, self._items = shape.page_size, items
         self._q_indptr_B1 = torch.arange(batch_size + 1, dtype=torch.int32)  # one new token each
         groups = buffers.groups
+        super().__init__(layers, [each.slots_B[:batch_size] for each in groups], {})
         self._pages, self._rows = [each.pages(batch_size) for each in groups], slice(0, batch_size)
-        self._step = _PlannedStep(layers, [each.slots_B[:batch_size] for each in groups], {})
         self._planned: dict[AttentionKind, PagedKernel] = {}
         for kind, each in kernels.items():
             if items is not None and each.shared is not None:
-                self._step.parts[kind] = [_Part(each.shared, items, self._pages, self._rows)]
+                self.parts[kind] = [_Part(each.shared, items, self._pages, self._rows)]
             else:
                 self._planned[kind] = each.decode
 
@@ -330,10 +325,7 @@ class GraphDecode:
         )
         for kind, kernel in self._planned.items():
             plan = kernel.plan(lens, captured=True)
-            if kind not in self._step.parts:
-                self._step.parts[kind] = [_Part(kernel, plan, self._pages, self._rows)]
-            elif list(plan) != list(self._step.parts[kind][0].plan):
+            if kind not in self.parts:
+                self.parts[kind] = [_Part(kernel, plan, self._pages, self._rows)]
+            elif list(plan) != list(self.parts[kind][0].plan):
                 raise EngineError("FlashInfer planned a decode step that its captured kernels do not fit")
-
-    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        return self._step.forward(layer, qkv_TNH, rope, norms)

@@ -71,16 +71,11 @@ class FlashInferLatentAttention(AttentionBackend):
         self._latents_PS1H = {layer.layer: kv_pages.k(layer.layer) for layer in layers}
         device = kv_pages.k(layers[0].layer).device
         self._kernel, self._page_size = _Kernel(shape, device), shape.page_size
-        self._step: _LatentStep | None = None
 
-    def prepare(self, batch: PagedBatch) -> None:
+    def prepare(self, batch: PagedBatch) -> _LatentStep:
         lens = batch.q_indptr_R1, batch.kv_indptr_R1, batch.lens_R
         plan = self._kernel.plan(*(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in lens))
-        self._step = self._step_of(batch.slots_T, batch.pages.kv_indices, plan)
-
-    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        assert self._step is not None
-        return self._step.forward(layer, qkv_TNH, rope, norms)
+        return self._step_of(batch.slots_T, batch.pages.kv_indices, plan)
 
     def graph_families(self, batch_sizes: Sequence[int]) -> list[GraphFamily]:
         return [GraphFamily("any", batch_sizes, self._capture)]

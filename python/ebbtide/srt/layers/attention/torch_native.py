@@ -82,7 +82,7 @@ class TorchNativeAttention(AttentionBackend):
         self._spans: dict[tuple[AttentionKind, int], list[Span]] = {}
         self._k_room, self._v_room = self._room(0), self._room(0)
 
-    def prepare(self, batch: PagedBatch) -> None:
+    def prepare(self, batch: PagedBatch) -> TorchNativeAttention:
         groups = batch.groups
         self._slots = [each.slots_T for each in groups]
         tables = [torch.from_numpy(each.page_table_RP).to(self._device) for each in groups]
@@ -95,6 +95,7 @@ class TorchNativeAttention(AttentionBackend):
         if most_pages > len(self._k_room):
             # Room to grow by half, so that decoding does not come back here at every page.
             self._k_room, self._v_room = (self._room(most_pages * 3 // 2) for _ in range(2))
+        return self
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
         q_TNH, k_TKH, v_TKH = self._heads(qkv_TNH, rope, norms)

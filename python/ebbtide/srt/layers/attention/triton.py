@@ -48,9 +48,8 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
         self._layers = PoolLayers(kv_pages, layers)
-        self._step: _TritonStep | None = None
 
-    def prepare(self, batch: PagedBatch) -> None:
+    def prepare(self, batch: PagedBatch) -> _TritonStep:
         """Requests with one new token that come first, those that decode, are a launch of their own."""
         num_decoding, num_requests = batch.num_decoding, len(batch.lens_R)
         ends = [end for end in ((0, num_decoding), (num_decoding, num_requests)) if end[0] < end[1]]
@@ -59,11 +58,7 @@ class TritonAttention(AttentionBackend):
             [each.pages.part(first, end, int(batch.num_new_R[first:end].max())) for first, end in ends]
             for each in groups
         ]
-        self._step = _TritonStep(self._layers, [each.slots_T for each in groups], parts)
-
-    def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        assert self._step is not None
-        return self._step.forward(layer, qkv_TNH, rope, norms)
+        return _TritonStep(self._layers, [each.slots_T for each in groups], parts)
 
     def graph_families(self, batch_sizes: Sequence[int]) -> list[GraphFamily]:
         return [GraphFamily("any", batch_sizes, self._capture)]
