@@ -29,7 +29,7 @@ from ebbtide.srt.layers.attention.base import (
     LayerAttention,
 )
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, LATENT_BACKENDS, choose_backend
-from ebbtide.srt.layers.heads import HeadNorms
+from ebbtide.srt.layers.heads import HeadNorms, Pages
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rotate
 from ebbtide.srt.mem_cache.cache_spec import Latent
 from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
@@ -225,6 +225,62 @@ def test_the_decode_kernel_for_fp8_agrees_with_plain_attention(
         keys, values = (side.float()[table].flatten(0, 1)[:length] for side in (k, v))
         expected = plain_attention(kind, q_1NH.float(), keys, values)[0]
         torch.testing.assert_close(out[row].double(), expected, rtol=4e-3, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("lens", "cut", "kind", "norm_offset", "has_sinks"),
+    [
+        ([1, 33, 210], (4, 64, 64), PLAIN, None, False),
+        ([70, 64], (1, 64, 32), AttentionKind(0.2, soft_cap=2.0), 1.0, True),
+        ([160, 5], (4, 64, 32), AttentionKind(0.2, window=90), 0.0, True),
+    ],
+    ids=str,
+)
+def test_few_requests_are_rotated_stored_and_attended_to_at_once(
+    lens: list[int],
+    cut: tuple[int, int, int],
+    kind: AttentionKind,
+    norm_offset: float | None,
+    has_sinks: bool,
+    name: str,
+) -> None:
+    """Several times: what counts the parts is left as it was. The last row is one that nobody asked for."""
+    if name != "triton":
+        pytest.skip("a kernel of Triton's")
+    from ebbtide.srt.layers.kernels.few_decode import Cut, attend_few
+
+    requests = Requests(len(lens), 256, PAGE_SIZE)
+    requests.grow([length - 1 for length in lens])
+    batch, positions = requests.grow([1] * len(lens))
+    k_PSKH, v_PSKH = torch.randn(2, requests.num_pages, PAGE_SIZE, 2, 64)
+    qkv, sinks = torch.randn(len(lens) + 1, 10, 64), 3 * torch.randn(6) if has_sinks else None
+    norms = None if norm_offset is None else HeadNorms(*torch.randn(2, 64), NORMS.eps, norm_offset)
+    rope = RotaryEmbedding(RopeConfig("default", 100.0), 64, CPU)(F.pad(positions, (0, 1)), torch.float32)
+    used = batch.pages
+    indptr, last = (
+        F.pad(used.kv_indptr_R1, (0, 1), value=len(used.kv_indices)),
+        F.pad(used.last_page_len_R, (0, 1)),
+    )
+    pages, slots = Pages(indptr, indptr, used.kv_indices, last), F.pad(batch.slots_T, (0, 1), value=-1)
+    arrivals = torch.zeros(2 * len(slots), dtype=torch.int32)
+    step = (slots, k_PSKH, v_PSKH, pages, arrivals)
+
+    for _ in range(2):
+        out = attend_few(qkv, rope, norms, *step, **kind._asdict(), sinks_N=sinks, cut=Cut(*cut))
+
+    assert not arrivals.any()
+    q, k, v = torch.split(qkv, [6, 2, 2], dim=1)
+    if norms is not None:
+        q, k = normalise(q, norms.q_weight, norms.offset), normalise(k, norms.k_weight, norms.offset)
+    q, k = rotate(q, *rope), rotate(k, *rope)
+    held = [side.flatten(0, 1) for side in (k_PSKH, v_PSKH)]
+    torch.testing.assert_close(held[0][batch.slots_T], k[:-1])
+    assert torch.equal(held[1][batch.slots_T], v[:-1])
+    for row, length in enumerate(lens):
+        table = torch.from_numpy(requests.table[row]).long()
+        keys, values = (side[table].flatten(0, 1)[:length] for side in (k_PSKH, v_PSKH))
+        expected = plain_attention(kind, q[row : row + 1], keys, values, sinks)[0]
+        torch.testing.assert_close(out[row].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("inverse", [None, 64.0])
