@@ -1,16 +1,16 @@
-"""The kernels of layers with states against torch: in Triton's interpreter, and on a GPU if there is one."""
-
-import os
+"""The kernels of layers with states against torch."""
 
 import pytest
 import torch
+from fixtures.kernels import DEVICE, HAS_GPU, ON_BOTH
 from torch import Tensor
 
 from ebbtide.srt.layers.state import reference
 from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
 
-HAS_GPU = torch.cuda.is_available()  # noqa: TID251
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+pytest.importorskip("triton")
+from ebbtide.srt.layers.kernels import convolution, gated_delta, mamba2
+
 # The interpreter multiplies no matrices of bfloat16.
 DTYPES = [torch.float32, torch.bfloat16 if HAS_GPU else torch.float16]
 SIZE = 4
@@ -25,20 +25,12 @@ BATCHES = {
     "both": [(8, 1), (0, 1), (0, 90), (1, 3)],
 }
 
-pytestmark = [
-    pytest.mark.gpu if HAS_GPU else pytest.mark.filterwarnings("default"),
-    pytest.mark.parametrize("name", BATCHES),
-]
+pytestmark = ON_BOTH
 
 
-@pytest.fixture(autouse=True)
-def triton() -> None:
-    """Triton, or its interpreter where there is no GPU."""
-    if not HAS_GPU:
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    language = pytest.importorskip("triton.language")
-    if not HAS_GPU and type(language.sum).__name__ != "InterpretedFunction":
-        pytest.skip("Triton was imported before TRITON_INTERPRET was set")
+@pytest.fixture(params=BATCHES)
+def batch(request: pytest.FixtureRequest) -> "Batch":
+    return Batch(request.param)
 
 
 class Batch:
@@ -72,11 +64,9 @@ def assert_close(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_convolution(name: str, dtype: torch.dtype) -> None:
+def test_convolution(batch: "Batch", dtype: torch.dtype) -> None:
     """With a bias in float32, and without one."""
-    from ebbtide.srt.layers.kernels import convolution
-
-    batch, channels = Batch(name), 80
+    channels = 80
     # A part of a wider projection.
     inputs = batch.random(batch.num_tokens, channels + 16, dtype=dtype)[:, :channels]
     weight, held = (
@@ -95,11 +85,8 @@ def test_convolution(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("heads", "dtype"), list(zip(HEADS, DTYPES, strict=True)), ids=str)
-def test_delta_rule(name: str, heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    from ebbtide.srt.layers.kernels import gated_delta
-
+def test_delta_rule(batch: "Batch", heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     num_k, num_v, k_dim, v_dim = heads
-    batch = Batch(name)
     qkv = batch.random(batch.num_tokens, 2 * num_k * k_dim + num_v * v_dim, dtype=dtype)
     # Repeated keys are the hard case: each update takes back the one before.
     qkv[batch.num_tokens // 2 :, : 2 * num_k * k_dim] = qkv[0, : 2 * num_k * k_dim]
@@ -119,10 +106,7 @@ def test_delta_rule(name: str, heads: tuple[int, int, int, int], dtype: torch.dt
     assert torch.equal(matrices[others], expected_matrices[others])
 
 
-def test_norm(name: str) -> None:
-    from ebbtide.srt.layers.kernels import gated_delta
-
-    batch = Batch(name)
+def test_norm(batch: "Batch") -> None:
     heads, weight = batch.random(batch.num_tokens, 3, 24), batch.random(24)
     gates = torch.unflatten(batch.random(batch.num_tokens, 100)[:, 28:], 1, (3, 24))
 
@@ -133,11 +117,8 @@ def test_norm(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SCANS, ids=str)
-def test_selective_scan(name: str, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    from ebbtide.srt.layers.kernels import mamba2
-
+def test_selective_scan(batch: "Batch", sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     num_heads, num_groups, head_dim, state_size = sizes
-    batch = Batch(name)
     inner, vectors = num_heads * head_dim, num_groups * state_size
     xbc = batch.random(batch.num_tokens, inner + 2 * vectors, dtype=dtype)
     xbc[:, inner:] /= state_size**0.25
@@ -159,10 +140,8 @@ def test_selective_scan(name: str, sizes: tuple[int, int, int, int], dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_of_groups_behind_the_gate(name: str, dtype: torch.dtype) -> None:
-    from ebbtide.srt.layers.kernels import mamba2
-
-    batch, num_tokens = Batch(name), min(9, Batch(name).num_tokens)
+def test_norm_of_groups_behind_the_gate(batch: "Batch", dtype: torch.dtype) -> None:
+    num_tokens = min(9, batch.num_tokens)
     x, weight = batch.random(num_tokens, 72, dtype=dtype), batch.random(72, dtype=dtype)
     gates = batch.random(num_tokens, 100, dtype=dtype)[:, :72]
 
