@@ -1,24 +1,23 @@
-"""Products of few tokens against float32 torch: in Triton's interpreter, and on a GPU if there is one.
-
-The interpreter multiplies no bfloat16 matrices, so there the kernels work on float32.
+"""Products of few tokens against float32 torch.
 
 Shapes: T tokens, O outputs, K columns.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fixtures.kernels import DEVICE, HAS_GPU as ON_GPU, needs_gpu
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.tiles import Config, MatvecConfig, ProductConfig
 from ebbtide.srt.layers.norm import PartialNorm
 
-ON_GPU = torch.cuda.is_available()  # noqa: TID251
-NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+pytest.importorskip("triton")
+from ebbtide.srt.layers.small_batch import Shrinking, multiply
+
 EPS = 1e-5
 
 # Rows and columns that blocks divide, and that they do not.
@@ -51,11 +50,11 @@ class Tensors:
     """Operands of a product whose results are of the order of 1."""
 
     def __init__(self, num_tokens: int, num_rows: int, num_columns: int) -> None:
-        device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+        dtype = torch.bfloat16 if ON_GPU else torch.float32
         generator = torch.Generator().manual_seed(num_tokens * num_rows + num_columns)
 
         def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
+            return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
         self.x = random(num_tokens, num_columns) * 3
         self.norm = 1 + 0.2 * random(num_columns)
@@ -77,9 +76,6 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 def check_all(num_tokens: int, num_rows: int, num_columns: int, **options: Any) -> None:
     """Every use of the kernels at one shape. `options`: of `multiply`."""
-    pytest.importorskip("triton")
-    from ebbtide.srt.layers.small_batch import multiply
-
     given = Tensors(num_tokens, num_rows, num_columns)
     normalised = given.normalised()
     half, up = given.weight.float().chunk(2)
@@ -114,21 +110,17 @@ def test_every_product_equals_the_one_of_torch_in_the_interpreter(
     check_all(num_tokens, num_rows, num_columns, config=config)
 
 
-@pytest.mark.gpu
-@NEEDS_GPU
+@needs_gpu
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 17, 32, 64])
 @pytest.mark.parametrize(("num_rows", "num_columns"), MODEL_SHAPES + SMALL_SHAPES)
 def test_every_product_equals_the_one_of_torch(num_tokens: int, num_rows: int, num_columns: int) -> None:
     check_all(num_tokens, num_rows, num_columns)
 
 
-@pytest.mark.gpu
-@NEEDS_GPU
+@needs_gpu
 @pytest.mark.parametrize("num_tokens", [1, 8, 32])
 def test_a_chain_in_a_graph_gives_bit_for_bit_what_it_gives_outside(num_tokens: int) -> None:
     """In a graph kernels overlap: a kernel that read too early, or wrote too early, would show here."""
-    from ebbtide.srt.layers.small_batch import multiply
-
     given = [Tensors(num_tokens, 1024, 1024) for _ in range(2)]
     residual = given[0].x.clone()
 
@@ -145,30 +137,18 @@ def test_a_chain_in_a_graph_gives_bit_for_bit_what_it_gives_outside(num_tokens: 
         return residual.clone()
 
     expected = chain()
-    replay = _captured(chain)
-    for _ in range(20):
-        residual.copy_(given[0].x)
-        assert torch.equal(replay(), expected)
-
-
-def _captured(body: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The body as a CUDA graph; a call replays it and returns its result."""
     graph = torch.cuda.CUDAGraph()  # noqa: TID251
     with torch.cuda.graph(graph):  # noqa: TID251
-        result = body()
-
-    def replay() -> Tensor:
+        result = chain()
+    for _ in range(20):
+        residual.copy_(given[0].x)
         graph.replay()
-        return result
-
-    return replay
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, 3), (5, 3), (5, 8), (40, 3)])
 @pytest.mark.parametrize("add", [False, True])
 def test_the_first_half_of_adapters_is_computed_beside(num_tokens: int, num_slots: int, add: bool) -> None:
-    from ebbtide.srt.layers.small_batch import Shrinking, multiply
-
     num_columns, num_ranks = 1088, 48
     operands = Tensors(num_tokens, 96, num_columns)
     x, weight = operands.x / 3, operands.half
