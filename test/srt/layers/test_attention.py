@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fixtures.kernels import HAS_GPU
 from fixtures.paged_requests import Pool, Requests
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
@@ -28,6 +29,7 @@ from ebbtide.srt.layers.attention.base import (
     DecodeBuffers,
     LayerAttention,
 )
+from ebbtide.srt.layers.attention.decode_choice import serves_few, suits_few
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, LATENT_BACKENDS, choose_backend
 from ebbtide.srt.layers.heads import HeadNorms, Pages
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rotate
@@ -36,7 +38,6 @@ from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
 
 NUM_LAYERS, PAGE_SIZE, HEAD_DIM, NUM_Q_HEADS = 2, 4, 8, 4
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-CPU_BACKENDS = ["torch_native", "triton"]
 ROTARY = RotaryEmbedding(RopeConfig("default", 100.0), HEAD_DIM, CPU)
 NORMS = HeadNorms(torch.linspace(0.5, 2.0, HEAD_DIM), torch.linspace(-1.0, 1.0, HEAD_DIM), 1e-5)
 PLAIN = AttentionKind(HEAD_DIM**-0.5)
@@ -49,12 +50,10 @@ KINDS = [
 ]
 
 
-@pytest.fixture(params=CPU_BACKENDS)
-def name(request: pytest.FixtureRequest) -> str:
-    backend: str = request.param
-    if backend == "triton" and (importlib.util.find_spec("triton") is None or torch.cuda.is_available()):  # noqa: TID251
-        pytest.skip("needs Triton's interpreter")
-    return backend
+# Kernels of Triton's, in its interpreter.
+needs_interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or HAS_GPU, reason="needs Triton's interpreter"
+)
 
 
 def build(
@@ -171,22 +170,27 @@ def test_torchs_own_agrees_with_plain_attention(
     check_agreement("torch_native", cached, steps, num_kv_heads, norms, kind, seed, has_sinks=has_sinks)
 
 
-@pytest.mark.parametrize("name", ["triton"], indirect=True)
+@needs_interpreter
 @pytest.mark.parametrize(
     ("kind", "has_sinks"),
     [(KINDS[0], False), (KINDS[-1], False), (KINDS[0], True), (KINDS[1], True)],
     ids=str,
 )
-def test_every_backend_agrees_with_plain_attention(name: str, kind: AttentionKind, has_sinks: bool) -> None:
+def test_tritons_agrees_with_plain_attention(kind: AttentionKind, has_sinks: bool) -> None:
     # Prompts beside each other, a prompt in chunks beside decoding, and decoding alone.
     norms = replace(NORMS, offset=1.0) if kind.window is not None else None
     num_kv_heads = 2 if kind.soft_cap is None else 1
     steps = [[1, 5, 9], [1, 1, 1]]
-    check_agreement(name, [7, 3, 0], steps, num_kv_heads, norms, kind, seed=1, has_sinks=has_sinks)
+    check_agreement("triton", [7, 3, 0], steps, num_kv_heads, norms, kind, seed=1, has_sinks=has_sinks)
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [("torch_native", 1.0), ("torch_native", 4.0), ("triton", 4.0)], indirect=["name"]
+    ("name", "scale"),
+    [
+        ("torch_native", 1.0),
+        ("torch_native", 4.0),
+        pytest.param("triton", 4.0, marks=needs_interpreter),
+    ],
 )
 def test_every_backend_agrees_over_keys_and_values_in_fp8(name: str, scale: float) -> None:
     scales = KVScales(torch.tensor([1.0, 0.5, 2.0, 0.25]).view(2, 2).expand(NUM_LAYERS, 2, 2) * scale)
@@ -194,15 +198,12 @@ def test_every_backend_agrees_over_keys_and_values_in_fp8(name: str, scale: floa
     check_agreement(name, [7, 3, 0], [[1, 5, 9], [1, 1, 1]], 2, None, KINDS[-1], 1, options)
 
 
+@needs_interpreter
 @pytest.mark.parametrize("kind", [PLAIN, KINDS[-1]], ids=str)
 # Few requests are divided among several programs.
 @pytest.mark.parametrize("lens", [[5, 300], [1, 40, 7, 19, 33, 8, 30, 2, 31]])
-def test_the_decode_kernel_for_fp8_agrees_with_plain_attention(
-    kind: AttentionKind, lens: list[int], name: str
-) -> None:
+def test_the_decode_kernel_for_fp8_agrees_with_plain_attention(kind: AttentionKind, lens: list[int]) -> None:
     """Over numbers of every exponent, whose bits it moves by itself. Pages read back are what they were."""
-    if name != "triton":
-        pytest.skip("a kernel of Triton's")
     from ebbtide.srt.layers.kernels.fp8.decode import attend_fp8, widen_pages
 
     requests = Requests(len(lens), 320, PAGE_SIZE)
@@ -227,6 +228,7 @@ def test_the_decode_kernel_for_fp8_agrees_with_plain_attention(
         torch.testing.assert_close(out[row].double(), expected, rtol=4e-3, atol=0.1)
 
 
+@needs_interpreter
 @pytest.mark.parametrize(
     ("lens", "cut", "kind", "norm_offset", "has_sinks"),
     [
@@ -242,11 +244,8 @@ def test_few_requests_are_rotated_stored_and_attended_to_at_once(
     kind: AttentionKind,
     norm_offset: float | None,
     has_sinks: bool,
-    name: str,
 ) -> None:
     """Several times: what counts the parts is left as it was. The last row is one that nobody asked for."""
-    if name != "triton":
-        pytest.skip("a kernel of Triton's")
     from ebbtide.srt.layers.kernels.few_decode import Cut, attend_few
 
     requests = Requests(len(lens), 256, PAGE_SIZE)
@@ -281,6 +280,32 @@ def test_few_requests_are_rotated_stored_and_attended_to_at_once(
         keys, values = (side[table].flatten(0, 1)[:length] for side in (k_PSKH, v_PSKH))
         expected = plain_attention(kind, q[row : row + 1], keys, values, sinks)[0]
         torch.testing.assert_close(out[row].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lens", "kinds", "suits"),
+    [
+        ([2048], (PLAIN,), True),
+        ([16_384], (PLAIN,), False),
+        ([640] * 8, (PLAIN,), True),
+        ([1900] * 7 + [16_384], (PLAIN,), False),
+        ([16_384] * 16, (PLAIN,), False),
+        ([400] * 32, (PLAIN,), True),
+        ([400] * 31 + [8192], (PLAIN, AttentionKind(0.1, window=384)), False),
+        ([400] * 31 + [8192], (AttentionKind(0.1, window=384),), True),
+        ([400] * 33, (PLAIN,), False),
+    ],
+)
+def test_one_kernel_serves_few_requests_whose_parts_are_short(
+    lens: list[int], kinds: tuple[AttentionKind, ...], suits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from ebbtide.srt.layers.kernels import few_decode
+
+    monkeypatch.setattr(few_decode, "num_multiprocessors", lambda device: 132)
+    shape = AttentionShape(32, 8, 128, 16, torch.bfloat16, torch.bfloat16, kinds)
+    size, lens_R = len(lens), np.array(lens, dtype=np.int32)
+    assert (serves_few(shape, size) and suits_few(shape, lens_R, size, CPU)) is suits
 
 
 @pytest.mark.parametrize("inverse", [None, 64.0])
@@ -416,8 +441,5 @@ def test_on_a_cpu_it_is_always_torchs_own_and_another_name_is_spoken_of(chosen: 
     assert [f"attention_backend={chosen}" in problem for problem in problems] == (
         [] if chosen in (None, "torch_native") else [True]
     )
-
-
-def test_an_unknown_backend_lists_the_valid_ones() -> None:
     with pytest.raises(ConfigurationError, match="one of flashinfer, triton, torch_native, got 'abacus'"):
         choose_backend("abacus", SHAPE, CPU)

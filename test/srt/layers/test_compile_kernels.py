@@ -78,14 +78,9 @@ def test_a_compiler_that_fails_is_quoted_from_its_end_and_what_works_is_named(
     assert message.endswith("\npage.cuh(7): error: no such type\nninja: build stopped.")
     assert "[3/90]" not in message
     assert max(map(len, message.splitlines())) < 500
-
-
-def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
+    missing = FileNotFoundError(2, "No such file or directory", "ninja")
     with pytest.raises(ConfigurationError, match=r"No such file.*ninja"):
-        compile_with(
-            monkeypatch, log, decode=Spec(log, FileNotFoundError(2, "No such file or directory", "ninja"))
-        )
+        compile_with(monkeypatch, log, decode=Spec(log, missing))
 
 
 class Kernel:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import SoloGroup
-from ebbtide.srt.layers.linear import Inputs, Linear
+from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.step import Kernels, Step
 
@@ -105,27 +105,6 @@ def test_a_product_is_added_up_and_in_place_with_the_bias_of_one_rank(biased: bo
 
     torch.testing.assert_close(summed, expected)
     torch.testing.assert_close(added, residual + expected)
-
-
-def test_another_precision_is_one_subclass() -> None:
-    """Weights kept as bytes with a scale: norms, gates and residuals need not know."""
-
-    class Bytes(Linear):
-        scale = 0.05
-
-        def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
-            return F.linear(x.tensor(), self.weight.float() * self.scale, bias_O)
-
-    linear, norm, x = Bytes(D, D, bias=False, dtype=torch.int8), make_norm(0.0), torch.randn(T, D)
-    linear.weight = nn.Parameter(torch.randint(-9, 9, (D, D), dtype=torch.int8), requires_grad=False)
-    weight = linear.weight.float() * Bytes.scale
-    stream = Residual(torch.zeros(T, D))
-
-    stream.add(linear.addend(x, STEP))
-
-    torch.testing.assert_close(stream.read()[0], x @ weight.T)
-    gate, up = (normalised(x, norm) @ weight.T).chunk(2, dim=1)
-    torch.testing.assert_close(linear.gated(inputs_of(x, norm), "silu", STEP).tensor(), F.silu(gate) * up)
 
 
 def test_a_norm_is_of_the_residual_as_it_was_when_it_was_taken() -> None:

@@ -1,11 +1,12 @@
 """FlashInfer's kernel for products of 8 bits: when it is taken and compiled; on a GPU, what comes of it."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from fixtures.kernels import needs_gpu
 from torch import Tensor
 
 from ebbtide.srt.layers.fp8 import FP8, dequantize, quantize_into
@@ -15,7 +16,6 @@ from ebbtide.srt.layers.kernels import nvrtc
 from ebbtide.srt.layers.kernels.fp8 import blockscale
 from ebbtide.srt.layers.kernels.fp8.blockscale import blockscale_product, choose_tile
 
-ON_GPU = torch.cuda.is_available()  # noqa: TID251
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, int]
 
 
@@ -45,13 +45,6 @@ def operands(num_tokens: int, num_rows: int = 512, num_columns: int = 256) -> Op
     )
 
 
-def refusing(error: Exception) -> Callable[..., bytes]:
-    def compiled(text: str, options: tuple[str, ...]) -> bytes:
-        raise error
-
-    return compiled
-
-
 @pytest.mark.parametrize("num_rows", [1024, 4096, 6144, 8448])
 @pytest.mark.parametrize("num_columns", [2048, 14336, 53248])
 @pytest.mark.parametrize("num_tokens", [2, 64, 65, 200, 256])
@@ -74,8 +67,10 @@ def test_what_would_have_programs_wait_is_left_to_others() -> None:
 def test_it_is_compiled_ahead_for_all_numbers_of_tokens_and_not_launched(
     an_h200: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The text says whose headers it is compiled with: those of another version make another kernel."""
     texts: list[str] = []
     monkeypatch.setattr(nvrtc, "compiled", lambda text, options: texts.append(text))
+    monkeypatch.setattr(blockscale, "version", {"flashinfer-python": "0.6.99"}.__getitem__)
 
     with ThreadPoolExecutor(2) as threads, nvrtc.compiling_ahead(threads):
         few, some, many = (blockscale_product(*operands(num_tokens)) for num_tokens in (32, 40, 8192))
@@ -86,6 +81,7 @@ def test_it_is_compiled_ahead_for_all_numbers_of_tokens_and_not_launched(
     assert some.shape == (40, 512)
     # Of up to 64 tokens, and of more: of so few rows tiles are the same for 128 tokens and for 256.
     assert len(texts) == len(set(texts)) == 2
+    assert all("FlashInfer 0.6.99" in text for text in texts)
 
 
 def test_after_a_pass_of_any_size_no_other_waits_for_the_compiler(
@@ -108,55 +104,41 @@ def test_after_a_pass_of_any_size_no_other_waits_for_the_compiler(
     assert launches.count("cuLaunchKernel") == 3
 
 
-def test_with_another_flashinfer_it_is_compiled_again(an_h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts: list[str] = []
-    monkeypatch.setattr(nvrtc, "compiled", lambda text, options: texts.append(text))
-
-    for version in ("0.6.12", "0.6.13"):
-        forget()
-        monkeypatch.setattr(blockscale, "version", {"flashinfer-python": version}.__getitem__)
-        with ThreadPoolExecutor(1) as threads, nvrtc.compiling_ahead(threads):
-            blockscale_product(*operands(64))
-
-    assert len(texts) == len(set(texts)) == 4
-
-
-@pytest.mark.parametrize("cubin", [b"", b".text._Z15fp8_gemm_kernelv"])
-def test_where_it_cannot_be_loaded_others_multiply_and_one_line_says_so(
-    an_h200: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cubin: bytes
+@pytest.mark.parametrize(
+    ("compiled", "said"),
+    [
+        (b"", "no kernel fp8_gemm_kernel"),
+        (b".text._Z15fp8_gemm_kernelv", "no binary for this GPU"),
+        (RuntimeError("no cuda_bf16.h"), "no cuda_bf16.h"),
+        (ImportError("no cuda.bindings"), "no cuda.bindings"),
+        (PermissionError("the folder of kernels"), "the folder of kernels"),
+    ],
+    ids=str,
+)
+def test_where_it_cannot_be_had_others_multiply_and_one_line_says_so(
+    an_h200: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    compiled: bytes | Exception,
+    said: str,
 ) -> None:
+    def compile_it(text: str, options: tuple[str, ...]) -> bytes:
+        if isinstance(compiled, Exception):
+            raise compiled
+        return compiled
+
     def refuse(name: str, *arguments: object) -> None:
         raise RuntimeError(f"{name}: no binary for this GPU")
 
-    monkeypatch.setattr(nvrtc, "compiled", lambda text, options: cubin)
+    monkeypatch.setattr(nvrtc, "compiled", compile_it)
     monkeypatch.setattr(nvrtc, "call", refuse)
-
-    with caplog.at_level(logging.WARNING):
-        assert [blockscale_product(*operands(num_tokens)) for num_tokens in (64, 50, 200)] == [None] * 3
-
-    said = "no binary for this GPU" if cubin else "no kernel fp8_gemm_kernel"
-    assert [said in record.message for record in caplog.records] == [True]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("no cuda_bf16.h"),
-        ImportError("no cuda.bindings"),
-        PermissionError("the folder of kernels"),
-    ],
-)
-def test_without_a_compiler_others_multiply_and_one_line_says_so(
-    an_h200: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
-    monkeypatch.setattr(nvrtc, "compiled", refusing(error))
 
     with caplog.at_level(logging.WARNING):
         with ThreadPoolExecutor(1) as threads, nvrtc.compiling_ahead(threads):
             blockscale_product(*operands(64))
         assert [blockscale_product(*operands(num_tokens)) for num_tokens in (64, 50, 200)] == [None] * 3
 
-    assert [str(error) in record.message for record in caplog.records] == [True]
+    assert [said in record.message for record in caplog.records] == [True]
 
 
 def test_without_headers_others_multiply_and_one_line_says_so(
@@ -173,7 +155,7 @@ def test_without_headers_others_multiply_and_one_line_says_so(
     blockscale._includes.cache_clear()
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("num_tokens", [33, 64, 65, 130, 256])
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(4096, 4096), (6144, 4096), (1040, 14336)])
 def test_products(num_tokens: int, num_rows: int, num_columns: int) -> None:
