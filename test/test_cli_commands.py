@@ -22,7 +22,9 @@ README = Path(__file__).parent.parent / "README.md"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with null_server("--weight-version", "0") as server:
+    keys = ("--api-key", "user", "--admin-api-key", "admin")
+    with null_server("--weight-version", "0", *keys, is_ready=False) as server:
+        server.wait_ready()
         yield server
 
 
@@ -38,7 +40,9 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(server: Server, capsys: pytest.CaptureFixture[str]) -> Terminal:
+def terminal(server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("EBBTIDE_API_KEY", "user")
+    monkeypatch.setenv("EBBTIDE_ADMIN_API_KEY", "admin")
     return Terminal(server, capsys)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -26,8 +27,8 @@ Key: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--api-key",
-        envvar=["EBBTIDE_ADMIN_API_KEY", "EBBTIDE_API_KEY"],
-        help="Its key, if it has one: the admin key for control.",
+        envvar="EBBTIDE_API_KEY",
+        help="Its key, if it has one; EBBTIDE_ADMIN_API_KEY has that for control, if it is another.",
         rich_help_panel="Server",
     ),
 ]
@@ -40,7 +41,8 @@ console = Console(highlight=False)
 def asking(url: str, key: str | None) -> Generator[Client, None, None]:
     """A client of the server; what it refuses, or how it fails, ends the command with one line."""
     try:
-        with Client(url, api_key=key) as client:
+        admin_key = os.environ.get("EBBTIDE_ADMIN_API_KEY", key)
+        with Client(url, api_key=admin_key if key is None else key, admin_api_key=admin_key) as client:
             yield client
     except (EbbtideError, ValueError) as error:
         fail(str(error))
