@@ -93,9 +93,6 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
-_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-
-
 @contextmanager
 def torch_hidden(trust_remote_code: bool) -> Iterator[None]:
     """Within, torch counts as not installed; transformers, if it is imported here, does without for good.
@@ -106,13 +103,9 @@ def torch_hidden(trust_remote_code: bool) -> Iterator[None]:
     if trust_remote_code or not sys.modules.keys().isdisjoint({"torch", "transformers"}):
         yield
         return
-    advice = os.environ.get(_ADVICE)
-    os.environ[_ADVICE] = "1"
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules["torch"]
-        del os.environ[_ADVICE]
-        if advice is not None:
-            os.environ[_ADVICE] = advice

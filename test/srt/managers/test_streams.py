@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from fixtures.logprobs import PositionLogprobs, columns
-from fixtures.scripted_engine import Engine, run, scripted, start
+from fixtures.scripted_engine import Engine, chunks_of, run, scripted, start
 
 from ebbtide.srt.managers.io_struct import FinishReason, RequestOutput, StreamedTokens, TokenOutput
 from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB
@@ -28,7 +28,7 @@ async def two_chunks(engine: Engine) -> list[dict[str, Any]]:
         "return_logprob": True,
         "logprob_start_len": 1,
     }
-    stream = (await engine.manager.prepare(fields)).stream()
+    stream = chunks_of(await engine.manager.prepare(fields))
     first = RequestOutput(
         "r",
         [7],
@@ -85,7 +85,7 @@ async def test_an_incremental_stream_holds_what_is_new(engine: Engine) -> None:
 @pytest.mark.parametrize("incremental", [False, True])
 def test_chunks_that_a_slow_reader_left_lying_become_one(incremental: bool) -> None:
     async def script(engine: Engine) -> None:
-        stream = (await engine.manager.prepare({"input_ids": [5], "rid": "r", "stream": True})).stream()
+        stream = chunks_of(await engine.manager.prepare({"input_ids": [5], "rid": "r", "stream": True}))
         for token_id in range(10):
             await engine.send(RequestOutput("r", [token_id], start=start() if token_id == 0 else None))
         chunk = await next_chunk(stream)
@@ -111,7 +111,7 @@ def test_tokens_of_many_streams_at_once_come_with_their_logprobs_and_versions(in
             await engine.send_message(text)
 
         fields = {"input_ids": [5], "rid": "r", "stream": True, "return_logprob": True}
-        stream = (await engine.manager.prepare(fields)).stream()
+        stream = chunks_of(await engine.manager.prepare(fields))
         versions = [("1", 0), ("2", 1)]
         await engine.send(
             RequestOutput("r", [0], start=start(), version_starts=versions, logprobs=columns(logprob(0)))
@@ -136,7 +136,7 @@ def test_tokens_of_many_streams_at_once_come_with_their_logprobs_and_versions(in
 
 @scripted()
 async def test_a_batch_streams_with_the_index_of_each_output(engine: Engine) -> None:
-    stream = (await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": True})).stream()
+    stream = chunks_of(await engine.manager.prepare({"input_ids": [[5], [6]], "rid": "r", "stream": True}))
     await engine.send(RequestOutput("r_1", [1], start=start()))
     assert (await next_chunk(stream))["index"] == 1
     await engine.send(RequestOutput("r_0", [0], finish=LENGTH), RequestOutput("r_1", [2], finish=LENGTH))

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from fixtures.logprobs import PositionLogprobs, columns
-from fixtures.scripted_engine import STATE, Engine, scripted, start
+from fixtures.scripted_engine import STATE, Engine, chunks_of, scripted, start
 from fixtures.tokenizers import byte_level
 
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -227,7 +227,7 @@ async def test_a_reader_that_goes_away_aborts_what_is_still_to_come(engine: Engi
     await engine.received(2)
     await engine.send(RequestOutput("r_0", [1], finish=LENGTH, start=start()))
     if stream:
-        chunks = generation.stream()
+        chunks = chunks_of(generation)
         await anext(chunks)
         await chunks.aclose()
     else:
@@ -308,9 +308,9 @@ async def test_an_abort_by_the_engine_is_an_error_and_ends_the_batch(
 
 
 async def drain(generation: LiveGeneration) -> Any:
-    return (
-        [chunk async for chunk in generation.stream()] if generation.is_stream else await generation.result()
-    )
+    if generation.is_stream:
+        return [chunk async for chunk in chunks_of(generation)]
+    return await generation.result()
 
 
 @scripted()
@@ -342,7 +342,7 @@ async def test_a_reply_overtakes_the_chunks_of_many_streams(engine: Engine) -> N
     async def read(rid: str) -> None:
         fields = {"input_ids": [5], "rid": rid, "stream": True, "return_logprob": True}
         generation = await engine.manager.prepare(fields)
-        async for chunk in generation.stream():
+        async for chunk in chunks_of(generation):
             chunks[rid].append(chunk["output_ids"])
             logprobs = chunk["meta_info"]["output_token_logprobs"]
             assert logprobs == [(-token_id, token_id, None) for token_id in chunk["output_ids"]]

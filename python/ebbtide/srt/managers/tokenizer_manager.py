@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -217,22 +217,6 @@ class TokenizerManager:
         await self._send(generation, grammars)
         self.pause.note()
         return generation
-
-    async def generate(self, given: GenerateReqInput | Mapping[str, Any]) -> AsyncIterator[Any]:
-        """Yield the chunks of a stream, or once the whole answer: a dict, or a list of them.
-
-        Raises:
-            RequestRejected, EngineError: as `prepare`, `LiveGeneration.result` and `LiveGeneration.stream`.
-        """
-        generation = await self.prepare(given)
-        try:
-            if generation.is_stream:
-                async for chunk in generation.stream():
-                    yield chunk
-            else:
-                yield await generation.result()
-        finally:
-            generation.close()
 
     @property
     def num_live(self) -> int:

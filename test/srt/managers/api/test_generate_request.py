@@ -345,7 +345,7 @@ def packed(rows_TLK: NDArray[np.uint8]) -> dict[str, Any]:
         (packed(ROWS) | {"shape": [5, 5]}, "what is none of these: cannot reshape"),
         (packed(ROWS) | {"start": 3}, "what is none of these: its rows begin with the first token"),
         ("AAAA", "what is none of these: buffer size"),
-        ("experts", "what is none of these: not base64"),
+        ("experts", "what is none of these: Incorrect padding"),
         ([0, 1, 2], "a list must have one entry per prompt"),
     ],
 )

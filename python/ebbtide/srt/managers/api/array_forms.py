@@ -7,7 +7,6 @@ Source: wire_vllm section 6.1; SGLang's `/generate`.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 from collections.abc import Sequence
@@ -82,9 +81,9 @@ def decoded(given: Any, slots: ExpertSlots, num_prompt_tokens: int) -> RoutedExp
     if len(rows) > num_prompt_tokens:
         raise _rejected(f"expected at most the {num_prompt_tokens} tokens of the prompt, got {len(rows)}")
     chosen = rows[:, list(slots.sparse_layers)]
-    if ((chosen < 0) | (chosen >= slots.num_experts)).any():
-        bad = chosen[(chosen < 0) | (chosen >= slots.num_experts)][0]
-        raise _rejected(f"expected experts from 0 to {slots.num_experts - 1}, got {bad}")
+    bad = chosen[(chosen < 0) | (chosen >= slots.num_experts)]
+    if len(bad):
+        raise _rejected(f"expected experts from 0 to {slots.num_experts - 1}, got {bad[0]}")
     ordered = np.sort(chosen, axis=-1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise _rejected("expected different experts of a token in a layer, got one twice")
@@ -108,8 +107,9 @@ def _read(given: Any, slots: ExpertSlots) -> NDArray[Any]:
             raise ValueError("its rows begin with the first token: start is not 0")
         if given["dtype"] not in _KINDS:
             raise ValueError(f"its dtype is none of {', '.join(_KINDS)}")
-        return np.frombuffer(_bytes(given["data"]), dtype=given["dtype"]).reshape(given["shape"])
-    data = _bytes(given)
+        data = base64.b64decode(given["data"], validate=True)
+        return np.frombuffer(data, given["dtype"]).reshape(given["shape"])
+    data = base64.b64decode(given, validate=True)
     if not data.startswith(_NPY_MAGIC):
         return np.frombuffer(data, dtype=np.int32).reshape(-1, slots.num_layers, slots.per_token)
     file = io.BytesIO(data)
@@ -120,15 +120,6 @@ def _read(given: Any, slots: ExpertSlots) -> NDArray[Any]:
     if is_fortran or dtype.name not in _KINDS:
         raise ValueError(f"the file is not in C order, or its dtype is none of {', '.join(_KINDS)}")
     return np.frombuffer(data, dtype=dtype, offset=file.tell()).reshape(shape)
-
-
-def _bytes(text: Any) -> bytes:
-    if not isinstance(text, str):
-        raise TypeError(f"{type(text).__name__} is not a text")
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"not base64: {error}") from None
 
 
 def _rejected(problem: str) -> RequestRejected:

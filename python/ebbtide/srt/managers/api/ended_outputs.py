@@ -49,27 +49,6 @@ class EndedOutput:
     ended_s: float
     adapter: str | None = None
 
-    @classmethod
-    def of(
-        cls,
-        request: TokenizedGenerateReqInput,
-        output_ids: Sequence[int],
-        ended_s: float,
-        adapter: str | None = None,
-    ) -> EndedOutput:
-        """The output of a request, which may have continued another one."""
-        return cls(
-            rid=request.rid,
-            prompt_ids=array("i", request.input_ids),
-            output_ids=array("i", [*request.continued_ids, *output_ids]),
-            num_new=len(output_ids),
-            params=request.sampling_params,
-            seed=request.seed,
-            namespace=request.cache_namespace,
-            ended_s=ended_s,
-            adapter=request.adapter if adapter is None else adapter,
-        )
-
     def params_for(self, given: SamplingParams | None) -> SamplingParams:
         """Those of a request that continues it: with its seed, and where none are given, its own."""
         if given is not None and given.n != 1:
@@ -115,8 +94,17 @@ class EndedOutputs:
         """An output has ended, of a request that this client made, on this version of an adapter."""
         name = client.key, request.rid
         self._forget(name)
-        ended = EndedOutput.of(request, output_ids, self._clock(), adapter)
-        self._kept[name] = ended
+        ended = self._kept[name] = EndedOutput(
+            rid=request.rid,
+            prompt_ids=array("i", request.input_ids),
+            output_ids=array("i", [*request.continued_ids, *output_ids]),
+            num_new=len(output_ids),
+            params=request.sampling_params,
+            seed=request.seed,
+            namespace=request.cache_namespace,
+            ended_s=self._clock(),
+            adapter=request.adapter if adapter is None else adapter,
+        )
         self._num_tokens += ended.num_tokens
         for old in list(self._too_much()):
             self._forget(old)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -18,7 +18,7 @@ from ebbtide.srt.managers.wire.generation import LogprobRows
 
 
 class LiveGeneration:
-    """A request that runs, with one output or several. Read either its `result()` or its `stream()`.
+    """A request that runs, with one output or several. Read its `result()`, or chunk by chunk, and close it.
 
     Belongs to the loop of the engine, except that a stream is read where its reader is: a chunk is made when
     it is read, and not before.
@@ -80,22 +80,8 @@ class LiveGeneration:
         finally:
             self.close()
 
-    async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of all outputs, with an `index` if there are several. Leaving early aborts the request.
-
-        Raises RequestRejected, EngineError: as `result`, possibly after some chunks.
-        """
-        try:
-            while await self.has_next():
-                yield self.next_chunk()
-        finally:
-            self.close()
-
     async def has_next(self) -> bool:
-        """Wait for the next chunk of a stream, or for an error; False: there will be none. In any event loop.
-
-        With `next_chunk` this is what `stream` does, for a reader that closes the request itself.
-        """
+        """Wait for the next chunk of a stream, or an error; False: there will be none. In any event loop."""
         loop = asyncio.get_running_loop()
         while (is_there := self._has_next(waiter := loop.create_future())) is None:
             await waiter
@@ -119,7 +105,10 @@ class LiveGeneration:
             return None
 
     def next_chunk(self) -> dict[str, Any]:
-        """What `has_next` has waited for. Raises RequestRejected, EngineError: as `result`."""
+        """What `has_next` has waited for, with an `index` if there are several outputs.
+
+        Raises RequestRejected, EngineError: as `result`.
+        """
         if self._error is not None:
             raise self._error
         with self._waker.lock:
@@ -150,7 +139,8 @@ class LiveGeneration:
             if self.is_finished:
                 self._cancel_timer()
             if finish.status_code is not None:
-                self._error = _failure(finish.message, finish.status_code)
+                message, status = finish.message, finish.status_code
+                self._error = EngineError(message) if status == 500 else RequestRejected(message, status)
         if self.is_stream or finish is not None:
             self._wake()
 
@@ -174,11 +164,6 @@ class LiveGeneration:
     def _cancel_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
-
-
-def _failure(message: str, status: int) -> Exception:
-    """The error behind an abort that the engine caused."""
-    return EngineError(message) if status == 500 else RequestRejected(message, status)
 
 
 # What an event loop may run of them before it looks at anything else: a millisecond.

@@ -101,12 +101,6 @@ def merge_rules(kind: type[Reply]) -> Mapping[str, Merge]:
     return rules
 
 
-@functools.cache
-def share_names(kind: type[Reply]) -> tuple[str, ...]:
-    """The fields of which every rank has a part of its own."""
-    return tuple(name for name, merge in merge_rules(kind).items() if merge.is_share)
-
-
 R = TypeVar("R", bound=Reply)
 
 MAX_ERRORS: Final = 20
@@ -238,7 +232,7 @@ def _merged(replies: Sequence[R], noun: Literal["rank", "replica"], shares: list
 
 def _share(reply: Reply, tp_rank: int) -> dict[str, Any]:
     """What one rank adds to the totals."""
-    own = {name: getattr(reply, name) for name in share_names(type(reply))}
+    own = {name: getattr(reply, name) for name, rule in merge_rules(type(reply)).items() if rule.is_share}
     return {"dp_rank": 0, "tp_rank": tp_rank, **own}
 
 
