@@ -110,7 +110,6 @@ def test_overrides_are_merged_before_fields_are_derived(folder: Path) -> None:
         ("lof", "priority-lof"),
         ("priority", "priority"),
         ("lpm", None),
-        ("random", None),
     ],
 )
 def test_priority_scheduling_orders_by_priority_first(folder: Path, policy: str, ordered: str | None) -> None:

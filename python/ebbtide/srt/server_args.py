@@ -22,8 +22,8 @@ from ebbtide.srt.arguments import (
 )
 
 _DTYPES = ("auto", "float32", "float", "float16", "half", "bfloat16", "bf16")
-OWN_SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "priority", "random")
-_OTHER_SCHEDULE_POLICIES = ("routing-key", "hrrn", "shortest-prefill-first")
+OWN_SCHEDULE_POLICIES = ("fcfs", "lpm", "lof", "priority")
+_OTHER_SCHEDULE_POLICIES = ("dfs-weight", "random", "routing-key", "hrrn", "shortest-prefill-first")
 # Spelled out, since this module imports nothing that parses: the keys of `TOOL_CALL_FORMATS`, and of
 # `REASONING_FORMATS`.
 TOOL_CALL_PARSERS = (
@@ -210,9 +210,8 @@ class ServerArgs(SglangArguments):
     )
     schedule_policy: str = arg(
         "fcfs",
-        "Order of waiting requests: fcfs, arrival; lpm, longest cached prefix; dfs-weight, "
-        "prefixes that most requests share; lof, longest output; priority, the request's "
-        "field of this name; random. The other names mean fcfs.",
+        "Order of waiting requests: fcfs, arrival; lpm, longest cached prefix; lof, longest output; "
+        "priority, the request's field of this name. The other names mean fcfs.",
         choices=(*OWN_SCHEDULE_POLICIES, *_OTHER_SCHEDULE_POLICIES),
     )
     enable_priority_scheduling: bool = arg(

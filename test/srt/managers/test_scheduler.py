@@ -34,7 +34,7 @@ def test_requests_whose_next_token_depends_on_all_before_run_beside_others() -> 
 
 @pytest.mark.parametrize(
     ("policy", "chunk"),
-    [*((policy, 5) for policy in OWN_SCHEDULE_POLICIES), ("fcfs", None), ("lpm", 1), ("random", 16)],
+    [*((policy, 5) for policy in OWN_SCHEDULE_POLICIES), ("fcfs", None), ("lpm", 1), ("lof", 16)],
 )
 def test_chunking_and_policy_do_not_change_outputs(policy: str, chunk: int | None) -> None:
     schedule = default_schedule(chunked_prefill_size=chunk, policy=policy, max_running_requests=3)

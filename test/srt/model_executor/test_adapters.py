@@ -336,9 +336,7 @@ def test_only_the_modules_that_were_asked_for_take_adapters(tmp_path: Path) -> N
     adapter = merged_adapter(model)
     described = [each for each in adapter.described if ".q_proj." in each[0]]
     slots(driver).fit(adapter_config(adapter.fields), described)
-    with pytest.raises(
-        RequestRejected, match=r"gate_proj\.lora_A\.weight: expected modules of lora_target_modules"
-    ):
+    with pytest.raises(RequestRejected, match=r"gate_proj\.lora_A\.weight: .* lora_target_modules if it is"):
         slots(driver).fit(adapter_config(adapter.fields), adapter.described)
     with pytest.raises(ConfigurationError, match="lora_target_modules: the model has no module 'qq_proj'"):
         RunnerDriver(model, lora_target_modules=["qq_proj"], **LORA)

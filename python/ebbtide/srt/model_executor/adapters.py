@@ -23,6 +23,7 @@ from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.lora import ProductAdapters
 from ebbtide.srt.layers.moe import Experts
+from ebbtide.srt.memory_saver.arena import round_up
 from ebbtide.srt.memory_saver.saver import ArenaSource
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.host_copies import upload
@@ -69,11 +70,11 @@ class _AdapterLayout:
 
     @property
     def b_offset(self) -> int:
-        return self.a_offset + _aligned(math.prod(self.a_shape))
+        return self.a_offset + round_up(math.prod(self.a_shape), ALIGNMENT)
 
     @property
     def end(self) -> int:
-        return self.b_offset + _aligned(math.prod(self.b_shape))
+        return self.b_offset + round_up(math.prod(self.b_shape), ALIGNMENT)
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,6 @@ class AdapterSlots:
         layouts = _layouts(model, placements, limits)
         self._modules = dict(_modules(model, layouts))
         self._stored_as = model.stored_as
-        self._untargeted = _untargeted(model, placements, limits)
         last = list(layouts.values())[-1]
         num_values, num_scalings = last.end, last.first_scaling + len(last.ends)
         values_bytes = self.num_slots * num_values * dtype.itemsize
@@ -354,8 +354,7 @@ class AdapterSlots:
         self, name: str, tensor: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...]
     ) -> tuple[str, _Module]:
         """The module that a name means, and its own name."""
-        stored = self._stored_as(name)
-        if (module := self._modules.get(name) or self._modules.get(stored)) is not None:
+        if (module := self._modules.get(name) or self._modules.get(self._stored_as(name))) is not None:
             return name, module
         # PEFT wraps a layer's experts once for each parameter: which one, the shapes say.
         experts = name.removesuffix(".base_layer")
@@ -376,9 +375,9 @@ class AdapterSlots:
             raise _tensor_refused(
                 tensor, "no adapter of embeddings or the output layer: these are not supported"
             )
-        if self._untargeted & {name, stored, experts, self._stored_as(experts)}:
-            raise _tensor_refused(tensor, "modules of lora_target_modules alone")
-        raise _tensor_refused(tensor, "modules of the model: it has none of this name that takes an adapter")
+        raise _tensor_refused(
+            tensor, "modules of the model that take adapters, those of lora_target_modules if it is given"
+        )
 
 
 @dataclass(frozen=True)
@@ -396,10 +395,6 @@ _PEFT_NAME = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])(?:\.defa
 
 def _tensor_refused(name: str, expected: str) -> RequestRejected:
     return RequestRejected(f"adapter tensor {name[:MAX_TEXT]}: expected {expected}")
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def _on_host(row: Tensor) -> Tensor:
@@ -430,7 +425,7 @@ def _layouts(
 ) -> dict[str, _AdapterLayout]:
     layouts: dict[str, _AdapterLayout] = {}
     end, num_scalings = 0, 0
-    max_rank = -(-limits.max_rank // RANK_MULTIPLE) * RANK_MULTIPLE
+    max_rank = round_up(limits.max_rank, RANK_MULTIPLE)
     for parameter, modules in _products(model, placements).items():
         module = model.get_submodule(parameter.rpartition(".")[0])
         num_experts = module.config.num_experts if isinstance(module, Experts) else 1
@@ -458,15 +453,6 @@ def _layouts(
     if not layouts:
         raise ConfigurationError("enable_lora: the model has no products that take adapters")
     return layouts
-
-
-def _untargeted(
-    model: CausalLM, placements: Mapping[str, Placement], limits: AdapterLimits
-) -> frozenset[str]:
-    """Modules that could have adapters, but for the configured targets."""
-    names = {name for modules in _products(model, placements).values() for name in modules}
-    others = {name for name in names if not _is_targeted(name, limits.targets)}
-    return frozenset(others | {name.rpartition(".")[0].rpartition(".")[0] for name in others})
 
 
 def _modules(model: CausalLM, layouts: Mapping[str, _AdapterLayout]) -> Iterable[tuple[str, _Module]]:

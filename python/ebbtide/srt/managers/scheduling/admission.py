@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import random
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ebbtide.srt.managers.scheduling.request import Req
 
@@ -20,9 +19,7 @@ MATCHED_WINDOW: Final = 128
 # How many requests of an adapter a step looks at whose version has no slot yet.
 MAX_BARRED: Final = 64
 
-# Where a request stands in a tree: at each level how many go on the same way (negative), and the page.
-TreePlace: TypeAlias = tuple[tuple[int, int], ...]
-Key = TypeVar("Key", float, tuple[int, int], TreePlace)
+Key = TypeVar("Key", int, tuple[int, int])
 
 # Shares of prompt tokens in a pass that streams wait for. By default they take about as long as 1,024
 # requests that decode, so that with those a pass takes twice as long as one without prompts. Nothing
@@ -41,9 +38,9 @@ class WaitingRequests:
     whose KV was taken away come first of all, by arrival.
 
     Args:
-        policy: `fcfs`, by arrival; `lpm`, the longest cached prefix first; `dfs-weight`, by the tree of
-            cached prefixes; `lof`, the longest output first; `priority`, the highest first; `priority-lof`,
-            of equal ones the longest output; `random`. Equals go by arrival.
+        policy: `fcfs`, by arrival; `lpm`, the longest cached prefix first; `lof`, the longest output first;
+            `priority`, the highest first; `priority-lof`, of equal ones the longest output. Equals go by
+            arrival.
         max_running: requests of one adapter that may run at a time; None: all.
 
     Attributes:
@@ -52,8 +49,6 @@ class WaitingRequests:
 
     def __init__(self, policy: str, max_running: int | None = None) -> None:
         self._policy = policy
-        # The same on all ranks: they ask for the same numbers in the same turns.
-        self._random = random.Random(0)
         self._max_running = max_running
         self.lines: dict[str | None, list[Req]] = {}
         self._num_running: Counter[str | None] = Counter()
@@ -153,15 +148,8 @@ class WaitingRequests:
                 return _sorted(line, lambda req: -req.priority)
             case "priority-lof":
                 return _sorted(line, lambda req: (-req.priority, -req.num_to_come))
-            case "random":
-                return _sorted(line, lambda req: self._random.random())
-        window = line[:num_matched]
-        pages = {req.rid: cached_pages(req) for req in window}
-        if self._policy == "lpm":
-            return _sorted(window, lambda req: -len(pages[req.rid]))
-        assert self._policy == "dfs-weight", self._policy
-        places = dfs_places(pages)
-        return _sorted(window, lambda req: places[req.rid])
+        assert self._policy == "lpm", self._policy
+        return _sorted(line[:num_matched], lambda req: -len(cached_pages(req)))
 
     def _is_full(self, name: str | None) -> bool:
         limit = self._max_running
@@ -172,29 +160,6 @@ class WaitingRequests:
         name = req.adapter_name
         fairness = (0, 0) if req.was_retracted else (self._num_running[name], self._served.get(name, 0))
         return (not req.was_retracted, *fairness, req.arrival - req.head_start, req.arrival, req)
-
-
-def dfs_places(pages: Mapping[str, Sequence[int]]) -> dict[str, TreePlace]:
-    """What to sort requests by for a walk through the tree of cached prefixes, depth first.
-
-    Of two branches the one that more requests go through comes first, so that what shares a prefix runs
-    together; requests that end at a node come behind those that go on from it.
-
-    Args:
-        pages: the cached pages that each request begins with.
-    """
-    nodes: dict[tuple[int, int], int] = {}
-    paths: dict[str, list[tuple[int, int]]] = {}
-    num_through: Counter[int] = Counter()
-    for rid, own in pages.items():
-        node = 0
-        path = paths[rid] = []
-        for page in own:
-            node = nodes.setdefault((node, page), len(nodes) + 1)
-            num_through[node] += 1
-            path.append((node, page))
-    end = (1, 0)  # Behind every branch: those begin with a negative number.
-    return {rid: (*((-num_through[node], page) for node, page in path), end) for rid, path in paths.items()}
 
 
 def _by_turn(req: Req) -> tuple[bool, int]:

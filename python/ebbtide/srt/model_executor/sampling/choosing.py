@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ebbtide.srt.memory_saver.arena import round_up
 from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.sampling.logprobs import marked_nonfinite
 from ebbtide.srt.sampling_params import SamplingParams
@@ -64,7 +65,7 @@ class Chosen:
     @staticmethod
     def packed_size(num_rows: int) -> int:
         """Length of `packed`."""
-        return 2 * _aligned(num_rows)
+        return 2 * round_up(num_rows, _ROWS_ALIGNED)
 
     @property
     def tokens_S(self) -> Tensor:
@@ -74,7 +75,7 @@ class Chosen:
     @property
     def logprobs_S(self) -> Tensor:
         """float32, before the filters, as `logprobs.marked_nonfinite` has them."""
-        first = _aligned(self.num_rows)
+        first = round_up(self.num_rows, _ROWS_ALIGNED)
         return self.packed[first:].view(torch.float32)[: self.num_rows]
 
 
@@ -206,10 +207,6 @@ def invert_cdf(probs_GV: Tensor, noise_G: Tensor) -> Tensor:
 def temperature_of(params: SamplingParams) -> float:
     """What the scores are divided by; greedy requests leave them as they are."""
     return 1.0 if params.is_greedy else min(params.temperature, _MAX_TEMPERATURE)
-
-
-def _aligned(num_rows: int) -> int:
-    return -(-num_rows // _ROWS_ALIGNED) * _ROWS_ALIGNED
 
 
 def mixed_seeds(seeds: Sequence[int]) -> NDArray[np.uint64]:
