@@ -5,7 +5,7 @@ Shapes: T tokens, R requests, P pages, S sampled requests, M prompt positions wi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
 from ebbtide.srt.mem_cache.state_pool import StatePool
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan
-from ebbtide.srt.model_executor.host_copies import upload, upload_all
+from ebbtide.srt.model_executor.host_copies import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,10 @@ class BatchLayout:
         width = int(num_pages_R.max())
         # Group by group: gathering from all of them at once takes numpy ten times as long.
         tables = [page_table[plan.page_rows_R, :width] for page_table in page_tables]
-        if len(plan.input_ids_T) == len(num_new_R):
-            positions_T = starts_R.astype(np.int64)
-            requests_T = np.arange(len(num_new_R))
-        else:
-            # Row t of request r stands at position t + (starts_r − first row of r).
-            firsts_R = np.cumsum(num_new_R, dtype=np.int64) - num_new_R
-            positions_T = np.arange(len(plan.input_ids_T)) + np.repeat(starts_R - firsts_R, num_new_R)
-            requests_T = np.repeat(np.arange(len(num_new_R)), num_new_R)
+        # Row t of request r stands at position t + (starts_r − first row of r).
+        firsts_R = np.cumsum(num_new_R, dtype=np.int64) - num_new_R
+        positions_T = np.arange(len(plan.input_ids_T)) + np.repeat(starts_R - firsts_R, num_new_R)
+        requests_T = np.repeat(np.arange(len(num_new_R)), num_new_R)
         indices_T, offsets_T = positions_T // page_size, positions_T % page_size
         is_page_RP = np.arange(width) < num_pages_R[:, None]
         return cls(
@@ -122,52 +118,38 @@ class ForwardBatch:
         page_size: int,
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> Self:
-        """Lay out a plan, in one copy to the device."""
+        """Lay out a plan, and send it to the device."""
         layout = BatchLayout.of(plan, page_tables, page_size)
         q_indptr_R1 = _indptr(plan.num_new_R)
         ends_R = q_indptr_R1[1:].astype(np.int64)
         rows_R = plan.page_rows_R.astype(np.int64)
-        on_device = upload_all(
-            device,
-            input_ids_T=plan.input_ids_T,
-            rows_T=np.repeat(rows_R, plan.num_new_R),
-            positions_T=layout.positions_T,
-            **{f"slots_{group}": slots_T for group, slots_T in enumerate(layout.slots_GT)},
-            sampled_rows_S=ends_R[plan.samples_R] - 1,
-            sampled_page_rows_S=rows_R[plan.samples_R],
-            **{f"kv_indices_{group}": indices for group, indices in enumerate(layout.kv_indices_GI)},
-            kv_indptr=layout.kv_indptr_R1,
-            q_indptr=q_indptr_R1,
-            last_page_len=layout.last_page_len_R,
-        )
-        groups = [
-            GroupPages(table_RP, on_device[f"slots_{group}"], on_device[f"kv_indices_{group}"])
-            for group, table_RP in enumerate(layout.page_table_GRP)
-        ]
+
+        def sent(array: NDArray[Any]) -> Tensor:
+            return upload(array, device)
+
+        tables = zip(layout.page_table_GRP, layout.slots_GT, layout.kv_indices_GI, strict=True)
+        first, *others = [GroupPages(table, sent(slots), sent(indices)) for table, slots, indices in tables]
         paged = PagedBatch(
             num_new_R=plan.num_new_R,
             lens_R=layout.lens_R,
-            page_table_RP=groups[0].page_table_RP,
+            page_table_RP=first.page_table_RP,
             kv_indptr_R1=layout.kv_indptr_R1,
             q_indptr_R1=q_indptr_R1,
             last_page_len_R=layout.last_page_len_R,
-            slots_T=groups[0].slots_T,
+            slots_T=first.slots_T,
             pages=Pages(
-                on_device["q_indptr"],
-                on_device["kv_indptr"],
-                groups[0].kv_indices,
-                on_device["last_page_len"],
+                sent(q_indptr_R1), sent(layout.kv_indptr_R1), first.kv_indices, sent(layout.last_page_len_R)
             ),
-            others=groups[1:],
+            others=others,
         )
         return cls(
-            input_ids_T=on_device["input_ids_T"],
-            rows_T=on_device["rows_T"],
-            positions_T=on_device["positions_T"],
+            input_ids_T=sent(plan.input_ids_T),
+            rows_T=sent(np.repeat(rows_R, plan.num_new_R)),
+            positions_T=sent(layout.positions_T),
             paged=paged,
             sampled_R=np.flatnonzero(plan.samples_R).tolist(),
-            sampled_rows_S=on_device["sampled_rows_S"],
-            sampled_page_rows_S=on_device["sampled_page_rows_S"],
+            sampled_rows_S=sent(ends_R[plan.samples_R] - 1),
+            sampled_page_rows_S=sent(rows_R[plan.samples_R]),
             prompt_rows=_prompt_rows(plan, ends_R),
         )
 

@@ -34,7 +34,6 @@ from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.model_executor.batch_plan import BatchPlan
 from ebbtide.srt.model_executor.forward_batch import BatchLayout, resolve_tokens
-from ebbtide.srt.model_executor.host_copies import pinned, write_at
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +130,11 @@ class DecodeInputs:
             _padded(adapters_R, batch_size - len(adapters_R), -1),
         )
         num_bytes, end = indices[0].nbytes, self._starts[len(arrays)]
-        host = pinned(end + num_bytes * len(indices))
+        host = torch.empty(end + num_bytes * len(indices), dtype=torch.uint8, pin_memory=True)
         places = [end + num_bytes * group for group in range(len(indices))]
-        write_at(host, dict(zip([*self._starts[: len(arrays)], *places], [*arrays, *indices], strict=True)))
+        memory = host.numpy()
+        for place, array in zip([*self._starts[: len(arrays)], *places], [*arrays, *indices], strict=True):
+            memory[place : place + array.nbytes].view(array.dtype)[:] = array
         # Those of the first group lie right behind the rest; room for more than there are stays as it is.
         self._memory[: end + num_bytes].copy_(host[: end + num_bytes], non_blocking=True)
         for start, place in zip(self._starts[len(arrays) + 1 :], places[1:], strict=True):

@@ -331,11 +331,9 @@ class ModelRunner:
     def _prompt_logprobs(self, plan: BatchPlan, rows: list[PromptRows], hidden_TD: Tensor) -> PromptLogprobs:
         """Some rows at a time, of whatever requests: a long prompt's logits are large."""
         specs = [spec for each in rows if (spec := plan.specs[each.request].logprobs) is not None]
-        # Thousands of positions are looked at one by one only where more than their own tokens is asked for.
-        asks_more = any(spec.top or spec.token_ids for spec in specs)
-        specs_M = []
-        if asks_more:
-            specs_M = [spec for each, spec in zip(rows, specs, strict=True) for _ in each.token_ids]
+        specs_M: list[LogprobSpec] = []
+        for each, spec in zip(rows, specs, strict=True):
+            specs_M += [spec] * len(each.token_ids)
         token_ids_M = upload(np.concatenate([np.array(each.token_ids) for each in rows]), self._device)
         rows_M = upload(
             np.concatenate([np.arange(len(each.token_ids)) + each.first_row for each in rows]), self._device
@@ -348,11 +346,7 @@ class ModelRunner:
             tokens_M, norm_M1 = token_logprobs(logits_MV, token_ids_M[part])
             tokens.append(tokens_M)
             norms.append(norm_M1)
-            others.append(
-                alternatives(logits_MV, norm_M1, specs_M[part])
-                if asks_more
-                else LaunchedLogprobs(None, None, None)
-            )
+            others.append(alternatives(logits_MV, norm_M1, specs_M[part]))
             # The next ones take its memory.
             del logits_MV
         # One copy of all: a copy for each piece would hold the device up every time.

@@ -146,15 +146,9 @@ class HostChooser:
     """Chooses with torch, and leaves the scores over the temperature in the scores' memory."""
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
-        temperatures = [temperature_of(each) for each in params]
-        self._temperature_S1 = (
-            torch.tensor(temperatures, device=device).unsqueeze(1)
-            if any(each != 1.0 for each in temperatures)
-            else None
-        )
+        self._temperature_S1 = torch.tensor([temperature_of(each) for each in params]).unsqueeze(1)
         random = [row for row, each in enumerate(params) if not each.is_greedy]
         self._random_G = torch.tensor(random, dtype=torch.int64)
-        self._is_all_random = len(random) == len(params)
         filtered = [index for index, row in enumerate(random) if is_filtered(params[row], vocab_size)]
         self._filtered = torch.tensor(filtered, dtype=torch.int64)
         self._filters = (
@@ -163,15 +157,11 @@ class HostChooser:
 
     def choose(self, scores_SV: Tensor, noise_S: NDArray[np.float64]) -> Chosen:
         """See `Chooser`. The scores must be float32."""
-        if self._temperature_S1 is not None:
-            scores_SV /= self._temperature_S1
-        if self._is_all_random:
-            tokens_S = self._draw(scores_SV, torch.from_numpy(noise_S))
-        else:
-            tokens_S = scores_SV.argmax(-1)
-            if len(self._random_G):
-                noise_G = torch.from_numpy(noise_S)[self._random_G]
-                tokens_S[self._random_G] = self._draw(scores_SV[self._random_G], noise_G)
+        scores_SV /= self._temperature_S1
+        tokens_S = scores_SV.argmax(-1)
+        if len(self._random_G):
+            noise_G = torch.from_numpy(noise_S)[self._random_G]
+            tokens_S[self._random_G] = self._draw(scores_SV[self._random_G], noise_G)
         num_rows = len(scores_SV)
         chosen = Chosen(torch.empty(Chosen.packed_size(num_rows), dtype=torch.int64), num_rows)
         chosen.tokens_S.copy_(tokens_S)
