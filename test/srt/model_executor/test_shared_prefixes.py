@@ -14,9 +14,8 @@ from fixtures.model_runs import Run, RunnerDriver
 
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns, best_runs
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, SampleSpec
-from ebbtide.srt.model_executor.forward_batch import BatchLayout, ForwardBatch
+from ebbtide.srt.model_executor.forward_batch import BatchLayout, ForwardBatch, shared_prefixes
 from ebbtide.srt.model_executor.model_runner import ModelRunner
-from ebbtide.srt.model_executor.shared_prefixes import shared_prefixes
 from ebbtide.srt.sampling_params import SamplingParams
 
 PAGE_SIZE, WIDTH = 4, 32

@@ -33,6 +33,7 @@ from ebbtide.srt.model_executor.forward_batch import (
     ForwardBatch,
     PromptRows,
     resolve_tokens,
+    shared_prefixes,
     state_step,
 )
 from ebbtide.srt.model_executor.host_copies import download, upload
@@ -44,7 +45,6 @@ from ebbtide.srt.model_executor.sampling.logprobs import (
     token_logprobs,
 )
 from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
-from ebbtide.srt.model_executor.shared_prefixes import shared_prefixes
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
 

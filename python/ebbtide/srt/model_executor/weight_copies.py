@@ -191,15 +191,6 @@ class PlannedSpans:
         """Whether these are the copies of the same tensors from an origin, too: all remain aligned."""
         return (origin - self.origin) % ALIGNMENT_BYTES == 0
 
-    def move(self, address: int, origin: int) -> None:
-        """Be for weights that begin there, from there."""
-        for ready in self.ready:
-            if (address, origin) == (self.address, self.origin):
-                ready.found_S.zero_()
-            else:
-                ready.move(origin - self.origin, address - self.address)
-        self.address, self.origin = address, origin
-
 
 class WeightCopies:
     """Copies of tensors that lie in a device's memory as they are to lie in the weights, or in bfloat16.
@@ -293,7 +284,9 @@ class WeightCopies:
 
     def take(self, planned: PlannedSpans, address: int, origin: int = 0) -> None:
         """Instead of planning, have planned copies of the same tensors ready, see `prepare`."""
-        planned.move(address, origin)
+        for ready in planned.ready:
+            ready.move(origin - planned.origin, address - planned.address)
+        planned.address, planned.origin = address, origin
         self._names, self._ready = planned.names, planned.ready
 
     def launch(self, cost: int = 1) -> Iterator[int]:

@@ -89,13 +89,10 @@ class KernelChooser:
             row for row, each in enumerate(params) if not each.is_greedy and is_filtered(each, vocab_size)
         ]
         self._filtered_F = upload(np.array(filtered, dtype=np.int32), device) if filtered else None
-        self._is_all_greedy = all(each.is_greedy for each in params)
-        self._no_noise_S = upload(np.full(len(params), -1.0), device)
 
     def choose(self, scores_SV: Tensor, noise_S: NDArray[np.float64]) -> Chosen:
         """Launch the kernels. The scores may have any float type, in contiguous rows; they are only read."""
         num_rows, device = len(scores_SV), scores_SV.device
-        noise_dev_S = self._no_noise_S if self._is_all_greedy else upload(noise_S, device)
         # The workspace and what leaves it are laid out so that every pointer keeps its alignment whatever
         # the batch: Triton compiles once more for pointers that are aligned differently.
         work = torch.empty(
@@ -138,7 +135,7 @@ class KernelChooser:
         _draw_kernel[(num_rows,)](
             **common,
             **whole,
-            noise=noise_dev_S,
+            noise=upload(noise_S, device),
             tokens=chosen.tokens_S,
             logprobs=chosen.logprobs_S,
             norms=norm_S,
