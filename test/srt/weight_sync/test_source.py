@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 from ebbtide.formats.pickle_reader import Global, Record, read_by_slices
+from ebbtide.formats.tensor_list import Listing
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.source import ENTRY_BYTES, Fit, KnownList, PlanCache, Recent
@@ -22,6 +24,11 @@ def test_what_was_used_last_is_kept_as_far_as_it_takes_little_memory() -> None:
     assert [kept.get(name) for name in "abcd"] == [0, None, 2, 3]
     kept.put("long", 4, 4 * ENTRY_BYTES)
     assert [kept.get(name) for name in ("a", "c", "d", "long")] == [None] * 4
+
+
+def test_names_and_shapes_that_came_before_are_not_read_again() -> None:
+    cache, listed = PlanCache(), Listing([("a", torch.empty(2, 3))]).form
+    assert finish(cache.form(listed)) is finish(cache.form(listed))
 
 
 def test_what_tensors_come_to_is_worked_out_once_unless_the_model_refuses_them() -> None:

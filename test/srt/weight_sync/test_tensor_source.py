@@ -273,6 +273,7 @@ def test_a_buffer_comes_again_and_again(gpu: Gpu, counters: Counters, is_with_fu
         (lambda gpu: {UUID: arguments(gpu, torch.zeros(6, 6))}, "expected one dimension"),
         (lambda gpu: [{UUID: arguments(gpu, BUFFER)}], "the handles of each of 2 tensors, got 1"),
         (lambda gpu: [{UUID: arguments(gpu, BUFFER)} for _ in TENSORS], "its handle is of torch.uint8"),
+        (lambda gpu: [3, 4], "expected handles by the UUID of a device, got int"),
         (lambda gpu: "text", "got str"),
     ],
 )

@@ -346,8 +346,9 @@ def test_the_one_that_was_named_leaves_before_the_longest_unused() -> None:
     assert list(book.current) == ["kept", "next", "last"], "what may not leave stays"
 
 
-def test_a_release_ends_what_is_on_its_way_to_a_slot() -> None:
-    harness = AdapterHarness(num_slots=2, keeps_weights=True, num_ranks=2)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_release_ends_what_is_on_its_way_to_a_slot(num_ranks: int) -> None:
+    harness = AdapterHarness(num_slots=2, keeps_weights=True, num_ranks=num_ranks)
     harness.load("a", 1)
     harness.load("b", 2)
     harness.load("c", 3)

@@ -238,6 +238,8 @@ def test_a_copy_of_lent_chunks_takes_no_memory_and_few_calls():
             *["cuMemMap"] * 3,
             "cuMemSetAccess",
         ]
+        with pytest.raises(EngineError, match="still in use"):
+            kv.take_back([3])
         machine.driver.calls.clear()
         shadow.repay()
         kv.take_back([3, 4, 5])
