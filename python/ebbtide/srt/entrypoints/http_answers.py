@@ -50,11 +50,7 @@ def client_of(request: Request) -> Caller:
 
 
 async def answer_whole(receive: Receive, starting: Coroutine[Any, Any, LiveGeneration]) -> Any:
-    """The result of a generation. It is aborted when the client disconnects.
-
-    Raises RequestRejected, EngineError: the generation was refused, or failed; ClientDisconnect: the client
-    has left.
-    """
+    """The result of a generation. It is aborted when the client disconnects, which is a ClientDisconnect."""
     return await while_connected(receive, _finish(starting))
 
 
@@ -94,10 +90,9 @@ async def answer_events(
     note_chunk: Callable[[Mapping[str, Any]], None],
     writer: AnswerWriter,
 ) -> Response:
-    """A generation as server-sent events. It is aborted when the client disconnects.
+    """A generation as server-sent events; raises what it fails with before it begins. As `answer_whole`.
 
-    `note_chunk`: called with each chunk. Raises RequestRejected, EngineError: the generation was refused, or
-    failed, before it began; ClientDisconnect: the client has left.
+    `note_chunk`: called with each chunk.
     """
     events = _Events(note_chunk, writer)
     try:

@@ -270,7 +270,8 @@ async def _serve(
             raise cannot_listen(config.http.host, config.http.port, error) from None
         is_ready = not server.should_exit
         logger.info("ready: listening on %s", config.server_args.url())
-        show_welcome(service)
+        if sys.stderr.isatty():
+            Console(stderr=True).print(welcome(service))
         await server.serve(sockets=[listener])
     except EngineError:
         if not service.is_down:
@@ -309,12 +310,6 @@ def _on_signals(handlers: Mapping[int, Callable[[], None]]) -> None:
 
 
 MB = 1e6
-
-
-def show_welcome(service: EngineService) -> None:
-    """Print model, device, memory by tag and addresses to standard error, if that is a terminal."""
-    if sys.stderr.isatty():
-        Console(stderr=True).print(welcome(service))
 
 
 def welcome(service: EngineService) -> Panel:

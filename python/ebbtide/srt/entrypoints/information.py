@@ -276,12 +276,7 @@ def server_info(
     state: StateReport,
     occupation: EngineState,
 ) -> dict[str, Any]:
-    """The body of `GET /server_info`.
-
-    Args:
-        facts: what the ranks said when they were ready.
-        reports, loads: of each replica, by dp_rank.
-    """
+    """The body of `GET /server_info`. `facts`: what the ranks said when they were ready."""
     num_tokens = facts["max_total_num_tokens"]
     info = ServerInfo(
         version=__version__,

@@ -92,17 +92,8 @@ class EngineService:
 
     Building it starts the processes and returns when they are ready. `open` and everything that is asked
     belong to one event loop; `shutdown` to no loop, and to any thread.
-
-    Args:
-        targets: the processes, if not those that the config asks for; see `NodeProcesses`.
-        early: those of them that are there already.
-
-    Attributes:
-        metrics: what was asked for through both doors, and how that went.
-        timeline: the recent past, for the dashboard.
-        heap: what this process had before, while streams of `Engine` run.
-        at_close: called when the service closes.
-        tracing: None unless it was asked for.
+    `targets`, `early`: as those of `NodeProcesses`. `heap`: what this process had before, while streams of
+    `Engine` run. `at_close`: called when the service closes. `tracing`: None unless it was asked for.
 
     Raises ConfigurationError: the model, the tokenizer or the machine does not do; EngineError: a process
     died. In either case none is left.
@@ -162,10 +153,8 @@ class EngineService:
     ) -> None:
         """Connect to the processes and wait for their first report.
 
-        Args:
-            on_death: called in this loop, with the reason, when a process has ended by itself. By then
-                everything that waited has its error.
-            on_drained: called in this loop when a drain has come to its end.
+        `on_death`: called in this loop, with the reason, when a process has ended by itself and everything
+        that waited has its error; `on_drained` at the end of a drain.
         """
         self._on_drained = on_drained
         self.metrics.gc_pauses.install()

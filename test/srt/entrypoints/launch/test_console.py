@@ -26,43 +26,14 @@ class Terminal(io.StringIO):
         return [line.removeprefix("\x1b[2K") for line in text.split("\r")]
 
 
-def test_the_line_says_what_the_rank_furthest_behind_is_at() -> None:
-    line = StageLine(Terminal())
-    seen = []
-    for process, *stage in (
-        ("", "starting the processes"),
-        ("tp0", "loading weights", 1, 3),
-        ("tp1", "loading weights", 0, 3),
-        ("tp0", "loading weights", 2, 3),
-        ("tp0", "compiling attention", 0, 1),
-        ("tp1", "loading weights", 2, 3),
-        ("tp1", "compiling attention", 1, 1),
-        ("tp0", "loading weights", 3, 3),
-        ("tp0", "warming up"),
-        ("tp1", "warming up"),
-    ):
-        line.show(process, *stage)
-        seen.append(line.stage)
-    assert seen == [
-        "starting the processes",
-        "loading weights 1/3",
-        "loading weights 0/3",
-        "loading weights 0/3",
-        "loading weights 0/3",
-        "loading weights 2/3",
-        "compiling attention 0/1",
-        "compiling attention 1/1",
-        "compiling attention 1/1",
-        "warming up",
-    ]
-
-
 def test_a_line_replaces_the_last_one_and_nothing_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     with StageLine(terminal) as line:
+        line.show("", "starting the processes")
         line.show("tp0", "loading weights", 1, 3)
-        assert terminal.drawn() == ["", "loading weights 1/3 (0 s)", ""]
+        line.show("tp1", "loading weights", 0, 3)
+        assert terminal.drawn() == ["", "starting the processes (0 s)", "", "loading weights 1/3 (0 s)", ""]
         line.show("tp0", "[bold]" + "x" * 500)
         assert [len(text) < 200 for text in terminal.drawn()] == [True] * 3
     assert "".join(terminal.drawn()) == ""

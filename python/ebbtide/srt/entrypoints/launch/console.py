@@ -25,15 +25,14 @@ READING_CONFIG = "reading the config"
 class StageLine:
     """One line that says what a start is at, if the stream is a terminal; nothing is left of it at the end.
 
-    Of several ranks it is the stage of the one that is furthest behind.
+    Of several processes it is the stage of the first that reports one.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = sys.stderr if stream is None else stream
         self._started_s = time.monotonic()
         self._console: Console | None = None
-        # By process, each stage that it has come to; the last one is the last that it reported.
-        self._stages: dict[str, dict[str, tuple[int, int]]] = {}
+        self._process = ""
         if stream.isatty():
             # Only here: a process without a terminal does without it.
             from rich.console import Console
@@ -53,26 +52,14 @@ class StageLine:
 
         Without a name it is this process.
         """
-        if self._console is None:
+        self._process = self._process or process
+        if self._console is None or process != self._process:
             return
-        if process:
-            self._stages.pop("", None)
-        stages = self._stages.setdefault(process, {})
-        stages.pop(what, None)
-        stages[what] = number, total
         self._erase()
-        text = f"{self.stage} ({time.monotonic() - self._started_s:.0f} s)"
+        stage = f"{what} {number}/{total}" if total else what
+        text = f"{stage} ({time.monotonic() - self._started_s:.0f} s)"
         # The cursor goes back to the beginning: lines that the processes log are written over this one.
         self._console.out(text[: self._console.width - 1], end="\r", highlight=False)
-
-    @property
-    def stage(self) -> str:
-        behind = min(
-            self._stages.values(), key=lambda stages: (len(stages), [*stages.values()][-1][0]), default={}
-        )
-        for what, (number, total) in reversed(behind.items()):
-            return f"{what} {number}/{total}" if total else what
-        return ""
 
     def _erase(self) -> None:
         if self._console is not None:

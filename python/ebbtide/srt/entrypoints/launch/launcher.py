@@ -47,14 +47,9 @@ class NodeProcesses:
     """The processes of one engine that are on this node: its ranks, and on node 0 the detokenizer.
 
     Building it waits for the other nodes, if there are any. `shutdown` ends all of it.
-
-    Args:
-        targets: name → `module:function`, see `ProcessStart`; "scheduler" becomes one process per rank. None:
-            as the config asks.
-        early: processes that are there already.
-
-    `replicas`: where the processes of each replica, and the API process, listen; by dp_rank. Raises
-    ConfigurationError: the nodes do not find each other, or differ; EngineError: another node has gone.
+    `targets`: name → `module:function`, see `ProcessStart`; "scheduler" becomes one process per rank.
+    `early`: processes that are there already. `replicas`: where those of each replica listen; by dp_rank.
+    Raises as `meet`.
     """
 
     def __init__(
@@ -119,10 +114,8 @@ class NodeProcesses:
     def watch(self, on_death: Callable[[str], None], on_stop: Callable[[], None] = lambda: None) -> None:
         """Call `on_death` with what happened, from a thread, once one has ended by itself, or is stopped.
 
-        Stopped is one that gives no sign of life for most of the watchdog's limit. The others are killed
-        before `on_death`:
-        they may be waiting for the one that is gone. `on_stop` is called instead when node 0 was asked to
-        end.
+        The others, which may be waiting for it, are killed before. `on_stop` is called instead when node 0
+        was asked to end.
         """
         self._watcher = threading.Thread(
             target=self._watch, args=(on_death, on_stop), name="engine-watch", daemon=True

@@ -175,9 +175,7 @@ class SglangAliases(Collector):
 class VllmAliases(Collector):
     """Families of a registry under vLLM's names, and what only its engines report.
 
-    Attributes:
-        sleep_state: one of `SLEEP_STATES`.
-        num_tokens: of each replica's KV pool.
+    `sleep_state`: one of `SLEEP_STATES`. `num_tokens`: of each replica's KV pool.
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str, page_size: int) -> None:

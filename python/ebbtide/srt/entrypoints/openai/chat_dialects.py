@@ -67,13 +67,9 @@ class ChatBuilder:
 
 
 def text_in(content: Any, where: str, kinds: Collection[str]) -> str:
-    """The text of a message's content, whose parts are joined by spaces, as those of a chat are.
+    """The text of a message's content, whose parts, of these kinds, are joined by spaces as those of a chat.
 
-    Args:
-        where: its name in a refusal.
-        kinds: the types that parts with text have.
-
-    Raises RequestRejected: 400; a part is no text.
+    `where`: its name in a refusal. Raises RequestRejected: 400; a part is no text.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -125,12 +121,7 @@ def not_known(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
 
 
 def template_options(fields: Mapping[str, Any], *, thinks: bool | None, effort: Any) -> Fields:
-    """The variables of the chat template: those given, and those by which templates switch reasoning.
-
-    Args:
-        thinks: None: as the template has it.
-        effort: None: as the template has it.
-    """
+    """The variables of the chat template: those given, and those that switch reasoning, unless None."""
     given = fields.get("chat_template_kwargs")
     if given is not None and not isinstance(given, Mapping):
         raise RequestRejected(f"chat_template_kwargs: expected an object, got {shown(given)}")
@@ -150,11 +141,7 @@ class BlockKind(Enum):
 class AnswerBlock:
     """A part of an answer.
 
-    Attributes:
-        index: among those of its answer.
-        pieces: of its text so far; of a call, of its arguments.
-        call: of a tool; None: it is none.
-        is_open: whether more of it may come.
+    `pieces`: of its text so far; of a call, of its arguments. `is_open`: whether more of it may come.
     """
 
     index: int
@@ -171,9 +158,7 @@ class AnswerBlock:
 class BlockWriter(AnswerWriter):
     """Writes the one answer to a request as blocks. A dialect says how each is written.
 
-    Attributes:
-        blocks: of the answer so far.
-        finish_reason: that of its end, where that is known; of a stream that has failed, `abort`.
+    `blocks`: of the answer so far. `finish_reason`: where it is known; of a stream that has failed, `abort`.
     """
 
     def __init__(self, call: OpenAICall) -> None:

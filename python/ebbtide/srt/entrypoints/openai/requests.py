@@ -44,15 +44,11 @@ class OpenAICall:
     """A request as `/generate` takes it, and what its answer has to know of it.
 
     Attributes:
-        generate: the fields for `/generate`.
-        render: makes the prompt, or those of a batch, where those fields do not hold one.
-        num_samples: per prompt.
-        stream_options: which chunks of a stream have the usage.
+        render: makes the prompt, or those of a batch, where the fields for `/generate` do not hold one.
         num_logprobs, num_prompt_logprobs: how many of the most likely tokens are listed; None: no logprobs.
         stop_token_ids: those that the request itself brought.
         forms: how the text of a chat's answers is taken apart; of each conversation of a batch.
         flat_top: how the `meta_info` of a chat lists the most likely tokens.
-        ignored_fields: those of the request that nothing is known of.
         echo: returns what is to be put in front of a prompt's samples; None if nothing is.
     """
 
@@ -111,14 +107,9 @@ def chat_call(
     *,
     is_batch: bool = False,
 ) -> OpenAICall:
-    """A request of `/v1/chat/completions`.
+    """A request of `/v1/chat/completions`, or of a batch of conversations. Raises RequestRejected: 400.
 
-    Args:
-        defaults: sampling parameters that the model's authors recommend.
-        parsers: the server's.
-        is_batch: `messages` are those of several conversations, each of which is answered.
-
-    Raises RequestRejected: 400.
+    `defaults`: sampling parameters that the model's authors recommend.
     """
     kind = ChatBatchRequest if is_batch else ChatCompletionRequest
     request = parse(kind, fields)

@@ -96,11 +96,9 @@ _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ChatTemplate:
-    """Renders conversations.
+    """Renders conversations by a template in Jinja; None: the tokenizer's own.
 
-    Args:
-        template: Jinja; None for the tokenizer's own.
-        end_ids: tokens that end an answer, besides the tokenizer's own.
+    `end_ids`: tokens that end an answer, besides the tokenizer's own.
     """
 
     def __init__(
@@ -126,11 +124,9 @@ class ChatTemplate:
         It holds the special tokens. May be called from any thread.
 
         Args:
-            messages: with string, text-part or no content; whatever else they have is the template's affair.
             options: further variables of the template.
             add_generation_prompt: whether an answer is opened; None: unless the final message goes on.
             kept: what the prompt has to begin with; it is then token ids.
-            add_special_tokens: ids with those that the tokenizer adds to a text by itself.
 
         Raises RequestRejected: 400; there are no messages, or the template does not take them, or as
         `begin_with`.
