@@ -18,6 +18,13 @@ from ebbtide.srt.errors import RequestRejected
 
 PROMPT = list(b"Ebb and flow: the tide goes out.")
 GREEDY = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+COMPLETION = {
+    "prompt": PROMPT,
+    "max_tokens": 6,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +88,16 @@ def test_a_batch_asks_for_several_and_for_none(
 
 
 def test_openais_clients_name_an_adapter_as_their_model(server: Server, expected: list[list[int]]) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     for name in ("first", "tide:first", "first@1", "tide:first@1"):
-        answer = server.post("/v1/completions", {**body, "model": name}).json()
+        answer = server.post("/v1/completions", {**COMPLETION, "model": name}).json()
         assert answer["model"] == name
         assert answer["choices"][0]["token_ids"] == expected[0], name
-    base = server.post("/v1/completions", {**body, "model": "tide"}).json()
+    base = server.post("/v1/completions", {**COMPLETION, "model": "tide"}).json()
     assert base["choices"][0]["token_ids"] == expected[3]
-    tokens = {"token_ids": PROMPT, "model": "first", "sampling_params": {**GREEDY, "max_tokens": 6}}
-    del tokens["sampling_params"]["max_new_tokens"]
+    tokens = {"token_ids": PROMPT, "model": "first", "sampling_params": {"max_tokens": 6, "temperature": 0}}
     answer = server.post("/inference/v1/generate", tokens).json()
     assert answer["choices"][0]["token_ids"] == expected[0]
-    clash = server.post("/v1/completions", {**body, "model": "first", "lora_path": "second"})
+    clash = server.post("/v1/completions", {**COMPLETION, "model": "first", "lora_path": "second"})
     assert clash.status_code == 400
 
 
@@ -138,13 +143,11 @@ def test_vllms_clients_load_and_replace(
 def test_a_request_has_its_adapter_loaded_from_the_folder(
     server: Server, adapters: list[Adapter], shelf: Path, expected: list[list[int]]
 ) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    url = "/v1/completions"
-    assert server.post(url, {**body, "model": "run_0001"}).status_code == 404
+    body, url = {**COMPLETION, "model": "run_0001"}, "/v1/completions"
+    assert server.post(url, body).status_code == 404
     folder = Path(shutil.copytree(adapters[1].folder, shelf / "run_0001"))
     with ThreadPoolExecutor(4) as pool:
-        asked = [{**body, "model": "run_0001"}] * 4
-        answers = [answer.json() for answer in pool.map(lambda one: server.post(url, one), asked)]
+        answers = [answer.json() for answer in pool.map(lambda _: server.post(url, body), range(4))]
     assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected[1]] * 4
     loaded = [card for card in server.get("/v1/models").json()["data"] if card["id"] == "run_0001"]
     assert [card["root"] for card in loaded] == [str(folder)]
@@ -158,7 +161,7 @@ def test_a_request_has_its_adapter_loaded_from_the_folder(
     server.post("/v1/unload_lora_adapter", {"lora_name": "run_0001"})
     for file in adapters[2].folder.iterdir():
         shutil.copy(file, folder)
-    refused = server.post(url, {**body, "model": "run_0001"})
+    refused = server.post(url, body)
     assert (refused.status_code, "never changes" in refused.text) == (409, True)
 
 

@@ -57,6 +57,12 @@ def models(
     return ServedModels(config, engine)
 
 
+def shelve(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "adapter_config.json").touch()
+
+
 async def find(served: ServedModels, name: str) -> str | None:
     async with served.held(name) as found:
         return found
@@ -71,8 +77,7 @@ def test_without_adapters_the_refusal_says_how_to_have_some() -> None:
 
 
 def test_those_that_ask_meanwhile_wait_for_the_same_load(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "adapter_config.json").touch()
+    shelve(tmp_path, "run")
 
     async def ask() -> None:
         engine = ScriptedEngine()
@@ -90,8 +95,7 @@ def test_those_that_ask_meanwhile_wait_for_the_same_load(tmp_path: Path) -> None
 
 
 def test_a_load_that_is_refused_is_tried_again(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "adapter_config.json").touch()
+    shelve(tmp_path, "run")
 
     async def ask() -> None:
         engine = ScriptedEngine()
@@ -116,9 +120,7 @@ def test_of_more_adapters_than_there_is_room_for_none_leaves_before_its_requests
     tmp_path: Path, limit: int
 ) -> None:
     names = [f"run-{index}" for index in range(10)]
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").touch()
+    shelve(tmp_path, *names)
 
     async def ask() -> None:
         engine = ScriptedEngine()
@@ -139,9 +141,7 @@ def test_of_more_adapters_than_there_is_room_for_none_leaves_before_its_requests
 
 
 def test_the_adapter_that_was_asked_for_least_recently_leaves(tmp_path: Path) -> None:
-    for name in "abc":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").touch()
+    shelve(tmp_path, *"abc")
 
     async def ask() -> None:
         engine = ScriptedEngine()
@@ -155,8 +155,7 @@ def test_the_adapter_that_was_asked_for_least_recently_leaves(tmp_path: Path) ->
 
 
 def test_while_the_weights_are_released_a_request_waits_for_its_adapter(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "adapter_config.json").touch()
+    shelve(tmp_path, "run")
 
     async def ask() -> None:
         engine = ScriptedEngine()

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from ebbtide.testing.null_engine import NullEngine
 
+INFO = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]}
 PROMPT = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4, "seed": 3}}
 
 
@@ -224,8 +225,7 @@ def test_what_servers_are_asked_for(client: Client) -> None:
 
 class TestUpdates:
     def test_calls_in_the_wrong_order_are_refused_by_name(self, client: Client) -> None:
-        info = {"names": [], "dtype_names": [], "shapes": []}
-        refused = client.post("/update_weights", {"update_info": info}, status=409)
+        refused = client.post("/update_weights", {"update_info": INFO}, status=409)
         assert "call /start_weight_update first" in refused["message"]
         assert (
             "call /start_weight_update first" in client.post("/finish_weight_update", status=409)["message"]
@@ -239,8 +239,7 @@ class TestUpdates:
 
     def test_a_failed_update_ends_its_session_and_says_so_at_the_finish(self, client: Client) -> None:
         client.post("/start_weight_update")
-        info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]}
-        refused = client.post("/update_weights", {"update_info": info}, status=409)
+        refused = client.post("/update_weights", {"update_info": INFO}, status=409)
         assert "call /init_weight_transfer_engine" in refused["message"]
         refused = client.post("/finish_weight_update", status=409)
         assert "the update failed; nothing was committed: no trainer has been met" in refused["message"]
@@ -251,10 +250,9 @@ class TestUpdates:
     def test_a_session_of_the_other_dialect_is_left_alone(self, client: Client) -> None:
         client.post("/begin_weight_update")
         client.post("/update_weights_from_disk", {"model_path": "7"})
-        info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]}
         for path, body in (
             ("/start_weight_update", None),
-            ("/update_weights", {"update_info": info}),
+            ("/update_weights", {"update_info": INFO}),
             ("/finish_weight_update", None),
         ):
             assert "end_weight_update" in client.post(path, body, status=409)["message"]
@@ -269,8 +267,7 @@ class TestUpdates:
     def test_released_weights_take_no_update(self, client: Client) -> None:
         client.post("/sleep?level=2")
         client.post("/start_weight_update")
-        info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]}
-        refused = client.post("/update_weights", {"update_info": info}, status=409)
+        refused = client.post("/update_weights", {"update_info": INFO}, status=409)
         assert "/wake_up?tags=weights first" in refused["message"]
 
     def test_a_folder_is_an_update_of_its_own_with_the_number_of_its_step(self, client: Client) -> None:
@@ -308,8 +305,7 @@ class TestCollectiveRpc:
         assert client.post("/collective_rpc", start)["results"] == [None]
         assert client.post("/collective_rpc", start, status=409)["error"]["code"] == 409
         assert client.post("/collective_rpc", {"method": "skyrl_finish_weight_update"})["results"] == [None]
-        info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]}
-        update = {"method": "update_weights_nccl", "kwargs": {"update_info": info}}
+        update = {"method": "update_weights_nccl", "kwargs": {"update_info": INFO}}
         assert "there is nothing to update" in client.post("/collective_rpc", update, status=409)["message"]
 
     @pytest.mark.parametrize(("offload_kv", "num_retractions"), [(True, 0), (False, 1)])

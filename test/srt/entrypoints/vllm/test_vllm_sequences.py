@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import shutil
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -56,17 +56,21 @@ def update_info(folder: Path) -> dict[str, Any]:
     return {"names": told["names"], "dtype_names": told["dtypes"], "shapes": told["shapes"]}
 
 
+def beside(server: Server, trainer: BroadcastingTrainer, path: str, body: Any, *told: Any) -> httpx.Response:
+    """The answer to the request of an update, while the trainer broadcasts."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, path, body)
+        for words in told:
+            trainer.tell(*words)
+            trainer.hear()
+        return answer.result()
+
+
 def send(
     server: Server, trainer: BroadcastingTrainer, folder: Path, path: str, body: Any, *, packed: bool = False
 ) -> Any:
-    """The update's request in a thread, and the broadcasts meanwhile."""
-    answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(server.post(path, body)))
-    asking.start()
-    trainer.tell("bucket" if packed else "send", "vllm", folder / "model.safetensors")
-    trainer.hear()
-    asking.join()
-    return ok(answers[0])
+    words = ("bucket" if packed else "send", "vllm", folder / "model.safetensors")
+    return ok(beside(server, trainer, path, body, words))
 
 
 def tokens(server: Server, **sampling_params: Any) -> list[int]:
@@ -100,10 +104,9 @@ def test_trl_in_step_with_its_server(server: Server, trainer: BroadcastingTraine
 
 def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, checkpoints: Any) -> None:
     meet(server, trainer)
-    rollouts: list[Any] = []
     body = {"token_ids": PROMPT, "sampling_params": {**GREEDY, "max_tokens": 1500}}
-    rollout = threading.Thread(target=lambda: rollouts.append(server.post("/inference/v1/generate", body)))
-    rollout.start()
+    pool = ThreadPoolExecutor(1)
+    rollout = pool.submit(server.post, "/inference/v1/generate", body)
     wait_until(lambda: ok(server.get("/v1/loads"))["loads"][0]["num_running_reqs"] == 1, "it runs")
     assert ok(server.post("/pause?mode=keep"))["num_retracted"] == 1
     ok(server.post("/start_weight_update", {"is_checkpoint_format": True}))
@@ -111,8 +114,8 @@ def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, c
     send(server, trainer, checkpoints.b, "/update_weights", {"update_info": info})
     ok(server.client.post("/finish_weight_update", json={"weight_version": "1"}))
     ok(server.post("/resume"))
-    rollout.join()
-    choice = ok(rollouts[0])["choices"][0]
+    choice = ok(rollout.result())["choices"][0]
+    pool.shutdown()
     assert choice["finish_reason"] == "length"
     assert [span["version"] for span in choice["weight_versions"]] == ["default", "1"]
     assert len(choice["token_ids"]) == 1500
@@ -171,16 +174,10 @@ def test_patches_are_one_update_from_start_to_finish(
             "num_updates_list": [2],
         }
         ok(server.post("/start_weight_update"))
-        answers: list[httpx.Response] = []
-        body = {"update_info": info}
-        asking = threading.Thread(target=lambda: answers.append(server.post("/update_weights", body)))
-        asking.start()
-        for file in ("positions", "values"):
-            trainer.tell("plain", "vllm", folder / file)
-            trainer.hear()
-        asking.join()
-        assert answers[0].status_code == status, answers[0].text
-        reply: dict[str, Any] = answers[0].json()
+        files = [("plain", "vllm", folder / file) for file in ("positions", "values")]
+        answer = beside(server, trainer, "/update_weights", {"update_info": info}, *files)
+        assert answer.status_code == status, answer.text
+        reply: dict[str, Any] = answer.json()
         return reply
 
     def served() -> torch.Tensor:
@@ -296,13 +293,8 @@ def test_prime_rl_by_broadcast(
     trainer.hear()
 
     def update(body: Any, *words: str) -> httpx.Response:
-        answers: list[httpx.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(server.post("/update_weights", body)))
-        asking.start()
-        trainer.tell("state_dicts", "prime-rl", checkpoints.b / "model.safetensors", *words)
-        trainer.hear()
-        asking.join()
-        return answers[0]
+        told = ("state_dicts", "prime-rl", checkpoints.b / "model.safetensors", *words)
+        return beside(server, trainer, "/update_weights", body, told)
 
     before = tokens(server)
     # What does not fit is received to its end, and the next update comes by the same group.
