@@ -92,7 +92,12 @@ def test_parameters_come_by_query_or_body_and_the_query_wins(client: Client) -> 
         ("/init_weight_transfer_engine", {"init_info": {"port": 1}}, "body.init_info", "unknown port"),
         ("/weight_checker", {"action": "compare"}, "body.baseline", "is needed"),
         ("/start_weight_update", {"is_checkpoint_format": False}, "body.is_checkpoint_format", "only true"),
-        ("/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"a": 1}}, "body.kwargs", "got a"),
+        (
+            "/collective_rpc",
+            {"method": "update_weights_nccl", "kwargs": {"a": 1}},
+            "body.kwargs",
+            "unknown a; known are update_info",
+        ),
     ],
 )
 def test_a_bad_parameter_is_named(client: Client, path: str, body: Any, param: str, expected: str) -> None:

@@ -263,14 +263,14 @@ async def read_parameters(request: Request, kind: type[P], bodies: BodyReader) -
     return kind(**values), ignored
 
 
-def checked(fields: Mapping[str, Any], kind: type[P], where: str) -> P:
+def checked(fields: Mapping[str, Any], kind: type[P], where: str, *, strict: bool = True) -> P:
     """A part of a body as its own kind, of which every field must be known; a refusal calls it `where`."""
     unknown = sorted(fields.keys() - set(kind.__struct_fields__))
     if unknown:
         known = ", ".join(kind.__struct_fields__)
         raise RequestRejected(f"{where}: unknown {', '.join(unknown)}; known are {known}", param=where)
     given = {name: value for name, value in fields.items() if value is not None}
-    part: P = _converted(given, kind, where, strict=True)
+    part: P = _converted(given, kind, where, strict=strict)
     return part
 
 

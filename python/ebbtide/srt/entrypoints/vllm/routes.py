@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final, Literal
 
 from msgspec import Struct
@@ -25,6 +25,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     RpcParameters,
     StartParameters,
     UpdateParameters,
+    WakeUpParameters,
     WorldSizeParameters,
     checked,
     read_parameters,
@@ -89,8 +90,10 @@ def vllm_sections(config: EngineConfig, config_format: str) -> dict[str, Any]:
     }
 
 
-# A method's keyword arguments → what every rank answers.
-Method = Callable[[Mapping[str, Any]], Awaitable[Any]]
+class SleepKwargs(Struct, kw_only=True):
+    """`offload_kv`: that of live requests is kept on the host."""
+
+    offload_kv: bool = False
 
 
 class RemoteCalls:
@@ -102,17 +105,17 @@ class RemoteCalls:
     def __init__(self, service: EngineService, weights: VllmWeightTransfer) -> None:
         self._service = service
         self._weights = weights
-        # Each with the keyword arguments that it takes.
-        self._methods: dict[str, tuple[Method, tuple[str, ...]]] = {
-            "skyrl_start_weight_update": (self._start, ("is_checkpoint_format",)),
-            "skyrl_finish_weight_update": (self._finish, ()),
-            "update_weights_nccl": (self._update, ("update_info",)),
-            "update_weights_ipc": (self._update, ("update_info",)),
-            "skyrl_sleep_for_weight_sync": (self._sleep, ("offload_kv",)),
-            "skyrl_wake_for_weight_sync": (self._wake, ("tags",)),
-            "fetch_weights": (self._fetch, ("target_version", "sync_dir", "uri")),
-            "reload_weights": (self._reload, ()),
-            "liveness_probe": (self._probe, ()),
+        # Each with the keyword arguments that it takes, and whether its ranks have something to answer.
+        self._methods: dict[str, tuple[type[Struct], Callable[[Any], Awaitable[Any]], bool]] = {
+            "skyrl_start_weight_update": (StartParameters, weights.start, False),
+            "skyrl_finish_weight_update": (Nothing, self._finish, False),
+            "update_weights_nccl": (UpdateParameters, weights.update, False),
+            "update_weights_ipc": (UpdateParameters, weights.update, False),
+            "skyrl_sleep_for_weight_sync": (SleepKwargs, self._sleep, True),
+            "skyrl_wake_for_weight_sync": (WakeUpParameters, self._wake, False),
+            "fetch_weights": (FetchParameters, self._fetch, True),
+            "reload_weights": (Nothing, self._reload, False),
+            "liveness_probe": (Nothing, self._probe, False),
         }
 
     @vllm_route("POST", "/collective_rpc")
@@ -128,65 +131,37 @@ class RemoteCalls:
                 501,
                 param="body.method",
             )
-        method, names = self._methods[asked.method]
-        unknown = sorted(asked.kwargs.keys() - set(names))
-        if asked.args or unknown:
-            given = ", ".join(unknown) if unknown else "positional arguments"
-            raise RequestRejected(
-                f"{asked.method}: expected the keyword arguments ({', '.join(names)}), got {given}",
-                param="body.kwargs",
-            )
-        result = await method(asked.kwargs)
-        num_ranks = self._service.config.parallel.num_ranks
-        return {"success": True, "message": f"{asked.method} done.", "results": [result] * num_ranks}
+        if asked.args:
+            raise RequestRejected(f"{asked.method}: expected keyword arguments alone", param="body.args")
+        kind, method, answers = self._methods[asked.method]
+        # Some clients send the text of a value.
+        result = await method(checked(asked.kwargs, kind, "body.kwargs", strict=False))
+        results = [result if answers else None] * self._service.config.parallel.num_ranks
+        return {"success": True, "message": f"{asked.method} done.", "results": results}
 
-    async def _start(self, kwargs: Mapping[str, Any]) -> None:
-        await self._weights.start(
-            StartParameters(is_checkpoint_format=_flag(kwargs, "is_checkpoint_format", True))
-        )
+    async def _finish(self, asked: Nothing) -> Body:
+        return await self._weights.finish(FinishParameters())
 
-    async def _finish(self, kwargs: Mapping[str, Any]) -> None:
-        await self._weights.finish(FinishParameters())
-
-    async def _update(self, kwargs: Mapping[str, Any]) -> None:
-        info = kwargs.get("update_info")
-        if not isinstance(info, dict):
-            raise RequestRejected(f"update_info: expected an object, got {info!r}", param="body.kwargs")
-        await self._weights.update(UpdateParameters(update_info=info))
-
-    async def _sleep(self, kwargs: Mapping[str, Any]) -> Body:
-        keeps_kv = _flag(kwargs, "offload_kv", False)
-        preserve = Preserve.LIVE if keeps_kv else Preserve.NONE
+    async def _sleep(self, asked: SleepKwargs) -> Body:
+        preserve = Preserve.LIVE if asked.offload_kv else Preserve.NONE
         release = {"tags": list(SLEEPING_TAGS), "backup": False, "preserve": preserve}
         reply = await self._service.control(ReleaseMemoryOccupationReqInput, release)
         # What the host has no room for is computed again.
-        return {"kv_offloaded": keeps_kv and reply["num_retracted"] == 0}
+        return {"kv_offloaded": asked.offload_kv and reply["num_retracted"] == 0}
 
-    async def _wake(self, kwargs: Mapping[str, Any]) -> None:
-        await self._service.control(ResumeMemoryOccupationReqInput, {"tags": kwargs.get("tags")})
+    async def _wake(self, asked: WakeUpParameters) -> None:
+        await self._service.control(ResumeMemoryOccupationReqInput, {"tags": asked.tags})
 
-    async def _fetch(self, kwargs: Mapping[str, Any]) -> Body:
-        fetched = await self._weights.fetch(checked(kwargs, FetchParameters, "body.kwargs"))
-        result: Body = fetched["result"][0]
+    async def _fetch(self, asked: FetchParameters) -> Body:
+        result: Body = (await self._weights.fetch(asked))["result"][0]
         return result
 
-    async def _reload(self, kwargs: Mapping[str, Any]) -> None:
-        await self._service.control(
-            UpdateWeightFromDiskReqInput, {"model_path": self._service.config.model.path}
-        )
+    async def _reload(self, asked: Nothing) -> None:
+        folder = {"model_path": self._service.config.model.path}
+        await self._service.control(UpdateWeightFromDiskReqInput, folder)
 
-    async def _probe(self, kwargs: Mapping[str, Any]) -> None:
+    async def _probe(self, asked: Nothing) -> None:
         """Whoever answers is alive."""
-
-
-def _flag(kwargs: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = kwargs.get(name, default)
-    # Some clients send the text of a Python value.
-    known = {"True": True, "true": True, "False": False, "false": False}
-    value = known.get(value, value) if isinstance(value, str) else value
-    if not isinstance(value, bool):
-        raise RequestRejected(f"{name}: expected true or false, got {value!r}", param="body.kwargs")
-    return value
 
 
 class LoadAdapterParameters(Struct, kw_only=True):
