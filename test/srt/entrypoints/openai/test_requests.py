@@ -16,7 +16,6 @@ from ebbtide.srt.entrypoints.openai.tokenization import (
     read_chat_template,
     recommended_sampling,
 )
-from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import with_headers
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
@@ -208,7 +207,7 @@ def test_a_chat_has_ids_in_vllms_places_in_streams_too() -> None:
 
 def test_reasoning_has_its_older_and_its_newer_name() -> None:
     fields = {"messages": [USER], "request_id": "r"}
-    call = chat_call(fields, "tide", template(), {}, Parsers(None, "qwen3"))
+    call = chat_call(fields, "tide", template(), {}, None, "qwen3")
     for answer in answer_and_chunk(call, {**ENDED, "text": "<think>hm</think>a"}):
         message = answer["choices"][0].get("message") or answer["choices"][0]["delta"]
         assert message["reasoning"] == message["reasoning_content"] == "hm"
@@ -334,7 +333,7 @@ BATCH = [[USER], [{"role": "user", "content": "b"}, {"role": "assistant", "conte
 
 def test_each_conversation_of_a_batch_has_its_prompt_and_its_answer() -> None:
     fields = {"messages": BATCH, "n": 2, "continue_final_message": True}
-    call = chat_call(fields, "tide", template(), {}, Parsers(reasoning="qwen3"), is_batch=True)
+    call = chat_call(fields, "tide", template(), {}, None, "qwen3", is_batch=True)
     assert not callable(call.render)
     assert call.render is not None
     assert [render() for render in call.render] == ["user=a", "user=b;assistant=<think>c"]
@@ -556,7 +555,7 @@ def test_the_meta_info_of_a_chat_may_have_arrays() -> None:
 def test_reasoning_and_calls_are_told_apart_from_the_answer(is_stream: bool) -> None:
     text = '<think>hm</think>So <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     fields = {"messages": [USER], "tools": [TOOL]}
-    call = chat_call(fields, "tide", template(), {}, Parsers("hermes", "qwen3"))
+    call = chat_call(fields, "tide", template(), {}, "hermes", "qwen3")
     assert call.generate["sampling_params"]["skip_special_tokens"] is False
     writer = ChatWriter(call)
     finish = {"type": "stop", "matched": 3}
@@ -574,7 +573,7 @@ def test_reasoning_and_calls_are_told_apart_from_the_answer(is_stream: bool) -> 
     assert (content, reasoning, choice["finish_reason"]) == ("So ", "hm", "tool_calls")
     [made] = calls
     assert made["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    plain = chat_call({**fields, "tool_choice": "none"}, "tide", template(), {}, Parsers("hermes"))
+    plain = chat_call({**fields, "tool_choice": "none"}, "tide", template(), {}, "hermes")
     assert (plain.forms[0].parser, "skip_special_tokens" in plain.generate["sampling_params"]) == (
         None,
         False,
@@ -612,7 +611,7 @@ def test_the_prompt_says_whether_an_answer_begins_in_reasoning(
     parser: str, fields: dict[str, Any], expected: str
 ) -> None:
     texts = template(THINKING_TEMPLATE)
-    call = chat_call({"messages": [USER], **fields}, "tide", texts, {}, Parsers(reasoning=parser))
+    call = chat_call({"messages": [USER], **fields}, "tide", texts, {}, None, parser)
     if call.render is not None:
         call.render()
     output = {"text": "b", "output_ids": [1], "meta_info": meta([1], {"type": "stop", "matched": 3})}
@@ -626,7 +625,7 @@ def test_a_prompt_of_ids_may_end_in_the_beginning_of_reasoning() -> None:
     texts = template()
     ids = texts.tokenizer.encode("a <think>")
     assert texts.end_of([-1, *ids, 1 << 70]).endswith("<think>")
-    call = chat_call({"input_ids": ids}, "tide", texts, {}, Parsers(reasoning="qwen3"))
+    call = chat_call({"input_ids": ids}, "tide", texts, {}, None, "qwen3")
     assert call.forms[0].is_open
 
 

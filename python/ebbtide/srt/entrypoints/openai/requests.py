@@ -24,7 +24,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
 )
 from ebbtide.srt.entrypoints.openai.shared_fields import grammar_params, refuse_unsupported, unknown_fields
 from ebbtide.srt.entrypoints.openai.tokenization import ChatTemplate, kept_tokens, text_of
-from ebbtide.srt.entrypoints.openai.tool_use import NO_PARSERS, AnswerForm, Parsers, answer_form
+from ebbtide.srt.entrypoints.openai.tool_use import AnswerForm, answer_form
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.array_forms import FlatForm, flat_form
 from ebbtide.srt.managers.api.generate_fields import UNSUPPORTED_FIELDS, PromptFields
@@ -103,7 +103,8 @@ def chat_call(
     default_model: str,
     template: ChatTemplate | None,
     defaults: Mapping[str, Any],
-    parsers: Parsers = NO_PARSERS,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
     *,
     is_batch: bool = False,
 ) -> OpenAICall:
@@ -123,7 +124,7 @@ def chat_call(
     if request.top_logprobs and not request.logprobs:
         raise RequestRejected("top_logprobs: needs logprobs to be true")
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    form = answer_form(request, parsers)
+    form = answer_form(request, tool_parser, reasoning_parser)
     params = {**defaults, **_sampling_params(request), "max_new_tokens": limit}
     if form.calls_schema is not None:
         _refuse_other_grammar(params)

@@ -55,7 +55,6 @@ from ebbtide.srt.entrypoints.openai.tokenization import (
     read_chat_template,
     recommended_sampling,
 )
-from ebbtide.srt.entrypoints.openai.tool_use import Parsers
 from ebbtide.srt.entrypoints.request_body import BodyReader, with_headers
 from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.entrypoints.service import EngineService
@@ -100,11 +99,18 @@ class Calls:
 
     async def chat(self, fields: Mapping[str, Any], *, is_batch: bool = False) -> OpenAICall:
         """The call of a chat, or of several. Raises RequestRejected: 400."""
-        name, template, defaults = self.model_name, self.template, self._recommended
+        args = self._service.config.server_args
+        about = (
+            self.model_name,
+            self.template,
+            self._recommended,
+            args.tool_call_parser,
+            args.reasoning_parser,
+        )
         return self.within_limits(
             await self._service.manager.worked_on(
                 fields,
-                lambda: chat_call(fields, name, template, defaults, self._parsers, is_batch=is_batch),
+                lambda: chat_call(fields, *about, is_batch=is_batch),
             )
         )
 
@@ -170,11 +176,6 @@ class Calls:
         """The call, unless it asks for more than is allowed. Raises RequestRejected: 400."""
         max_logprobs = self._service.config.server_args.max_logprobs
         return within_limits(call, max_logprobs, self._service.manager.limits.vocab_size)
-
-    @property
-    def _parsers(self) -> Parsers:
-        args = self._service.config.server_args
-        return Parsers(args.tool_call_parser, args.reasoning_parser)
 
     @cached_property
     def _recommended(self) -> Mapping[str, Any]:

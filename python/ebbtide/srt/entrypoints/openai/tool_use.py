@@ -8,20 +8,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from ebbtide.srt.entrypoints.openai.protocol import ChatCompletionRequest, ToolCallBody, ToolCallFunction
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.text.answer_scanner import REASONING_FORMATS, AnswerScanner
 from ebbtide.srt.managers.text.tool_calls import ToolCall, ToolSpec, calls_schema, json_calls, tool_specs
-
-
-@dataclass(frozen=True)
-class Parsers:
-    """The server's parsers by name; None: there is none."""
-
-    tool_calls: str | None = None
-    reasoning: str | None = None
 
 
 @dataclass
@@ -60,22 +52,21 @@ class AnswerForm:
             self.is_open = end.rstrip().endswith(marks.begin)
 
 
-NO_PARSERS: Final = Parsers()
-
-
-def answer_form(request: ChatCompletionRequest, parsers: Parsers) -> AnswerForm:
-    """How the answers to a request are to be read.
+def answer_form(
+    request: ChatCompletionRequest, tool_parser: str | None, reasoning_parser: str | None
+) -> AnswerForm:
+    """How the answers to a request are to be read, by a server of these parsers.
 
     Raises RequestRejected: 400, `tools` or `tool_choice` are not what was expected.
     """
-    reasoning = None if request.separate_reasoning is False else parsers.reasoning
+    reasoning = None if request.separate_reasoning is False else reasoning_parser
     try:
         tools = tuple(tool_specs(request.tools or ()))
     except ValueError as error:
         raise RequestRejected(str(error)) from None
     choice = request.tool_choice
     if choice is None or choice in ("auto", "none"):
-        parser = parsers.tool_calls if tools and choice != "none" else None
+        parser = tool_parser if tools and choice != "none" else None
         options = request.chat_template_kwargs or {}
         is_off = any(options.get(name) is False for name in ("thinking", "enable_thinking"))
         return AnswerForm(tools, parser, reasoning=reasoning, is_open=False if is_off else None)
