@@ -81,19 +81,6 @@ def test_a_control_request_outlives_its_client(server: Server, checkpoints: Any)
 # ------------------------------------------------------------------------------------- memory and pausing
 
 
-def test_abort_by_rid_ends_a_stream_with_a_last_chunk(server: Server) -> None:
-    body = {"text": "tide", "sampling_params": ENDLESS, "stream": True, "rid": "endless"}
-    with server.client.stream("POST", "/generate", json=body) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        chunks = events(response.iter_lines())
-        next(chunks)
-        empty = server.post("/abort_request", {"rid": "endless"})
-        assert (empty.status_code, empty.content) == (200, b"")
-        *_, last = chunks
-    assert last["meta_info"]["finish_reason"]["type"] == "abort"
-    assert last["meta_info"]["completion_tokens"] == len(last["output_ids"]) > 0
-
-
 def test_a_flush_is_400_while_requests_hold_kv(server: Server) -> None:
     response = server.post(
         "/generate", {"text": "longer than one page of the cache", "sampling_params": GREEDY}

@@ -1,4 +1,4 @@
-"""One RL step as clients of vLLM make it, over HTTP only: wire_vllm section 3. Broadcasts go over gloo."""
+"""Updates of vLLM's clients, beside what examples/rl_step_vllm.py shows. Broadcasts go over gloo."""
 
 from __future__ import annotations
 
@@ -66,40 +66,14 @@ def beside(server: Server, trainer: BroadcastingTrainer, path: str, body: Any, *
         return answer.result()
 
 
-def send(
-    server: Server, trainer: BroadcastingTrainer, folder: Path, path: str, body: Any, *, packed: bool = False
-) -> Any:
-    words = ("bucket" if packed else "send", "vllm", folder / "model.safetensors")
-    return ok(beside(server, trainer, path, body, words))
+def send(server: Server, trainer: BroadcastingTrainer, folder: Path, path: str, body: Any) -> Any:
+    return ok(beside(server, trainer, path, body, ("send", "vllm", folder / "model.safetensors")))
 
 
 def tokens(server: Server, **sampling_params: Any) -> list[int]:
     body = {"token_ids": PROMPT, "sampling_params": {**GREEDY, **sampling_params}}
     ids: list[int] = ok(server.post("/inference/v1/generate", body))["choices"][0]["token_ids"]
     return ids
-
-
-def test_trl_in_step_with_its_server(server: Server, trainer: BroadcastingTrainer, checkpoints: Any) -> None:
-    config = ok(server.get("/server_info", params={"config_format": "json"}))["vllm_config"]
-    assert config["weight_transfer_config"] is not None
-    assert ok(server.get("/get_world_size/"))["world_size"] == 1
-    before = tokens(server)
-    meet(server, trainer, packed=True)
-    ok(server.post("/start_weight_update", {}))
-    body = {"update_info": update_info(checkpoints.b)}
-    updated = send(server, trainer, checkpoints.b, "/update_weights", body, packed=True)
-    assert (updated["committed"], updated["num_tensors"]) == (False, len(body["update_info"]["names"]))
-    # Nothing of it serves before the finish.
-    assert tokens(server) == before
-    assert ok(server.post("/finish_weight_update", {}))["committed"]
-    assert ok(server.post("/reset_prefix_cache"))["success"]
-    asked = {"model": "m", "prompt": [PROMPT, PROMPT], "n": 2, "top_k": 0, "logprobs": 0, **GREEDY}
-    asked |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
-    choices = ok(server.post("/v1/completions", asked))["choices"]
-    assert [choice["prompt_token_ids"] for choice in choices[::2]] == [PROMPT, PROMPT]
-    assert choices[0]["token_ids"] == tokens(server) != before
-    assert len(choices[0]["logprobs"]["token_logprobs"]) == 6
-    assert choices[0]["logprobs"]["tokens"][0] == f"token_id:{choices[0]['token_ids'][0]}"
 
 
 def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, checkpoints: Any) -> None:
@@ -193,41 +167,6 @@ def test_patches_are_one_update_from_start_to_finish(
     assert torch.equal(served(), weight)
 
 
-def test_prime_rl_by_folder(server: Server, checkpoints: Any, tmp_path: Path) -> None:
-    folder = shutil.copytree(checkpoints.b, tmp_path / "step_12")
-    # Its client leaves this in every folder, broadcast or not.
-    (folder / "NCCL_READY").touch()
-    ok(server.post("/pause?mode=keep&clear_cache=false"))
-    assert ok(server.post("/update_weights", {"weight_dir": str(folder)}))["status"] == "ok"
-    ok(server.post("/resume"))
-    assert ok(server.get("/weight_info"))["weight_version"] == "12"
-    body = {
-        "model": "m",
-        "token_ids": PROMPT,
-        "sampling_params": {
-            "temperature": 1.0,
-            "top_k": -1,
-            "max_tokens": 4,
-            "logprobs": 1,
-            "skip_special_tokens": False,
-            "stop_token_ids": [],
-            "seed": 5,
-            "cache_salt": "12",
-            "routed_experts_prompt_start": 0,
-        },
-        "return_token_ids": True,
-        "priority": 3,
-    }
-    answer = ok(server.client.post("/inference/v1/generate", json=body, headers={"X-Request-Id": "r-1"}))
-    [choice] = answer["choices"]
-    assert (answer["request_id"], answer["prompt_token_ids"]) == ("generate-tokens-r-1", PROMPT)
-    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == 4
-    for entry, token_id in zip(choice["logprobs"]["content"], choice["token_ids"], strict=True):
-        assert (entry["token"], entry["token_id"]) == (f"token_id:{token_id}", token_id)
-        assert entry["top_logprobs"][0]["token_id"] == token_id
-        assert entry["logprob"] <= max(other["logprob"] for other in entry["top_logprobs"])
-
-
 def test_skyrl_rollouts_with_what_could_have_been_sampled(server: Server) -> None:
     params = {"top_k": 9, "min_p": 0.4, "max_tokens": 6, "ignore_eos": True, "seed": 5}
     asked = {"token_ids": PROMPT, "sampling_params": params, "return_sample_support": True}
@@ -284,6 +223,11 @@ def test_prime_rl_by_broadcast(
     (folder / "NCCL_READY").touch()
     refused = server.post("/update_weights", {"weight_dir": str(folder)})
     assert (refused.status_code, "/init_broadcaster" in refused.json()["message"]) == (409, True)
+    # Its client leaves this in every folder: in one with weights it says nothing until a trainer was met.
+    shutil.copytree(checkpoints.a, tmp_path / "step_12")
+    (tmp_path / "step_12" / "NCCL_READY").touch()
+    read = ok(server.post("/update_weights", {"weight_dir": str(tmp_path / "step_12")}))
+    assert (read["status"], read["weight_version"]) == ("ok", "12")
     address = trainer.join("prime-rl")
     met = {"host": "127.0.0.1", "port": address["master_port"], "rank_offset": 0, "inference_world_size": 1}
     quantized = server.post("/init_broadcaster", {**met, "quantize_in_weight_transfer": True})
