@@ -11,8 +11,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from fixtures.dialects import CALL, LENGTH, STOP, Scripted, call_of
 from pydantic import TypeAdapter
 
-from ebbtide.srt.entrypoints.anthropic.answers import MessageWriter
-from ebbtide.srt.entrypoints.anthropic.requests import as_chat, ignored_fields
+from ebbtide.srt.entrypoints.anthropic.messages import MessageWriter, as_chat, ignored_fields
 from ebbtide.srt.entrypoints.anthropic.routes import with_own_errors
 from ebbtide.srt.entrypoints.http_answers import AnswerWriter, error_answer
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall

@@ -9,17 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Scope, Send
 
-from ebbtide.srt.entrypoints.anthropic.answers import (
+from ebbtide.srt.entrypoints.anthropic.messages import (
+    CountTokensRequest,
     ErrorResponse,
     MessageBody,
+    MessagesRequest,
     MessageWriter,
     TokenCount,
-    error_body,
-)
-from ebbtide.srt.entrypoints.anthropic.requests import (
-    CountTokensRequest,
-    MessagesRequest,
     as_chat,
+    error_body,
     ignored_fields,
     prompt_fields,
 )
