@@ -47,19 +47,6 @@ def test_a_failure_that_will_not_pass_is_not_retried(error: Exception) -> None:
     assert engine.log == ["begin", "update", "abort"]
 
 
-def test_a_bucket_is_not_sent_again_to_an_engine_without_the_session() -> None:
-    engine = FakeEngine()
-
-    def lose(names: list[str]) -> None:
-        engine.is_open = False
-        raise RequestRejected("busy", 503)
-
-    engine.on_update = lose
-    with pytest.raises(WeightSendError, match="ended in between"):
-        WeightSender(engine, retry_pause_s=0.01).send([("a", torch.zeros(2))], version="1")
-    assert engine.log.count("update") == 1
-
-
 @pytest.mark.parametrize(
     ("path", "when"),
     [

@@ -260,18 +260,6 @@ def test_a_bucket_whose_session_has_ended_is_refused_and_the_old_weights_serve(
     assert serves(engine, old, "old")
 
 
-def test_a_bucket_that_finds_no_session_is_told_of_as_a_mixture() -> None:
-    engine = FakeEngine()
-
-    def end_session(names: list[str]) -> None:
-        engine.is_open = False
-
-    engine.on_update = end_session
-    with pytest.raises(WeightSendError, match="mixture") as caught:
-        sender_to(engine).send([("a", torch.zeros(2))], version="new")
-    assert "no engine serves" not in str(caught.value)
-
-
 def test_several_targets_serve_the_same_or_where_one_fails_none_of_it(
     engine: Any, server: Server, old: Weights, new: Weights
 ) -> None:

@@ -139,9 +139,6 @@ class Target(ABC):
         """Discard the open session, if there is one."""
         self._call("abort_weight_update")
 
-    def has_session(self) -> bool:
-        return bool(self._server_info()["weight_update"]["session_open"])
-
     def has_all_weights(self) -> bool:
         """Whether no parameter is stale."""
         return bool(self._server_info()["state"]["tags"]["weights"]["content"] == "valid")

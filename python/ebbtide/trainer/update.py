@@ -52,10 +52,6 @@ class UpdateFailed(Exception):
         self.committed = committed
 
 
-class CommittedAlone(EbbtideError):
-    """A bucket found no session and was committed by itself."""
-
-
 @dataclass
 class Update:
     """One update of all targets."""
@@ -146,14 +142,10 @@ class Update:
         self._repeat(attempt, f"begin_weight_update at {target.name}")
 
     def _stage_at(self, target: Target, bucket: Bucket) -> None:
-        def attempt(earlier: Sequence[EbbtideError]) -> None:
-            # Time has passed, the server may even be another: without its session it would serve the bucket.
-            if earlier and not target.has_session():
-                raise _session_over()
-            if target.stage(bucket, self._terms.timeout_s)["committed"]:
-                raise self._committed_alone(target.name)
-
-        self._repeat(attempt, f"{bucket} at {target.name}")
+        # Where its session has ended meanwhile, or the server is another one, the bucket is refused.
+        self._repeat(
+            lambda earlier: target.stage(bucket, self._terms.timeout_s), f"{bucket} at {target.name}"
+        )
 
     def _broadcast(self, broadcaster: Broadcaster, bucket: Bucket, device: torch.device) -> Outcomes:
         """Send a bucket to all targets at once; again, as long as none may have written a part of it."""
@@ -170,31 +162,7 @@ class Update:
                 break
             logger.warning("%s failed, and is broadcast again: %s", bucket, failures)
             self._is_over.wait(self._terms.retry_pause_s)
-            without_session = self._without_session()
-            if without_session:
-                return without_session
-        for name, outcome in outcomes.items():
-            if isinstance(outcome, Mapping) and outcome["committed"]:
-                outcomes[name] = self._committed_alone(name)
         return outcomes
-
-    def _without_session(self) -> Outcomes:
-        """Where a bucket must not be sent again, and why."""
-        found: Outcomes = {}
-        for target in self._targets:
-            try:
-                if not target.has_session():
-                    found[target.name] = _session_over()
-            except EbbtideError as error:
-                found[target.name] = error
-        return found
-
-    def _committed_alone(self, name: str) -> CommittedAlone:
-        self._open.pop(name, None)
-        return CommittedAlone(
-            "its session had ended, and the bucket was committed by itself: the weights that it "
-            "serves are a mixture. Send them all again, with a longer session_timeout_s"
-        )
 
     def _end_at(self, target: Target) -> Mapping[str, Any]:
         def attempt(earlier: Sequence[EbbtideError]) -> Mapping[str, Any]:
@@ -227,10 +195,6 @@ class Update:
                 logger.warning("%s failed, and is tried again: %s", what, error)
                 earlier.append(error)
             self._is_over.wait(self._terms.retry_pause_s)
-
-
-def _session_over() -> RequestRejected:
-    return RequestRejected("its session has ended in between", 409)
 
 
 def _may_pass(error: EbbtideError) -> bool:

@@ -37,7 +37,7 @@ from ebbtide.trainer.targets import (
     failures_in,
     outcomes_of,
 )
-from ebbtide.trainer.update import AT_ONCE, CommittedAlone, ProgressCallback, Terms, Update, UpdateFailed
+from ebbtide.trainer.update import AT_ONCE, ProgressCallback, Terms, Update, UpdateFailed
 
 logger = logging.getLogger(__name__)
 
@@ -330,8 +330,7 @@ def _send_error(failed: UpdateFailed, still_open: Mapping[str, Exception]) -> We
         message += f". The new weights are served all the same by {', '.join(failed.committed)}"
     for name, why in still_open.items():
         message += f". The session of {name} could not be discarded ({why}): it ends by itself after its time"
-    is_clean = not failed.committed and not still_open
-    if is_clean and not any(isinstance(error, CommittedAlone) for error in failed.failures.values()):
+    if not failed.committed and not still_open:
         message += ". The update was discarded: no engine serves any of it"
     return WeightSendError(message, failed.failures, failed.committed)
 
