@@ -31,7 +31,7 @@ from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, Logpro
 from ebbtide.srt.model_executor.forward_batch import ForwardBatch
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.this_process import freeze_heap
-from ebbtide.testing import FinishedStep, SchedulerHarness, default_schedule
+from ebbtide.testing import SchedulerHarness, default_schedule
 
 PROMPT_LEN, PAGE_SIZE = 64, 16
 
@@ -46,6 +46,16 @@ class BenchHarness(SchedulerHarness):
         self.num_bytes += len(self.encoder.encode(message))
         if not hasattr(message, "outputs"):
             super().send(message)
+
+
+class FinishedStep:
+    """A step that has run."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
 
 
 class ConstantRunner:

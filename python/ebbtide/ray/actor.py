@@ -167,17 +167,17 @@ class EngineActor:
 
     async def answer(self, fields: Mapping[str, Any]) -> Any:
         """`generate`, given the fields of the request."""
-        return await self._running.async_generate(**_arguments(fields))
+        return await self._running._generate(fields)
 
     async def stream(
         self, so_far: OutputSoFar | None, fields: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
         """As `answer`, in chunks, behind an output of another engine; None: from the beginning."""
-        given = {**_arguments(fields), "stream": True}
+        given = {**fields, "stream": True}
         if so_far is not None:
             await self._running.adopt(so_far)
             given["continue_from"] = so_far.rid
-        async for chunk in await self._running.async_generate(**given):
+        async for chunk in await self._running._generate(given):
             yield chunk
 
     async def shutdown(self) -> None:
@@ -202,12 +202,6 @@ async def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
             return {**fields, TENSORS: await stored}
         case _:
             return dict(fields)
-
-
-def _arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a generation as arguments of `Engine.generate`."""
-    given = dict(fields)
-    return {"prompt": given.pop("text", None), **given}
 
 
 def _forwarding(name: str) -> Any:

@@ -5,20 +5,17 @@
 `NullEngine` in Python, and a server to be started with `python -m`.
 """
 
-from ebbtide.srt.managers.wire.channel import channel_pair
 from ebbtide.testing.harness import Output, SchedulerHarness, default_schedule
 from ebbtide.testing.null_kv import NullDevice, NullMemory
-from ebbtide.testing.null_runner import FinishedStep, NullRunner
+from ebbtide.testing.null_runner import NullRunner
 from ebbtide.testing.null_weights import NullWeights
 
 __all__ = [
-    "FinishedStep",
     "NullDevice",
     "NullMemory",
     "NullRunner",
     "NullWeights",
     "Output",
     "SchedulerHarness",
-    "channel_pair",
     "default_schedule",
 ]

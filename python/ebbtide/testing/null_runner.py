@@ -182,16 +182,6 @@ class NullRunner:
         assert first == len(input_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A step that has run."""
-
-    result: StepResult
-
-    def wait(self) -> StepResult:
-        return self.result
-
-
 @dataclass(eq=False, slots=True)
 class NullStep:
     """A step that counts as under way until its result is asked for: nothing of it may change meanwhile.
