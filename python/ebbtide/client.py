@@ -150,16 +150,14 @@ class Client(EngineMethods):
     async def _payload_encoder(self) -> PayloadEncoder:
         if self._encoder is None:
             from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
+            from ebbtide.trainer.targets import devices_of
 
             args = await self.async_server_info()
-            ranks = range(args["tp_size"] * args["dp_size"])
             if not self._is_local or args["nnodes"] > 1:
                 self._encoder = WholeEncoder()
-            elif args["device"] == "cpu":
-                self._encoder = PayloadEncoder(["cpu" for _ in ranks], args["tp_size"])
             else:
-                gpus = [f"cuda:{args['base_gpu_id'] + rank * args['gpu_id_step']}" for rank in ranks]
-                self._encoder = PayloadEncoder(gpus, args["tp_size"])
+                ranks = (await self.async_memory_occupation())["ranks"]
+                self._encoder = PayloadEncoder(devices_of(ranks), args["tp_size"])
         return self._encoder
 
     async def _read(self, what: str, **query: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.demo.loop import Results, Stage, StageRecord, StepRecord, heading, row
+from ebbtide.demo.loop import Results, Stage, StageRecord, StepRecord
 from ebbtide.demo.memory import ElasticRecord, LentTime, MemorySample
 from ebbtide.demo.report import write_report
 from ebbtide.demo.trainer import DemoFailed, Ratios
@@ -65,11 +65,6 @@ def test_requests_that_noticed_fail():
     found.elastic.is_equal = False
     with pytest.raises(DemoFailed, match="taken from under them"):
         found.check()
-
-
-def test_rows_are_as_wide_as_their_heading():
-    assert {len(line) for line in heading().splitlines()} == {len(row(step(12, 0.3)))}
-    assert row(step(12, 0.3)).split()[:3] == ["12", "0.300", "2000"]
 
 
 def test_report_is_one_file_with_everything_inside(tmp_path: Path):

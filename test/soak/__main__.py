@@ -36,7 +36,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="length (%(default)s)")
     parser.add_argument("--streams", type=int, default=16, help="clients at a time (%(default)s)")
-    parser.add_argument("--watch-s", type=float, default=0.0, help="seconds between progress lines (0: none)")
     parser.add_argument("--seed", type=int, default=0, help="of the operations (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("server_flags", nargs="*", help="further flags of the server, after --")

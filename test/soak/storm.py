@@ -89,12 +89,10 @@ class Soak:
         """
         self._expected = await asyncio.gather(*(self._alone(prompt) for prompt in self._prompts))
         await self._post("flush_cache")
-        watch = asyncio.create_task(self._watch(self._holdings()))
         await self._weather(list(self._storms) * NUM_REHEARSALS)
         before = self._holdings()
         self._until_s = time.monotonic() + 60 * self._args.minutes
         await self._weather(self._drawn())
-        watch.cancel()
         return before, self._holdings()
 
     async def _weather(self, names: Iterable[str]) -> None:
@@ -119,12 +117,6 @@ class Soak:
 
     def _holdings(self) -> Holdings:
         return Holdings.of(psutil.Process(self._pid), self.senders)
-
-    async def _watch(self, first: Holdings) -> None:
-        """Tell now and then how it goes, and what is held that was not at first."""
-        while self._args.watch_s:
-            await asyncio.sleep(self._args.watch_s)
-            self._tally.tell(first, self._holdings())
 
     async def _settle(self) -> None:
         """Forget what was cached, so that holdings can be compared.

@@ -38,14 +38,6 @@ class Tally:
         if len(self.problems) < 20:
             self.problems.append(problem[:500])
 
-    def tell(self, before: Holdings, now: Holdings) -> None:
-        """A line of how it goes."""
-        counts = f"{self.requests:,} requests, {self.operations.total():,} operations, lost {self.lost}"
-        counts += f", wrong {self.wrong}, failures {self.failures}, {now.rss_bytes / 1e6:,.0f} MB"
-        grown = now.descriptors - before.descriptors
-        more = ", ".join(f"{kind} +{num}" for kind, num in sorted(grown.items()))
-        print(f"{counts}, descriptors {now.descriptors.total()} ({more or 'none more'})", flush=True)
-
 
 def shared_objects(pids: Sequence[int]) -> list[Path]:
     """The shared memory that torch made in these processes, as far as it is still there."""

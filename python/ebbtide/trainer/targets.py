@@ -307,11 +307,7 @@ class ServerTarget(Target):
         info = self._server_info()
         if info["nnodes"] > 1:
             return WholeEncoder()
-        ranks = self._request("/memory_occupation")["ranks"]
-        ranks.sort(key=lambda rank: (rank["dp_rank"], rank["tp_rank"]))
-        own = _own_devices()
-        # A GPU that this process does not see is out of its reach, as the CPU is.
-        devices, tp_size = [own.get(_bare(rank["uuid"]), "cpu") for rank in ranks], info["tp_size"]
+        devices, tp_size = devices_of(self._request("/memory_occupation")["ranks"]), info["tp_size"]
         if self._encoder is not None and self._encoder.serves(devices, tp_size):
             return self._encoder
         self.close()
@@ -384,13 +380,17 @@ def _as_error(answer: urllib.error.HTTPError) -> EbbtideError:
     return RequestRejected(message, answer.code, **fields)
 
 
-def _own_devices() -> dict[str, str]:
-    """The GPUs that this process uses, by UUID."""
+def devices_of(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The devices of ranks as `/memory_occupation` lists them, as this process counts its own.
+
+    A GPU that this process does not see is out of its reach, as "cpu" is.
+    """
     # A trainer on the CPU is not made to set up CUDA.
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     indices = range(torch.cuda.device_count() if is_used else 0)
-    uuids = [_bare(str(torch.cuda.get_device_properties(index).uuid)) for index in indices]
-    return {uuid: f"cuda:{index}" for index, uuid in enumerate(uuids)}
+    own = {_bare(str(torch.cuda.get_device_properties(index).uuid)): f"cuda:{index}" for index in indices}
+    in_order = sorted(ranks, key=lambda rank: (rank["dp_rank"], rank["tp_rank"]))
+    return [own.get(_bare(rank["uuid"]), "cpu") for rank in in_order]
 
 
 def _bare(uuid: str | None) -> str:
