@@ -12,8 +12,8 @@ INSTALLED := $(VENV)/.installed
 SOURCES := python compat plugins test bench examples docs/site.py
 # All, or some: make tests TESTS=test/srt/test_config.py
 TESTS := test
-# Much of a test's time is waiting for an engine: five at a time keep two cores busy.
-WORKERS ?= 5
+# Much of a test's time is waiting for an engine: six at a time keep two cores busy.
+WORKERS ?= 6
 # How many sequences `make fuzz` tries; the gate tries 400 of them.
 FUZZ_SEQUENCES ?= 50000
 # How long `make soak` goes on, and further arguments, e.g. SOAK_OPTIONS="--device cuda --streams 64"
@@ -29,6 +29,9 @@ GPU_WORKERS ?= 2
 # What measures the memory of whole GPUs, and so has to be alone on them.
 GPU_ALONE := test/srt/e2e/test_cuda_two_gpus.py
 GPU_BENCHMARKS := throughput occupation update_default rollout start parity
+PIP := $(BIN)/pip install -qq --no-compile --disable-pip-version-check
+# On all cores, where pip would take one. Left out is what has thousands of modules, of which few are imported.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(tests|kubernetes|transformers/models)/' $(VENV)/lib python/ebbtide
 # Hundreds of processes import the package: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 # For all benchmarks, e.g. make bench-gpu BENCH_OPTIONS="--runs 5"
@@ -62,17 +65,18 @@ $(INSTALLED): python/pyproject.toml
 		|| { echo "Python 3.11 or newer is needed; say which: make test PYTHON=python3.11" >&2; exit 1; }
 	@echo "installing into $(VENV) (minutes the first time)"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(PIP) --upgrade pip || echo "pip stays as it is: an old one takes longer"
+	@$(PIP) $(TORCH)
 	@echo "torch is there; now what Ebbtide and its tests need"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[dev,demo]"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[router]" \
-		|| echo "sglang-router is not to be had: its tests are skipped"
+	@$(COMPILE) & $(PIP) --editable "python[dev,demo,docs,router]" \
+		|| { echo "without sglang-router, then: its tests are skipped"; $(PIP) --editable "python[dev,demo,docs]"; }
+	@$(COMPILE) || true
 	@touch $@
 
 install: $(INSTALLED)
 
 # What reads the sources runs beside the tests: much of a test's time is waiting. Nothing is installed meanwhile.
-test: $(INSTALLED) $(VENV)/.installed-docs
+test: $(INSTALLED)
 	@$(MAKE) --no-print-directory --jobs=2 static tests
 	@echo "all good"
 
@@ -86,28 +90,20 @@ lint: $(INSTALLED)
 	@echo "ruff check"
 	@$(RUFF) check $(RUFF_OPTIONS) --quiet $(SOURCES)
 
-# What no test runs: a name or an argument that is no more is found here.
-BENCH_TYPES := --config-file= --cache-dir=../python/.mypy_cache/bench --follow-imports=silent \
-  --ignore-missing-imports --check-untyped-defs \
-  $(foreach code,arg-type union-attr misc dict-item,--disable-error-code=$(code))
-
 types: $(INSTALLED)
 	@echo "mypy --strict"
 	@cd python && $(BIN)/mypy --no-error-summary
 	@cd python && MYPYPATH=../compat $(BIN)/mypy --no-error-summary --strict ../compat/sglang
 	@cd python && MYPYPATH=../compat/vllm-names $(BIN)/mypy --no-error-summary --strict ../compat/vllm-names/vllm
-	@cd bench && MYPYPATH=../python:. $(BIN)/mypy --no-error-summary $(BENCH_TYPES) *.py
+	@# No test runs these. Behind the others: what they import is read by then.
+	@cd python && MYPYPATH=../bench $(BIN)/mypy --no-error-summary ../bench/*.py
 
 imports: $(INSTALLED)
 	@echo "lint-imports"
 	@cd python && $(BIN)/lint-imports --no-logo
 
-$(VENV)/.installed-docs: $(INSTALLED)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[docs]"
-	@touch $@
-
 # A link that leads nowhere, or a page that no list has, is an error. Quiet, mkdocs would not count them.
-docs: $(VENV)/.installed-docs
+docs: $(INSTALLED)
 	@echo "mkdocs build"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict > $(VENV)/docs.log 2>&1 \
 		|| { grep -v '^INFO' $(VENV)/docs.log; exit 1; }

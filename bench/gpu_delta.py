@@ -12,6 +12,8 @@ The trainer is this process; codes and values are lent by CUDA IPC through `Engi
 At the end the weights are held against those of a full update, bit for bit, by checksums.
 """
 
+# mypy: disable-error-code="arg-type, misc"
+
 from __future__ import annotations
 
 import argparse

@@ -11,6 +11,8 @@ that the mode of the update says: kept (in_place), or computed anew (retract). B
 bfloat16 with the same KV, and what KV of the other mode would come to.
 """
 
+# mypy: disable-error-code="no-any-return"
+
 from __future__ import annotations
 
 import argparse

@@ -32,6 +32,8 @@ each of which has a rank of the trainer with all weights; `--one-gpu`: all of th
   `preserve=none`. The host memory for it is taken at the start (`kv_park_bytes`).
 """
 
+# mypy: disable-error-code="union-attr"
+
 from __future__ import annotations
 
 import argparse

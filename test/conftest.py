@@ -62,6 +62,14 @@ SERVED = (
 )
 FORKING = ("test_distributed_source", "test_receive_plan")
 OF_ONE_RANK = ("test_canary_logprobs", "test_idle", "test_sampling_mask", "test_structured_output")
+# Modules of a minute or more, and no family.
+LONG = (
+    "test_contract_sequences",
+    "test_fleet",
+    "test_framework_steps",
+    "test_memory_returned",
+    "test_openapi",
+)
 FAMILIES = (
     ("test/trainer/",),
     ("test/srt/distributed/", *(f"test/srt/weight_sync/{name}.py" for name in FORKING)),
@@ -83,7 +91,7 @@ def tier_of(module: object) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with its tier. What takes long comes first, so that short files fill the end."""
+    """Mark each test with its tier. What starts processes comes first, and of that what takes long."""
     tiers = [tier_of(item.getparent(pytest.Module).obj) for item in items]  # type: ignore[union-attr]
     for item, tier in zip(items, tiers, strict=True):
         item.add_marker(tier)
@@ -91,7 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def turn(index: int) -> tuple[bool, bool, bool]:
         nodeid, tier = items[index].nodeid, tiers[index]
-        is_long = tier == "contract" or nodeid.startswith(whole)
+        is_long = nodeid.startswith(whole) or Path(nodeid.partition("::")[0]).stem in LONG
         return tier == "unit", not is_long, "fuzz" not in nodeid
 
     order = sorted(range(len(items)), key=turn)
@@ -100,12 +108,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, all modules of a family go to one worker."""
+    """With `--dist loadfile`, all modules of a family go to one worker.
+
+    Every third worker begins at the end, with the tests that start no process: they keep the cores busy
+    while those of the others wait for engines.
+    """
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class LoadFamilyScheduling(LoadFileScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            if int(node.gateway.id.removeprefix("gw")) % 3 == 1:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             return next((family[0] for family in FAMILIES if file.startswith(family)), file)
