@@ -12,7 +12,7 @@ from fixtures.rank_processes import Output, Ranks, generate, outputs_of
 from ebbtide.srt.adapter_config import adapter_config
 from ebbtide.srt.errors import ConfigurationError
 
-NUM_TOKENS = 32
+NUM_TOKENS = 12
 PROMPTS = [list(b"The tide turns twice a day, and the marsh knows."), list(b"Ebb"), [7]]
 BIASES = {"attention_bias": True, "mlp_bias": True}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
