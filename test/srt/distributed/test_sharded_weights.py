@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.slices import finish
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
@@ -157,7 +158,7 @@ def stage_and_commit(
     group: ParallelGroup, path: Path, new: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     store = open_store(group, path)
-    shadow = store.arena.stage()
+    shadow = finish(store.arena.stage())
     for name, tensor in new.items():
         store.write(name, tensor, shadow)
     written = frozenset[str]().union(*(store.covered(name) for name in new))

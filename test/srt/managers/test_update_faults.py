@@ -72,7 +72,7 @@ def failing_iterator(*args: Any) -> Iterator[int]:
 
 # What is broken, and how: the steps of an update in their order.
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch, RealRank], None]] = {
-    "finding room": lambda patch, rank: fail_after(patch, rank.store.arena, "stage_by_chunks", 0),
+    "finding room": lambda patch, rank: fail_after(patch, rank.store.arena, "stage", 0),
     "first write": lambda patch, rank: fail_after(patch, rank.store, "write_by_slices", 0),
     "a later write": lambda patch, rank: fail_after(patch, rank.store, "write_by_slices", 7),
     "completing": lambda patch, rank: patch.setattr(rank.store, "complete", failing_iterator),
@@ -164,7 +164,7 @@ def test_a_second_copy_is_made_as_update_staging_says(
     assert ("second copy" in told, "refused" in told) == (rule != "never", rule == "always")
     before = checksum_of(rank.store)
     if not has_room:
-        monkeypatch.setattr(rank.store.arena, "stage_by_chunks", no_room)
+        monkeypatch.setattr(rank.store.arena, "stage", no_room)
     reply = rank.apply(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1])))
     if rule == "always" and not has_room:
         assert isinstance(reply, Refusal)
@@ -387,7 +387,7 @@ class TestCopiesBesideForwardPasses:
         monkeypatch: pytest.MonkeyPatch,
         is_cancelled: bool,
     ) -> None:
-        monkeypatch.setattr(rank.store.arena, "stage_by_chunks", no_room)
+        monkeypatch.setattr(rank.store.arena, "stage", no_room)
         call = rank.call(UpdateWeightFromDiskReqInput(model_path=str(checkpoints[1]), weight_version="b"))
         for _ in range(20):
             rank.scheduler.turn()

@@ -11,6 +11,7 @@ from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+from ebbtide.srt.slices import finish
 
 MIB = 1 << 20
 GRANULE = HostVirtualMemory.granularity
@@ -52,7 +53,7 @@ def test_memory_goes_back_to_the_operating_system_and_returns_at_resume(make_are
         arena.resume()
         # Before anything touches the memory: that it can be had must show at resume.
         assert held_bytes() - released >= 0.95 * size
-        with closing(arena.stage()) as shadow:
+        with closing(finish(arena.stage())) as shadow:
             assert abs(held_bytes() - released - 2 * size) <= 0.05 * size
             arena.swap(shadow)
             assert abs(held_bytes() - released - 2 * size) <= 0.05 * size, "a swap copies nothing"
@@ -76,7 +77,7 @@ def test_wrong_views_and_sizes_are_refused(make_arena):
 def test_misuse_is_refused_and_changes_nothing(make_arena):
     arena, other = make_arena(GRANULE), make_arena(GRANULE)
     arena.resume()
-    shadow = arena.stage()
+    shadow = finish(arena.stage())
     with pytest.raises(ValueError, match="another arena"):
         other.swap(shadow)
     arena.release()
@@ -120,7 +121,7 @@ def test_an_arena_of_no_bytes_has_both_states_and_no_memory(make_arena, budgeted
     assert arena.resume() == 0
     assert arena.is_resident
     assert arena.view(0, (0,), torch.float32).numel() == 0
-    with closing(arena.stage()) as shadow:
+    with closing(finish(arena.stage())) as shadow:
         arena.swap(shadow)
     assert arena.release() == 0
     assert not arena.is_resident
@@ -148,7 +149,7 @@ def test_staging_by_chunks_takes_them_one_by_one_and_gives_all_back_if_it_is_lef
     arena = make_arena(3 * GRANULE, vm, chunk_bytes=GRANULE)
     arena.resume()
     with assert_nothing_leaks():
-        steps = arena.stage_by_chunks()
+        steps = arena.stage()
         for taken in (4, 5):
             assert next(steps) == GRANULE
             assert vm.taken_bytes == taken * GRANULE
@@ -160,7 +161,7 @@ def test_cycles_leak_nothing(vm, chunk_bytes, held_bytes, assert_nothing_leaks):
     def cycle():
         arena = VirtualArena(MemoryTag.WEIGHTS, 4 * GRANULE, vm, chunk_bytes)
         arena.resume()
-        with closing(arena.stage()) as shadow:
+        with closing(finish(arena.stage())) as shadow:
             whole = (0, (4 * GRANULE,), torch.uint8)
             shadow.view(*whole).copy_(arena.view(*whole))
             arena.swap(shadow)
@@ -183,6 +184,7 @@ from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+from ebbtide.srt.slices import finish
 
 def held(what="VmData"):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what)) << 10
@@ -204,10 +206,10 @@ attempt("resume", arena.resume)
 print(arena.resident_bytes, held() - before, held("VmSize") - addresses_before < 1 << 20)
 limit(before + (264 << 20))
 attempt("resume", arena.resume)
-attempt("stage", arena.stage)
+attempt("stage", lambda: finish(arena.stage()))
 limit(resource.RLIM_INFINITY)
 view.fill_(1)
-shadow = arena.stage()
+shadow = finish(arena.stage())
 shadow.view(0, (256 << 20,), torch.uint8).fill_(2)
 limit(held() + (8 << 20))
 attempt("swap", lambda: arena.swap(shadow))

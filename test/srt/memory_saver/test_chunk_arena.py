@@ -12,6 +12,7 @@ from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import ChunkPool
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
+from ebbtide.srt.slices import finish
 
 CHUNK = HostVirtualMemory.granularity
 NUM_KV, NUM_WEIGHTS = 6, 3
@@ -91,7 +92,7 @@ class PoolStates(RuleBasedStateMachine):
     def stage(self, value: int) -> None:
         before = len(self.rank.pool.spare)
         try:
-            shadow = self.rank.weights.stage()
+            shadow = finish(self.rank.weights.stage())
         except OutOfDeviceMemory:
             assert len(self.rank.pool.spare) == before
             return

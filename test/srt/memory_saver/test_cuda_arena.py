@@ -8,6 +8,7 @@ import torch
 from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
+from ebbtide.srt.slices import finish
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +58,7 @@ def test_a_graph_captured_before_a_swap_replays_on_the_new_contents(make_arena, 
     graph, result = capture(lambda: x @ weight)
     graph.replay()
     assert torch.equal(result, x @ first)
-    with closing(arena.stage()) as shadow:
+    with closing(finish(arena.stage())) as shadow:
         shadow.view(15 * MATRIX_BYTES, (ROWS, ROWS), torch.bfloat16).copy_(second)
         arena.swap(shadow)
         graph.replay()

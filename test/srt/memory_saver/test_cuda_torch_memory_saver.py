@@ -18,6 +18,7 @@ from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.saver import hook_mode
+from ebbtide.srt.slices import finish
 
 GIB = 1 << 30
 device = open_device("cuda")
@@ -41,7 +42,7 @@ freed = cache.release()
 print("cache alone", freed, device.free_bytes() - free == freed, view.unique().tolist())
 print("again", cache.release(), cache.resume(), cache.resume())
 
-with closing(weights.stage()) as shadow:
+with closing(finish(weights.stage())) as shadow:
     shadow.view(0, (GIB,), torch.uint8).fill_(4)
     weights.swap(shadow)
     print("swapped", view.unique().tolist(), shadow.view(0, (GIB,), torch.uint8).unique().tolist())

@@ -10,6 +10,7 @@ from ebbtide.srt.errors import ConfigurationError, EngineError, OutOfDeviceMemor
 from ebbtide.srt.memory_saver import saver as savers
 from ebbtide.srt.memory_saver.saver import MARGIN_BYTES, PlainMemory, TorchMemorySaverBackend
 from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.slices import finish
 
 MIB = 1 << 20
 SIZE = 3 * MIB + 1
@@ -101,7 +102,7 @@ def test_a_swap_exchanges_the_contents_under_live_tensors(saver, monkeypatch, sl
     pointer = live.data_ptr()
     first, second = (torch.randint(256, (SIZE,), dtype=torch.uint8) for _ in range(2))
     live.copy_(first)
-    with closing(arena.stage()) as shadow:
+    with closing(finish(arena.stage())) as shadow:
         staged = shadow.view(0, (SIZE,), torch.uint8).copy_(second)
         arena.swap(shadow)
         assert torch.equal(live, second)

@@ -48,6 +48,7 @@ from ebbtide.srt.model_executor.batch_plan import LogprobSpec
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.quantizing import Quantization
 from ebbtide.srt.models.registry import build_model
+from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.custom_loader import StagedModel
 from ebbtide.srt.weight_sync.distributed_source import Memberships
 from ebbtide.trainer.payload_encoding import serialize
@@ -503,7 +504,7 @@ def test_sizes_that_ranks_cannot_share_by_blocks_are_refused(tmp_path: Path) -> 
 def test_a_loader_of_ones_own_brings_values_with_their_scales(path: Path, new: dict[str, Tensor]) -> None:
     store = RealRank(path, quantization="fp8").store
     pairs = in_eight_bits(new)
-    with closing(store.arena.stage()) as shadow:
+    with closing(finish(store.arena.stage())) as shadow:
         model = StagedModel(store, shadow)
         assert model.load_weights(new.items()) == new.keys()
         assert model.load_weights(pairs.items()) == pairs.keys()

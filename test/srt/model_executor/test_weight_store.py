@@ -24,6 +24,7 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.quantizing import Quantization
 from ebbtide.srt.models.registry import build_model
+from ebbtide.srt.slices import finish
 
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
@@ -166,7 +167,7 @@ def test_a_staged_update_is_invisible_until_it_is_committed(
     before, checksum, generation = snapshot(store), checksum_of(store), store.generation
     addresses = store.arena.address
     new = {Q: torch.randn(64, 64), NORM: torch.randn(64)}
-    with closing(store.arena.stage()) as shadow:
+    with closing(finish(store.arena.stage())) as shadow:
         for name, value in new.items():
             store.write(name, value, shadow)
         slices = list(store.complete(shadow, set(new)))
@@ -188,7 +189,7 @@ def test_a_staged_update_is_invisible_until_it_is_committed(
 
 def test_forgetting_the_shadow_is_a_rollback(store: WeightStore) -> None:
     checksum, before = checksum_of(store), snapshot(store)
-    with closing(store.arena.stage()) as shadow:
+    with closing(finish(store.arena.stage())) as shadow:
         store.write(EMBED, torch.zeros(258, 64), shadow)
 
     assert checksum_of(store) == checksum

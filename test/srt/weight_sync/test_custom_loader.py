@@ -18,6 +18,7 @@ from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.registry import build_model
+from ebbtide.srt.slices import finish
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel, import_loaders
 
 LOADERS = "fixtures.weight_loaders"
@@ -44,7 +45,7 @@ def store(path: Path) -> Iterator[WeightStore]:
 @pytest.fixture
 def shadow(store: WeightStore) -> Iterator[Arena]:
     """A whole copy of the live weights."""
-    with closing(store.arena.stage()) as shadow:
+    with closing(finish(store.arena.stage())) as shadow:
         list(store.complete(shadow, ()))
         yield shadow
 

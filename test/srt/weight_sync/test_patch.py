@@ -144,7 +144,7 @@ def test_a_store_says_where_its_tensors_lie_in_every_copy(tmp_path: Path) -> Non
     positions = [positions_of(before[name].numel(), 0.1) for name in names]
     values = [torch.randn(len(one)) for one in positions]
     blocks = kernels.coded_blocks(*encode_positions(positions))
-    with closing(store.arena.stage()) as shadow:
+    with closing(finish(store.arena.stage())) as shadow:
         for _ in store.complete(shadow, ()):
             pass
         patched = PatchedWeights(store, shadow)

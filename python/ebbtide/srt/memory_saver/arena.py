@@ -15,7 +15,6 @@ import torch
 
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.slices import finish
 
 
 class ArenaState(Enum):
@@ -138,15 +137,12 @@ class Arena(ABC):
             raise ValueError(f"offset {offset} is not a multiple of the element size, {dtype.itemsize}")
         return self._flat()[offset:end].view(dtype).view(shape)
 
-    def stage(self) -> Arena:
+    def stage(self) -> Generator[int, None, Arena]:
         """A shadow: a second set of memory of the same layout, to be written aside and swapped in.
 
-        OutOfDeviceMemory: there is no room for it; nothing is kept.
+        Yields the bytes of each chunk just taken. Ended early, or without room (OutOfDeviceMemory), it keeps
+        nothing.
         """
-        return finish(self.stage_by_chunks())
-
-    def stage_by_chunks(self) -> Generator[int, None, Arena]:
-        """As `stage`, yielding the bytes of each chunk just taken; ended early, it keeps nothing."""
         twin = self._twin()
         try:
             yield from twin._resume_by_chunks(at_once=False)

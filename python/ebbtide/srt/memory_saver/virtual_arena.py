@@ -115,8 +115,9 @@ class VirtualArena(Arena):
 
     def close_by_chunks(self) -> Generator[int, None, None]:
         try:
-            for slot in reversed(self._slots):
-                yield from self._discard_by_calls(slot)
+            for slot in reversed([slot for slot in self._slots if slot.is_held]):
+                self._discard(slot)
+                yield slot.num_bytes
         finally:
             self.close()
 
@@ -243,18 +244,6 @@ class VirtualArena(Arena):
             slot.handle = None
         if slot.is_mapped:
             self._unmap(slot)
-
-    def _discard_by_calls(self, slot: ChunkSlot) -> Generator[int, None, None]:
-        """As `_discard`, yielding bytes: where unmapping is free the driver has two calls of like length."""
-        if not slot.is_held:
-            return
-        rest_bytes = slot.num_bytes
-        if self._vm.keeps_for_free and slot.is_mapped:
-            self._unmap(slot)
-            rest_bytes -= slot.num_bytes // 2
-            yield slot.num_bytes - rest_bytes
-        self._discard(slot)
-        yield rest_bytes
 
 
 class ChunkPool:

@@ -109,7 +109,7 @@ class EngineWeights:
         if in_place or self._config.update.staging == "never":
             return WeightStaging(self._store, self._device)
         try:
-            shadow = yield from paced_by_time(self._store.arena.stage_by_chunks())
+            shadow = yield from paced_by_time(self._store.arena.stage())
         except OutOfDeviceMemory as error:
             if self.requires_copy and is_last:
                 raise RequestRejected(
