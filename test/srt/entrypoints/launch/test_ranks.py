@@ -18,10 +18,10 @@ from fixtures.servers import environment_of, free_port, is_alive, wait_until
 from ebbtide.srt.config import EngineConfig, ParallelConfig
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.entrypoints.launch.node_link import meet
-from ebbtide.srt.entrypoints.launch.placement import NodeAddress, local_ranks, num_ports, place_replicas
+from ebbtide.srt.entrypoints.launch.placement import NodeAddress, place_replicas
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import ConfigurationError, EngineError
-from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver
+from ebbtide.srt.managers.wire.channel import Receiver
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_runner import null_config
 
@@ -45,48 +45,12 @@ def running(processes: NodeProcesses) -> Iterator[NodeProcesses]:
 # ------------------------------------------------------------------------------------------------- placement
 
 
-def test_ranks_are_dealt_out_to_nodes_in_equal_runs() -> None:
-    of_nodes = [
-        local_ranks(ParallelConfig(tp_size=2, dp_size=3, nnodes=2, node_rank=node)) for node in (0, 1)
-    ]
-    assert of_nodes == [[(0, 0), (0, 1), (1, 0)], [(1, 1), (2, 0), (2, 1)]]
-
-
-def addresses_in(replica: ChannelAddresses) -> list[str]:
-    return [replica.scheduler, *replica.ticks, replica.ranks, replica.rendezvous]
-
-
 def test_on_one_host_everything_is_in_the_private_folder() -> None:
     replicas = place_replicas(ParallelConfig(tp_size=2, dp_size=2), [NodeAddress("", "/run/eb", ())])
-    places = [address for replica in replicas for address in addresses_in(replica)]
+    places = [place for one in replicas for place in (one.scheduler, *one.ticks, one.ranks, one.rendezvous)]
     assert len(set(places)) == 10
     assert all(address.startswith(("ipc:///run/eb/", "file:///run/eb/")) for address in places)
     assert replicas[0].manager == replicas[1].manager == "ipc:///run/eb/manager"
-
-
-def test_what_nodes_share_is_at_the_port_of_the_node_that_listens() -> None:
-    parallel = ParallelConfig(tp_size=2, dp_size=3, nnodes=2)
-    first_ports, second_ports = (
-        tuple(range(start, start + num_ports(parallel, node))) for node, start in ((0, 100), (1, 200))
-    )
-    nodes = [NodeAddress("10.0.0.1", "/run/a", first_ports), NodeAddress("fd00::2", "/run/b", second_ports)]
-    first, across, second = place_replicas(parallel, nodes)
-    # Replica 0 is on node 0 alone, but replicas 1 and 2 also talk to the API process and its detokenizer.
-    assert addresses_in(first) == [
-        f"{kind}:///run/a/{name}-dp0{suffix}"
-        for kind, name, suffix in (
-            ("ipc", "scheduler", ""),
-            ("ipc", "ticks", "-tp0"),
-            ("ipc", "ticks", "-tp1"),
-            ("ipc", "ranks", ""),
-            ("file", "rendezvous", ""),
-        )
-    ]
-    assert first.manager == second.manager == "tcp://10.0.0.1:100"
-    assert first.detokenizer == "tcp://10.0.0.1:101"
-    assert (across.scheduler, across.ticks[1]) == ("ipc:///run/a/scheduler-dp1", "tcp://[fd00::2]:200")
-    assert (across.ranks, across.rendezvous) == ("tcp://10.0.0.1:102", "tcp://10.0.0.1:103")
-    assert (second.scheduler, second.ticks[1]) == ("tcp://[fd00::2]:201", "ipc:///run/b/ticks-dp2-tp1")
 
 
 def test_the_port_where_ranks_meet_can_be_chosen() -> None:
