@@ -44,7 +44,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def processes() -> Iterator[NodeProcesses]:
-    started = NodeProcesses(CONFIG, targets(scheduler="report_size", detokenizer="report_nothing"))
+    started = NodeProcesses(CONFIG, targets(scheduler="report_rank", detokenizer="report_rank"))
     yield started
     started.shutdown()
 
@@ -79,7 +79,7 @@ def test_ready_processes_report_what_the_engine_has_and_end_with_shutdown(
 def test_a_start_that_fails_says_why_and_leaves_nothing(
     script: str, error: type[Exception], message: str
 ) -> None:
-    started = NodeProcesses(CONFIG, targets(scheduler=script, detokenizer="report_nothing"))
+    started = NodeProcesses(CONFIG, targets(scheduler=script, detokenizer="report_rank"))
     pids = started.pids.values()
     with pytest.raises(error) as raised:
         started.wait_ready()
@@ -120,7 +120,7 @@ def test_torch_memory_saver_is_preloaded_where_it_is_asked_for(
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setenv("EBBTIDE_TMS_HOOK_MODE", mode)
     config = replace(CONFIG, memory=replace(CONFIG.memory, backend=backend))
-    started = NodeProcesses(config, targets(scheduler="report_size", detokenizer="report_nothing"))
+    started = NodeProcesses(config, targets(scheduler="report_rank", detokenizer="report_rank"))
     try:
         started.wait_ready()
         found = {name: environment_of(pid).get("LD_PRELOAD") for name, pid in started.pids.items()}
@@ -132,7 +132,7 @@ def test_torch_memory_saver_is_preloaded_where_it_is_asked_for(
 def test_a_hook_mode_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EBBTIDE_TMS_HOOK_MODE", "prelaod")
     with pytest.raises(ConfigurationError, match="EBBTIDE_TMS_HOOK_MODE: expected torch or preload"):
-        NodeProcesses(CONFIG, targets(scheduler="report_size"))
+        NodeProcesses(CONFIG, targets(scheduler="report_rank"))
 
 
 def test_signals_are_left_to_the_parent_and_a_fork_of_it_ends_nothing(processes: NodeProcesses) -> None:
@@ -157,7 +157,7 @@ def test_a_temporary_folder_too_deep_for_sockets_is_refused(
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with pytest.raises(ConfigurationError, match="TMPDIR is too long for sockets"):
-        NodeProcesses(CONFIG, targets(scheduler="report_size"))
+        NodeProcesses(CONFIG, targets(scheduler="report_rank"))
     assert left_in(deep) == []
 
 
@@ -169,7 +169,7 @@ from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_runner import null_config
 
 config = null_config(ServerArgs(model_path="none", log_level="critical", device="cpu"))
-processes = NodeProcesses(config, {"scheduler": "fixtures.scripted_processes:report_size"})
+processes = NodeProcesses(config, {"scheduler": "fixtures.scripted_processes:report_rank"})
 processes.wait_ready()
 print(processes.pids["scheduler"], flush=True)
 threading.Event().wait()
