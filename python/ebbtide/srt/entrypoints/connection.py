@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Any, Final
 
 import msgspec
@@ -11,7 +10,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from ebbtide.srt.errors import ConfigurationError, error_body
+from ebbtide.srt.entrypoints.launch.placement import bind
+from ebbtide.srt.errors import error_body
 
 # Of the URL and the headers together, as with uvicorn's parser that is written in Python.
 MAX_HEAD_BYTES: Final = 1 << 16
@@ -102,30 +102,8 @@ _TOO_LONG: Final = f"the URL and the headers: expected at most {MAX_HEAD_BYTES} 
 _TOO_SLOW: Final = f"the URL and the headers: expected within {HEAD_PATIENCE_S:g} s"
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Take a port, 0: a free one. Raises ConfigurationError: it cannot be had."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigurationError(f"host {host!r}: {error.strerror or error}") from None
-    # A name such as localhost has several addresses: clients expect that of IPv4.
-    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        return listener
-    except OSError as error:
-        listener.close()
-        raise cannot_listen(host, port, error) from None
-
-
-def cannot_listen(host: str, port: int, error: OSError) -> ConfigurationError:
-    return ConfigurationError(f"cannot listen on {host} port {port} (--host, --port): {error.strerror}")
-
-
 class Door:
-    """Serves an application in the engine's event loop, at `url`. Raises as `bind`."""
+    """Serves an application in the engine's event loop, at `url`. Port 0: a free one. Raises as `bind`."""
 
     def __init__(self, application: ASGIApp, host: str, port: int) -> None:
         self._socket = bind(host, port)

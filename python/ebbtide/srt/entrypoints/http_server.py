@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.srt.config import EngineConfig, resolve
 from ebbtide.srt.entrypoints.anthropic.routes import AnthropicApi, with_own_errors
-from ebbtide.srt.entrypoints.connection import BoundedConnection, bind, cannot_listen
+from ebbtide.srt.entrypoints.connection import BoundedConnection
 from ebbtide.srt.entrypoints.http_answers import DIRECT_SEND, Json, error_answer
 from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses
 from ebbtide.srt.entrypoints.launch.console import (
@@ -39,6 +39,7 @@ from ebbtide.srt.entrypoints.launch.console import (
     raising_signals,
 )
 from ebbtide.srt.entrypoints.launch.launcher import launch_node
+from ebbtide.srt.entrypoints.launch.placement import bind, cannot_listen
 from ebbtide.srt.entrypoints.metrics.observers import TraceContext
 from ebbtide.srt.entrypoints.middleware import FRAMED_BY_NONE, BrowserCheck, KeyCheck, OneSpelling, RequestIds
 from ebbtide.srt.entrypoints.openai.routes import Calls, OpenAIApi
@@ -200,7 +201,6 @@ def serve(
                 stages.show("", READING_CONFIG)
                 config = configure()
             read_chat_template(config.server_args.chat_template)  # refused now rather than at the first chat
-            # Nobody can connect until it listens.
             listener = bind(config.http.host, config.http.port)
             service = EngineService(config, targets, early)
     except Stopped:

@@ -28,7 +28,14 @@ import msgspec
 
 from ebbtide.srt.argument_checks import split_address
 from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.entrypoints.launch.placement import NodeAddress, ReservedPorts, num_ports, place_replicas
+from ebbtide.srt.entrypoints.launch.placement import (
+    NodeAddress,
+    ReservedPorts,
+    bind,
+    cannot_listen,
+    num_ports,
+    place_replicas,
+)
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.version import __version__
@@ -260,20 +267,12 @@ class _Guests:
 def _listen(address: str | None) -> socket.socket:
     assert address is not None, "checked with the arguments"
     host, port = split_address(address)
+    listener = bind(host, port, "--dist-init-addr")
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place)
-            listener.listen()
-        except BaseException:
-            listener.close()
-            raise
+        listener.listen()
     except OSError as error:
-        raise ConfigurationError(
-            f"dist_init_addr: node 0 cannot listen at {address}: {error.strerror or error}"
-        ) from None
+        listener.close()
+        raise cannot_listen(host, port, error, "--dist-init-addr") from None
     return listener
 
 

@@ -93,6 +93,31 @@ def place_replicas(parallel: ParallelConfig, nodes: Sequence[NodeAddress]) -> li
     ]
 
 
+def bind(host: str, port: int, flags: str = "--host, --port") -> socket.socket:
+    """Take a port, 0: a free one; nobody can connect yet. Raises ConfigurationError: it cannot be had.
+
+    `flags`: those that named it.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise cannot_listen(host, port, error, flags) from None
+    # A name such as localhost has several addresses: clients expect that of IPv4.
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        return listener
+    except OSError as error:
+        listener.close()
+        raise cannot_listen(host, port, error, flags) from None
+
+
+def cannot_listen(host: str, port: int, error: OSError, flags: str = "--host, --port") -> ConfigurationError:
+    return ConfigurationError(f"cannot listen on {host} port {port} ({flags}): {error.strerror or error}")
+
+
 class ReservedPorts:
     """Free TCP ports of one address, which nobody else is given until `close`.
 
