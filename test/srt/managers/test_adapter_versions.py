@@ -29,7 +29,6 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UnloadLoRAAdapterReqInput,
-    UpdateWeightFromDiskReqInput,
     VersionContract,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
@@ -111,27 +110,6 @@ def test_what_comes_from_a_folder_and_from_tensors_is_the_same(model: Path, adap
     rank.run()
     rank.assert_true()
     assert rank.outputs[rids[0]].token_ids != rank.outputs[rids[1]].token_ids
-
-
-def test_what_slots_hold_outlives_a_release_that_keeps_no_weights(
-    model: Path, adapters: list[Adapter]
-) -> None:
-    rank = AdapterRank(model)
-    for index, adapter in enumerate(adapters):
-        rank.load(f"a{index}", adapter)
-    rids = [rank.ask(f"a{index}", prompt(index, 20), num_tokens=30) for index in range(2)]
-    rank.turn(8)
-    assert not isinstance(
-        rank.apply(ReleaseMemoryOccupationReqInput(preserve=Preserve.LIVE, backup=False)), Refusal
-    )
-    rank.apply(ResumeMemoryOccupationReqInput())
-    rank.turn(5)
-    assert rank.scheduler.control.reason.startswith("weights are stale"), "the base has yet to come"
-    rank.apply(UpdateWeightFromDiskReqInput(model_path=str(model), pause_mode=PauseMode.RETRACT))
-    rids += [rank.ask(f"a{index}", prompt(index, 20)) for index in range(NUM_ADAPTERS)]
-    rank.run()
-    assert all(rank.outputs[rid].finish.kind == "length" for rid in rids)
-    rank.assert_true()
 
 
 Change = Callable[[dict[str, torch.Tensor]], object]

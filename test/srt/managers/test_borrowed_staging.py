@@ -13,14 +13,10 @@ from fixtures.checkpoints import checksum_of, make_checkpoint
 from fixtures.full_rank import CHUNK, KV, NUM_KV_CHUNKS, SHAPE, Rank, prompt
 
 from ebbtide.srt.managers.io_struct import (
-    AbortReq,
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
-    PauseGenerationReqInput,
     PauseMode,
-    Preserve,
     Refusal,
     ReleaseMemoryOccupationReqInput,
     ResizeMemoryOccupationReqInput,
@@ -28,7 +24,6 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsReqOutput,
 )
-from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.memory_saver.tags import MemoryTag
 
 
@@ -223,85 +218,6 @@ def test_the_kv_cache_shrinks_and_grows_beside_streams(
     rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
     rank.run()
     assert told(rank, rids) == undisturbed(requests)
-    rank.assert_whole()
-
-
-@pytest.mark.parametrize("preserve", [Preserve.NONE, Preserve.ALL])
-def test_a_pool_that_is_full_gives_up_what_is_cached_and_then_the_youngest(
-    make_rank: Callable[..., Rank], undisturbed: Tokens, preserve: Preserve
-) -> None:
-    rank, requests = make_rank(), [(prompt(seed, 150), 90) for seed in range(7)]
-    for size in ({}, {"num_tokens": 1, "num_bytes": 1}, {"num_tokens": 0}, {"num_bytes": 1 << 60}):
-        assert rank.apply(resize(**size)).status == 400
-    rids = begin(rank, requests)
-    rank.turn(12)
-    reply = rank.apply(ResizeMemoryOccupationReqInput(num_tokens=2 * 256, preserve=preserve))
-    # The one of the youngest whose prompt is being computed too.
-    assert (reply.num_parked, reply.num_retracted) == ((0, 4) if preserve is Preserve.NONE else (4, 0))
-    assert rank.kv.resident_bytes == 2 * CHUNK
-    rank.run()
-    assert told(rank, rids) == undisturbed(requests)
-    rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
-    rank.assert_whole()
-
-
-@pytest.mark.parametrize("how", ["restored", "the oldest is aborted", "all are retracted"])
-def test_parked_requests_go_on_wherever_their_pages_lie(
-    make_rank: Callable[..., Rank], undisturbed: Tokens, how: str
-) -> None:
-    rank, requests = make_rank(), [(prompt(seed, 150), 60) for seed in range(7)]
-    rids = begin(rank, requests)
-    rank.turn(12)
-    released = rank.apply(ReleaseMemoryOccupationReqInput(tags=KV, preserve=Preserve.LIVE))
-    assert released.num_parked >= 6
-    if how == "the oldest is aborted":
-        rank.apply(AbortReq(rid=rids[0]))
-    elif how == "all are retracted":
-        rank.apply(PauseGenerationReqInput(mode=PauseMode.RETRACT))
-        rank.apply(ContinueGenerationReqInput())
-    assert rank.apply(ResumeMemoryOccupationReqInput(tags=KV)).success
-    live = [*rank.scheduler.policy.running, *rank.scheduler.policy.waiting]
-    assert any(req.num_retractions for req in live) == (how == "all are retracted")
-    rank.run()
-    num_aborted = int(how == "the oldest is aborted")
-    assert told(rank, rids[num_aborted:]) == undisturbed(requests)[num_aborted:]
-    rank.assert_whole()
-
-
-@pytest.mark.parametrize(("to", "fails"), [("a smaller pool", True), ("a second copy", False)])
-def test_live_pages_are_moved_together_and_nobody_notices(
-    make_rank: Callable[..., Rank],
-    undisturbed: Tokens,
-    path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    to: str,
-    fails: bool,
-) -> None:
-    """In most chunks something is in use, and much is not."""
-    rank, requests = make_rank(), [(prompt(seed, 170), [60, 3, 3][seed % 3]) for seed in range(9)]
-    rids = begin(rank, requests)
-    rank.turn(25)
-    moved: list[int] = []
-    request = resize(num_tokens=3 * 256) if to == "a smaller pool" else update(path)
-    if fails:
-        with monkeypatch.context() as broken:
-            broken.setattr(KVPool, "move", lambda *_: 1 / 0)
-            assert isinstance(rank.apply(request), Refusal)
-        rank.assert_whole()
-        rank.turn(2)
-    num_running = len(rank.scheduler.policy.running)
-    with monkeypatch.context() as watched:
-        move = KVPool.move
-        watched.setattr(KVPool, "move", lambda pool, *pages: (moved.extend(pages[0]), move(pool, *pages)))
-        reply = rank.apply(request)
-    assert not isinstance(reply, Refusal), reply
-    assert moved
-    assert len(rank.scheduler.policy.running) == num_running
-    if to == "a second copy":
-        assert reply.staged
-    rank.run()
-    assert told(rank, rids) == undisturbed(requests)
-    rank.apply(resize(num_tokens=NUM_KV_CHUNKS * 256))
     rank.assert_whole()
 
 

@@ -63,3 +63,33 @@ def test_a_release_in_the_middle_keeps_no_checkpoint_that_it_has_not_saved(prese
     seeds = (0, 50, 7, 7, 7)
     for seed, rid in zip(seeds, rids, strict=True):
         assert harness.outputs[rid].token_ids == expected_tokens(seed, 40)
+
+
+def test_who_begins_with_which_checkpoint() -> None:
+    harness = Harness(num_checkpoints=6)
+
+    def cached(*prompts: list[int]) -> list[int]:
+        rids = [harness.generate(ids, seed=7, max_new_tokens=2) for ids in prompts]
+        harness.run_until_idle()
+        assert all(harness.outputs[rid].token_ids == expected_tokens(7, 2) for rid in rids)
+        return [harness.outputs[rid].cached_tokens for rid in rids]
+
+    # Samples of a prompt begin with the state that the first of them has computed.
+    assert cached(*[[*range(30)]] * 6) == [0, *[28] * 5]
+    # Where a prompt leaves another, a third begins with their checkpoint.
+    assert [cached([*range(22), *range(end, end + 9)]) for end in (100, 200)] == [[12], [20]]
+    # There are six: those used longest ago go.
+    firsts = (*range(300, 360, 10), 350, 0)
+    assert [cached([*range(first, first + 13)]) for first in firsts] == [*[[0]] * 6, [12], [0]]
+
+
+@pytest.mark.parametrize("by_version", [False, True])
+def test_no_state_of_other_weights_is_found_after_any_of_many_updates(by_version: bool) -> None:
+    """Versions share nothing even where nothing is flushed; where they would share, an update flushes."""
+    harness = Harness(num_checkpoints=4, cache_by_version=by_version)
+    for value in range(1, 8):
+        harness.update(value, flush_cache=not by_version)
+        for cached in (0, 28):
+            rid = harness.generate(range(30), max_new_tokens=2)
+            harness.run_until_idle()
+            assert harness.outputs[rid].cached_tokens == cached

@@ -73,55 +73,6 @@ def test_requests_have_transformers_tokens_whatever_happens_to_their_states(
     then.end()
 
 
-def test_samples_of_a_prompt_begin_with_the_state_that_the_first_has_computed(
-    path: Path, reference: Reference
-) -> None:
-    rank = Rank(path)
-    rids = [rank.generate(PROMPTS[0], 12) for _ in range(6)]
-    rank.turn(6)
-    assert [rank.cached_tokens(rid) for rid in rids] == [0, *[104] * 5]
-    rank.run()
-    assert all(reference.accepts(PROMPTS[0], rank.tokens[rid]) for rid in rids)
-
-
-def test_where_a_prompt_leaves_another_a_third_begins_with_their_checkpoint(
-    path: Path, reference: Reference
-) -> None:
-    rank = Rank(path)
-    common = prompt(8, 50)
-    prompts = [[*common, *prompt(seed, 20)] for seed in (1, 2, 3)]
-    rids = []
-    for ids in prompts:
-        rids.append(rank.generate(ids, 4))
-        rank.run()
-    assert all(reference.accepts(ids, rank.tokens[rid]) for ids, rid in zip(prompts, rids, strict=True))
-    rid = rank.generate([*common, *prompt(4, 20)], 4)
-    rank.turn(1)
-    assert rank.cached_tokens(rid) == 48
-
-
-def test_slots_that_are_few_are_given_to_whoever_comes_next(
-    path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More prompts than checkpoints: those used longest ago go, and nothing else is lost."""
-    monkeypatch.setattr(kv_sizing, "MIN_CHECKPOINTS", 8)
-    rank = Rank(path, max_running_requests=2)
-    states = rank.scheduler.policy.pages.states
-    assert states is not None
-    assert states.slots.num_checkpoints == 8
-    prompts = [prompt(seed, 60) for seed in range(1, 12)]
-    rids = [rank.generate(ids, 10) for ids in prompts]
-    rank.run()
-    assert all(reference.accepts(ids, rank.tokens[rid]) for ids, rid in zip(prompts, rids, strict=True))
-    assert len(states.attached) == states.slots.num_checkpoints
-    again = [rank.generate(prompts[-1], 10), rank.generate(prompts[0], 10)]
-    rank.turn(1)
-    assert [rank.cached_tokens(rid) for rid in again] == [56, 0]
-    rank.run()
-    assert rank.tokens[again[0]] == rank.tokens[rids[-1]]
-    assert rank.tokens[again[1]] == rank.tokens[rids[0]]
-
-
 def test_states_leave_the_kv_cache_half_of_the_memory_unless_a_number_of_requests_is_given(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,28 +127,3 @@ def test_an_update_in_the_middle_keeps_states_or_computes_them_anew(
         versions = [{"version": name, "start": start, "end": end} for name, start, end in spans]
         output = {"output_ids": rank.tokens[rid], "meta_info": {"weight_versions": versions}}
         check_greedy_spans(references, ids, output, recomputes_kv=mode is PauseMode.RETRACT)
-
-
-@pytest.mark.parametrize("scope", ["any", "version"])
-def test_no_state_of_other_weights_is_found_after_any_of_many_updates(
-    path: Path, reference: Reference, other: Path, scope: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Versions share nothing even where nothing is flushed; where they would share, an update flushes.
-
-    More of them leave checkpoints than there are slots.
-    """
-    monkeypatch.setattr(kv_sizing, "MIN_CHECKPOINTS", 8)
-    rank = Rank(path, prefix_cache_scope=scope, max_running_requests=2)
-    expected = [reference.greedy(PROMPTS[1], 8), Reference(other).greedy(PROMPTS[1], 8)]
-    assert expected[0] != expected[1]
-    for number in range(1, 8):
-        update = UpdateWeightFromDiskReqInput(
-            model_path=str((path, other)[number % 2]), flush_cache=scope == "any"
-        )
-        assert not isinstance(reply := rank.apply(update), Refusal), reply
-        for cached in (0, 56):
-            rid = rank.generate(PROMPTS[1], 8)
-            rank.turn(1)
-            assert rank.cached_tokens(rid) == cached
-            rank.run()
-            assert rank.tokens[rid] == expected[number % 2]

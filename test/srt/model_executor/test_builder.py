@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fixtures.checkpoints import make_checkpoint
@@ -19,10 +18,8 @@ from ebbtide.srt.mem_cache.kv_pool import KVLayout
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor import graph_runner
-from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
 from ebbtide.srt.model_executor.builder import capture_graphs
 from ebbtide.srt.model_executor.kv_sizing import checkpoint_scales, choose_num_pages
-from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.srt.server_args import ServerArgs
 
 SIZES: dict[str, Any] = {
@@ -73,16 +70,6 @@ def test_number_of_pages(changes: dict[str, Any], num_pages: int) -> None:
 def test_pools_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         choose_num_pages(LAYOUT, **SIZES | changes)
-
-
-def test_the_built_runner_samples_as_it_was_configured(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path, "LlamaForCausalLM")
-    runner = RunnerDriver(checkpoint, max_total_tokens=64, logprobs_mode="processed_logprobs").runner
-    only = SampleSpec(SamplingParams(top_k=1), 0, frozenset(), [1], [], LogprobSpec())
-    vocab_size = resolve(ServerArgs(model_path=str(checkpoint))).model.vocab_size
-    sampled = runner.sampler.launch(torch.randn(1, vocab_size), [only], np.zeros(1, dtype=np.int64)).result()
-    assert sampled.logprobs is not None
-    assert sampled.logprobs.tokens_N.tolist() == [0.0]
 
 
 def test_ranks_that_share_the_hosts_memory_take_a_part_each(

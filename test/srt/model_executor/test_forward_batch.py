@@ -1,6 +1,9 @@
 """A plan's tensors: positions, slots and the rows whose logits are needed."""
 
+from collections.abc import Sequence
+
 import numpy as np
+import pytest
 
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, SampleSpec
 from ebbtide.srt.model_executor.forward_batch import ForwardBatch
@@ -50,31 +53,23 @@ def test_a_decode_batch_samples_every_row() -> None:
     assert batch.sampled_rows_S.tolist() == [0, 1]
 
 
-def test_prompt_rows_predict_the_next_position() -> None:
-    # The second chunk (4..8) of a prompt of 10 whose logprobs are wanted from position 5 on.
-    batch = lay_out([0, 2], [2, 4], [3, 4], [True, False], [spec(), spec(start=5)])
+@pytest.mark.parametrize(
+    ("start", "begun", "num_new", "first_row", "predicted"),
+    [
+        # Behind another request's three: row 3 is position 4, so position 6 is predicted by row 4.
+        (5, 4, 4, 4, range(106, 109)),
+        (0, 0, 10, 3, range(101, 110)),
+        # A prompt and its output, prefilled again.
+        (0, 8, 6, 3, [109]),
+        # A decode step, a chunk before the start, a start at the end.
+        *((0, 12, 1, None, []), (8, 0, 4, None, []), (9, 0, 10, None, [])),
+    ],
+)
+def test_rows_of_a_prompt_predict_the_next_position(
+    start: int, begun: int, num_new: int, first_row: int | None, predicted: Sequence[int]
+) -> None:
+    samples = [True, begun + num_new >= 10]
+    batch = lay_out([0, 2], [2, begun], [3, num_new], samples, [spec(), spec(start=start)])
 
-    (rows,) = batch.prompt_rows
-    assert rows.request == 1
-    assert rows.token_ids == [106, 107, 108]
-    # Row 3 is position 4, so position 6 is predicted by row 4.
-    assert rows.first_row == 4
-
-
-def test_the_last_prompt_token_predicts_no_prompt_position() -> None:
-    batch = lay_out([0], [0], [10], [True], [spec(start=0)])
-
-    assert batch.prompt_rows[0].token_ids == list(range(101, 110))
-    assert batch.prompt_rows[0].first_row == 0
-
-
-def test_no_prompt_rows_while_decoding_or_before_the_start() -> None:
-    assert lay_out([0], [12], [1], [True], [spec(start=0)]).prompt_rows == []
-    assert lay_out([0], [0], [4], [False], [spec(start=8)]).prompt_rows == []
-    assert lay_out([0], [0], [10], [True], [spec(start=9)]).prompt_rows == []
-
-
-def test_a_prompt_and_its_output_prefilled_again_yield_prompt_positions_only() -> None:
-    batch = lay_out([0], [8], [6], [True], [spec(start=0)])
-
-    assert batch.prompt_rows[0].token_ids == [109]
+    found = [(rows.request, rows.first_row, rows.token_ids) for rows in batch.prompt_rows]
+    assert found == ([] if first_row is None else [(1, first_row, list(predicted))])
