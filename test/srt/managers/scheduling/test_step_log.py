@@ -4,18 +4,11 @@ import logging
 
 import pytest
 from fixtures.control import Harness
+from fixtures.deadlines import Clock
 
 from ebbtide.srt.managers.io_struct import PauseMode
 from ebbtide.srt.managers.scheduling import load_meter
 from ebbtide.testing import default_schedule
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

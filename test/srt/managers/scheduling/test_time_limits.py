@@ -6,20 +6,13 @@ from typing import Self
 import numpy as np
 import pytest
 from fixtures.control import Harness
+from fixtures.deadlines import Clock
 from numpy.typing import NDArray
 
 from ebbtide.srt.managers.io_struct import PauseMode
 from ebbtide.srt.managers.scheduling import lockstep
 from ebbtide.srt.managers.text.grammar import TOO_SLOW
 from ebbtide.testing import default_schedule
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

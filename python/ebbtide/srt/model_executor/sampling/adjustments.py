@@ -118,13 +118,16 @@ class Penalties:
 
 
 def bias_entries(
-    specs: list[SampleSpec], device: torch.device
+    specs: list[SampleSpec], rows_without_stop: Sequence[int], device: torch.device
 ) -> tuple[tuple[Tensor, Tensor], Tensor] | None:
-    """logit_bias of all rows as ((rows, ids), values)."""
+    """What is added to scores, as ((rows, ids), values): logit_bias, and −∞ to stop ids that may not come."""
     entries = [
         (row, token_id, max(-_MAX_BIAS, min(bias, _MAX_BIAS)))
         for row, spec in enumerate(specs)
         for token_id, bias in (spec.params.logit_bias or {}).items()
+    ]
+    entries += [
+        (row, token_id, float("-inf")) for row in rows_without_stop for token_id in specs[row].stop_ids
     ]
     if not entries:
         return None

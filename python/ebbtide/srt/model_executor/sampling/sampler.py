@@ -197,16 +197,14 @@ class _Batch:
             if penalised
             else None
         )
-        self._bias = bias_entries(specs, device)
+        self._bias = bias_entries(specs, [], device)
         self._allowed = AllowedTokens.of(specs, vocab_size, device)
         self._minimum_S = np.array([spec.params.min_new_tokens for spec in specs])
-        self._has_minimum = bool(self._minimum_S.any())
         asks = any(spec.returns_support for spec in specs)
         self.supports = SupportReader(specs, vocab_size, device) if asks else None
         has_masks = any(spec.mask is not None for spec in specs)
         self._token_masks = TokenMasks(specs, vocab_size, device) if has_masks else None
-        self._masked_rows: list[int] = []
-        self._mask: tuple[Tensor, Tensor] | None = None
+        self._rows_without_stop: list[int] = []
         random = [row for row, spec in enumerate(specs) if not spec.params.is_greedy]
         self._random_G = np.array(random, dtype=np.int64)
         self._seeds_G = mixed_seeds([specs[row].seed for row in random])
@@ -222,8 +220,10 @@ class _Batch:
 
     def adjusted(self, logits_SV: Tensor, positions_S: NDArray[np.int64]) -> Tensor:
         """Scores after penalties, bias and masks; reported logprobs are of these over the temperature."""
-        mask = self._stop_id_mask(positions_S) if self._has_minimum else None
-        changes = (self._penalties, self._bias, self._allowed, mask)
+        rows: list[int] = np.flatnonzero(positions_S < self._minimum_S).tolist()
+        if rows != self._rows_without_stop:  # only when a request reaches its minimum
+            self._rows_without_stop, self._bias = rows, bias_entries(self.specs, rows, self._device)
+        changes = (self._penalties, self._bias, self._allowed)
         # A CUDA chooser reads half precision as it is, and masks leave it so.
         is_plain = logits_SV.is_cuda and all(change is None for change in changes)
         scores_SV = logits_SV if is_plain else logits_SV.float()
@@ -234,8 +234,6 @@ class _Batch:
             scores_SV.index_put_(where, values, accumulate=True)
         if self._allowed is not None:
             self._allowed.apply(scores_SV)
-        if mask is not None:
-            scores_SV.index_put_(mask, scores_SV.new_full((), float("-inf")))
         if self._token_masks is not None:
             self._token_masks.apply(scores_SV)
         return scores_SV
@@ -301,17 +299,6 @@ class _Batch:
 
     def _wanted(self, rows: Tensor) -> Tensor:
         return rows if self._logprob_rows_M is None else rows[self._logprob_rows_M]
-
-    def _stop_id_mask(self, positions_S: NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
-        """Rows and ids that may not be chosen yet; made anew only when a request reaches its minimum."""
-        rows: list[int] = np.flatnonzero(positions_S < self._minimum_S).tolist()
-        if rows != self._masked_rows:
-            entries = [(row, token_id) for row in rows for token_id in sorted(self.specs[row].stop_ids)]
-            self._masked_rows, self._mask = rows, None
-            if entries:
-                masked_rows, token_ids = zip(*entries, strict=True)
-                self._mask = (upload(list(masked_rows), self._device), upload(list(token_ids), self._device))
-        return self._mask
 
 
 def _chooser_of(device: torch.device) -> MakeChooser:
