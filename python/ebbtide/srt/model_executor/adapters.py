@@ -205,9 +205,10 @@ class AdapterSlots:
             shapes[name], dtypes[name] = tuple(shape), dtype
         scalings = [0.0] * self._scalings_SQ.shape[1]
         modules: dict[str, tuple[_Module, str]] = {}
-        for pair in self._pairs(config, shapes):
-            scalings[pair.module.layout.first_scaling + pair.module.part] = pair.scaling
-            modules |= {pair.a_name: (pair.module, "A"), pair.b_name: (pair.module, "B")}
+        for module_name, names in _pairs(shapes).items():
+            module, scaling = self._checked(config, module_name, names, shapes)
+            scalings[module.layout.first_scaling + module.part] = scaling
+            modules |= {name: (module, half) for half, name in names.items()}
         places = {name: modules[name] for name in shapes}
         runs = None
         if self._values_SN.is_cuda:
@@ -308,26 +309,14 @@ class AdapterSlots:
             piece = given_EOR[:, rows]
             yield b_EOR[:, start : start + piece.shape[1]], piece
 
-    def _pairs(self, config: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[_Pair]:
-        """Each module's A and B, checked."""
-        pairs: dict[str, dict[str, str]] = {}
-        for name in shapes:
-            match = _PEFT_NAME.fullmatch(name)
-            if match is None:
-                raise _tensor_refused(name, "a name of PEFT's, as in base_model.model.….q_proj.lora_A.weight")
-            if pairs.setdefault(match[1], {}).setdefault(match[2], name) != name:
-                raise _tensor_refused(name, f"it once, got {pairs[match[1]][match[2]][:MAX_TEXT]} too")
-        if not pairs:
-            raise RequestRejected("adapter: expected tensors, got none")
-        return [self._pair(config, module, names, shapes) for module, names in pairs.items()]
-
-    def _pair(
+    def _checked(
         self,
         config: AdapterConfig,
         name: str,
         names: Mapping[str, str],
         shapes: Mapping[str, tuple[int, ...]],
-    ) -> _Pair:
+    ) -> tuple[_Module, float]:
+        """The module of an A and a B, and what their product is multiplied by."""
         if len(names) < 2:
             (name,) = names.values()
             raise _tensor_refused(name, f"lora_{'B' if 'A' in names else 'A'} of the module with it")
@@ -348,7 +337,7 @@ class AdapterSlots:
                 raise _tensor_refused(
                     names[half], f"shape {list(expected)} (rank {rank}), got {str(list(shape))[:MAX_TEXT]}"
                 )
-        return _Pair(module, names["A"], names["B"], config.scaling_of(key))
+        return module, config.scaling_of(key)
 
     def _find(
         self, name: str, tensor: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...]
@@ -380,21 +369,25 @@ class AdapterSlots:
         )
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """A and B of one module, by their names."""
-
-    module: _Module
-    a_name: str
-    b_name: str
-    scaling: float
-
-
 _PEFT_NAME = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])(?:\.default)?\.weight")
 
 
 def _tensor_refused(name: str, expected: str) -> RequestRejected:
     return RequestRejected(f"adapter tensor {name[:MAX_TEXT]}: expected {expected}")
+
+
+def _pairs(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The names of "A" and "B" of each module."""
+    pairs: dict[str, dict[str, str]] = {}
+    for name in names:
+        match = _PEFT_NAME.fullmatch(name)
+        if match is None:
+            raise _tensor_refused(name, "a name of PEFT's, as in base_model.model.….q_proj.lora_A.weight")
+        if pairs.setdefault(match[1], {}).setdefault(match[2], name) != name:
+            raise _tensor_refused(name, f"it once, got {pairs[match[1]][match[2]][:MAX_TEXT]} too")
+    if not pairs:
+        raise RequestRejected("adapter: expected tensors, got none")
+    return pairs
 
 
 def _on_host(row: Tensor) -> Tensor:
