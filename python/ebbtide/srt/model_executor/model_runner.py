@@ -129,13 +129,13 @@ class LaunchedStep:
         sampled = self.sample.result()
         for request, token_id in zip(self.sampled_R, sampled.token_ids, strict=True):
             result.token_ids[request] = token_id
-        for request in (self.sampled_R[row] for row in sampled.nonfinite):
+        for request in (self.sampled_R[row] for row in sampled.num_nonfinite):
             result.num_nonfinite[request] = result.num_nonfinite.get(request, 0) + 1
         if sampled.supports is not None:
             requests = [self.sampled_R[row] for row in sampled.supports.rows]
             result.supports = replace(sampled.supports, rows=requests)
-        if sampled.logprobs is not None:
-            result.output_logprobs = sampled.logprobs.spread(self.sampled_R, self.num_requests)
+        if sampled.output_logprobs is not None:
+            result.output_logprobs = sampled.output_logprobs.spread(self.sampled_R, self.num_requests)
         return result
 
 

@@ -19,11 +19,11 @@ pytest.importorskip("triton")
 
 from fixtures.logprobs import PositionLogprobs, by_position
 
-from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec, StepResult
 from ebbtide.srt.model_executor.sampling.choosing import Chooser, HostChooser, mixed_seeds, uniforms
 from ebbtide.srt.model_executor.sampling.kernel import KernelChooser
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
-from ebbtide.srt.model_executor.sampling.sampler import Sampled, Sampler
+from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.model_executor.sampling.score_kernels import forbid, token_logprobs
 from ebbtide.srt.model_executor.sampling.support import MAX_LISTED, SupportReader
 from ebbtide.srt.sampling_params import SamplingParams
@@ -260,7 +260,7 @@ def spec(
     )
 
 
-def run(sampler: Sampler, scores: Tensor, specs: list[SampleSpec], device: torch.device) -> Sampled:
+def run(sampler: Sampler, scores: Tensor, specs: list[SampleSpec], device: torch.device) -> StepResult:
     positions = np.array([len(each.output_ids) for each in specs])
     launched = sampler.launch(scores.clone().to(device), specs, positions)
     if device.type == "cuda":
@@ -268,9 +268,13 @@ def run(sampler: Sampler, scores: Tensor, specs: list[SampleSpec], device: torch
     return launched.result()
 
 
-def entries(sampled: Sampled, specs: list[SampleSpec]) -> list[PositionLogprobs | None]:
+def entries(sampled: StepResult, specs: list[SampleSpec]) -> list[PositionLogprobs | None]:
     """What each row asked for; nothing where none did."""
-    return by_position(sampled.logprobs, [each.logprobs for each in specs]) if sampled.logprobs else []
+    return (
+        by_position(sampled.output_logprobs, [each.logprobs for each in specs])
+        if sampled.output_logprobs
+        else []
+    )
 
 
 def many_specs() -> list[SampleSpec]:
@@ -299,7 +303,7 @@ def test_steps_of_a_changing_batch_are_those_of_the_host() -> None:
         given = run(sampler, scores, [on_device[row] for row in rows], DEVICE)
         wanted = run(reference, scores, [on_host[row] for row in rows], torch.device("cpu"))
         assert given.token_ids == wanted.token_ids
-        assert (given.logprobs is None) == (wanted.logprobs is None)
+        assert (given.output_logprobs is None) == (wanted.output_logprobs is None)
         specs = [on_host[row] for row in rows]
         for ours, theirs in zip(entries(given, specs), entries(wanted, specs), strict=True):
             if ours is None or theirs is None:

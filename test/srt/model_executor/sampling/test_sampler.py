@@ -12,10 +12,10 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec, StepResult
 from ebbtide.srt.model_executor.sampling.choosing import Filters, invert_cdf, mixed_seeds, uniforms
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
-from ebbtide.srt.model_executor.sampling.sampler import Sampled, Sampler
+from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.sampling_params import SamplingParams
 
 VOCAB = 12
@@ -49,7 +49,7 @@ def new_sampler(vocab_size: int = VOCAB) -> Sampler:
     return Sampler(vocab_size, torch.device("cpu"))
 
 
-def step(sampler: Sampler, scores: Tensor, specs: list[SampleSpec]) -> Sampled:
+def step(sampler: Sampler, scores: Tensor, specs: list[SampleSpec]) -> StepResult:
     """One step of requests whose outputs are all on the host."""
     positions = np.array([len(each.output_ids) for each in specs])
     return sampler.launch(scores.clone(), specs, positions).result()
@@ -63,10 +63,10 @@ def only_logprobs(scores: Tensor, *specs: SampleSpec) -> list[PositionLogprobs]:
     return logprobs_of(step(new_sampler(scores.shape[1]), scores, list(specs)), specs)
 
 
-def logprobs_of(sampled: Sampled, specs: Sequence[SampleSpec]) -> list[PositionLogprobs]:
+def logprobs_of(sampled: StepResult, specs: Sequence[SampleSpec]) -> list[PositionLogprobs]:
     """Of the requests that asked for some."""
-    assert sampled.logprobs is not None
-    entries = by_position(sampled.logprobs, [each.logprobs for each in specs])
+    assert sampled.output_logprobs is not None
+    entries = by_position(sampled.output_logprobs, [each.logprobs for each in specs])
     return [entry for entry in entries if entry is not None]
 
 
@@ -331,8 +331,8 @@ def test_logprobs_are_of_what_the_mode_says(mode: str, filters: dict[str, Any]) 
     ]
     sampler = Sampler(VOCAB, torch.device("cpu"), logprobs_mode=mode)
     result = step(sampler, scores, rows)
-    assert result.logprobs is not None
-    entries = by_position(result.logprobs, [each.logprobs for each in rows])
+    assert result.output_logprobs is not None
+    entries = by_position(result.output_logprobs, [each.logprobs for each in rows])
     for row in (0, 2):
         entry = entries[row]
         assert entry is not None
@@ -386,6 +386,6 @@ def test_broken_logits_of_one_request_harm_no_other(broken: float, params: dict[
         sample(scores[row : row + 1], specs[row])[0] for row in (0, 2)
     ]
     assert 0 <= result.token_ids[1] < VOCAB
-    assert result.nonfinite == ([] if broken == -math.inf else [1])
+    assert list(result.num_nonfinite) == ([] if broken == -math.inf else [1])
     entry = logprobs_of(result, specs)[1]
     assert [entry.token, *(value for value, _ in entry.top)] == [LOWEST] * 3

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.model_executor.batch_plan import LogprobArrays, LogprobSpec, SampleSpec, Supports
+from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec, StepResult
 from ebbtide.srt.model_executor.host_copies import download, upload
 from ebbtide.srt.model_executor.sampling.adjustments import AllowedTokens, Penalties, TokenMasks, bias_entries
 from ebbtide.srt.model_executor.sampling.choosing import (
@@ -38,20 +38,6 @@ from ebbtide.srt.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """One token per request, and a position of logprobs for each if any of them wants some.
-
-    Attributes:
-        nonfinite: the rows whose scores hold NaN or +∞; what is said of them means nothing.
-    """
-
-    token_ids: list[int]
-    logprobs: LogprobArrays | None
-    supports: Supports | None
-    nonfinite: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchedSample:
     """A choice that the device may not have made yet.
 
@@ -65,11 +51,11 @@ class LaunchedSample:
     _logprobs: LaunchedLogprobs | None
     _supports: LaunchedSupports | None = None
 
-    def result(self) -> Sampled:
-        """Tokens and logprobs; to be called when what was launched up to `Sampler.launch` has run."""
+    def result(self) -> StepResult:
+        """By row. To be called when what was launched up to `Sampler.launch` has run."""
         chosen = self._on_host
         token_ids_S, logprobs_S = chosen.tokens_S.numpy(), chosen.logprobs_S.numpy()
-        nonfinite: list[int] = np.flatnonzero(np.isnan(logprobs_S)).tolist()
+        num_nonfinite: dict[int, int] = dict.fromkeys(np.flatnonzero(np.isnan(logprobs_S)).tolist(), 1)
         logprobs = None
         if self._logprobs is not None:
             rows = self._logprob_rows
@@ -79,7 +65,7 @@ class LaunchedSample:
             logprobs = self._logprobs.result(tokens_M, token_ids_S[rows]).spread(rows, chosen.num_rows)
         token_ids: list[int] = token_ids_S.tolist()
         supports = None if self._supports is None else self._supports.result(token_ids_S)
-        return Sampled(token_ids, logprobs, supports, nonfinite)
+        return StepResult(token_ids, logprobs, supports=supports, num_nonfinite=num_nonfinite)
 
 
 class Sampler:
