@@ -51,13 +51,6 @@ def test_it_holds_what_the_view_holds(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(whole(narrow), view.narrow(1, 1, 2))
 
 
-def test_room_of_another_layout_is_written_element_by_element() -> None:
-    stored = StoredTensor.contiguous(Bytes(BASE), 0, (5, 12), torch.float32)
-    room = torch.zeros(12, 10)[:, ::2].T
-    stored.copy_to(room)
-    assert torch.equal(room, BASE.view(5, 12))
-
-
 def test_what_is_not_there_is_a_refusal() -> None:
     stored = StoredTensor.contiguous(Bytes(BASE), 0, (61,), torch.float32)
     with pytest.raises(RequestRejected, match="cut short"):

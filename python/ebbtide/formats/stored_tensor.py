@@ -24,8 +24,6 @@ from torch import Tensor
 from ebbtide.formats.tensor_refs import NUM_COUNTERS, CudaStorageRef, StorageRef
 from ebbtide.srt.errors import RequestRejected
 
-# What is converted from one type to another goes through memory of this size, which stays in the cache.
-CACHED_BYTES: Final = 1 << 20
 HEADER_BYTES: Final = 64
 SHARED_MEMORY: Final = Path("/dev/shm")
 KEEP_ALIVE: Final = "keep the sending process and its tensors alive until the update is answered"
@@ -89,12 +87,8 @@ class StoredTensor:
         is_alike = room.dtype == self.dtype and room.stride() == self.stride
         if is_alike and room.device.type == "cpu" and room.is_contiguous():
             self.storage.read_into(_bytes_of(room), self.offset)
-        elif room.device.type != "cpu" or self.dim() == 0:
-            room.copy_(self._read(pin=room.is_cuda))
         else:
-            num_rows = max(1, CACHED_BYTES // max(1, room[:1].nbytes))
-            for piece, rows in zip(self.split(num_rows), torch.split(room, num_rows), strict=True):
-                rows.copy_(whole(piece))
+            room.copy_(self._read(pin=room.is_cuda))
 
     def _read(self, *, pin: bool) -> Tensor:
         """The span from the first element to the last, seen through the strides."""

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from enum import Enum, auto
 
 import torch
 
@@ -24,32 +23,24 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 256 << 20
 
 
-class _PinState(Enum):
-    NONE = auto()  # the device gains nothing by it, or the system refused
-    WANTED = auto()
-    PINNED = auto()
-
-
 class HostBuffer:
     """Host memory that a device copies from and to, pinned where that makes copies quicker.
 
     `allocate` takes `num_bytes`, which are kept until `close`. `pinning` is None where it gains nothing.
+
+    Attributes:
+        is_pinned: whether copies from and to a device run beside the host.
     """
 
     def __init__(self, tag: MemoryTag, num_bytes: int, pinning: CudaHostPinning | None = None) -> None:
         self._arena = VirtualArena(tag, num_bytes, HostVirtualMemory(), PIECE_BYTES)
         self._pinning = pinning
         self._pins = ExitStack()  # undoes what is pinned
-        self._pin_state = _PinState.WANTED if pinning is not None else _PinState.NONE
+        self.is_pinned = False
 
     @property
     def num_bytes(self) -> int:
         return self._arena.resident_bytes
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether copies from and to a device run beside the host."""
-        return self._pin_state is _PinState.PINNED
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor at `offset` bytes, which may not reach from one `PIECE_BYTES` into the next."""
@@ -58,7 +49,7 @@ class HostBuffer:
     def allocate(self) -> None:
         """Take and pin the memory, where that is not done. OutOfDeviceMemory: no room; nothing is held."""
         self._arena.resume()
-        if self._pinning is None or self._pin_state is not _PinState.WANTED:
+        if self._pinning is None or self.is_pinned:
             return
         try:
             with ExitStack() as pins:
@@ -67,10 +58,10 @@ class HostBuffer:
                     self._pinning.pin(address, min(PIECE_BYTES, self._arena.virtual_bytes - offset))
                     pins.callback(self._pinning.unpin, address)
                 self._pins = pins.pop_all()
-            self._pin_state = _PinState.PINNED
+            self.is_pinned = True
         except EngineError as error:
             logger.warning("host copy of %s: not pinned, copies will be slower: %s", self._arena.tag, error)
-            self._pin_state = _PinState.NONE
+            self._pinning = None
 
     def synchronize(self) -> None:
         if self._pinning is not None:
@@ -78,7 +69,7 @@ class HostBuffer:
 
     def close(self) -> None:
         self._pins.close()
-        self._pin_state = _PinState.NONE
+        self.is_pinned = False
         self._arena.close()
 
 

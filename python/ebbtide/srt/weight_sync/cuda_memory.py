@@ -12,14 +12,14 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib import import_module
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from ebbtide.formats.stored_tensor import KEEP_ALIVE, Counters
 from ebbtide.formats.tensor_refs import DRIVER_HANDLE_BYTES, CudaStorageRef
-from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaDriver, DriverError
 
 # Copies out of a peer's memory come at 320 GB/s by NVLink (H200), those within a device at 2 TB/s.
 PEER_COST: Final = 6
@@ -93,8 +93,8 @@ class CudaIpc:
         return {str(torch.cuda.get_device_properties(index).uuid).lower(): index for index in indices}
 
     @cached_property
-    def _driver(self) -> Any:
-        return import_module("cuda.bindings.driver")  # only machines with a GPU have it
+    def _driver(self) -> CudaDriver:
+        return CudaDriver()  # only machines with a GPU have it
 
     def key(self, ref: CudaStorageRef) -> object:
         return ref if self._needs_torch(ref) else ref.handle
@@ -127,13 +127,14 @@ class CudaIpc:
         return MappedAllocation(opened.data_ptr() - ref.offset_bytes, opened.device, opened=opened)
 
     def _mapped(self, ref: CudaStorageRef) -> int:
-        handle = self._driver.CUipcMemHandle()
+        bindings = self._driver.bindings
+        handle = bindings.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), ref.handle[-DRIVER_HANDLE_BYTES:], DRIVER_HANDLE_BYTES)
-        flags = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        status, address = self._driver.cuIpcOpenMemHandle(handle, flags)
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise RequestRejected(f"{ref} cannot be opened ({status.name}): {KEEP_ALIVE}")
-        return int(address)
+        flags = bindings.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        try:
+            return int(self._driver.call("cuIpcOpenMemHandle", handle, flags))
+        except DriverError as error:
+            raise RequestRejected(f"{ref} cannot be opened ({error}): {KEEP_ALIVE}") from error
 
     def _close(self, handle: bytes) -> None:
         with self._lock:
@@ -141,30 +142,27 @@ class CudaIpc:
             if num_mappings > 1:
                 self._opened[handle] = address, num_mappings - 1
                 return
-        (status,) = self._driver.cuIpcCloseMemHandle(address)
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise EngineError(f"cuIpcCloseMemHandle: {status.name}")
+        self._driver.call("cuIpcCloseMemHandle", address)
 
     def extent(self, address: int) -> tuple[int, int] | None:
         """Begin and length of the mapped memory around an address; None if the driver does not know."""
-        status, begin, num_bytes = self._driver.cuMemGetAddressRange(address)
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            return None
-        return int(begin), int(num_bytes)
+        bindings = self._driver.bindings
+        status, begin, num_bytes = bindings.cuMemGetAddressRange(address)
+        return (int(begin), int(num_bytes)) if status == bindings.CUresult.CUDA_SUCCESS else None
 
     def wait(self, event: bytes) -> None:
         """Have what torch's current stream launches next run after the sender's event."""
-        handle = self._driver.CUipcEventHandle()
+        handle = self._driver.bindings.CUipcEventHandle()
         ctypes.memmove(handle.getPtr(), event, len(event))
-        status, opened = self._driver.cuIpcOpenEventHandle(handle)
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise RequestRejected(f"an event of the sender cannot be opened ({status.name}): {KEEP_ALIVE}")
-        stream = torch.cuda.current_stream(self.index).cuda_stream
-        (status,) = self._driver.cuStreamWaitEvent(stream, opened, 0)
+        try:
+            opened = self._driver.call("cuIpcOpenEventHandle", handle)
+        except DriverError as error:
+            raise RequestRejected(
+                f"an event of the sender cannot be opened ({error}): {KEEP_ALIVE}"
+            ) from error
+        self._driver.call("cuStreamWaitEvent", torch.cuda.current_stream(self.index).cuda_stream, opened, 0)
         # The wait that was enqueued outlives the event.
-        self._driver.cuEventDestroy(opened)
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise EngineError(f"cuStreamWaitEvent: {status.name}")
+        self._driver.call("cuEventDestroy", opened)
 
     def enter_thread(self) -> None:
         """Have this thread able to close mappings too."""
