@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import http.client
-import ipaddress
 import json
 import socket
 import sys
@@ -24,7 +23,6 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-import psutil
 import torch
 
 from ebbtide.formats.announcement import Announcement
@@ -398,11 +396,11 @@ def _bare(uuid: str | None) -> str:
 
 
 def _is_this_host(host: str) -> bool:
-    own = {
-        found.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for found in addresses
-    }
+    """Whether all addresses of that name are this host's: only such can be listened at."""
     try:
-        meant = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
     except OSError:
         return False
-    return all(address in own or ipaddress.ip_address(address).is_loopback for address in meant)
+    return True
