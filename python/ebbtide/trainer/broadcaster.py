@@ -24,7 +24,7 @@ from ebbtide.formats.rendezvous import SOURCE_RANK, GroupAddress, connect, host_
 from ebbtide.formats.weight_group import FIRST_LOOK_S, LOOK_S, Broadcasts, InThread, WeightGroup
 from ebbtide.srt.errors import EbbtideError, EngineError
 from ebbtide.trainer.cuda_ipc import NamedTensors
-from ebbtide.trainer.targets import EngineSize, Outcomes, Target, failures_in, outcomes_of
+from ebbtide.trainer.targets import Outcomes, Target, failures_in, outcomes_of
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +91,15 @@ class Broadcaster:
                 host="localhost",
                 port=self._store.port,
                 rank=SOURCE_RANK,
-                world_size=1 + sum(size.num_ranks for size in sizes),
+                world_size=1 + sum(num_ranks for num_ranks, _ in sizes),
                 backend="gloo" if device.type == "cpu" else "nccl",
             )
-            hosts = [self._host_for(*each) for each in zip(self._targets, sizes, strict=True)]
+            hosts = [
+                self._host_for(target, num_nodes)
+                for target, (_, num_nodes) in zip(self._targets, sizes, strict=True)
+            ]
             member = InThread(f"join-{own.name}", lambda: connect(own, timeout_s))
-            offsets = itertools.accumulate((size.num_ranks for size in sizes), initial=1)
+            offsets = itertools.accumulate((num_ranks for num_ranks, _ in sizes), initial=1)
             joining = {
                 target.name: pool.submit(target.join_group, replace(own, host=host, rank=rank), timeout_s)
                 for target, host, rank in zip(self._targets, hosts, offsets, strict=False)
@@ -161,13 +164,13 @@ class Broadcaster:
 
         wait([pool.submit(leave, target) for target in self._targets])
 
-    def _host_for(self, target: Target, size: EngineSize) -> str:
+    def _host_for(self, target: Target, num_nodes: int) -> str:
         if self._master_address is not None:
             return self._master_address
         host = "127.0.0.1" if target.location is None else _own_address(*target.location)
-        if size.num_nodes > 1 and (host == "::1" or host.startswith("127.")):
+        if num_nodes > 1 and (host == "::1" or host.startswith("127.")):
             raise ValueError(
-                f"master_address: {target.name} has ranks on {size.num_nodes} hosts. Give the address by "
+                f"master_address: {target.name} has ranks on {num_nodes} hosts. Give the address by "
                 "which all of them reach this one"
             )
         return host

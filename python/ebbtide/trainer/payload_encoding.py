@@ -95,9 +95,6 @@ class PayloadEncoder:
         self._has_explained = False
         self._exporter = IpcExporter(len(self._devices))
 
-    def serves(self, devices: Sequence[str], tp_size: int) -> bool:
-        return self._devices == [torch.device(one) for one in devices] and self._tp_size == tp_size
-
     def close(self) -> None:
         """Have nothing stay mapped any more. Idempotent; it may be used again."""
         self._exporter.close()
@@ -142,10 +139,6 @@ class WholeEncoder(PayloadEncoder):
 
     def __init__(self) -> None:
         super().__init__("cpu")
-
-    def serves(self, devices: Sequence[str], tp_size: int) -> bool:
-        """Never: what shares memory is made anew."""
-        return False
 
     def encode(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False

@@ -48,14 +48,6 @@ class AnswerLost(EbbtideError):
 
 
 @dataclass(frozen=True)
-class EngineSize:
-    """How many ranks an engine has, and on how many hosts these are."""
-
-    num_ranks: int
-    num_nodes: int
-
-
-@dataclass(frozen=True)
 class Adapter:
     """An adapter's tensors under PEFT's names, and the fields of its adapter_config.json."""
 
@@ -149,9 +141,10 @@ class Target(ABC):
     def close(self) -> None:
         """Give up what is held from one update to the next. Idempotent."""
 
-    def size(self) -> EngineSize:
+    def size(self) -> tuple[int, int]:
+        """How many ranks it has, and on how many hosts these are."""
         info = self._server_info()
-        return EngineSize(info["tp_size"] * info["dp_size"], info["nnodes"])
+        return info["tp_size"] * info["dp_size"], info["nnodes"]
 
     def join_group(self, address: GroupAddress, timeout_s: float) -> None:
         """Make all ranks join a group, the first one as `address.rank`; returns when it is complete."""
@@ -261,9 +254,11 @@ class ServerTarget(Target):
         # Straight to it: what the environment names as a proxy is for other traffic.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._encoder: PayloadEncoder | None = None
+        # The devices of the ranks that the encoder shares memory with, and how many make a replica.
+        self._reach: tuple[list[str], int] | None = None
 
     def begin(self, session_timeout_s: float | None) -> None:
-        self._encoder = self._find_encoder()
+        self._find_encoder()
         super().begin(session_timeout_s)
 
     def stage(self, bucket: Bucket, timeout_s: float) -> Mapping[str, Any]:
@@ -274,9 +269,9 @@ class ServerTarget(Target):
             return self._send("update_weights_from_tensor", payload, fields, timeout_s)
 
     def load_adapter(self, adapter: Adapter, timeout_s: float) -> Mapping[str, Any]:
-        self._encoder = self._find_encoder()
+        encoder = self._find_encoder()
         tensors = adapter.tensors if self._keep_mapped else side_by_side(adapter.tensors)
-        with self._encoder.encode(tensors, keep_mapped=self._keep_mapped) as payload:
+        with encoder.encode(tensors, keep_mapped=self._keep_mapped) as payload:
             return self._send("load_lora_adapter_from_tensors", payload, adapter.fields, timeout_s)
 
     def _send(
@@ -300,16 +295,16 @@ class ServerTarget(Target):
     def _find_encoder(self) -> PayloadEncoder:
         """What shares memory with all ranks of the server, where it reaches all of them."""
         is_elsewhere = self._transport == "auto" and not _is_this_host(self._host)
-        if is_elsewhere or self._transport in ("body", "broadcast"):
-            return WholeEncoder()
-        info = self._server_info()
-        if info["nnodes"] > 1:
-            return WholeEncoder()
-        devices, tp_size = devices_of(self._request("/memory_occupation")["ranks"]), info["tp_size"]
-        if self._encoder is not None and self._encoder.serves(devices, tp_size):
-            return self._encoder
-        self.close()
-        return PayloadEncoder(devices, tp_size)
+        reach: tuple[list[str], int] | None = None
+        if not is_elsewhere and self._transport not in ("body", "broadcast"):
+            info = self._server_info()
+            if info["nnodes"] == 1:
+                reach = devices_of(self._request("/memory_occupation")["ranks"]), info["tp_size"]
+        if self._encoder is None or reach != self._reach:
+            self.close()
+            self._reach = reach
+            self._encoder = WholeEncoder() if reach is None else PayloadEncoder(*reach)
+        return self._encoder
 
     def _call(self, operation: str, wait_s: float = STATE_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
         body: dict[str, Any] = self._request(f"/{operation}", fields, wait_s)
