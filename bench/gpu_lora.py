@@ -84,7 +84,7 @@ class Decoding:
     def __init__(self, args: argparse.Namespace, shape: Shape, arguments: dict[str, Any], rank: int) -> None:
         config = resolve(ServerArgs(**arguments))
         self._device = open_device(config.runtime.device)
-        saver = open_memory_saver(config.memory.backend, self._device)
+        saver = open_memory_saver(config.server_args.memory_saver_backend, self._device)
         self.runner = build_model_runner(config, self._device, saver)
         pool = self.runner.kv_pool
         self._pages = PageAllocator(pool.num_pages, pool.layout.page_ids)

@@ -95,7 +95,7 @@ def warm_up(args: ServerArgs, progress: Callable[[str, int, int], None] | None =
         return False
     keep_kernels_in(args.kernel_cache_dir)
     device = open_device(config.runtime.device)
-    saver = open_memory_saver(config.memory.backend, device)
+    saver = open_memory_saver(config.server_args.memory_saver_backend, device)
     group = SoloGroup(config.parallel.tp_size)
     build_model_runner(config, device, saver, group, progress, rehearses=True)
     return True

@@ -144,13 +144,13 @@ def test_arguments_are_put_as_the_engine_takes_them(folder: Path) -> None:
     )
     assert (config.model.dtype, config.cache.dtype) == ("float16", "float16")
     assert config.schedule.chunked_prefill_size is None
-    assert config.update.custom_weight_loaders == ("pkg.loader",)
-    assert config.http.host == "::1"
+    assert config.server_args.custom_weight_loader == ["pkg.loader"]
+    assert config.server_args.host == "::1"
 
 
 @pytest.mark.parametrize("saver", [{"enable_memory_saver": False}, {"memory_saver_backend": "none"}])
 def test_without_a_memory_saver_the_backend_is_none(folder: Path, saver: dict[str, Any]) -> None:
-    assert resolved(folder, **saver).memory.backend == "none"
+    assert resolved(folder, **saver).server_args.memory_saver_backend == "none"
 
 
 def test_it_has_no_class_of_transformers_and_arguments_of_its_own(folder: Path) -> None:
@@ -331,9 +331,9 @@ def test_listening_beyond_loopback_must_be_allowed(folder: Path, monkeypatch: py
     message = refused(folder, host="0.0.0.0")
     assert "--allow-unauthenticated-control" in message
     assert "EBBTIDE_ALLOW_UNAUTHENTICATED_CONTROL=1" in message
-    assert resolved(folder, host="0.0.0.0", allow_unauthenticated_control=True).http.host == "0.0.0.0"
+    assert resolved(folder, host="0.0.0.0", allow_unauthenticated_control=True).server_args.host == "0.0.0.0"
     monkeypatch.setenv("EBBTIDE_ALLOW_UNAUTHENTICATED_CONTROL", "1")
-    assert resolved(folder, host="10.1.2.3").http.host == "10.1.2.3"
+    assert resolved(folder, host="10.1.2.3").server_args.host == "10.1.2.3"
     monkeypatch.undo()
     assert "--admin-api-key" in refused(folder, host="0.0.0.0", api_key="sesame")
-    assert resolved(folder, host="0.0.0.0", admin_api_key="sesame").http.host == "0.0.0.0"
+    assert resolved(folder, host="0.0.0.0", admin_api_key="sesame").server_args.host == "0.0.0.0"

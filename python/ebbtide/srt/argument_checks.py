@@ -30,14 +30,20 @@ _KV_CACHE_DTYPES = {**_DTYPES, "fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3"}
 
 
 def settled(args: ServerArgs) -> ServerArgs:
-    """The arguments with the values of aliases under what those stand for, and each dtype by its one name.
+    """The arguments with the values of aliases under what those stand for, and each value in its one form.
 
     Raises ConfigurationError: an alias and what it stands for were given different values.
     """
     changes: dict[str, Any] = {
         "dtype": _dtype_name(args.dtype, _DTYPES),
         "kv_cache_dtype": _dtype_name(args.kv_cache_dtype, _KV_CACHE_DTYPES),
+        "host": bare_host(args.host),
+        "log_level_http": args.log_level_http or args.log_level,
     }
+    if not args.enable_memory_saver:
+        changes["memory_saver_backend"] = "none"
+    if isinstance(args.custom_weight_loader, str):
+        changes["custom_weight_loader"] = [args.custom_weight_loader]
     defaults = {spec.name: spec.default for spec in argument_specs()}
     for alias in sglang_arguments().values():
         value = getattr(args, alias.name)

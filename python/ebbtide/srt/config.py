@@ -18,7 +18,7 @@ from ebbtide.srt.argument_checks import (
     settled,
 )
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.server_args import OWN_SCHEDULE_POLICIES, ServerArgs, bare_host
+from ebbtide.srt.server_args import OWN_SCHEDULE_POLICIES, ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ CUDA_GRAPH_MAX_BS = 512
 # Nodes are started by hand or by a queue, and load gigabytes before their ranks meet.
 DIST_TIMEOUT_S = 600.0
 
-
 ANY_NAME: Final = "*"
 DEFAULT_LORA_RANK, MAX_LORA_RANK = 64, 256
 ALL_TARGETS: Final = frozenset({"all", "all-linear"})
@@ -47,10 +46,7 @@ ALL_TARGETS: Final = frozenset({"all", "all-linear"})
 class AdapterLimits:
     """The LoRA adapters that there is device memory for.
 
-    Attributes:
-        num_slots: how many.
-        max_rank: the highest rank of one.
-        targets: ends of the names of modules that may have them; None: all that can.
+    `targets`: ends of the names of modules that may have them; None: all that can.
     """
 
     num_slots: int
@@ -64,11 +60,9 @@ class ModelConfig:
 
     Attributes:
         path, tokenizer_path: local folders.
-        served_model_name: what the model is called in answers.
-        names_answered: what requests may call it; with `ANY_NAME` among them, anything.
+        names_answered: what requests may call the model; with `ANY_NAME` among them, anything.
         hf_config: the fields of transformers' config, overrides merged in.
         model_impl: "auto" or "transformers", see `models.registry`.
-        dtype: float32, bfloat16 or float16.
         context_len: tokens of prompt and output together.
         eos_token_ids: of config.json and generation_config.json; the tokenizer's own may add to them.
         fp32_lm_head: whether logits are computed in float32, whatever the dtype.
@@ -126,13 +120,10 @@ class CacheConfig:
 class ScheduleConfig:
     """What goes into a batch and how often it is streamed. `chunked_prefill_size` None: no chunking.
 
-    `overlap`: a step is planned and launched while the one before it runs. `waiting_timeout_s` and
-    `running_timeout_s`: how long a request may wait for its first step, and run; None: as long as it takes.
-    `prefill_share`: of a pass's prefill tokens, what one prompt gets at most.
-    `decode_log_interval`: forward passes from one line in the log to the next; 0: never.
-    `ends_nonfinite`: whether logits that are not finite end their request.
-    `fits_running`: whether fewer run where their states would leave the KV cache too little.
-    `max_running_per_adapter`: requests of one adapter in a batch; None: as many as there is room for.
+    `overlap`: a step is planned and launched while the one before it runs. `waiting_timeout_s`: until a
+    request's first step. `prefill_share`: of a pass's prefill tokens, what one prompt gets at most.
+    `ends_nonfinite`: whether logits that are not finite end their request. `fits_running`: whether fewer run
+    where their states would leave the KV cache too little.
     """
 
     max_running_requests: int
@@ -150,35 +141,6 @@ class ScheduleConfig:
     ends_nonfinite: bool = True
     fits_running: bool = False
     max_running_per_adapter: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryConfig:
-    """How memory is given back: backend `auto`, `torch_memory_saver`, or `none` where it never is.
-
-    `kv_park_bytes`: host memory of a rank for KV that outlives a release; None: a share of the host's.
-    """
-
-    backend: str
-    enable_weights_cpu_backup: bool
-    kv_park_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateConfig:
-    """Weight updates.
-
-    Attributes:
-        timeout_s: how long one may take.
-        custom_weight_loaders: import paths that may be named as `load_format`.
-        staging: "auto", "always" or "never": whether a second copy of the weights is written first.
-        refuse_nonfinite: whether those that hold NaN or Inf are refused, where they do not say.
-    """
-
-    timeout_s: float
-    custom_weight_loaders: tuple[str, ...]
-    staging: str
-    refuse_nonfinite: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,26 +228,17 @@ ONE_RANK: Final = Place()
 
 
 @dataclass(frozen=True, slots=True)
-class HttpConfig:
-    """Where the server listens; `host` is without brackets."""
-
-    host: str
-    port: int
-    log_level: str
-
-
-@dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything, resolved. Picklable: it goes to the engine's processes. `server_args` is as settled."""
+    """Everything, resolved. Picklable: it goes to the engine's processes.
+
+    `server_args`: as settled; what no other argument decides is there alone.
+    """
 
     model: ModelConfig
     cache: CacheConfig
     schedule: ScheduleConfig
-    memory: MemoryConfig
-    update: UpdateConfig
     runtime: RuntimeConfig
     parallel: ParallelConfig
-    http: HttpConfig
     server_args: ServerArgs
 
     @property
@@ -307,6 +260,8 @@ def resolve(args: ServerArgs) -> EngineConfig:
 def resolve_for(args: ServerArgs, model: ModelConfig) -> EngineConfig:
     """Choose what was left open, for a model that is known already. The arguments are settled."""
     device = _resolve_device(args)
+    if args.memory_saver_backend == "torch_memory_saver" and not _is_cuda(device):
+        raise ConfigurationError("memory_saver_backend=torch_memory_saver needs device=cuda")
     check_quantized_dtype(model.quantization, model.dtype, is_cuda=_is_cuda(device))
     cache = _resolve_cache(args, model, device)
     schedule = _resolve_schedule(args, model, device)
@@ -314,11 +269,8 @@ def resolve_for(args: ServerArgs, model: ModelConfig) -> EngineConfig:
         model=model,
         cache=cache,
         schedule=schedule,
-        memory=_resolve_memory(args, device),
-        update=_resolve_update(args),
         runtime=_resolve_runtime(args, device, schedule),
         parallel=_resolve_parallel(args, device),
-        http=HttpConfig(bare_host(args.host), args.port, args.log_level_http or args.log_level),
         server_args=copy.copy(args),
     )
 
@@ -477,20 +429,6 @@ def _policy(args: ServerArgs) -> str:
             f"enable_priority_scheduling: expected schedule_policy fcfs or lof, got {policy}"
         )
     return by_priority[policy]
-
-
-def _resolve_memory(args: ServerArgs, device: str) -> MemoryConfig:
-    backend = args.memory_saver_backend if args.enable_memory_saver else "none"
-    if backend == "torch_memory_saver" and not _is_cuda(device):
-        raise ConfigurationError("memory_saver_backend=torch_memory_saver needs device=cuda")
-    return MemoryConfig(backend, args.enable_weights_cpu_backup, args.kv_park_bytes)
-
-
-def _resolve_update(args: ServerArgs) -> UpdateConfig:
-    given = args.custom_weight_loader
-    loaders = (given,) if isinstance(given, str) else tuple(given or ())
-    timeout_s = float(args.weight_update_timeout_s)
-    return UpdateConfig(timeout_s, loaders, args.update_staging, args.refuse_nonfinite)
 
 
 def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) -> RuntimeConfig:

@@ -99,7 +99,7 @@ class NullRank:
             slots = StateSlots(num_rows, num_checkpoints, 3 * page_size, 10_000, pages_per_slot=2)
         self.kv = self.runner.kv = NullKV(self.table, page_size, num_pages, windows, slots)
         memories = null_memories(
-            device, self.weights, keeps_weights=config.memory.enable_weights_cpu_backup, kv=self.kv
+            device, self.weights, keeps_weights=config.server_args.enable_weights_cpu_backup, kv=self.kv
         )
         self.chunks = NullChunks(memories[MemoryTag.KV_CACHE], self.kv)
         self.page_store = NullPageStore(kv=self.kv)

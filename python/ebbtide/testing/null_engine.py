@@ -55,7 +55,7 @@ def null_parts(config: EngineConfig, weights: NullWeights) -> RankParts:
         runner=weights.runner,
         num_pages=num_pages,
         table=PageTable(config.schedule.max_running_requests, -(-config.model.context_len // page_size)),
-        memories=null_memories(device, weights, keeps_weights=config.memory.enable_weights_cpu_backup),
+        memories=null_memories(device, weights, keeps_weights=config.server_args.enable_weights_cpu_backup),
         page_store=NullPageStore(num_pages),
         weights=weights,
         free_bytes=lambda: device.free_bytes,

@@ -201,7 +201,7 @@ def serve(
                 stages.show("", READING_CONFIG)
                 config = configure()
             read_chat_template(config.server_args.chat_template)  # refused now rather than at the first chat
-            listener = bind(config.http.host, config.http.port)
+            listener = bind(config.server_args.host, config.server_args.port)
             service = EngineService(config, targets, early)
     except Stopped:
         if service is not None:
@@ -229,7 +229,7 @@ async def _serve(
             http=BoundedConnection,
             lifespan="off",
             log_config=None,
-            log_level=config.http.log_level,
+            log_level=config.server_args.log_level_http,
             timeout_graceful_shutdown=2 * STOP_TIMEOUT_S,
             timeout_keep_alive=KEEP_ALIVE_S,
             headers=[FRAMED_BY_NONE],
@@ -267,7 +267,7 @@ async def _serve(
         try:
             listener.listen(BACKLOG)
         except OSError as error:
-            raise cannot_listen(config.http.host, config.http.port, error) from None
+            raise cannot_listen(config.server_args.host, config.server_args.port, error) from None
         is_ready = not server.should_exit
         logger.info("ready: listening on %s", config.server_args.url())
         if sys.stderr.isatty():

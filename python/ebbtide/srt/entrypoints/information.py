@@ -323,7 +323,6 @@ def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
         "random_seed": runtime.random_seed,
         "attention_backend": facts.get("attention_backend"),
         "cuda_graph_bs": sorted({min(size, num_running) for size in runtime.cuda_graph_bs}) or None,
-        "log_level_http": config.http.log_level,
         "dist_timeout": config.parallel.dist_timeout_s,
     }
     left_open = {name: value for name, value in chosen.items() if given[name] in (None, "auto")}

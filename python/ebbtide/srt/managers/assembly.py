@@ -94,7 +94,7 @@ def assemble_scheduler(
     """Wire the policy, the control plane and the loop of one rank."""
     allocator = PageAllocator(parts.num_pages, parts.page_ids)
     states = None if parts.state_slots is None else Checkpoints(parts.state_slots)
-    page_size = config.cache.page_size
+    args, page_size = config.server_args, config.cache.page_size
     cache = RadixCache(
         allocator, page_size, parts.windows, states, is_enabled=config.cache.enable_prefix_cache
     )
@@ -112,8 +112,8 @@ def assemble_scheduler(
     num_slots = 0 if parts.adapters is None else parts.adapters.num_slots
     book = AdapterBook(
         num_slots,
-        config.server_args.lora_keep_versions,
-        config.server_args.max_loaded_loras,
+        args.lora_keep_versions,
+        args.max_loaded_loras,
         config.model.names_answered,
         # Its share of a batch: one request after the other would have the others' rows stand empty.
         turn=-(-config.schedule.max_running_requests // max(1, num_slots - 1)),
@@ -126,9 +126,8 @@ def assemble_scheduler(
     processor = OutputProcessor(policy, meter, inbox.dp_rank)
     requests = LiveRequests(policy, processor, outputs, parts.kv_scales)
     pace = Pace()
-    chunks = KVChunks(
-        policy, parts.kv_memory, parts.num_weight_chunks, may_retract=config.update.staging == "always"
-    )
+    may_retract = args.update_staging == "always"
+    chunks = KVChunks(policy, parts.kv_memory, parts.num_weight_chunks, may_retract=may_retract)
     control = _control_plane(config, parts, requests, inbox, meter, pace, chunks, policy)
     eos_token_ids = config.model.eos_token_ids
     if parts.tokenizer is not None:
@@ -187,7 +186,7 @@ def _control_plane(
         inbox.ranks,
         pace,
         operations.go_on,
-        is_enabled=config.memory.backend != "none",
+        is_enabled=config.server_args.memory_saver_backend != "none",
     )
     updates = WeightUpdates(
         parts.weights,
@@ -204,7 +203,7 @@ def _control_plane(
         version=config.model.weight_version,
         model_path=config.model.path,
         load_format=config.model.load_format,
-        timeout_s=config.update.timeout_s,
+        timeout_s=config.server_args.weight_update_timeout_s,
     )
     others = (
         CacheFlush(requests).handlers,

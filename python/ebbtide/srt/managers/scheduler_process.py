@@ -59,10 +59,10 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     raise_file_limit()
     keep_kernels_in(config.server_args.kernel_cache_dir)
     # A path that is wrong is refused before minutes have gone into loading a model.
-    import_loaders(config.update.custom_weight_loaders)
+    import_loaders(config.server_args.custom_weight_loader or ())
     device = open_device(config.runtime.device)
     inbox, outputs = open_rank_channels(config, addresses)
-    saver = open_memory_saver(config.memory.backend, device)
+    saver = open_memory_saver(config.server_args.memory_saver_backend, device)
     group = join_parallel_group(
         config.parallel,
         addresses.rendezvous,
@@ -71,7 +71,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         uses_peer_memory=config.parallel.uses_peer_memory,
     )
     runner = build_model_runner(config, device, saver, group, stages=stages)
-    logger.info("%s", describe_staging(config.update.staging, runner))
+    logger.info("%s", describe_staging(config.server_args.update_staging, runner))
     # Ranks decide alike which requests are parked, so they must have the same room.
     parts = rank_parts(config, runner, device, saver, park_bytes=group.smallest(_park_bytes(config)))
     scheduler = assemble_scheduler(config, parts, inbox, outputs)
@@ -133,9 +133,9 @@ def rank_parts(
 
     `park_bytes`: host memory for KV that outlives a release of the pool.
     """
-    arena = runner.kv_pool.arena
+    arena, args = runner.kv_pool.arena, config.server_args
     page_store = HostPageStore(runner.kv_pool, park_bytes, device.host_pinning())
-    if config.memory.kv_park_bytes is not None:
+    if args.kv_park_bytes is not None:
         page_store.allocate()
     gc_clock = GcClock()
     gc_clock.start()
@@ -148,7 +148,7 @@ def rank_parts(
         windows=runner.kv_pool.groups.windows,
         state_slots=None if runner.kv_pool.states is None else runner.kv_pool.states.slots,
         kv_memory=arena if isinstance(arena, ChunkArena) else None,
-        num_weight_chunks=0 if config.update.staging == "never" else runner.weight_store.num_chunks,
+        num_weight_chunks=0 if args.update_staging == "never" else runner.weight_store.num_chunks,
         kv_scales=runner.kv_pool.scales,
         table=runner.page_table,
         memories=_memories(config, runner, device, saver),
@@ -188,8 +188,8 @@ def describe_staging(staging: str, runner: ModelRunner) -> str:
 
 def _park_bytes(config: EngineConfig) -> int:
     """Host memory that a rank may use for KV while the pool is released."""
-    if config.memory.kv_park_bytes is not None:
-        return config.memory.kv_park_bytes
+    if config.server_args.kv_park_bytes is not None:
+        return config.server_args.kv_park_bytes
     parallel = config.parallel
     num_ranks = max(1, parallel.tp_size * parallel.dp_size // parallel.nnodes)
     return int(read_host_memory().total_bytes * PARK_SHARE_OF_HOST) // num_ranks
@@ -205,7 +205,7 @@ def _memories(
         # The tag has both states even if there are no graphs, and no bytes.
         cuda_graph = saver.arena(MemoryTag.CUDA_GRAPH, 0)
         cuda_graph.resume()
-    keeps_weights = config.memory.enable_weights_cpu_backup
+    keeps_weights = config.server_args.enable_weights_cpu_backup
     base = BackedUpMemory(
         store.arena, lambda: store.generation, device.host_pinning(), keeps_contents=keeps_weights
     )

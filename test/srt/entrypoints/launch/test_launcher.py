@@ -119,7 +119,8 @@ def test_torch_memory_saver_is_preloaded_where_it_is_asked_for(
     monkeypatch.setattr(saver, "preload_environment", lambda: library)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setenv("EBBTIDE_TMS_HOOK_MODE", mode)
-    config = replace(CONFIG, memory=replace(CONFIG.memory, backend=backend))
+    args = replace(CONFIG.server_args, memory_saver_backend=backend)
+    config = replace(CONFIG, server_args=args)
     started = NodeProcesses(config, targets(scheduler="report_rank", detokenizer="report_rank"))
     try:
         started.wait_ready()

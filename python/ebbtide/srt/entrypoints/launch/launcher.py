@@ -306,7 +306,7 @@ def _library_environment(config: EngineConfig) -> dict[str, str]:
     mode = os.environ.get(TMS_HOOK_MODE, "torch")
     if mode not in ("torch", "preload"):
         raise ConfigurationError(f"{TMS_HOOK_MODE}: expected torch or preload, got {mode!r}")
-    if mode == "torch" or config.memory.backend != "torch_memory_saver":
+    if mode == "torch" or config.server_args.memory_saver_backend != "torch_memory_saver":
         return {}
     # It imports torch, which this process may do without.
     from ebbtide.srt.memory_saver.saver import preload_environment

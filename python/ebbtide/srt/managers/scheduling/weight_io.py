@@ -68,9 +68,9 @@ class EngineWeights:
     def __init__(self, store: WeightStore, config: EngineConfig, device: Device) -> None:
         self.names, self.stored_as, self.precision_of = store.names, store.stored_as, store.precision_of
         self.parameters = ParameterChecker(store, device, config.parallel)
-        self.requires_copy = config.update.staging == "always"
-        self.refuses_nonfinite = config.update.refuse_nonfinite
-        self._loaders = import_loaders(config.update.custom_weight_loaders)
+        self.requires_copy = config.server_args.update_staging == "always"
+        self.refuses_nonfinite = config.server_args.refuse_nonfinite
+        self._loaders = import_loaders(config.server_args.custom_weight_loader or ())
         self._store = store
         self._config = config
         self._device = device
@@ -106,7 +106,7 @@ class EngineWeights:
         return make_plan(source, self._store, self._device, self._cache, loader)
 
     def stage(self, *, in_place: bool, is_last: bool = True) -> Slices[Staging]:
-        if in_place or self._config.update.staging == "never":
+        if in_place or self._config.server_args.update_staging == "never":
             return WeightStaging(self._store, self._device)
         try:
             shadow = yield from paced_by_time(self._store.arena.stage())
@@ -146,7 +146,8 @@ class EngineWeights:
         return rows
 
     def _limit_s(self, request: WeightUpdateRequest) -> float:
-        return self._config.update.timeout_s if request.timeout_s is None else request.timeout_s
+        limit_s = self._config.server_args.weight_update_timeout_s
+        return limit_s if request.timeout_s is None else request.timeout_s
 
     def _loader(self, request: WeightUpdateRequest) -> CustomLoader | None:
         if isinstance(request, UpdateWeightsFromTensorReqInput) and request.load_format is not None:
