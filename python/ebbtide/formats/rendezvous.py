@@ -163,8 +163,7 @@ def abort(members: list[Member]) -> None:
 def read_id(pickled: bytes) -> bytes:
     """The bytes of a pickled `ncclUniqueId`; nothing that the pickle names is imported.
 
-    Raises:
-        RequestRejected: 400, it is something else.
+    RequestRejected (400): it is something else.
     """
     found = read_pickle(pickled, _resolve)
     if not isinstance(found, bytes):
@@ -173,11 +172,7 @@ def read_id(pickled: bytes) -> bytes:
 
 
 def decode_id(text: str) -> bytes:
-    """The bytes of an id in standard base64.
-
-    Raises:
-        RequestRejected: 400, it is not one.
-    """
+    """The bytes of an id in standard base64. RequestRejected (400): it is not one."""
     try:
         found = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

@@ -159,8 +159,7 @@ def join_parallel_group(
             `tcp://host:port`, an address of rank 0, which listens there.
         uses_peer_memory: whether GPUs sum short messages without NCCL, where the machine lets them.
 
-    Raises:
-        EngineError: they did not all come in time.
+    EngineError: they did not all come in time.
     """
     if parallel.tp_size == 1:
         return SoloGroup()

@@ -194,8 +194,7 @@ class BorrowedMemory:
     def open(self) -> Iterator[int]:
         """Map the device memory of the tensors that `require` was given; yields the bytes of each reference.
 
-        Raises:
-            RequestRejected: the sender has ended, or the memory is not what the payload says.
+        RequestRejected: the sender has ended, or the memory is not what the payload says.
         """
         looked_at: set[tuple[bytes, int]] = set()
         for ref in self._required:

@@ -87,8 +87,7 @@ class CustomLoader:
     def load(self, model: StagedModel, named_tensors: NamedTensors) -> None:
         """Call it. It is given the list for good: afterwards the list is empty.
 
-        Raises:
-            RequestRejected: it raised something. What it has written until then stays in the copy.
+        RequestRejected: it raised something. What it has written until then stays in the copy.
         """
         problem = None
         try:

@@ -76,11 +76,7 @@ class CodedBlocks:
 
 
 def coded_blocks(codes: Tensor, num_codes: Sequence[int]) -> CodedBlocks:
-    """Find out where each block stands. Waits for the device.
-
-    Args:
-        num_codes: of each tensor, in order.
-    """
+    """Find out where each block stands. Waits for the device. `num_codes`: of each tensor, in order."""
     device = codes.device
     counts = np.array(num_codes, dtype=np.int64)
     num_blocks = -(-counts // BLOCK)

@@ -102,8 +102,7 @@ def decode_by_slices(
         record: called with every reference to the sender's memory as it is read, so that those of a payload
             that is refused half-way can be given back.
 
-    Raises:
-        RequestRejected: 400, for anything outside wire_api section 4.4. It names the global.
+    RequestRejected (400): for anything outside wire_api section 4.4. It names the global.
     """
     if data.startswith(MAGICS):
         return (yield from decode_tensors(data, record, None if cache is None else cache.form))

@@ -60,8 +60,7 @@ class AdapterPlan(Protocol):
     def write(self, slot: int) -> Slices[None]:
         """Launch the copies to a slot.
 
-        Raises:
-            RequestRejected: 400, what was written holds NaN or Inf, and that is refused.
+        RequestRejected (400): what was written holds NaN or Inf, and that is refused.
         """
 
     def detach(self) -> Slices[None]:
@@ -85,19 +84,14 @@ class AdapterMemory(Protocol):
     def open(self, request: LoadRequest, *, with_digest: bool) -> Slices[AdapterPlan]:
         """Read an adapter as far as it has to be for its check.
 
-        Raises:
-            RequestRejected: 400, it cannot be read, or does not fit the model.
+        RequestRejected (400): it cannot be read, or does not fit the model.
         """
 
     def is_read(self, slot: int) -> bool:
         """Whether the forward pass that was launched last reads it."""
 
     def save(self, slot: int) -> object:
-        """Launch a copy of what a slot holds to host memory.
-
-        Raises:
-            RequestRejected: 409, the host has no room.
-        """
+        """Launch a copy of what a slot holds to host memory. RequestRejected (409): the host has no room."""
 
     def restore(self, slot: int, copy: object) -> None:
         """Launch the copy of what was saved to a slot."""

@@ -135,8 +135,7 @@ class AdapterBook:
     def resolve(self, asked: str) -> AdapterVersion:
         """The version that a request for `name` or `name@version` runs on.
 
-        Raises:
-            RequestRejected: 404, there is none.
+        RequestRejected (404): there is none.
         """
         name, at, version = asked.partition("@")
         return self.meant(name, version if at else None)[-1]
@@ -144,8 +143,7 @@ class AdapterBook:
     def meant(self, name: str, version: str | None) -> list[AdapterVersion]:
         """What a name, or one version of it, means; what came last is last.
 
-        Raises:
-            RequestRejected: 404, nothing.
+        RequestRejected (404): nothing.
         """
         found = [one for one in self._versions.get(name, ()) if version in (None, one.version)]
         if not found:
@@ -176,8 +174,7 @@ class AdapterBook:
     def check_load(self, name: str, version: str | None, digest: str, *, pinned: bool) -> bool:
         """Refuse what cannot be loaded. Returns whether it is there already: the same bytes.
 
-        Raises:
-            RequestRejected: 409, other bytes have this version, or there is no room.
+        RequestRejected (409): other bytes have this version, or there is no room.
         """
         if version is not None:
             known = self._digests.get((name, version), self.staged.get((name, version)))

@@ -126,8 +126,7 @@ class Operations:
     def decide(self, call_id: str, refusal: str | None) -> None:
         """Commit this joint operation now, or give it up for this reason. One that has ended stays so.
 
-        Raises:
-            OutOfStep: the commit failed, and others have done it.
+        OutOfStep: the commit failed, and others have done it.
         """
         pending = self._pending.get(call_id)
         if pending is None:

@@ -210,8 +210,7 @@ class PageStore(Protocol):
     def save(self, owners: Sequence[Sequence[int]]) -> list[list[int]]:
         """Copy the pages of several owners; returns each owner's slots, page for page.
 
-        Raises:
-            OutOfDeviceMemory: the host has no room; nothing more is held than before.
+        OutOfDeviceMemory: the host has no room; nothing more is held than before.
         """
 
     def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:

@@ -86,8 +86,7 @@ class WritePlan(Protocol):
     def arrived(self) -> bool:
         """Whether everything that others have to send is here; the first call begins to receive it.
 
-        Raises:
-            RequestRejected: it will not come.
+        RequestRejected: it will not come.
         """
 
     def abandon(self) -> None:
@@ -257,8 +256,7 @@ class Weights(Protocol):
             in_place: there is nothing to keep, another rank has no copy, or in place is sooner.
             is_last: False: without memory for a copy, it will be tried again with more.
 
-        Raises:
-            RequestRejected: 409, there is no memory for a copy, and it must be one.
+        RequestRejected (409): there is no memory for a copy, and it must be one.
         """
 
     def group_names(self) -> list[str]: ...

@@ -183,8 +183,7 @@ class WeightSession:
             is_alone: nothing else is going to be written.
             nobody_waits: no forward pass runs, and none is held up.
 
-        Raises:
-            RequestRejected: it needs a copy, and there is none; or what the copy holds is unknown.
+        RequestRejected: it needs a copy, and there is none; or what the copy holds is unknown.
         """
         self._require_sound()
         self._require_base(plan)
