@@ -61,10 +61,7 @@ def test_memory_goes_back_to_the_operating_system_and_returns_at_resume(make_are
         assert held_bytes() - released <= 0.05 * size
 
 
-def test_wrong_views_and_sizes_are_refused(make_arena):
-    for num_bytes, chunk_bytes in [(-1, None), (8, 0), (8, -4)]:
-        with pytest.raises(ValueError, match="make no arena"):
-            make_arena(num_bytes, chunk_bytes=chunk_bytes)
+def test_wrong_views_are_refused(make_arena):
     arena = make_arena(64)
     for offset, length, dtype in [(-1, 1, torch.uint8), (61, 1, torch.float32), (60, 2, torch.float32)]:
         with pytest.raises(ValueError, match="do not lie"):

@@ -195,10 +195,6 @@ def test_backends_are_chosen_by_name():
     arena.resume()
     assert arena.release() >= SIZE
     assert isinstance(open_memory_saver("none", device), PlainMemory)
-    with pytest.raises(ConfigurationError, match="needs device=cuda"):
-        open_memory_saver("torch_memory_saver", device)
-    with pytest.raises(ConfigurationError, match="'other'"):
-        open_memory_saver("other", device)
     for name in ("tpu", "cuda:", "cuda:x", "cpu:1"):
         with pytest.raises(ConfigurationError, match=r"device"):
             open_device(name)

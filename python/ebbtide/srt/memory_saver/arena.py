@@ -32,8 +32,6 @@ class Arena(ABC):
     """
 
     def __init__(self, tag: MemoryTag, num_bytes: int) -> None:
-        if num_bytes < 0:
-            raise ValueError(f"{num_bytes} bytes make no arena")
         self.tag = tag
         self.num_bytes = num_bytes
         self.virtual_bytes = num_bytes

@@ -61,8 +61,6 @@ class VirtualArena(Arena):
         self, tag: MemoryTag, num_bytes: int, vm: VirtualMemory, chunk_bytes: int | None = None
     ) -> None:
         super().__init__(tag, num_bytes)
-        if chunk_bytes is not None and chunk_bytes < 1:
-            raise ValueError(f"chunks of {chunk_bytes} bytes make no arena")
         self.virtual_bytes = round_up(num_bytes, vm.granularity)
         self._vm = vm
         self._chunk_bytes = chunk_bytes
