@@ -338,6 +338,8 @@ def test_equal_prompts_of_a_batch_stay_together(fleet: ScriptedFleet) -> None:
     )
     assert [one["meta_info"]["replica"] for one in answers] == ["replica 0"] * 2 + ["replica 1"] * 2
     assert [len(one["output_ids"]) for one in answers] == [1, 2, 3, 4]
+    fleet.generate(input_ids=[[1], [2]], replay_routed_experts=["a", "b"])
+    assert {one.get("replay_routed_experts") for one in fleet.requests()} == {None, "a", "b"}
     with pytest.raises(RequestRejected, match="rid: a list must have one entry per prompt, got 1 for 2"):
         fleet.generate(input_ids=[[1], [2]], rid=["a"])
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.generate_fields import per_prompt
 from ebbtide.srt.sampling_params import TOP_P_IDS, SamplingParams
 
 # Of a request that is not streamed, what has been generated since the last report is generated again
@@ -38,7 +38,7 @@ WHOLE_FIELDS: Final = ("return_routed_experts", "return_sampling_mask", "replay_
 # Fields of which a list has an entry for each prompt.
 PER_PROMPT: Final = (
     *("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"),
-    *("cache_salt", "extra_key", "lora_path"),
+    *("cache_salt", "extra_key", "lora_path", "replay_routed_experts"),
 )
 
 
@@ -217,25 +217,20 @@ def joined_spans(
 
 def split_batch(given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
     """The request of each prompt, and whether they are a batch; refused where lists differ in length."""
-    prompts = given.get("text", given.get("input_ids"))
-    is_texts = isinstance(prompts, list) and "text" in given
-    if not is_texts and not (isinstance(prompts, list) and prompts and isinstance(prompts[0], list)):
+    name = "text" if "text" in given else "input_ids"
+    prompts = given.get(name)
+    if not isinstance(prompts, list) or (
+        name == "input_ids" and not (prompts and isinstance(prompts[0], list))
+    ):
         return [dict(given)], False
-    assert isinstance(prompts, list)
-    name = "text" if is_texts else "input_ids"
-    shared = {key: value for key, value in given.items() if key != name}
-    singles: list[dict[str, Any]] = [{**shared, name: prompt} for prompt in prompts]
-    columns = {key: shared[key] for key in PER_PROMPT if isinstance(shared.get(key), list)}
-    ids = shared.get("token_ids_logprob")
+    columns: dict[str, list[Any]] = {name: prompts}
+    for key in PER_PROMPT:
+        if key in given:
+            columns[key] = per_prompt(key, given[key], len(prompts))
+    ids = given.get("token_ids_logprob")
     if ids and not isinstance(ids[0], int):
-        columns["token_ids_logprob"] = ids
-    if isinstance(shared.get("rid"), str):
-        columns["rid"] = [f"{shared['rid']}_{index}" for index in range(len(prompts))]
-    for key, values in columns.items():
-        if len(values) != len(prompts):
-            raise RequestRejected(
-                f"{key}: a list must have one entry per prompt, got {len(values)} for {len(prompts)}"
-            )
-        for single, value in zip(singles, values, strict=True):
-            single[key] = value
-    return singles, True
+        columns["token_ids_logprob"] = per_prompt("token_ids_logprob", ids, len(prompts))
+    if isinstance(given.get("rid"), str):
+        columns["rid"] = [f"{given['rid']}_{index}" for index in range(len(prompts))]
+    rows = zip(*columns.values(), strict=True)
+    return [{**given, **dict(zip(columns, row, strict=True))} for row in rows], True
