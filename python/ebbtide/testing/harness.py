@@ -369,14 +369,9 @@ def collect(outputs: Mapping[str, Output], message: TokenOutput) -> None:
         known.num_nonfinite = output.num_nonfinite
         if output.start is not None:
             known.cached_tokens = output.start.cached_tokens
-        if output.version_starts is not None:
-            known.version_starts = output.version_starts
-        if output.adapter_starts is not None:
-            known.adapter_starts = output.adapter_starts
-        if output.kv_versions is not None:
-            known.kv_versions = output.kv_versions
-        if output.prefill_starts is not None:
-            known.prefill_starts = output.prefill_starts
+        for name in ("version_starts", "adapter_starts", "kv_versions", "prefill_starts"):
+            if (told := getattr(output, name)) is not None:
+                setattr(known, name, told)
     for streamed in message.streamed:
         for rid, token_id in zip(streamed.rids, streamed.token_ids, strict=True):
             assert outputs[rid].finish is None, f"{rid} goes on after its end"
