@@ -20,7 +20,7 @@ from ebbtide.srt.managers.assembly import RankParts, assemble_scheduler
 from ebbtide.srt.managers.control.ports import TagMemory
 from ebbtide.srt.managers.scheduling.adapter_io import EngineAdapters
 from ebbtide.srt.managers.scheduling.lockstep import open_rank_channels
-from ebbtide.srt.managers.scheduling.watchdog import Watchdog, dump_stacks, end_hung_process
+from ebbtide.srt.managers.scheduling.watchdog import Watchdog, end_hung_process
 from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
@@ -95,7 +95,6 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         args.watchdog_timeout,
         args.soft_watchdog_timeout,
         end=lambda message: end_hung_process(lambda said: _say_last(ready, said), message),
-        dump=dump_stacks,
     ).start()
     scheduler.run()
 

@@ -20,7 +20,8 @@ class Watched:
         clock: Any = type("Clock", (), {"monotonic": lambda: self.now_s, "sleep": time.sleep})
         monkeypatch.setattr(module, "time", clock)
         self.activity: tuple[str, float] | None = None
-        self._watchdog = Watchdog(lambda: self.activity, 10.0, 2.0, self.ends.append, self._dump)
+        monkeypatch.setattr(module, "dump_stacks", self._dump)
+        self._watchdog = Watchdog(lambda: self.activity, 10.0, 2.0, self.ends.append)
 
     def begin(self, what: str) -> None:
         self.activity = (what, self.now_s)

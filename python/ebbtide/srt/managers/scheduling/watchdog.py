@@ -29,7 +29,6 @@ class Watchdog:
         activity: what the loop is doing, and since when, on the monotonic clock; None: it waits for messages.
         limit_s: when one thing takes longer, `end` is called with what to say of it.
         soft_limit_s: when it takes longer, that is logged once with the stacks of all threads; None: never.
-        dump: writes the stacks of all threads.
     """
 
     def __init__(
@@ -38,13 +37,11 @@ class Watchdog:
         limit_s: float,
         soft_limit_s: float | None,
         end: Callable[[str], None],
-        dump: Callable[[], None],
     ) -> None:
         self._activity = activity
         self._limit_s = limit_s
         self._soft_limit_s = soft_limit_s
         self._end = end
-        self._dump = dump
         self._reported: tuple[str, float] | None = None
         self._interval_s = min(limit_s, soft_limit_s or limit_s) / _LOOKS_PER_LIMIT
         self._looked_s = time.monotonic()
@@ -71,7 +68,7 @@ class Watchdog:
             message = f"{what} has not ended within {self._limit_s:g} s (--watchdog-timeout)"
             # Stacks do not say whose they are, and those of several ranks may lie in one log.
             logger.critical("%s; where every thread stands:", message)
-            self._dump()
+            dump_stacks()
             self._end(message)
         elif self._soft_limit_s is not None and taken_s > self._soft_limit_s and current != self._reported:
             self._reported = current
@@ -79,7 +76,7 @@ class Watchdog:
                 "%s takes longer than %g s (--soft-watchdog-timeout); where every thread stands:",
                 *(what, self._soft_limit_s),
             )
-            self._dump()
+            dump_stacks()
 
     def _run(self) -> None:
         while True:
