@@ -24,7 +24,7 @@ from ebbtide.srt.model_executor.sampling.choosing import Chooser, HostChooser, m
 from ebbtide.srt.model_executor.sampling.kernel import KernelChooser
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 from ebbtide.srt.model_executor.sampling.sampler import Sampler
-from ebbtide.srt.model_executor.sampling.score_kernels import forbid, token_logprobs
+from ebbtide.srt.model_executor.sampling.score_kernels import token_logprobs
 from ebbtide.srt.model_executor.sampling.support import MAX_LISTED, SupportReader
 from ebbtide.srt.sampling_params import SamplingParams
 
@@ -177,22 +177,6 @@ def test_what_filters_leave_is_listed_or_told_by_bits_as_on_the_host() -> None:
     for row, (ids, logprob) in on_host.items():
         assert by_kernels[row][0] == ids, params[row]
         assert by_kernels[row][1] == pytest.approx(logprob, abs=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_masks_leave_what_they_allow_as_it_is(dtype: torch.dtype) -> None:
-    scores = logits(3).to(dtype)
-    allowed = torch.rand((2, VOCAB), generator=torch.Generator().manual_seed(1)) < 0.3
-    allowed[0, -1] = allowed[1, 31] = True
-    bits = torch.nn.functional.pad(allowed, (0, -VOCAB % 32)).numpy()
-    words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
-    expected = scores.clone()
-    expected[[0, 2]] = scores[[0, 2]].masked_fill(~allowed, -math.inf)
-
-    masked = scores.to(DEVICE)
-    forbid(masked, words.to(DEVICE), torch.tensor([0, 2], dtype=torch.int32, device=DEVICE))
-
-    assert torch.equal(masked.cpu(), expected)
 
 
 @pytest.mark.parametrize(

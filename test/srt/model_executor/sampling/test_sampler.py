@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec, StepResult
+from ebbtide.srt.model_executor.sampling.adjustments import TokenMasks
 from ebbtide.srt.model_executor.sampling.choosing import Filters, invert_cdf, mixed_seeds, uniforms
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 from ebbtide.srt.model_executor.sampling.sampler import Sampler
@@ -298,6 +300,28 @@ def test_a_request_chooses_among_its_allowed_ids_and_no_other_does() -> None:
     wanted = LogprobSpec(token_ids=(2, 5), top=0)
     entry = only_logprobs(scores[:1], spec(allowed_token_ids=[2, 7], logprobs=wanted))[0]
     assert entry.chosen == [pytest.approx(math.log(0.5)), LOWEST]
+
+
+class Mask(SimpleNamespace):
+    """Allows these tokens. Implements `TokenMask`."""
+
+    def fill(self, others: Sequence["Mask"], words_MW: NDArray[np.int32]) -> None:
+        for mask, words_W in zip((self, *others), words_MW, strict=True):
+            words_W[:] = np.packbits(mask.allowed_V, bitorder="little").view(np.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks_leave_what_they_allow_as_it_is(dtype: torch.dtype) -> None:
+    scores = logits(3, vocab_size=150).to(dtype)
+    allowed = np.random.default_rng(1).random((2, 160)) < 0.3
+    masks: list[Any] = [Mask(allowed_V=allowed[0]), None, Mask(allowed_V=allowed[1])]
+    specs = [SampleSpec(SamplingParams(), 0, frozenset(), [], [], mask=mask) for mask in masks]
+    expected = scores.clone()
+    expected[[0, 2]] = scores[[0, 2]].masked_fill(~torch.from_numpy(allowed[:, :150]), -math.inf)
+
+    TokenMasks(specs, 150, torch.device("cpu")).apply(scores)
+
+    assert torch.equal(scores, expected)
 
 
 def test_each_request_gets_its_own_number_of_top_and_chosen_tokens() -> None:

@@ -176,7 +176,8 @@ class TokenMasks:
     def __init__(self, specs: Sequence[SampleSpec], vocab_size: int, device: torch.device) -> None:
         self._masks = [spec.mask for spec in specs if spec.mask is not None]
         rows = [row for row, spec in enumerate(specs) if spec.mask is not None]
-        self._rows_M = upload(np.array(rows, dtype=np.int32), device)
+        self._rows_M = upload(rows, device)
+        self._bits = upload(np.array([1 << bit for bit in range(8)], dtype=np.uint8), device)
         self._num_words = -(-vocab_size // WORD_BITS)
         self._device = device
 
@@ -184,13 +185,7 @@ class TokenMasks:
         """Set what may not come next to −∞, in place."""
         words_MW = np.empty((len(self._masks), self._num_words), dtype=np.int32)
         self._masks[0].fill(self._masks[1:], words_MW)
-        if scores_SV.is_cuda:
-            # Triton is there on CUDA machines alone.
-            from ebbtide.srt.model_executor.sampling.score_kernels import forbid
-
-            forbid(scores_SV, upload(words_MW, self._device), self._rows_M)
-            return
-        bits = np.unpackbits(words_MW.view(np.uint8), axis=-1, bitorder="little")
-        forbidden_MV = torch.from_numpy(bits[:, : scores_SV.shape[1]] == 0)
+        bytes_MB = upload(words_MW.view(np.uint8), self._device)
+        forbidden_MV = ((bytes_MB.unsqueeze(-1) & self._bits) == 0).flatten(1)[:, : scores_SV.shape[1]]
         masked_MV = scores_SV[self._rows_M].masked_fill_(forbidden_MV, float("-inf"))
-        scores_SV.index_copy_(0, self._rows_M.long(), masked_MV)
+        scores_SV.index_copy_(0, self._rows_M, masked_MV)

@@ -5,10 +5,8 @@ Shapes: S requests that sample, G of them by chance (not greedy), V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 import torch
@@ -140,7 +138,6 @@ class Sampler:
                 stop_ids=frozenset(),
                 prompt_ids=[0],
                 output_ids=[],
-                mask=_OpenMask() if has_filters else None,
                 returns_support=has_filters,
             )
             logits_SV = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
@@ -149,18 +146,6 @@ class Sampler:
             token_ids_S = torch.zeros(1, dtype=torch.int64, device=self._device)
             position_logprobs(scores_SV, token_ids_S, [LogprobSpec()])
         self._batch = None
-
-
-class _OpenMask:
-    """Every token may come. Implements `TokenMask`."""
-
-    has_ended = False
-
-    def fill(self, others: Sequence[Self], words_MW: NDArray[np.int32]) -> None:
-        words_MW.fill(-1)
-
-    def accept(self, token_id: int) -> bool:
-        return True
 
 
 class _Batch:

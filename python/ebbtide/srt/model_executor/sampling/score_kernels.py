@@ -1,7 +1,6 @@
-"""Masks and logprobs of given tokens on a CUDA device, by one pass over scores of any float type.
+"""Logprobs of given tokens on a CUDA device, by one pass over scores of any float type.
 
-Imported on CUDA only: a CPU installation has no Triton. Shapes: S rows, M of them with a mask, or M
-positions with logprobs; V vocabulary, W words of 32 tokens.
+Imported on CUDA only: a CPU installation has no Triton. Shapes: M positions, V vocabulary.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -19,8 +18,6 @@ from ebbtide.srt.model_executor.sampling.cut_kernel import base_of
 
 # Scores that a program reads at a time: neighbours by each of its lanes.
 _LANES, _PER_LANE = 1024, 8
-_WORDS_AT_ONCE = 64
-_WORD = tl.constexpr(32)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -89,37 +86,3 @@ def _token_logprobs_kernel(
     norm = base + tl.log(tl.sum(total_L * tl.exp(largest_L - base)))
     tl.store(logprobs + row, tl.load(scores + tl.load(token_ids + row)).to(tl.float32) - norm)
     tl.store(norms + row, norm)
-
-
-def forbid(scores_SV: Tensor, words_MW: Tensor, rows_M: Tensor) -> None:
-    """Set the scores of tokens that may not come next to −∞, in place; half precision stays what it is.
-
-    Args:
-        scores_SV: of any float type, in contiguous rows.
-        words_MW: int32; bit i % 32 of word i // 32 is set for each token i that may come next.
-        rows_M: int32.
-    """
-    num_masked, num_words = words_MW.shape
-    _forbid_kernel[(triton.cdiv(num_words, _WORDS_AT_ONCE), num_masked)](
-        scores_SV,
-        scores_SV.stride(0),
-        words_MW,
-        num_words,
-        rows_M,
-        V=scores_SV.shape[1],
-        AT_ONCE=_WORDS_AT_ONCE,
-        num_warps=4,
-    )
-
-
-@triton.jit
-def _forbid_kernel(scores, row_stride, words, num_words, rows, V: tl.constexpr, AT_ONCE: tl.constexpr):
-    """`AT_ONCE` words of one mask."""
-    masked = tl.program_id(1).to(tl.int64)
-    row = tl.load(rows + masked).to(tl.int64)
-    word = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    packed = tl.load(words + masked * num_words + word, mask=word < num_words, other=0)
-    bit = tl.arange(0, _WORD)[None, :]
-    ids = word[:, None] * _WORD + bit
-    is_forbidden = ((packed[:, None] >> bit) & 1) == 0
-    tl.store(scores + row * row_stride + ids, float("-inf"), mask=is_forbidden & (ids < V))
