@@ -54,15 +54,25 @@ def write_result(name: str, results: dict[str, Any]) -> Path:
     return path
 
 
-def by_rows(value: Any, depth: int = 0) -> str:
-    """Format JSON with a line for each row of results, and for whatever else lies as deep."""
+def by_rows(content: dict[str, Any]) -> str:
+    """Format JSON with a line for each row of results, for each of their other fields, and of the rest."""
+    lines = []
+    for key, value in content.items():
+        text = json.dumps(value)
+        if key == "results":
+            text = _lines(value, 1)
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _lines(value: Any, depth: int) -> str:
     if depth == 3 or not isinstance(value, dict | list) or not value:
         return json.dumps(value)
     inside = " " * (depth + 1)
     if isinstance(value, dict):
-        lines = [f"{inside}{json.dumps(key)}: {by_rows(one, depth + 1)}" for key, one in value.items()]
+        lines = [f"{inside}{json.dumps(key)}: {_lines(one, depth + 1)}" for key, one in value.items()]
         return "{\n" + ",\n".join(lines) + f"\n{' ' * depth}}}"
-    return "[\n" + ",\n".join(inside + by_rows(one, depth + 1) for one in value) + f"\n{' ' * depth}]"
+    return "[\n" + ",\n".join(inside + _lines(one, depth + 1) for one in value) + f"\n{' ' * depth}]"
 
 
 def hardware() -> dict[str, Any]:

@@ -33,6 +33,8 @@ CUDA_CHUNKED_PREFILL_SIZE = 8192
 # The rest is for activations, CUDA graphs, workspaces and the driver, and for a trainer that comes later: on
 # a card of 140 GB its 8B weights and a few GB of buckets.
 CUDA_MEM_FRACTION_STATIC = 0.85
+# Weights that take most of it leave no room for a trainer's: the pool gets as much of the rest as stays free.
+CUDA_LEAST_POOL_SHARE = 0.5
 CUDA_GRAPH_MAX_BS = 512
 # Nodes are started by hand or by a queue, and load gigabytes before their ranks meet.
 DIST_TIMEOUT_S = 600.0
@@ -103,12 +105,14 @@ class ModelConfig:
 class CacheConfig:
     """The KV pool and the prefix cache. `max_total_tokens` None: sized by memory.
 
-    `scales` and `calibration_tokens`: of a pool in FP8, see `KVScales`.
+    `least_pool_share`: of what is free beside the weights, the part that the pool may take even where
+    `mem_fraction_static` leaves it less. `scales` and `calibration_tokens`: of a pool in FP8, see `KVScales`.
     """
 
     page_size: int
     max_total_tokens: int | None
     mem_fraction_static: float | None
+    least_pool_share: float
     dtype: str
     enable_prefix_cache: bool
     prefix_cache_scope: str
@@ -365,9 +369,9 @@ def _resolve_cache(args: ServerArgs, model: ModelConfig, device: str) -> CacheCo
         raise ConfigurationError(
             f"max_total_tokens: expected at least one page ({page_size}), got {args.max_total_tokens}"
         )
-    fraction = args.mem_fraction_static
+    fraction, least_pool_share = args.mem_fraction_static, 0.0
     if fraction is None and _is_cuda(device):
-        fraction = CUDA_MEM_FRACTION_STATIC
+        fraction, least_pool_share = CUDA_MEM_FRACTION_STATIC, CUDA_LEAST_POOL_SHARE
     dtype = model.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     if args.kv_cache_scales != "checkpoint" and dtype != "fp8_e4m3":
         raise ConfigurationError(
@@ -378,6 +382,7 @@ def _resolve_cache(args: ServerArgs, model: ModelConfig, device: str) -> CacheCo
         page_size=page_size,
         max_total_tokens=args.max_total_tokens,
         mem_fraction_static=fraction,
+        least_pool_share=least_pool_share,
         dtype=dtype,
         enable_prefix_cache=not args.disable_radix_cache,
         prefix_cache_scope=args.prefix_cache_scope,

@@ -176,7 +176,9 @@ class ServerArgs(SglangArguments):
     random_seed: int | None = arg(None, "Seed of sampling (default: drawn at start).")
 
     mem_fraction_static: float | None = arg(
-        None, "Share of the memory free at start that weights and KV cache take (default: 0.85 on a GPU)."
+        None,
+        "Share of the memory free at start that weights and KV cache take (default: 0.85 on a GPU, for the "
+        "cache no less than half of what the weights leave).",
     )
     max_total_tokens: int | None = arg(
         None, "Size of the KV cache in tokens (default: what mem-fraction-static leaves).", minimum=1

@@ -310,7 +310,7 @@ def test_what_no_kernel_adds_an_adapter_to_takes_none(tmp_path: Path, architectu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a CUDA GPU")
 def test_experts_with_scales_of_blocks_take_none_on_a_gpu(tmp_path: Path) -> None:
     model = make_exact_checkpoint(tmp_path, "Qwen3MoeForCausalLM", **MOE_SHAPE)
-    options = {"device": "cuda", "quantization": "fp8", **LORA}
+    options = {"device": "cuda", "dtype": "bfloat16", "quantization": "fp8", **LORA}
     with pytest.raises(ConfigurationError, match=r"layers.0.mlp.experts, have no adapters on a GPU"):
         RunnerDriver(model, **options)
     assert RunnerDriver(model, lora_target_modules=["q_proj"], **options).runner.adapters is not None

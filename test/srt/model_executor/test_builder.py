@@ -1,5 +1,6 @@
 """The size of the KV pool, and what the builder refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,13 @@ from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor import graph_runner
 from ebbtide.srt.model_executor.builder import capture_graphs
-from ebbtide.srt.model_executor.kv_sizing import checkpoint_scales, choose_num_pages
+from ebbtide.srt.model_executor.kv_sizing import checkpoint_scales, choose_budget, choose_num_pages
 from ebbtide.srt.server_args import ServerArgs
 
 SIZES: dict[str, Any] = {
     "free_bytes": 1_000_000,
-    "weight_bytes": 0,
+    "budget_bytes": 100_000,
     "max_total_tokens": None,
-    "mem_fraction_static": None,
     "max_running_requests": 8,
     "context_len": 1000,
 }
@@ -40,12 +40,9 @@ LAYOUT = KVLayout(2, 16, Paged(1, 8), torch.bfloat16, granularity=4096)
     ("changes", "num_pages"),
     [
         ({}, 96),
-        ({"mem_fraction_static": 0.25}, 244),
-        ({"mem_fraction_static": 0.5, "weight_bytes": 600_000}, 192),
-        ({"mem_fraction_static": 1.0}, 8 * 63),
+        ({"budget_bytes": 1_000_000}, 8 * 63),
         ({"max_running_requests": 1}, 63),
         ({"context_len": 16, "max_running_requests": 2}, 2),
-        ({"max_total_tokens": 160}, 10),
         ({"max_total_tokens": 175}, 10),
         ({"max_total_tokens": 15_616}, 976),
     ],
@@ -60,16 +57,40 @@ def test_number_of_pages(changes: dict[str, Any], num_pages: int) -> None:
     [
         ({"max_total_tokens": 15}, "max_total_tokens 15 is less than one page of 16 tokens"),
         ({"max_total_tokens": 15_632}, "needs 1003520 bytes, 1000000 are free"),
-        ({"free_bytes": 9_999}, r"may take 999 bytes \(9999 are free.* one chunk of 4 pages .* needs 4096"),
-        ({"mem_fraction_static": 0.0001}, "set mem_fraction_static higher"),
-        ({"mem_fraction_static": 0.5, "weight_bytes": 1_000_000}, "may take 0 bytes .*1000000 of weights"),
-        ({"mem_fraction_static": 0.9, "free_bytes": 500, "weight_bytes": 10**6}, "500 are free"),
+        (
+            {"budget_bytes": 999},
+            r"may take 999 bytes \(1000000 are free.* one chunk of 4 pages .* needs 4096",
+        ),
+        ({"budget_bytes": -5}, "may take 0 bytes .* set mem_fraction_static higher"),
     ],
     ids=str,
 )
 def test_pools_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         choose_num_pages(LAYOUT, **SIZES | changes)
+
+
+# Of 1,000 bytes that were free before the weights.
+@pytest.mark.parametrize(
+    ("fraction", "least_pool_share", "weight_bytes", "budget_bytes"),
+    [
+        (None, 0.0, 0, 100),
+        (0.25, 0.0, 0, 250),
+        (0.85, 0.5, 100, 750),
+        (0.85, 0.5, 800, 100),
+        (0.85, 0.5, 900, 50),
+        (0.85, 0.0, 800, 50),
+        (0.85, 0.0, 900, 0),
+    ],
+)
+def test_weights_that_take_most_of_the_memory_leave_the_pool_half_of_the_rest(
+    fraction: float | None, least_pool_share: float, weight_bytes: int, budget_bytes: int, tmp_path: Path
+) -> None:
+    path = make_checkpoint(tmp_path, "LlamaForCausalLM")
+    sizes = {"mem_fraction_static": fraction, "least_pool_share": least_pool_share}
+    cache_config = replace(resolve(ServerArgs(model_path=str(path))).cache, **sizes)
+
+    assert choose_budget(cache_config, 1000 - weight_bytes, weight_bytes) == budget_bytes
 
 
 def test_ranks_that_share_the_hosts_memory_take_a_part_each(

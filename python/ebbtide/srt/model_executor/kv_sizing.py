@@ -107,11 +107,12 @@ def build_kv_pool(
     """
     state_layout = StateLayout.of(states, group.size, layout.page_bytes)
     schedule_config, cache_config = config.schedule, config.cache
+    budget_bytes = choose_budget(cache_config, free_bytes, weight_bytes)
     num_rows, num_slots = schedule_config.max_running_requests, 0
     if states:
         room_bytes = free_bytes
         if schedule_config.fits_running:
-            room_bytes = _room_for_states(layout, len(groups.windows), cache_config, free_bytes, weight_bytes)
+            room_bytes = _room_for_states(layout, len(groups.windows), cache_config, budget_bytes)
         num_rows = group.smallest(choose_num_rows(schedule_config, cache_config, state_layout, room_bytes))
         num_slots = num_rows + 1 + _num_checkpoints(num_rows, cache_config)
     state_bytes = round_up(num_slots * state_layout.slot_bytes, layout.chunk_bytes)
@@ -119,9 +120,8 @@ def build_kv_pool(
         layout,
         num_groups=len(groups.windows),
         free_bytes=free_bytes - state_bytes,
-        weight_bytes=weight_bytes + state_bytes,
+        budget_bytes=budget_bytes - state_bytes,
         max_total_tokens=cache_config.max_total_tokens,
-        mem_fraction_static=cache_config.mem_fraction_static,
         max_running_requests=num_rows,
         context_len=config.model.context_len,
     )
@@ -194,11 +194,8 @@ def _num_checkpoints(num_rows: int, cache_config: CacheConfig) -> int:
     return max(MIN_CHECKPOINTS, num_rows // ROWS_PER_CHECKPOINT) if cache_config.enable_prefix_cache else 0
 
 
-def _room_for_states(
-    layout: KVLayout, num_groups: int, cache_config: CacheConfig, free_bytes: int, weight_bytes: int
-) -> int:
+def _room_for_states(layout: KVLayout, num_groups: int, cache_config: CacheConfig, budget_bytes: int) -> int:
     """What states may take so that enough is left for pages: in whole chunks, as pages."""
-    budget_bytes = _budget_bytes(free_bytes, weight_bytes, cache_config.mem_fraction_static)
     if cache_config.max_total_tokens is None:
         room_bytes = int(budget_bytes * STATE_SHARE)
     else:
@@ -207,11 +204,22 @@ def _room_for_states(
     return room_bytes // layout.chunk_bytes * layout.chunk_bytes
 
 
-def _budget_bytes(free_bytes: int, weight_bytes: int, mem_fraction_static: float | None) -> int:
-    """What may be taken beside the weights, see `choose_num_pages`."""
-    if mem_fraction_static is None:
+def choose_budget(cache_config: CacheConfig, free_bytes: int, weight_bytes: int) -> int:
+    """What pages and states may take beside the weights.
+
+    Weights and these together get `mem_fraction_static` of the memory that was free before the weights were
+    loaded, but these no less than `least_pool_share` of what is free now. Where the fraction is null they get
+    a tenth of that.
+
+    Args:
+        free_bytes: this rank's share of what is free now, with the weights loaded.
+        weight_bytes: what they take.
+    """
+    fraction = cache_config.mem_fraction_static
+    if fraction is None:
         return int(free_bytes * CPU_KV_FRACTION)
-    return min(free_bytes, int((free_bytes + weight_bytes) * mem_fraction_static) - weight_bytes)
+    left_bytes = int((free_bytes + weight_bytes) * fraction) - weight_bytes
+    return min(free_bytes, max(0, left_bytes, int(free_bytes * cache_config.least_pool_share)))
 
 
 def choose_num_pages(
@@ -219,22 +227,19 @@ def choose_num_pages(
     *,
     num_groups: int = 1,
     free_bytes: int,
-    weight_bytes: int,
+    budget_bytes: int,
     max_total_tokens: int | None,
-    mem_fraction_static: float | None,
     max_running_requests: int,
     context_len: int,
 ) -> int:
     """How many pages the KV pool gets. Tokens are counted as if each took a page's part in every group.
 
-    `max_total_tokens` is taken as it is, in whole pages. Without it, weights and pool together get
-    `mem_fraction_static` of the memory that was free before the weights were loaded; where that is null
-    too, the pool gets a tenth of what is free now. Sized by memory, the pool consists of whole chunks, and is
+    `max_total_tokens` is taken as it is, in whole pages. Sized by memory, the pool has whole chunks, and is
     never larger than `max_running_requests` full contexts can fill.
 
     Args:
-        free_bytes: this rank's share of what is free now, with the weights loaded.
-        weight_bytes: what they take.
+        free_bytes: this rank's share of what is free, with the weights loaded.
+        budget_bytes: from `choose_budget`, less what states take.
 
     Raises ConfigurationError, with the bytes, where not one chunk fits.
     """
@@ -251,13 +256,12 @@ def choose_num_pages(
                 f"{free_bytes} are free"
             )
         return num_pages
-    budget_bytes = _budget_bytes(free_bytes, weight_bytes, mem_fraction_static)
     num_chunks = budget_bytes // chunk_bytes
     if num_chunks < 1:
         raise ConfigurationError(
-            f"the KV pool may take {max(0, budget_bytes)} bytes ({free_bytes} are free beside {weight_bytes} "
-            f"of weights), but one chunk of {layout.chunk_pages} pages of {page_size} tokens needs "
-            f"{chunk_bytes}; set mem_fraction_static higher or page_size lower"
+            f"the KV pool may take {max(0, budget_bytes)} bytes ({free_bytes} are free), but one chunk of "
+            f"{layout.chunk_pages} pages of {page_size} tokens needs {chunk_bytes}; set mem_fraction_static "
+            "higher or page_size lower"
         )
     num_useful = max_running_requests * -(-context_len // page_size) * num_groups
     return min(num_chunks * layout.chunk_pages, num_useful)
