@@ -50,7 +50,9 @@ def chat(
     with asking(url, key) as client:
         model = client.model_info()
         server = f"{model['served_model_name']}, weights {model['weight_version']}"
-        print_note(f"{server}. Ctrl-C ends an answer, Ctrl-D the conversation.")
+        # Not where the answers go.
+        note = Console(stderr=True, highlight=False)
+        note.print(f"{server}. Ctrl-C ends an answer, Ctrl-D the conversation.", style="dim")
         answer = ColouredAnswer()
         while (question := _ask()) is not None:
             if not question:
@@ -66,21 +68,11 @@ def chat(
             said.append({"role": "assistant", "content": text})
 
 
-def print_note(text: str) -> None:
-    """Say something that is no answer: not where the answers go."""
-    Console(stderr=True, highlight=False).print(text, style="dim")
-
-
 def _ask() -> str | None:
     try:
-        return console.input("[bold]> [/]").strip() if sys.stdin.isatty() else _next_line()
+        return console.input("[bold]> [/]" if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None
-
-
-def _next_line() -> str | None:
-    line = sys.stdin.readline()
-    return line.strip() if line else None
 
 
 class ColouredAnswer:

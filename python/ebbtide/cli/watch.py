@@ -29,7 +29,7 @@ def top(
     with asking(url, key) as client, Live(console=console, screen=not once, auto_refresh=False) as live:
         for event in client.events():
             picture.take(event)
-            if picture.has_sample:
+            if picture.sample:
                 live.update(picture.draw(client.url), refresh=True)
                 if once:
                     return
@@ -37,24 +37,19 @@ def top(
 
 
 class Picture:
-    """What the events of the dashboard have come to."""
+    """What the events of the dashboard have come to. `sample`: the latest; empty as long as there is none."""
 
     def __init__(self) -> None:
-        self._sample: dict[str, Any] = {}
+        self.sample: dict[str, Any] = {}
         self._largest: dict[str, int] = {}
         self._operations: deque[dict[str, Any]] = deque(maxlen=NUM_OPERATIONS)
-
-    @property
-    def has_sample(self) -> bool:
-        """Whether there is something to draw."""
-        return bool(self._sample)
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Take an event of `/dashboard/events`."""
         history = event.get("history", {})
         self._operations.extend(history.get("operations", ()))
         for sample in (*history.get("samples", ())[-1:], *filter(None, [event.get("sample")])):
-            self._sample = sample
+            self.sample = sample
             for tag, num_bytes in sample["resident_bytes"].items():
                 self._largest[tag] = max(num_bytes, self._largest.get(tag, 1))
         if "operation" in event:
@@ -62,7 +57,7 @@ class Picture:
 
     def draw(self, url: str) -> Group:
         """The whole screen."""
-        sample = self._sample
+        sample = self.sample
         load, reason = sample["load"], sample["reason"]
         state = Text("serving", "green") if not reason else Text(f"waiting: {reason}", "yellow")
         head = Text.assemble((f"{url}  ", "bold"), state, f"  weights {sample['weight_version']}")
@@ -87,10 +82,10 @@ class Picture:
         table = Table(box=None, pad_edge=False)
         for heading in ("memory", "", "resident", "in host memory"):
             table.add_column(heading, justify="right" if heading and heading != "memory" else "left")
-        for tag, num_bytes in self._sample["resident_bytes"].items():
+        for tag, num_bytes in self.sample["resident_bytes"].items():
             width = round(BAR_WIDTH * num_bytes / self._largest[tag])
             bar = Text("█" * width, "cyan") + Text("░" * (BAR_WIDTH - width), "dim")
-            table.add_row(tag, bar, size(num_bytes), size(self._sample["backup_bytes"][tag]))
+            table.add_row(tag, bar, size(num_bytes), size(self.sample["backup_bytes"][tag]))
         return table
 
     def _past(self) -> Table:

@@ -138,20 +138,18 @@ def _check_root_path(path: str) -> None:
         raise _unexpected("root_path", "a path that begins otherwise than the server's own", path)
 
 
-def _check_supported(args: ServerArgs) -> None:
-    for argument in sglang_arguments().values():
-        value, default = getattr(args, argument.name), argument.default
-        if argument.kind is not Kind.DEFAULT_ONLY or _is_off(value, default):
-            continue
-        raise ConfigurationError(f"not supported: {argument.name}={value!r} (only {default!r} is accepted)")
-
-
 # Frameworks write "off" as one of these where the default is another.
 _OFF: tuple[Any, ...] = (None, False, "", [])
 
 
-def _is_off(value: Any, default: Any) -> bool:
-    return bool(value == default) or (value in _OFF and default in _OFF)
+def _check_supported(args: ServerArgs) -> None:
+    for argument in sglang_arguments().values():
+        value, default = getattr(args, argument.name), argument.default
+        is_default = value == default or (value in _OFF and default in _OFF)
+        if argument.kind is Kind.DEFAULT_ONLY and not is_default:
+            raise ConfigurationError(
+                f"not supported: {argument.name}={value!r} (only {default!r} is accepted)"
+            )
 
 
 def _check_nodes(args: ServerArgs) -> None:

@@ -70,27 +70,14 @@ class Replica:
         return [message for message in self.received if isinstance(message, ControlCall)]
 
 
-class Inbox:
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[ManagerInput] = asyncio.Queue()
-
-    async def receive_async(self) -> list[ManagerInput]:
-        messages = [await self.queue.get()]
-        while not self.queue.empty():
-            messages.append(self.queue.get_nowait())
-        return messages
-
-    def close(self) -> None:
-        pass
-
-
 class Setup:
     """A controller over replicas that are played by the test, and a control client over it."""
 
     def __init__(self, num_replicas: int, method: str, tp_size: int) -> None:
         self.replicas = [Replica() for _ in range(num_replicas)]
-        self.inbox = Inbox()
-        self.controller = DataParallelController(self.replicas, self.inbox, tp_size, method)
+        self.arrived: asyncio.Queue[list[ManagerInput]] = asyncio.Queue()
+        inbox = Mock(receive_async=self.arrived.get)
+        self.controller = DataParallelController(self.replicas, inbox, tp_size, method)
         self.client = ControlClient(self.controller, LiveOutputs())
 
     async def read(self) -> None:
@@ -107,7 +94,7 @@ class Setup:
         return [output.dp_rank for output in placed]
 
     async def arrive(self, message: ManagerInput) -> None:
-        await self.inbox.queue.put(message)
+        await self.arrived.put([message])
         for _ in range(5):
             await asyncio.sleep(0)
 

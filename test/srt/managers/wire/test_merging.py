@@ -52,6 +52,12 @@ def updated(**fields: Any) -> UpdateWeightsReqOutput:
     return msgspec.structs.replace(scripted_engine.updated("8"), message="Updated 3 tensors.", **fields)
 
 
+def refused(*replies: AnyReply) -> Refusal:
+    merged = merge_replicas(replies)
+    assert isinstance(merged, Refusal)
+    return merged
+
+
 @dataclass
 class Merged:
     ranks: Any
@@ -184,12 +190,11 @@ def test_the_errors_of_ranks_say_whose_they_are_and_are_at_most_twenty() -> None
     assert len(merged.fields["errors"]) == 20
     assert merged.fields["errors"][0] == {"name": "w0", "reason": "shape", "rank": 0}
     assert merged.fields["errors"][2]["rank"] == 3
-    assert merge_replicas([refusal(1), refusal(2)]).fields["errors"][1]["dp_rank"] == 1  # type: ignore[union-attr]
+    assert refused(refusal(1), refusal(2)).fields["errors"][1]["dp_rank"] == 1
 
 
 def test_an_update_that_one_replica_refused_says_what_serves_where() -> None:
-    merged = merge_replicas([updated(), Refusal(status=400, message="cannot open the handle"), updated()])
-    assert isinstance(merged, Refusal)
+    merged = refused(updated(), Refusal(status=400, message="cannot open the handle"), updated())
     assert merged.status == 500
     assert "replica 1: cannot open the handle" in merged.message
     assert "replicas 0, 2: Updated 3 tensors." in merged.message
@@ -200,32 +205,30 @@ def test_an_update_that_one_replica_refused_says_what_serves_where() -> None:
 
 @pytest.mark.parametrize(
     ("done", "status"),
-    [
-        (UpdateWeightVersionReqOutput(new_version="8"), 500),
-        (updated(committed=False), 400),
-        (PingReqOutput(), 400),
-    ],
+    [(UpdateWeightVersionReqOutput(new_version="8"), 500), (updated(committed=False), 400)],
 )
 def test_what_leaves_the_weights_alike_keeps_the_status_of_the_refusal(done: AnyReply, status: int) -> None:
-    merged = merge_replicas([Refusal(status=400, message="no"), done])
-    assert isinstance(merged, Refusal)
-    assert merged.status == status
+    assert refused(Refusal(status=400, message="no"), done).status == status
 
 
-def test_those_that_gave_up_for_others_tell_what_they_have_left_behind_and_no_more() -> None:
-    refused = Refusal(status=400, message="cannot be read")
-    gave_up = GivenUp(status=400, message="others have refused")
-    stale = GivenUp(status=500, message="others have refused", left="4 parameters are stale")
-    merged = merge_replicas([gave_up, refused, gave_up])
-    assert isinstance(merged, Refusal)
-    assert (merged.status, merged.message) == (400, "replica 1: cannot be read")
-    merged = merge_replicas([stale, refused, gave_up])
-    assert isinstance(merged, Refusal)
-    assert merged.status == 500
-    assert merged.message == "replica 1: cannot be read; replica 0: 4 parameters are stale"
-    merged = merge_replicas([gave_up, gave_up])
-    assert isinstance(merged, Refusal)
-    assert merged.message == "others have refused"
+GAVE_UP = GivenUp(status=400, message="others have refused")
+STALE = GivenUp(status=500, message="others have refused", left="4 parameters are stale")
+CANNOT = Refusal(status=400, message="cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("replies", "status", "message"),
+    [
+        ((GAVE_UP, CANNOT, GAVE_UP), 400, "replica 1: cannot be read"),
+        ((STALE, CANNOT, GAVE_UP), 500, "replica 1: cannot be read; replica 0: 4 parameters are stale"),
+        ((GAVE_UP, GAVE_UP), 400, "others have refused"),
+    ],
+)
+def test_those_that_gave_up_for_others_tell_what_they_have_left_behind_and_no_more(
+    replies: tuple[Refusal, ...], status: int, message: str
+) -> None:
+    merged = refused(*replies)
+    assert (merged.status, merged.message) == (status, message)
 
 
 def report(dp_rank: int, **fields: Any) -> StateReport:
