@@ -2,12 +2,11 @@
 
 import json
 import os
-import resource
 import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -56,24 +55,6 @@ def test_an_address_that_does_not_do_is_refused_before_anything_starts(
     assert set(psutil.Process().children()) <= set(before)
 
 
-# --------------------------------------------------------------------------------------------------- clients
-
-
-def test_more_clients_than_a_shells_limit_of_open_files_are_served() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ExitStack() as stack:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        try:
-            server = stack.enter_context(null_server(is_ready=False))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        server.wait_ready()
-        url = server.client.base_url
-        for _ in range(300):
-            stack.enter_context(socket.create_connection((url.host, url.port)))
-        assert httpx.get(f"{url}/health").status_code == 200
-
-
 # ---------------------------------------------------------------------------------------------------- deaths
 
 
@@ -91,12 +72,6 @@ def test_a_process_that_dies_takes_the_server_down() -> None:
         said = answer.json()["message"]
         assert said.startswith("the scheduler process was ended by SIGKILL")
         assert "memory" in said
-        assert answer.json()["error"] == {
-            "message": said,
-            "type": "ServiceUnavailableError",
-            "param": None,
-            "code": 503,
-        }
         assert said in stream.result().text
         assert '"code":503' in stream.result().text
         assert stream.result().text.endswith("data: [DONE]\n\n") or stream.result().status_code == 503

@@ -21,7 +21,6 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     FetchParameters,
     FinishParameters,
     Nothing,
-    PullParameters,
     RpcParameters,
     StartParameters,
     UpdateParameters,
@@ -31,7 +30,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     read_parameters,
     vllm_route,
 )
-from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer, pull
+from ebbtide.srt.entrypoints.vllm.weight_transfer import VllmWeightTransfer
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import (
     LoadLoRAAdapterReqInput,
@@ -230,11 +229,6 @@ class VllmApi:
     async def weight_info(self, asked: Nothing) -> Body:
         """The version of the weights."""
         return {"weight_version": self._service.state.weight_version}
-
-    @vllm_route("POST", "/pull_weights")
-    async def pull_weights(self, asked: PullParameters) -> Body:
-        """Which published version an update from a folder brings."""
-        return await pull(asked, self._service.state.weight_version)
 
     @vllm_route("GET", "/get_world_size")
     async def world_size(self, asked: WorldSizeParameters) -> Body:

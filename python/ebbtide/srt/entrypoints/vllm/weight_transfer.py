@@ -59,6 +59,8 @@ SESSION: Final = "vllm"
 BROADCASTER: Final = "prime-rl"
 READY_FILE: Final = "NCCL_READY"
 UPDATE_INFO: Final = "body.update_info"
+# What an engine serves that was not updated.
+FIRST_VERSION: Final = "default"
 
 
 class VllmWeightTransfer:
@@ -294,10 +296,56 @@ class VllmWeightTransfer:
             )
         return info
 
+    @vllm_route("POST", "/pull_weights")
+    async def pull(self, asked: PullParameters) -> Body:
+        """Which published version an update from a folder brings.
+
+        Behind the one that serves. Refused if a version is missing or not ready, and (409) if what serves is
+        none of the trainer's.
+        """
+        if asked.pre_read_hook:
+            raise RequestRejected("pre_read_hook: code of a client's is not run", param="body.pre_read_hook")
+        serving = self._service.state.weight_version
+        base = 0 if serving == FIRST_VERSION else int(serving) if serving.isdecimal() else None
+        if base is None:
+            raise RequestRejected(
+                f"the engine serves {serving[:200]!r}, which is no version of a chain: update it whole first",
+                409,
+            )
+        target = max(base, asked.target_version)
+        state = PulledState(Path(asked.source_dir), serving, base, target)
+        chain = await asyncio.to_thread(read_chain, state.source_dir, base, target)
+        await asyncio.to_thread(write_state, Path(asked.local_checkpoint_dir), state)
+        return {
+            "message": f"An update from {asked.local_checkpoint_dir} brings version {target}.",
+            "version": f"{target:06d}",
+            "num_deltas": len(chain),
+            "num_tensors": len({name for delta in chain for name in delta.weight_map}),
+        }
+
     @vllm_route("POST", "/fetch_weights")
     async def fetch(self, asked: FetchParameters) -> Body:
-        """Which published version the next update brings, in SkyRL's words."""
-        return await fetch(asked, self._fetch_info, self._service.state.weight_version)
+        """Which published version the next update brings, in SkyRL's words.
+
+        Refused if it was not said where to (409), and if the folder is a cloud's (501).
+        """
+        info, target = self._fetch_info, asked.target_version
+        if info is None:
+            raise RequestRejected("call /init_weight_transfer_engine with local_checkpoint_dir first", 409)
+        if asked.sync_dir is None or asked.uri is not None or "://" in asked.sync_dir:
+            raise RequestRejected("sync_dir: expected a folder; those of clouds are not read", 501)
+        pulled = await self.pull(
+            PullParameters(
+                local_checkpoint_dir=info.local_checkpoint_dir,
+                source_dir=asked.sync_dir,
+                target_version=target,
+            )
+        )
+        if int(pulled["version"]) != target:
+            serving = self._service.state.weight_version
+            raise RequestRejected(f"target_version: {target} is behind what serves, {serving!r}")
+        result = {"status": "ok", "target_version": target, "stats": {}}
+        return {**pulled, "status": "ok", "result": [result]}
 
     async def _fetched(self, given: Mapping[str, Any]) -> Body:
         """The update that brings published versions, as fields."""
@@ -419,53 +467,3 @@ def _lent(entries: Sequence[Mapping[str, Any]], num_ranks: int) -> Body:
             for name, dtype, shape, size in rows
         ],
     }
-
-
-# What an engine serves that was not updated.
-FIRST_VERSION = "default"
-
-
-async def pull(asked: PullParameters, serving: str) -> Body:
-    """Have an update from the local folder bring this version, behind the one that serves.
-
-    RequestRejected: 400, a version is missing or not ready; 409, what serves is none of the trainer's.
-    """
-    if asked.pre_read_hook:
-        raise RequestRejected("pre_read_hook: code of a client's is not run", param="body.pre_read_hook")
-    base = 0 if serving == FIRST_VERSION else int(serving) if serving.isdecimal() else None
-    if base is None:
-        raise RequestRejected(
-            f"the engine serves {serving[:200]!r}, which is no version of a chain: update it whole first", 409
-        )
-    target = max(base, asked.target_version)
-    state = PulledState(Path(asked.source_dir), serving, base, target)
-    chain = await asyncio.to_thread(read_chain, state.source_dir, base, target)
-    await asyncio.to_thread(write_state, Path(asked.local_checkpoint_dir), state)
-    num_tensors = len({name for delta in chain for name in delta.weight_map})
-    return {
-        "message": f"An update from {asked.local_checkpoint_dir} brings version {target}.",
-        "version": f"{target:06d}",
-        "num_deltas": len(chain),
-        "num_tensors": num_tensors,
-    }
-
-
-async def fetch(asked: FetchParameters, info: FetchInfo | None, serving: str) -> Body:
-    """Pull, in SkyRL's words.
-
-    RequestRejected: 409, it was not said where to; 501, the folder is a cloud's.
-    """
-    if info is None:
-        raise RequestRejected("call /init_weight_transfer_engine with local_checkpoint_dir first", 409)
-    if asked.sync_dir is None or asked.uri is not None or "://" in asked.sync_dir:
-        raise RequestRejected("sync_dir: expected a folder; those of clouds are not read", 501)
-    parameters = PullParameters(
-        local_checkpoint_dir=info.local_checkpoint_dir,
-        source_dir=asked.sync_dir,
-        target_version=asked.target_version,
-    )
-    pulled = await pull(parameters, serving)
-    if int(pulled["version"]) != asked.target_version:
-        raise RequestRejected(f"target_version: {asked.target_version} is behind what serves, {serving!r}")
-    result = {"status": "ok", "target_version": asked.target_version, "stats": {}}
-    return {**pulled, "status": "ok", "result": [result]}
