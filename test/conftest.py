@@ -57,7 +57,7 @@ SERVED = (
     "test_continue_from",
     "test_http_server",
     "test_loads",
-    "test_weights_checker",
+    "openai/test_routes",
     "vllm/test_vllm_sequences",
 )
 FORKING = ("test_distributed_source", "test_receive_plan")

@@ -30,7 +30,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(scope="session")
 def shared_server(checkpoints: Checkpoints) -> Iterator[Server]:
-    with running_server(checkpoints.a, "--max-queued-requests", "8", "--served-model-name", "*") as server:
+    flags = ["--max-queued-requests", "8", "--served-model-name", "org/tide"]
+    with running_server(checkpoints.a, *flags) as server:
         yield server
 
 

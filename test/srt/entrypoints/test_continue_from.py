@@ -60,7 +60,7 @@ def test_an_output_goes_on_in_several_requests_and_both_dialects(server: Server,
 
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_an_output_goes_on_after_an_abort_or_a_lost_connection(server: Server, is_stream: bool) -> None:
-    params = {**PARAMS, "max_new_tokens": 400}
+    params = {**PARAMS, "max_new_tokens": 200}
     whole = generate(server, input_ids=PROMPT, sampling_params=params)["output_ids"]
     body = {"input_ids": PROMPT, "rid": "lost", "sampling_params": params, "stream": True}
     with server.client.stream("POST", "/generate", json=body) as response:

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pydantic
 import pytest
-from fixtures.servers import Server, running_server
+from fixtures.servers import Server
 
 NAME = "org/tide"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -21,9 +21,8 @@ PROMPT = [5, 6, 7]
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints: Any) -> Iterator[Server]:
-    with running_server(checkpoints.a, "--served-model-name", NAME) as server:
-        yield server
+def server(shared_server: Server) -> Server:
+    return shared_server
 
 
 @pytest.fixture(scope="module")
