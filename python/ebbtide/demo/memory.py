@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -90,20 +90,24 @@ class Elastic:
         self._probe = probe
         self._questions = [problem.question for problem in problems]
         self._record = ElasticRecord(len(problems))
-        self._whole_bytes = 0
 
     def run(self) -> ElasticRecord:
         """Takes twice the time of the answers, and that in which nothing can run."""
-        started = time.perf_counter()
+        engine, started = self._engine, time.perf_counter()
         expected = self._answers()
         whole_s = time.perf_counter() - started
-        self._engine.flush_cache()
+        engine.flush_cache()
         with ThreadPoolExecutor(1) as thread:
             answers = thread.submit(self._answers)
             self._watch(answers, 0.2 * whole_s)
-            self._without("7/8 of the KV cache", self._shrink, self._grow, answers, 0.4 * whole_s)
+            whole_bytes = self._record.samples[-1].tag_bytes["kv_cache"]
+            reply = engine.resize_memory_occupation(num_bytes=whole_bytes // 8, preserve="live")
+            self._note_lent("7/8 of the KV cache", reply, answers, 0.4 * whole_s)
+            engine.resize_memory_occupation(num_bytes=whole_bytes)
             self._watch(answers, 0.1 * whole_s)
-            self._without("all of it", self._release, self._resume, answers, 0.3 * whole_s)
+            reply = engine.release_memory_occupation(["kv_cache"], preserve="live")
+            self._note_lent("all of it", reply, answers, 0.3 * whole_s)
+            engine.resume_memory_occupation(["kv_cache"])
             self._watch(answers, 600.0)
             self._record.is_equal = answers.result() == expected
         self._watch(answers, 0.0)
@@ -123,33 +127,12 @@ class Elastic:
                 return
             time.sleep(_SAMPLE_EVERY_S)
 
-    def _without(
-        self,
-        what: str,
-        take: Callable[[], dict[str, Any]],
-        give: Callable[[], dict[str, Any]],
-        answers: Future[list[list[int]]],
-        seconds: float,
+    def _note_lent(
+        self, what: str, reply: Mapping[str, Any], answers: Future[list[list[int]]], seconds: float
     ) -> None:
+        """Watch while a part of the cache is somebody else's."""
         start_s = self._record.samples[-1].time_s
-        reply = take()
         self._watch(answers, seconds)
-        end_s = self._record.samples[-1].time_s
-        give()
-        label = (
-            f"{what} lent to a trainer\n{reply['num_parked']} of {self._record.num_requests} requests parked"
-        )
-        self._record.spans.append(LentTime(start_s, end_s, label))
-
-    def _shrink(self) -> dict[str, Any]:
-        self._whole_bytes = self._record.samples[-1].tag_bytes["kv_cache"]
-        return self._engine.resize_memory_occupation(num_bytes=self._whole_bytes // 8, preserve="live")
-
-    def _grow(self) -> dict[str, Any]:
-        return self._engine.resize_memory_occupation(num_bytes=self._whole_bytes)
-
-    def _release(self) -> dict[str, Any]:
-        return self._engine.release_memory_occupation(["kv_cache"], preserve="live")
-
-    def _resume(self) -> dict[str, Any]:
-        return self._engine.resume_memory_occupation(["kv_cache"])
+        parked = f"{reply['num_parked']} of {self._record.num_requests} requests parked"
+        label = f"{what} lent to a trainer\n{parked}"
+        self._record.spans.append(LentTime(start_s, self._record.samples[-1].time_s, label))
