@@ -66,8 +66,6 @@ def examine() -> Iterator[Finding]:
     yield from _packages()
     yield _cpu(has_gpu)
     yield from _arenas(has_gpu)
-    if not has_gpu:
-        yield _huge_pages(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     yield _shared_memory(Path("/dev/shm"))
     yield _gpus(num_gpus, Path("/dev"))
     if has_gpu:
@@ -118,7 +116,8 @@ def _cpu(has_gpu: bool) -> Finding:
 
 def _arenas(has_gpu: bool) -> Iterator[Finding]:
     """Take host memory, give it back and take it again, as a release and a resume on a CPU do."""
-    only_if = "--device cpu and --enable-weights-cpu-backup"
+    subject = "host memory saver" if has_gpu else "memory saver"
+    needed_by = "--device cpu and --enable-weights-cpu-backup" if has_gpu else "the engine"
     try:
         from ebbtide.srt.device.cpu import CpuDevice
     except ImportError as error:
@@ -138,33 +137,17 @@ def _arenas(has_gpu: bool) -> Iterator[Finding]:
         virtual_memory.free_reservation(place)
         memory = device.memory_info()
     except Exception as error:  # whatever stops an arena here is what this command is for
-        found = f"does not work: {error}"
-        if has_gpu:
-            yield Finding("host memory saver", found, f"{only_if} need it", Bearing.NOTE)
-        else:
-            yield Finding("memory saver", found, "the engine needs it to start", Bearing.MISSING)
+        bearing = Bearing.NOTE if has_gpu else Bearing.MISSING
+        yield Finding(subject, f"does not work: {error}", f"it is for {needed_by}", bearing)
         return
-    if has_gpu:
-        yield Finding("host memory saver", "works", f"for {only_if}")
-    else:
-        yield Finding("memory saver", "host", "memory can be released and resumed at the same addresses")
+    meaning = f"for {needed_by}: memory can be released and resumed at the same addresses"
+    yield Finding(subject, "works", meaning)
     taken = "backups of weights" if has_gpu else "weights and KV cache"
     yield Finding(
         "memory",
         f"{memory.free_bytes / GIB:.1f} of {memory.total_bytes / GIB:.1f} GiB free",
         f"{taken} come out of this; the machine's, or the control group's if that is less",
     )
-
-
-def _huge_pages(setting: Path) -> Finding:
-    try:
-        chosen = setting.read_text().partition("[")[2].partition("]")[0]
-    except OSError:
-        chosen = "unknown"
-    if chosen in ("always", "madvise"):
-        return Finding("huge pages", chosen, "release and resume move 2 MiB at a time")
-    meaning = "release and resume work, but slower: memory moves in small pages"
-    return Finding("huge pages", chosen, meaning, Bearing.NOTE)
 
 
 def _shared_memory(mount: Path) -> Finding:
