@@ -304,15 +304,6 @@ def test_pages_of_a_window_that_the_cache_has_lost_are_filled_by_who_computes_th
     assert set(cache.evictable_pages()) == {*lease.pages[1][:5]}
 
 
-def test_no_prefix_cache_leaves_the_request_its_pages() -> None:
-    allocator = PageAllocator(8)
-    cache: RadixCache = RadixCache(allocator, 4, is_enabled=False)
-    lease = cache.publish(cache.match((), range(12)), range(12), [allocator.allocate(3) or []])
-    assert (len(lease), allocator.num_free) == (0, 5)
-    assert len(cache.match((), range(12))) == 0
-    assert (cache.num_evictable_pages, cache.evict(3), cache.flush()) == (0, 0, 0)
-
-
 def test_pages_that_are_dropped_go_with_everything_behind_them_and_nothing_else() -> None:
     allocator = PageAllocator(16)
     cache = RadixCache(allocator, 1)

@@ -214,7 +214,6 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "no scales": (lambda pairs: {DOWN: pairs[DOWN]}, rf"expected with them {SCALES}. In a session"),
     "no values": (lambda pairs: {SCALES: pairs[SCALES]}, rf"expected with them {DOWN}. In a session"),
     "scales of bf16": (lambda pairs: {DOWN: pairs[DOWN].bfloat16(), SCALES: pairs[SCALES]}, "bfloat16"),
-    "another shape": (lambda pairs: pairs | {SCALES: pairs[SCALES][:, :1]}, r"expected shape \[1, 2\]"),
     "zero": (_with(SCALES, 0.0), "finite and above zero"),
     "negative": (_with(SCALES, -1.0), "finite and above zero"),
     "NaN": (_with(SCALES, float("nan")), "finite and above zero"),
@@ -223,7 +222,6 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
         lambda pairs: pairs | {SCALES: pairs[SCALES].double() * 1e300},
         "finite and above",
     ),
-    "flat": (lambda pairs: pairs | {SCALES: pairs[SCALES].flatten()}, r"expected shape \[1, 2\], got \[2\]"),
     "blocks of 64": (
         lambda pairs: pairs | {SCALES: torch.ones(2, 4)},
         r"expected shape \[1, 2\], got \[2, 4\]",
@@ -288,17 +286,22 @@ def test_a_pair_may_be_split_over_two_updates_of_a_session(
         assert_same(rank.values, before | expected({DOWN: new[DOWN], K: new[K]}))
 
 
+@pytest.fixture(scope="module", params=["always", "never"])
+def unchanged(request: pytest.FixtureRequest, path: Path) -> RealRank:
+    """A rank that refuses whatever it is sent."""
+    return RealRank(path, quantization="fp8", update_staging=request.param)
+
+
 @pytest.mark.parametrize("what", BAD)
-def test_bad_pairs_are_refused_and_change_nothing(what: str, path: Path, new: dict[str, Tensor]) -> None:
+def test_bad_pairs_are_refused_and_change_nothing(
+    what: str, unchanged: RealRank, new: dict[str, Tensor]
+) -> None:
     make, reason = BAD[what]
-    for staging in ("always", "never"):
-        rank = RealRank(path, quantization="fp8", update_staging=staging)
-        before = checksum_of(rank.store)
-        reply = rank.apply(update(make(in_eight_bits(new))))
-        assert not reply.success
-        with pytest.raises(AssertionError, match=reason):
-            raise AssertionError(reply.message)
-        assert checksum_of(rank.store) == before
+    before = checksum_of(unchanged.store)
+    reply = unchanged.apply(update(make(in_eight_bits(new))))
+    assert not reply.success
+    assert re.search(reason, reply.message), reply.message
+    assert checksum_of(unchanged.store) == before
 
 
 @pytest.mark.parametrize(

@@ -255,16 +255,6 @@ def test_mixed_prefill_and_decode_give_what_each_gives_alone(
         assert_same(run, alone(run.spec.prompt_ids, 12))
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
-def test_the_experts_of_a_batch_are_each_tokens_own(name: str, tmp_path: Path) -> None:
-    reference, driver = Reference(make(tmp_path, name)), RunnerDriver(tmp_path)
-    runs = [driver.start(prompt) for prompt in OTHER_PROMPTS]
-
-    driver.generate(runs, 12)
-
-    assert [run.output_ids for run in runs] == [reference.greedy(prompt, 12) for prompt in OTHER_PROMPTS]
-
-
 @pytest.mark.parametrize(
     ("start", "chunk"), [(0, None), (0, 7), (20, 7), (len(PROMPT) - 1, None), (len(PROMPT), 7)]
 )

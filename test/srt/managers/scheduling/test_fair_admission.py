@@ -84,16 +84,6 @@ def test_one_row_goes_round_even_if_somebody_asks_again_at_once() -> None:
     assert max(counts) - min(counts) <= 1, counts
 
 
-def test_an_adapter_that_is_alone_has_all_rows() -> None:
-    harness = Fair("a", "b")
-    rids = harness.flood("a", 8)
-    harness.turn(6)
-    assert harness.running() == {"a": 4}
-    harness.run_until_idle()
-    starts = [harness.outputs[rid].finish for rid in rids]
-    assert all(starts)
-
-
 def test_a_quota_leaves_rows_free_for_others() -> None:
     harness = Fair("a", "b", num_rows=4, limit=2)
     flood = harness.flood("a", 12)
