@@ -26,6 +26,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.state_slots import Checkpoints
@@ -409,17 +411,9 @@ class RadixCache:
 
     def _count_common_pages(self, run: bytes, tokens: bytes) -> int:
         """How many whole pages two runs have in common from the start; `tokens` is no longer than `run`."""
-        if run.startswith(tokens):
-            return len(tokens) // self._page_bytes
-        low, high = 0, len(tokens) // self._page_bytes - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            part = slice(low * self._page_bytes, middle * self._page_bytes)
-            if run[part] == tokens[part]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        wanted = np.frombuffer(tokens, dtype=np.int32)
+        differs = np.frombuffer(run, dtype=np.int32, count=len(wanted)) != wanted
+        return (int(differs.argmax()) if differs.any() else len(differs)) // self._page_size
 
     def _lease(
         self, namespace: Namespace, node: _Node, pages: list[list[int]], firsts: list[int], runs: Runs

@@ -292,19 +292,17 @@ class RequestPages:
         start = len(req.kv.lease) * self.page_size
         return (start, req.cache_namespace, *req.tokens(start, min(start + self.page_size, req.num_tokens)))
 
-    def held(self, req: Req) -> list[int]:
-        """All pages of a running request."""
-        assert req.kv is not None
-        return [
-            page for pages, first in zip(req.kv.pages, req.kv.firsts, strict=True) for page in pages[first:]
-        ]
+    def held(self, req: Req, end: int | None = None) -> list[int]:
+        """All pages of a running request, one group after the other; or those of each before `end`."""
+        kv = req.kv
+        assert kv is not None
+        return [page for pages, first in zip(kv.pages, kv.firsts, strict=True) for page in pages[first:end]]
 
     def computed(self, req: Req) -> list[int]:
         """The pages that hold KV of a running request, one group after the other, then those of its state."""
         kv = req.kv
         assert kv is not None
-        end = -(-kv.num_computed // self.page_size)
-        pages = [page for pages, first in zip(kv.pages, kv.firsts, strict=True) for page in pages[first:end]]
+        pages = self.held(req, -(-kv.num_computed // self.page_size))
         return pages if self.states is None else [*pages, *self.states.slots.pages(kv.row)]
 
     def prefill_starts(self, req: Req) -> list[tuple[str, int]]:

@@ -45,11 +45,9 @@ class SchedulePolicy:
     Invariant: the pages that are free, cached, and held by running requests on their own add up to the pool.
     """
 
-    def __init__(
-        self, config: ScheduleConfig, pages: RequestPages, adapters: AdapterBook | None = None
-    ) -> None:
+    def __init__(self, config: ScheduleConfig, pages: RequestPages, adapters: AdapterBook) -> None:
         self.config = config
-        self.adapters = AdapterBook(0, 0) if adapters is None else adapters
+        self.adapters = adapters
         self.pages = pages
         self.allocator, self.cache, self.table = pages.allocator, pages.cache, pages.table
         self.page_size, self.page_store, self.rows = pages.page_size, pages.page_store, pages.rows
