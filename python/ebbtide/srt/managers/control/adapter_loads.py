@@ -16,8 +16,7 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.adapters import CONTROL_CHARACTERS, AdapterBook, AdapterVersion
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Line, Operations, in_turn, require_timeout
-from ebbtide.srt.managers.control.pace import Pace, Stall, at_once, guarded
-from ebbtide.srt.managers.control.phases import Ranks
+from ebbtide.srt.managers.control.pace import Pace, Ranks, Stall, at_once, guarded
 from ebbtide.srt.managers.control.ports import (
     Activity,
     CopyStream,

@@ -14,8 +14,7 @@ from typing import Final, TypeVar
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import require_timeout
-from ebbtide.srt.managers.control.pace import at_once
-from ebbtide.srt.managers.control.phases import Ranks
+from ebbtide.srt.managers.control.pace import Ranks, at_once
 from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,

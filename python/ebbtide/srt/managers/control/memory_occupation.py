@@ -10,8 +10,7 @@ from typing import Final, TypeVar
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.pace import Pace, at_once
-from ebbtide.srt.managers.control.phases import Ranks
+from ebbtide.srt.managers.control.pace import Pace, Ranks, at_once
 from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,

@@ -13,10 +13,12 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Final, Never, TypeAlias, TypeVar
 
-from ebbtide.srt.managers.control.ports import Activity, CopyStream, Slices, Work
-from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, ControlRequest, StallCounts
+from ebbtide.srt.managers.control.ports import BETWEEN_PASSES, Activity, CopyStream, Slices, Work
+from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, AnyControlRequest, ControlRequest, StallCounts
+from ebbtide.srt.managers.wire.message import Decision
 
 T = TypeVar("T")
+Fact = TypeVar("Fact")
 
 # A turn's part of the time that the last forward pass took. An update of 16 GB has some 40 ms of work that no
 # pass runs beside: in shorter turns it takes more of them, and a pass goes by with each.
@@ -193,6 +195,59 @@ class Pace:
             return IDLE_TURN_S, math.inf
         turn_s = min(max(SHARE * self._step_s, SHORTEST_TURN_S), LONGEST_TURN_S)
         return turn_s, turn_s * COPY_BYTES_PER_S
+
+
+class Ranks:
+    """The ranks of a replica, as the state machines of one of them see it. Here it is the only one.
+
+    Attributes:
+        is_working: whether this rank has more to do for a phase, rather than waits.
+    """
+
+    is_one = True
+
+    @property
+    def is_working(self) -> bool:
+        return False
+
+    def phase(self, kind: Activity, work: Work[T]) -> Work[T]:
+        """Do this rank's part; goes on when every rank has done its part, on all of them in the same turn.
+
+        Whatever a part leaves behind is the caller's to undo when this raises: the part itself may have
+        been done, or ended early.
+
+        Args:
+            kind: WORKING, COPYING or ALONE as `Activity` says, the same for all ranks. WAITING where the
+                part waits for what others send: then the first failure ends it for all.
+            work: yields WAITING where it wants to be asked again later, anything else to go on at once.
+
+        Raises:
+            RequestRejected, EngineError: a rank failed; the same on every rank. It names who failed, unless
+                all did alike.
+        """
+        if kind in BETWEEN_PASSES:
+            yield Activity.BOUNDARY
+        return (yield from work)
+
+    def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
+        """As `phase`; returns this rank's result, and the facts (plain values) of all ranks' results."""
+        result = yield from self.phase(kind, work)
+        return result, [fact(result)]
+
+    def certainly(self, act: Callable[[], T]) -> T:
+        """Do what has been decided; on one of several ranks a failure is OutOfStep."""
+        return act()
+
+    def propose(self, request: AnyControlRequest) -> None:
+        """Have all ranks carry this request out soon. Nobody waits for the reply."""
+        raise AssertionError("one rank does at once what it would propose")
+
+    def work(self) -> None:
+        """Do the next slice of this rank's parts: of a single rank, operations do their own work."""
+
+    def decide(self, decision: Decision) -> None:
+        """A phase has ended."""
+        raise AssertionError("one rank casts no votes")
 
 
 def at_once(act: Callable[[], T]) -> Generator[Never, None, T]:

@@ -10,8 +10,7 @@ from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
 
 from ebbtide.srt.errors import EngineError, RequestRejected, drop_frames, first_few
-from ebbtide.srt.managers.control.pace import Pace, Wake, at_once, look_until
-from ebbtide.srt.managers.control.phases import Ranks
+from ebbtide.srt.managers.control.pace import Pace, Ranks, Wake, at_once, look_until
 from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,

@@ -16,8 +16,7 @@ import msgspec
 
 from ebbtide.srt.errors import RequestRejected, first_few
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.pace import Pace, guarded
-from ebbtide.srt.managers.control.phases import Ranks
+from ebbtide.srt.managers.control.pace import Pace, Ranks, guarded
 from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Slices, Work
 from ebbtide.srt.managers.control.weight_ports import Snapshot, TrialPass, Weights
 from ebbtide.srt.managers.io_struct import (

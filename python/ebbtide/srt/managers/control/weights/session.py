@@ -14,8 +14,7 @@ from msgspec import UNSET
 
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
-from ebbtide.srt.managers.control.pace import Pace, Stall, at_once, is_burst
-from ebbtide.srt.managers.control.phases import Ranks
+from ebbtide.srt.managers.control.pace import Pace, Ranks, Stall, at_once, is_burst
 from ebbtide.srt.managers.control.ports import (
     Activity,
     CopyStream,

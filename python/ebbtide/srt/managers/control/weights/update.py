@@ -18,9 +18,8 @@ from typing import Final
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Line, Operations, Stages, in_turn
-from ebbtide.srt.managers.control.pace import Pace, Wake
+from ebbtide.srt.managers.control.pace import Pace, Ranks, Wake
 from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.phases import Ranks
 from ebbtide.srt.managers.control.ports import (
     Activity,
     DeadlinePassed,
