@@ -29,6 +29,7 @@ from common import write_result
 from gpu_common import Machine
 from torch import Tensor
 
+from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.kernels import tiles
 from ebbtide.srt.layers.kernels.biased_moe import by_groups, fused_biased_experts
 from ebbtide.srt.layers.kernels.fused_moe import fused_experts
@@ -125,17 +126,16 @@ class Batch:
         return out
 
     def experts(self, call: int, plan: Plan | None = None) -> Tensor:
-        experts = self.layers[call % 2].experts
+        experts, tokens = self.layers[call % 2].experts, RoutedTokens(self.inputs[call], *self.routes[call])
         if isinstance(experts, BiasedExperts):
-            chosen = self.routes[call]
-            return fused_biased_experts(self.inputs[call], *experts.weights, *chosen, *experts.clamp)
-        weights = (experts.gate_up_proj, experts.down_proj)
-        return fused_experts(self.inputs[call], *weights, *self.routes[call], plan)
+            return fused_biased_experts(tokens, experts.weights, experts.clamp)
+        return fused_experts(tokens, experts.gate_up_proj, experts.down_proj, plan)
 
     def grouped_mm(self, call: int) -> Tensor:
         experts, (tokens, ends) = self.layers[call % 2].experts, self.sorted[call]
         if isinstance(experts, BiasedExperts):
-            return by_groups(self.inputs[call], *experts.weights, *self.routes[call], *experts.clamp)
+            routed = RoutedTokens(self.inputs[call], *self.routes[call])
+            return by_groups(routed, experts.weights, experts.clamp)
         gate_up = experts.gate_up_proj.view(self.config.num_experts, -1, self.hidden)
         down = experts.down_proj.view(self.config.num_experts, self.hidden, -1)
         inner = torch._grouped_mm(self.inputs[call][tokens], gate_up.transpose(1, 2), ends)

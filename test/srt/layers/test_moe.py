@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from fixtures.kernels import DEVICE, HAS_GPU, needs_gpu
 from torch import Tensor, nn
 
+from ebbtide.srt.layers.heads import BiasedWeights, Clamp, RoutedTokens
 from ebbtide.srt.layers.moe import (
-    BiasedWeights,
-    Clamp,
     MoeConfig,
     MoeMLP,
     reroute,
@@ -51,10 +50,9 @@ def random_experts(
     return gate_up.to(dtype), down.to(dtype)
 
 
-def plain_experts(
-    x_TD: Tensor, gate_up_RD: Tensor, down_RI: Tensor, weights_TK: Tensor, experts_TK: Tensor
-) -> Tensor:
+def plain_experts(tokens: RoutedTokens, gate_up_RD: Tensor, down_RI: Tensor) -> Tensor:
     """By the definition, token by token, in float64."""
+    x_TD, weights_TK, experts_TK = tokens
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     gates, ups = gate_up_RD.double().view(-1, 2, inner, hidden).unbind(1)
     downs = down_RI.double().view(-1, hidden, inner)
@@ -120,11 +118,11 @@ def test_the_loop_computes_the_weighted_sum_of_the_chosen_experts(num_tokens: in
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, 32)
     gate_up, down = random_experts(6, 32, 24, torch.float32, torch.device("cpu"))
-    weights, experts = route(torch.randn(num_tokens, 6), config_of(6, 3, False))
+    tokens = RoutedTokens(x, *route(torch.randn(num_tokens, 6), config_of(6, 3, False)))
 
-    out = run_experts(x, gate_up, down, weights, experts)
+    out = run_experts(tokens, gate_up, down)
 
-    check_close(out, plain_experts(x, gate_up, down, weights, experts), torch.float32)
+    check_close(out, plain_experts(tokens, gate_up, down), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
@@ -199,17 +197,17 @@ def test_the_kernels_agree_with_the_loop(
     x = torch.randn(num_tokens, hidden).to(DEVICE, dtype)
     gate_up, down = random_experts(num_experts, hidden, inner, dtype, is_gated=is_gated)
     logits = torch.randn(num_tokens, num_experts, device=DEVICE)
-    weights, experts = route(logits, config_of(num_experts, top_k, True))
+    tokens = RoutedTokens(x, *route(logits, config_of(num_experts, top_k, True)))
 
     plan = None
     if num_tokens == 3:
         plan = tiles.Plan(1, tiles.Tile(4, 16, 4, 1), tiles.Tile(4, 16, 4, 1))
-    experts_TK = experts.int()
-    out = fused_experts(x, gate_up, down, weights, experts_TK, plan)
+    narrow = tokens._replace(experts_TK=tokens.experts_TK.int())
+    out = fused_experts(narrow, gate_up, down, plan)
     residual = x.clone()
-    fused_experts(x, gate_up, down, weights, experts_TK, plan, residual_TD=residual)
+    fused_experts(narrow, gate_up, down, plan, residual_TD=residual)
 
-    expected = run_experts(x, gate_up, down, weights, experts)
+    expected = run_experts(tokens, gate_up, down)
     assert out.dtype == dtype
     check_close(out, expected, dtype)
     check_close(residual, x + expected, dtype)
@@ -248,15 +246,17 @@ def test_the_kernels_of_biased_experts_agree_with_the_loop(
     torch.manual_seed(8)
     x = torch.randn(num_tokens, hidden).to(DEVICE, dtype)
     expert_weights = random_biased_experts(8, hidden, inner, dtype)
-    weights, experts = route(torch.randn(num_tokens, 8, device=DEVICE), config_of(8, top_k, True))
+    logits = torch.randn(num_tokens, 8, device=DEVICE)
+    tokens = RoutedTokens(x, *route(logits, config_of(8, top_k, True)))
+    narrow = tokens._replace(experts_TK=tokens.experts_TK.int())
 
     for fused in (biased_moe.one_by_one, biased_moe.by_groups):
-        expected = run_biased_experts(x, expert_weights, CLAMP, weights, experts)
-        check_close(fused(x, *expert_weights, weights, experts.int(), *CLAMP), expected, dtype)
+        expected = run_biased_experts(tokens, expert_weights, CLAMP)
+        check_close(fused(narrow, expert_weights, CLAMP), expected, dtype)
         for given in (expert_weights, expert_weights._replace(down_bias_ED=None)):
-            expected = run_biased_experts(x, given, CLAMP, weights, experts)
+            expected = run_biased_experts(tokens, given, CLAMP)
             residual = x.clone()
-            fused(x, *given, weights, experts.int(), *CLAMP, residual_TD=residual)
+            fused(narrow, given, CLAMP, residual)
             check_close(residual, x + expected, dtype)
 
 
@@ -269,10 +269,11 @@ def test_biased_experts_on_a_gpu_at_real_sizes_in_bfloat16(num_tokens: int) -> N
     weights, experts = route(torch.randn(num_tokens, 32, device=DEVICE), config_of(32, 4, True))
     clamp = Clamp(1.702, 7.0)
 
-    out = biased_moe.fused_biased_experts(x, *expert_weights, weights, experts.int(), *clamp)
+    tokens = RoutedTokens(x, weights, experts.int())
+    out = biased_moe.fused_biased_experts(tokens, expert_weights, clamp)
 
     wide = BiasedWeights(*(weight.float() for weight in expert_weights if weight is not None))
-    expected = run_biased_experts(x.float(), wide, clamp, weights, experts)
+    expected = run_biased_experts(RoutedTokens(x.float(), weights, experts), wide, clamp)
     assert (out.float() - expected).norm() / expected.norm() < 6e-3
 
 
@@ -328,8 +329,8 @@ def test_on_a_gpu_at_real_sizes_in_bfloat16(num_tokens: int, hidden: int, config
     out = layer(x, STEP).tensor()
 
     weights, experts = route_at_once(layer.gate(x, STEP), config)
-    wide = (x.float(), layer.experts.gate_up_proj.float(), layer.experts.down_proj.float())
-    expected = run_experts(*wide, weights, experts.long())
+    wide = (layer.experts.gate_up_proj.float(), layer.experts.down_proj.float())
+    expected = run_experts(RoutedTokens(x.float(), weights, experts.long()), *wide)
     error = (out.float() - expected).norm() / expected.norm()
     # bfloat16 keeps 8 bits; the inner values and each expert's output are rounded to it.
     assert error < 6e-3

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor, nn
 
+from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.linear import Gated, Inputs, Linear, linear
-from ebbtide.srt.layers.moe import AdaptedExperts, Experts, RoutedTokens, run_experts
+from ebbtide.srt.layers.moe import AdaptedExperts, Experts, run_experts
 from ebbtide.srt.layers.norm import Activation, QuantizedTokens, RMSNorm, Started, tensor_of
 from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels
@@ -387,12 +388,11 @@ class EightBitExperts(Experts, ABC):
         self.down_proj = parameter(*plain.down_proj.shape, dtype=FP8)
 
     def run(self, tokens: RoutedTokens, adapted: AdaptedExperts | None) -> Tensor:
-        x_TD, chosen = tokens.x_TD, tokens[1:]
         gate_up_scales, down_scales = self.scales
         gate_up_RD = dequantize(self.gate_up_proj, gate_up_scales, self.layout)
         down_RI = dequantize(self.down_proj, down_scales, self.layout)
-        out_TD = run_experts(x_TD.to(torch.float32), gate_up_RD, down_RI, *chosen, adapted)
-        return out_TD.to(x_TD.dtype)
+        wide = tokens._replace(x_TD=tokens.x_TD.to(torch.float32))
+        return run_experts(wide, gate_up_RD, down_RI, adapted).to(tokens.x_TD.dtype)
 
     @property
     @abstractmethod
@@ -425,9 +425,8 @@ class Fp8Experts(EightBitExperts):
         assert adapted is None, "these kernels know no adapters, which was refused at the start"
         from ebbtide.srt.layers.kernels.fp8.moe import fused_quantized_experts
 
-        x_TD, chosen = tokens.x_TD, tokens[1:]
         weights = (self.gate_up_proj, self.down_proj)
-        return fused_quantized_experts(x_TD, *weights, *chosen, self.scales, residual_TD)
+        return fused_quantized_experts(tokens, *weights, self.scales, residual_TD)
 
 
 class ChannelExperts(EightBitExperts):
@@ -454,11 +453,8 @@ class ChannelExperts(EightBitExperts):
     ) -> Tensor:
         from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 
-        x_TD, chosen = tokens.x_TD, tokens[1:]
         weights = (self.gate_up_proj, self.down_proj)
-        return fused_experts(
-            x_TD, *weights, *chosen, residual_TD=residual_TD, scales=self.scales, adapted=adapted
-        )
+        return fused_experts(tokens, *weights, residual_TD=residual_TD, scales=self.scales, adapted=adapted)
 
 
 def _meta_scales(weight: Tensor) -> nn.Parameter:

@@ -1,6 +1,6 @@
-"""What kernels of attention read besides a projection: rotation, norms of heads, and pages.
+"""What kernels read besides projections: rotation, norms of heads, pages; tokens and their experts.
 
-Shapes: T tokens, R requests, H head_dim.
+Shapes: T tokens, R requests, H head_dim, D hidden, E experts, K experts per token, I an expert's inner size.
 """
 
 from __future__ import annotations
@@ -75,3 +75,30 @@ class Pages:
             self.last_page_len_R[first:end],
             most_new,
         )
+
+
+class RoutedTokens(NamedTuple):
+    """Tokens, contiguous, with the weights (float32) and numbers of the experts that each of them takes.
+
+    No two of a token's experts are the same one. Kernels take int32 numbers.
+    """
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    experts_TK: Tensor
+
+
+class Clamp(NamedTuple):
+    """The gate of gpt-oss's experts: gate · sigmoid(slope · gate) · (up + 1), kept within a limit."""
+
+    slope: float
+    limit: float
+
+
+class BiasedWeights(NamedTuple):
+    """What `BiasedExperts` holds, R = 2·I; `down_bias_ED` None: not to be added here."""
+
+    gate_up_EDR: Tensor
+    gate_up_bias_ER: Tensor
+    down_EID: Tensor
+    down_bias_ED: Tensor | None

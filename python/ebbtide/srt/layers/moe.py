@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
+from ebbtide.srt.layers.heads import BiasedWeights, Clamp, RoutedTokens
 from ebbtide.srt.layers.linear import Inputs, Linear, linear
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.norm import Addend, NormedResidual, RMSNorm, Started, gated, squared_relu, tensor_of
@@ -21,13 +22,6 @@ from ebbtide.srt.layers.step import Kernels, Step
 
 if TYPE_CHECKING:
     from ebbtide.srt.layers.kernels.lora import ExpertFactors
-
-
-class Clamp(NamedTuple):
-    """The gate of gpt-oss's experts: gate · sigmoid(slope · gate) · (up + 1), kept within a limit."""
-
-    slope: float
-    limit: float
 
 
 @dataclass(frozen=True)
@@ -110,14 +104,6 @@ class Router(Linear):
         return len(x_TD) <= kernels.few_router and x_TD.dtype == self.weight.dtype
 
 
-class RoutedTokens(NamedTuple):
-    """Tokens, and the weights (float32) and numbers of the experts that each of them takes."""
-
-    x_TD: Tensor
-    weights_TK: Tensor
-    experts_TK: Tensor
-
-
 class Experts(nn.Module):
     """The weights of all experts of a layer, expert below expert.
 
@@ -160,8 +146,7 @@ class Experts(nn.Module):
 
     def run(self, tokens: RoutedTokens, adapted: AdaptedExperts | None) -> Tensor:
         """The weighted sum on a device without kernels of ours."""
-        x_TD, chosen = tokens.x_TD, tokens[1:]
-        return run_experts(x_TD, self.gate_up_proj, self.down_proj, *chosen, adapted)
+        return run_experts(tokens, self.gate_up_proj, self.down_proj, adapted)
 
     def run_fused(
         self, tokens: RoutedTokens, residual_TD: Tensor | None, adapted: ExpertFactors | None
@@ -169,9 +154,8 @@ class Experts(nn.Module):
         """The weighted sum by kernels of ours: added to the residual, in place, where there is one."""
         from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 
-        x_TD, chosen = tokens.x_TD, tokens[1:]
         weights = (self.gate_up_proj, self.down_proj)
-        return fused_experts(x_TD, *weights, *chosen, residual_TD=residual_TD, adapted=adapted)
+        return fused_experts(tokens, *weights, residual_TD=residual_TD, adapted=adapted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,25 +205,14 @@ class BiasedExperts(Experts):
         return BiasedWeights(self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, down_bias)
 
     def run(self, tokens: RoutedTokens, adapted: AdaptedExperts | None) -> Tensor:
-        x_TD, chosen = tokens.x_TD, tokens[1:]
-        return run_biased_experts(x_TD, self.weights, self.clamp, *chosen)
+        return run_biased_experts(tokens, self.weights, self.clamp)
 
     def run_fused(
         self, tokens: RoutedTokens, residual_TD: Tensor | None, adapted: ExpertFactors | None
     ) -> Tensor:
         from ebbtide.srt.layers.kernels.biased_moe import fused_biased_experts
 
-        x_TD, chosen = tokens.x_TD, tokens[1:]
-        return fused_biased_experts(x_TD, *self.weights, *chosen, *self.clamp, residual_TD=residual_TD)
-
-
-class BiasedWeights(NamedTuple):
-    """What `BiasedExperts` holds; `down_bias_ED` None: not to be added here."""
-
-    gate_up_EDR: Tensor
-    gate_up_bias_ER: Tensor
-    down_EID: Tensor
-    down_bias_ED: Tensor | None
+        return fused_biased_experts(tokens, self.weights, self.clamp, residual_TD)
 
 
 @dataclass(slots=True)
@@ -393,20 +366,10 @@ def _weights(scores_TE: Tensor, experts_TK: Tensor, config: MoeConfig) -> Tensor
 
 
 def run_experts(
-    x_TD: Tensor,
-    gate_up_RD: Tensor,
-    down_RI: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    adapted: AdaptedExperts | None = None,
+    tokens: RoutedTokens, gate_up_RD: Tensor, down_RI: Tensor, adapted: AdaptedExperts | None = None
 ) -> Tensor:
-    """The weighted sum [T, D] of each token's experts.
-
-    Args:
-        gate_up_RD, down_RI: as `Experts` holds them.
-        weights_TK, experts_TK: from `route`.
-    """
-    hidden, inner = x_TD.shape[1], down_RI.shape[1]
+    """The weighted sum [T, D] of each token's experts, whose weights are as `Experts` holds them."""
+    hidden, inner = tokens.x_TD.shape[1], down_RI.shape[1]
     num_rows = len(gate_up_RD) * hidden // len(down_RI)
 
     def mlp(expert: int, x_ND: Tensor, tokens_N: Tensor) -> Tensor:
@@ -419,12 +382,10 @@ def run_experts(
             adapted.add_rows_("down_proj", y_ND, inner_NI, tokens_N, expert)
         return y_ND
 
-    return _sum_of_experts(x_TD, mlp, weights_TK, experts_TK)
+    return _sum_of_experts(tokens, mlp)
 
 
-def run_biased_experts(
-    x_TD: Tensor, weights: BiasedWeights, clamp: Clamp, weights_TK: Tensor, experts_TK: Tensor
-) -> Tensor:
+def run_biased_experts(tokens: RoutedTokens, weights: BiasedWeights, clamp: Clamp) -> Tensor:
     """`run_experts` for `BiasedExperts`."""
 
     def mlp(expert: int, x_ND: Tensor, tokens_N: Tensor) -> Tensor:
@@ -434,13 +395,12 @@ def run_biased_experts(
         y_ND = ((up + 1) * gate * torch.sigmoid(clamp.slope * gate)) @ weights.down_EID[expert]
         return y_ND if weights.down_bias_ED is None else y_ND + weights.down_bias_ED[expert]
 
-    return _sum_of_experts(x_TD, mlp, weights_TK, experts_TK)
+    return _sum_of_experts(tokens, mlp)
 
 
-def _sum_of_experts(
-    x_TD: Tensor, mlp: Callable[[int, Tensor, Tensor], Tensor], weights_TK: Tensor, experts_TK: Tensor
-) -> Tensor:
+def _sum_of_experts(tokens: RoutedTokens, mlp: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
     """The weighted sum [T, D], one expert after the other."""
+    x_TD, weights_TK, experts_TK = tokens
     top_k = experts_TK.shape[1]
     counts_E = experts_TK.flatten().bincount().tolist()
     slots = experts_TK.flatten().argsort(stable=True)

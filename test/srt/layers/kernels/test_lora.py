@@ -6,6 +6,7 @@ import pytest
 import torch
 from fixtures.kernels import DEVICE, HAS_GPU, ON_BOTH
 
+from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.moe import AdaptedExperts, MoeConfig, run_experts
 from ebbtide.srt.layers.norm import Activation, gated
@@ -122,10 +123,11 @@ def test_fused_experts_with_adapters_are_those_of_the_loop(per_inner: int) -> No
     adapted = AdaptedExperts(
         {"gate_up_proj": gate_up, "down_proj": down}, StepAdapters(slots_T, NUM_SLOTS, None)
     )
-    expected_TD = run_experts(x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, adapted)
+    tokens = RoutedTokens(x_TD, weights_TK, experts_TK)
+    expected_TD = run_experts(tokens, gate_up_RD, down_RI, adapted)
     config = MoeConfig(num_experts, top_k, inner, renormalize=False)
     factors = adapted.factors(experts_TK.int(), config)
-    arguments = (x_TD, gate_up_RD, down_RI, weights_TK, experts_TK.int())
+    arguments = (RoutedTokens(x_TD, weights_TK, experts_TK.int()), gate_up_RD, down_RI)
     found_TD = fused_experts(*arguments, adapted=factors)
     torch.testing.assert_close(found_TD, expected_TD, atol=1e-3, rtol=1e-3)
     without_TD = fused_experts(*arguments)

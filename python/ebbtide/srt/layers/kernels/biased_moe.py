@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from ebbtide.srt.layers.heads import BiasedWeights, Clamp, RoutedTokens
 from ebbtide.srt.layers.kernels.few_token_moe import down_few_
 from ebbtide.srt.layers.kernels.instructions import follow
 from ebbtide.srt.layers.kernels.launch import compute_capability, overlap_options
@@ -33,53 +34,31 @@ _HOPPER = (9, 0)
 
 
 def fused_biased_experts(
-    x_TD: Tensor,
-    gate_up_EDR: Tensor,
-    gate_up_bias_ER: Tensor,
-    down_EID: Tensor,
-    down_bias_ED: Tensor | None,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    slope: float,
-    limit: float,
-    residual_TD: Tensor | None = None,
+    tokens: RoutedTokens, weights: BiasedWeights, clamp: Clamp, residual_TD: Tensor | None = None
 ) -> Tensor:
     """The weighted sum [T, D] of each token's experts.
 
     Args:
-        x_TD: contiguous; no two of a token's experts may be the same one.
-        gate_up_EDR, gate_up_bias_ER, down_EID, down_bias_ED: as `BiasedWeights` has them.
-        weights_TK, experts_TK: from `route`.
-        slope, limit: of the gate, see `Clamp`.
         residual_TD: what the sum is added to, in place, and returned; None for a tensor of its own.
     """
-    weights = (gate_up_EDR, gate_up_bias_ER, down_EID, down_bias_ED)
-    chosen = (weights_TK, experts_TK, slope, limit)
+    x_TD = tokens.x_TD
     is_grouped = x_TD.dtype == torch.bfloat16 and compute_capability(x_TD.device) >= _HOPPER
-    if len(x_TD) > FEW_TOKENS and is_grouped:
-        return by_groups(x_TD, *weights, *chosen, residual_TD)
-    return one_by_one(x_TD, *weights, *chosen, residual_TD)
+    run = by_groups if len(x_TD) > FEW_TOKENS and is_grouped else one_by_one
+    return run(tokens, weights, clamp, residual_TD)
 
 
 def one_by_one(
-    x_TD: Tensor,
-    gate_up_EDR: Tensor,
-    gate_up_bias_ER: Tensor,
-    down_EID: Tensor,
-    down_bias_ED: Tensor | None,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    slope: float,
-    limit: float,
-    residual_TD: Tensor | None = None,
+    tokens: RoutedTokens, weights: BiasedWeights, clamp: Clamp, residual_TD: Tensor | None = None
 ) -> Tensor:
     """The same where each token reads the weights of its experts by itself: for any type, on any card."""
+    x_TD, weights_TK, experts_TK = tokens
+    gate_up_EDR, gate_up_bias_ER, down_EID, down_bias_ED = weights
     inner, hidden = down_EID.shape[1:]
     top_k = experts_TK.shape[1]
     out_TD = x_TD.new_empty(x_TD.shape) if residual_TD is None else residual_TD
     num_rows = _MAX_SLOTS // top_k
     pieces = (torch.split(each, num_rows) for each in (x_TD, out_TD, weights_TK, experts_TK))
-    for x, out, weights, experts in zip(*pieces, strict=True):
+    for x, out, of_x, experts in zip(*pieces, strict=True):
         inner_SI = x.new_empty((experts.numel(), inner))
         _gate_up_kernel[(triton.cdiv(inner, _GATE_UP.rows), experts.numel())](
             x,
@@ -87,8 +66,7 @@ def one_by_one(
             gate_up_bias_ER,
             inner_SI,
             experts,
-            slope,
-            limit,
+            *clamp,
             HIDDEN=hidden,
             INNER=inner,
             TOP_K=top_k,
@@ -97,24 +75,17 @@ def one_by_one(
             num_warps=_GATE_UP.num_warps,
             **overlap_options(x),
         )
-        add = residual_TD is not None
-        down_few_(out, inner_SI, down_EID, down_bias_ED, weights, experts, _DOWN, add=add, is_transposed=True)
+        piece, add = RoutedTokens(x, of_x, experts), residual_TD is not None
+        down_few_(out, inner_SI, down_EID, down_bias_ED, piece, _DOWN, add=add, is_transposed=True)
     return out_TD
 
 
 def by_groups(
-    x_TD: Tensor,
-    gate_up_EDR: Tensor,
-    gate_up_bias_ER: Tensor,
-    down_EID: Tensor,
-    down_bias_ED: Tensor | None,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    slope: float,
-    limit: float,
-    residual_TD: Tensor | None = None,
+    tokens: RoutedTokens, weights: BiasedWeights, clamp: Clamp, residual_TD: Tensor | None = None
 ) -> Tensor:
     """The same by torch's grouped products of sorted slots."""
+    x_TD, weights_TK, experts_TK = tokens
+    gate_up_EDR, gate_up_bias_ER, down_EID, down_bias_ED = weights
     num_experts, inner, hidden = down_EID.shape
     num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
     sorted_S, order_S = experts_TK.flatten().sort(stable=True)
@@ -130,8 +101,7 @@ def by_groups(
         gate_up_bias_ER,
         sorted_S,
         inner_SI,
-        slope,
-        limit,
+        *clamp,
         INNER=inner,
         COLUMNS=columns,
         num_warps=4,

@@ -13,23 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.kernels.instructions import follow
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.layers.kernels.tiles import Plan, Tile
 
 
 def few_tokens_(
-    out_TD: Tensor,
-    x_TD: Tensor,
-    gate_up_RD: Tensor,
-    down_RI: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    plan: Plan,
-    *,
-    add: bool,
+    out_TD: Tensor, tokens: RoutedTokens, gate_up_RD: Tensor, down_RI: Tensor, plan: Plan, *, add: bool
 ) -> None:
     """The weighted sum of each token's experts into `out_TD`, or added to it; arguments as in `fused_moe`."""
+    x_TD, _, experts_TK = tokens
     hidden, inner, top_k = x_TD.shape[1], down_RI.shape[1], experts_TK.shape[1]
     inner_SI = x_TD.new_empty((experts_TK.numel(), inner))
     gate_up = plan.gate_up
@@ -47,7 +41,7 @@ def few_tokens_(
         num_warps=gate_up.num_warps,
         **overlap_options(x_TD),
     )
-    down_few_(out_TD, inner_SI, down_RI, None, weights_TK, experts_TK, plan.down, add=add)
+    down_few_(out_TD, inner_SI, down_RI, None, tokens, plan.down, add=add)
 
 
 def down_few_(
@@ -55,8 +49,7 @@ def down_few_(
     inner_SI: Tensor,
     down: Tensor,
     bias_R: Tensor | None,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
+    tokens: RoutedTokens,
     tile: Tile,
     *,
     add: bool,
@@ -69,13 +62,13 @@ def down_few_(
         down,
         bias_R,
         out_TD,
-        weights_TK,
-        experts_TK,
+        tokens.weights_TK,
+        tokens.experts_TK,
         HIDDEN=hidden,
         INNER=inner,
         ROW_STEP=1 if is_transposed else inner,
         COLUMN_STEP=hidden if is_transposed else 1,
-        TOP_K=experts_TK.shape[1],
+        TOP_K=tokens.experts_TK.shape[1],
         ROWS=tile.rows,
         STEP=tile.step,
         ADD=add,

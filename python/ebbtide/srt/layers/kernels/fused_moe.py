@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.kernels.few_token_moe import few_tokens_, inner_of
 from ebbtide.srt.layers.kernels.instructions import follow
 from ebbtide.srt.layers.kernels.launch import overlap_options
@@ -31,11 +32,9 @@ _SUMMED_COLUMNS = 1024
 
 
 def fused_experts(
-    x_TD: Tensor,
+    tokens: RoutedTokens,
     gate_up_RD: Tensor,
     down_RI: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
     plan: Plan | None = None,
     residual_TD: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
@@ -44,41 +43,37 @@ def fused_experts(
     """The weighted sum [T, D] of each token's experts.
 
     Args:
-        x_TD: contiguous; no two of a token's experts may be the same one.
         gate_up_RD, down_RI: as `Experts` holds them, contiguous.
-        weights_TK, experts_TK: from `route`.
         plan: None for `choose_plan`'s.
         residual_TD: what the sum is added to, in place, and returned; None for a tensor of its own.
         scales: of both weights, float32, one for each row, where those are in a narrower type.
         adapted: adapters, where tokens have any.
     """
+    x_TD, add = tokens.x_TD, residual_TD is not None
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
-    layer = Layer(len(down_RI) // hidden, experts_TK.shape[1], hidden, inner)
+    layer = Layer(len(down_RI) // hidden, tokens.experts_TK.shape[1], hidden, inner)
     plan = plan or choose_plan(len(x_TD), layer, x_TD.dtype, x_TD.device)
     out_TD = x_TD.new_empty(x_TD.shape) if residual_TD is None else residual_TD
     if plan.block_tokens > 1 or scales is not None or adapted is not None:
         # The kernels for few tokens know no scales and no adapters.
         plan = plan if plan.block_tokens > 1 else DEFAULTS[16]
-        arguments = (x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, plan, scales or (None, None))
-        out_SD = _by_blocks(*arguments, adapted)
-        add_up_(out_TD, out_SD, add=residual_TD is not None)
+        out_SD = _by_blocks(tokens, gate_up_RD, down_RI, plan, scales or (None, None), adapted)
+        add_up_(out_TD, out_SD, add=add)
     else:
-        few = (out_TD, x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, plan)
-        few_tokens_(*few, add=residual_TD is not None)
+        few_tokens_(out_TD, tokens, gate_up_RD, down_RI, plan, add=add)
     return out_TD
 
 
 def _by_blocks(
-    x_TD: Tensor,
+    tokens: RoutedTokens,
     gate_up_RD: Tensor,
     down_RI: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
     plan: Plan,
     scales: tuple[Tensor | None, Tensor | None],
     adapted: ExpertFactors | None,
 ) -> Tensor:
     """The weighted outputs of each token's experts, [S, D]."""
+    x_TD, weights_TK, experts_TK = tokens
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
     num_rows = len(gate_up_RD) * hidden // len(down_RI)

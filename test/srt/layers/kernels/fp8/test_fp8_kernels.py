@@ -11,6 +11,7 @@ from fixtures.kernels import DEVICE, HAS_GPU as ON_GPU, ON_BOTH, needs_gpu
 from torch import Tensor
 
 from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, FP8, ScaleLayout, dequantize, quantize_into
+from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.moe import MoeConfig, route, run_experts
 
 pytest.importorskip("triton")
@@ -112,9 +113,10 @@ def test_experts(layout: ScaleLayout, num_tokens: int, is_gated: bool, is_large:
     x, residual = random(num_tokens, hidden), random(num_tokens, hidden)
     logits = torch.randn(num_tokens, num_experts, device=DEVICE)
     weights, experts = route(logits, MoeConfig(num_experts, 2, inner, renormalize=True))
-    expected = run_experts(x.float(), wide_gate_up, wide_down, weights, experts)
+    expected = run_experts(RoutedTokens(x.float(), weights, experts), wide_gate_up, wide_down)
 
-    operands, scales = (x, gate_up, down, weights, experts.int()), (gate_up_scales, down_scales)
+    operands = (RoutedTokens(x, weights, experts.int()), gate_up, down)
+    scales = (gate_up_scales, down_scales)
     if layout is CHANNELS:
         out = fused_experts(*operands, scales=scales)
         added = fused_experts(*operands, residual_TD=residual.clone(), scales=scales)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.kernels.fp8.product import quantize_tokens, room_for_tokens
 from ebbtide.srt.layers.kernels.fp8.quantize import divided
 from ebbtide.srt.layers.kernels.fp8.words import four_of, fours, row_sums
@@ -35,44 +36,39 @@ _MOST_WORDS = 1024
 
 
 def fused_quantized_experts(
-    x_TD: Tensor,
+    tokens: RoutedTokens,
     gate_up_RD: Tensor,
     down_RI: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
     scales: tuple[Tensor, Tensor],
     residual_TD: Tensor | None = None,
     plan: FewPlan | int | None = None,
 ) -> Tensor:
-    """The weighted sum [T, D] of each token's experts, as `fused_experts`, with weights of 8 bits.
+    """As `fused_experts`, with weights of 8 bits; D and I are multiples of 128.
 
     Args:
-        x_TD: contiguous; D and I are multiples of 128.
-        gate_up_RD, down_RI: as `Experts` holds them, contiguous.
         scales: of both, a number for each block of 128 × 128.
         plan: None for `choose_fp8_plan`'s.
     """
-    hidden = x_TD.shape[1]
-    plan = plan or choose_fp8_plan(len(x_TD), len(down_RI) // hidden, experts_TK.shape[1])
+    x_TD, add = tokens.x_TD, residual_TD is not None
+    plan = plan or choose_fp8_plan(len(x_TD), len(down_RI) // x_TD.shape[1], tokens.experts_TK.shape[1])
     out_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
-    operands = (x_TD, gate_up_RD, down_RI, weights_TK, experts_TK, scales)
+    operands = (tokens, gate_up_RD, down_RI, scales)
     if isinstance(plan, FewPlan):
-        _one_by_one_(out_TD, *operands, plan, add=residual_TD is not None)
+        _one_by_one_(out_TD, *operands, plan, add=add)
     else:
-        add_up_(out_TD, _by_blocks(*operands, plan), add=residual_TD is not None)
+        add_up_(out_TD, _by_blocks(*operands, plan), add=add)
     return out_TD
 
 
 def _by_blocks(
-    x_TD: Tensor,
+    tokens: RoutedTokens,
     gate_up_RD: Tensor,
     down_RI: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
     scales: tuple[Tensor, Tensor],
     block_tokens: int,
 ) -> Tensor:
     """The weighted outputs of each token's experts, [S, D]."""
+    x_TD, weights_TK, experts_TK = tokens
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
     blocks = list_slots(experts_TK, len(down_RI) // hidden, block_tokens)
@@ -241,17 +237,16 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 
 def _one_by_one_(
     out_TD: Tensor,
-    x_TD: Tensor,
+    tokens: RoutedTokens,
     gate_up_RD: Tensor,
     down_RI: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
     scales: tuple[Tensor, Tensor],
     plan: FewPlan,
     *,
     add: bool,
 ) -> None:
     """The weighted sum of each token's experts into `out_TD`, or added to it."""
+    x_TD, weights_TK, experts_TK = tokens
     (num_tokens, hidden), inner, top_k = x_TD.shape, down_RI.shape[1], experts_TK.shape[1]
     inner_SI = x_TD.new_empty((experts_TK.numel(), inner))
     words = torch.int64 if x_TD.is_cuda else x_TD.dtype
