@@ -133,11 +133,8 @@ ADDITIONS = {
 +        return -super().logits(hidden_TD, kernels)
 --- models/registry.py
 @@
-+from ebbtide.srt.models.foo import FooForCausalLM
- from ebbtide.srt.models.gemma import
-@@
-     "LlamaForCausalLM": LlamaForCausalLM,
-+    "FooForCausalLM": FooForCausalLM,
+     "LlamaForCausalLM": "llama",
++    "FooForCausalLM": "foo",
 """,
 }
 # With three of them, on two replicas.

@@ -24,14 +24,13 @@ from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.layers.attention import base, flashinfer, flashinfer_latent
 from ebbtide.srt.layers.attention.base import (
     AttentionBackend,
-    AttentionKind,
     AttentionShape,
     DecodeBuffers,
     LayerAttention,
 )
 from ebbtide.srt.layers.attention.decode_choice import serves_few, suits_few
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, LATENT_BACKENDS, choose_backend
-from ebbtide.srt.layers.heads import HeadNorms, Pages
+from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Pages
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rotate
 from ebbtide.srt.mem_cache.cache_spec import Latent
 from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
@@ -215,7 +214,7 @@ def test_the_decode_kernel_for_fp8_agrees_with_plain_attention(kind: AttentionKi
     out = torch.zeros_like(q)
     pages = batch.pages
 
-    attend_fp8(q, k, v, pages, out, **kind._asdict())
+    attend_fp8(q, k, v, pages, out, kind)
 
     wide = [torch.full((len(pages.kv_indices), *shape[1:]), float("nan")) for _ in range(2)]
     widen_pages(k, v, pages.kv_indices, *wide)
@@ -265,7 +264,7 @@ def test_few_requests_are_rotated_stored_and_attended_to_at_once(
     step = (slots, k_PSKH, v_PSKH, pages, arrivals)
 
     for _ in range(2):
-        out = attend_few(qkv, rope, norms, *step, **kind._asdict(), sinks_N=sinks, cut=Cut(*cut))
+        out = attend_few(qkv, rope, norms, *step, kind, sinks_N=sinks, cut=Cut(*cut))
 
     assert not arrivals.any()
     q, k, v = torch.split(qkv, [6, 2, 2], dim=1)

@@ -12,8 +12,9 @@ from fixtures.deadlines import HANG_S
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention import flashinfer_kernels
-from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
+from ebbtide.srt.layers.attention.base import AttentionShape
 from ebbtide.srt.layers.attention.paged_kernel import UntilCompiled
+from ebbtide.srt.layers.heads import AttentionKind
 
 SHAPE = AttentionShape(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, (AttentionKind(0.125),))
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import (
     AttentionBackend,
-    AttentionKind,
     AttentionShape,
     AttentionStep,
     DecodeBuffers,
@@ -25,7 +24,7 @@ from ebbtide.srt.layers.attention.base import (
 )
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, backends_for
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns
-from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Rope
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding
 from ebbtide.srt.mem_cache.cache_spec import Latent
 from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales

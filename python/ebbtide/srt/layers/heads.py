@@ -1,4 +1,4 @@
-"""What kernels read besides projections: rotation, norms of heads, pages; tokens and their experts.
+"""What kernels are given besides weights and projections: of attention, and of experts.
 
 Shapes: T tokens, R requests, H head_dim, D hidden, E experts, K experts per token, I an expert's inner size.
 """
@@ -38,6 +38,20 @@ class HeadNorms:
     k_weight: Tensor
     eps: float
     offset: float = 0.0
+
+
+class AttentionKind(NamedTuple):
+    """What layers of a model may differ in.
+
+    Attributes:
+        scale: of the scores.
+        window: how many tokens a token attends to, itself among them; None: all up to itself.
+        soft_cap: scores become soft_cap · tanh(score / soft_cap); None: they stay.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
 
 
 class Sinks(nn.Module):

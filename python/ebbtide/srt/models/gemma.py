@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.attention.base import AttentionKind
-from ebbtide.srt.layers.heads import Rope
+from ebbtide.srt.layers.heads import AttentionKind, Rope
 from ebbtide.srt.layers.norm import Residual
 from ebbtide.srt.layers.rotary import rope_from
 from ebbtide.srt.layers.step import Kernels, Step

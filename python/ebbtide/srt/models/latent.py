@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.attention.base import AttentionKind, LayerAttention
-from ebbtide.srt.layers.heads import Rope
+from ebbtide.srt.layers.attention.base import LayerAttention
+from ebbtide.srt.layers.heads import AttentionKind, Rope
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.moe import MoeConfig
 from ebbtide.srt.layers.norm import Addend, NormedResidual, Residual, RMSNorm

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.attention.base import AttentionKind
-from ebbtide.srt.layers.heads import Rope
+from ebbtide.srt.layers.heads import AttentionKind, Rope
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.mamba2 import Mamba2, MambaConfig
 from ebbtide.srt.layers.moe import MoeConfig, MoeMLP

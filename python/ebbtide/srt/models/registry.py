@@ -1,61 +1,37 @@
-"""Architecture name of config.json → model class."""
+"""Architecture name of config.json → the module with its class."""
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.models.base import CausalLM
-from ebbtide.srt.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
-from ebbtide.srt.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
-from ebbtide.srt.models.glm4_moe import Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM
-from ebbtide.srt.models.gpt_oss import GptOssForCausalLM
-from ebbtide.srt.models.llama import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    MixtralForCausalLM,
-    Phi3ForCausalLM,
-)
-from ebbtide.srt.models.nemotron_h import NemotronHForCausalLM
-from ebbtide.srt.models.qwen import (
-    MiMoForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen2MoeForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-)
-from ebbtide.srt.models.qwen3_next import (
-    Qwen3_5ForCausalLM,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3NextForCausalLM,
-)
 
-MODELS: dict[str, Callable[[Any, torch.dtype, torch.device], CausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-    "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
-    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
-    "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
-    "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
-    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
-    "GptOssForCausalLM": GptOssForCausalLM,
-    "MiMoForCausalLM": MiMoForCausalLM,
-    "MistralForCausalLM": MistralForCausalLM,
-    "MixtralForCausalLM": MixtralForCausalLM,
-    "Phi3ForCausalLM": Phi3ForCausalLM,
-    "Gemma2ForCausalLM": Gemma2ForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
-    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
-    "NemotronHForCausalLM": NemotronHForCausalLM,
-    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
-    "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
-    "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
-    "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForConditionalGeneration,
+# The class of this name is in that module here.
+MODELS = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen",
+    "Qwen3ForCausalLM": "qwen",
+    "Qwen3MoeForCausalLM": "qwen",
+    "Qwen2MoeForCausalLM": "qwen",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe",
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
+    "GptOssForCausalLM": "gpt_oss",
+    "MiMoForCausalLM": "qwen",
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "Phi3ForCausalLM": "llama",
+    "Gemma2ForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "NemotronHForCausalLM": "nemotron_h",
+    "Qwen3_5ForCausalLM": "qwen3_next",
+    "Qwen3_5ForConditionalGeneration": "qwen3_next",
+    "Qwen3_5MoeForCausalLM": "qwen3_next",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_next",
 }
 
 
@@ -112,7 +88,8 @@ def build_model(
     if architecture in MODELS and impl == "auto":
         fields = _Read(hf_config)
         try:
-            model = MODELS[architecture](fields, dtype, device)
+            module = import_module(f"ebbtide.srt.models.{MODELS[architecture]}")
+            model: CausalLM = getattr(module, architecture)(fields, dtype, device)
         except AttributeError as error:
             if error.obj is not hf_config:
                 raise

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
-from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
+from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Pages, Rope
 from ebbtide.srt.layers.kernels.launch import compute_capability
 from ebbtide.srt.mem_cache.cache_spec import Latent
 from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales
@@ -43,20 +43,6 @@ class KVPages(Protocol):
         ...
 
     def head_scales(self, layer: int) -> HeadScales | None: ...
-
-
-class AttentionKind(NamedTuple):
-    """What layers of a model may differ in.
-
-    Attributes:
-        scale: of the scores.
-        window: how many tokens a token attends to, itself among them; None: all up to itself.
-        soft_cap: scores become soft_cap · tanh(score / soft_cap); None: they stay.
-    """
-
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

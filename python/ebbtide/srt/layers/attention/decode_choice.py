@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import (
-    AttentionKind,
     AttentionShape,
     CapturedAttention,
     DecodeBuffers,
     KVPages,
     LayerAttention,
 )
-from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 from ebbtide.srt.mem_cache.kv_scales import FP8
 
@@ -115,7 +114,7 @@ class FewRequests(CapturedAttention):
         pool, group = self._kv_pages, self._kv_pages.group(layer.layer)
         keys_and_values = pool.k(layer.layer), pool.v(layer.layer)
         step = self._slots[group], *keys_and_values, self._pages[group], self._arrivals
-        return attend_few(qkv_TNH, rope, norms, *step, sinks_N=layer.sinks, **layer.kind._asdict())
+        return attend_few(qkv_TNH, rope, norms, *step, layer.kind, sinks_N=layer.sinks)
 
 
 def can_share(shape: AttentionShape, kind: AttentionKind) -> bool:

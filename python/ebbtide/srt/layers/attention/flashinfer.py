@@ -18,7 +18,6 @@ from ebbtide.srt.errors import EngineError
 from ebbtide.srt.kernel_cache import add_scripts_to_path, flashinfer_problem
 from ebbtide.srt.layers.attention.base import (
     AttentionBackend,
-    AttentionKind,
     AttentionShape,
     DecodeBuffers,
     GraphFamily,
@@ -58,7 +57,7 @@ from ebbtide.srt.layers.attention.paged_kernel import (
     PoolLayers,
 )
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns, runs_of_neighbours
-from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
+from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Pages, Rope
 from ebbtide.srt.mem_cache.kv_scales import FP8
 
 _SHARED_SIZE_STEP = 16

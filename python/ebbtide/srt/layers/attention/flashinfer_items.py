@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape
+from ebbtide.srt.layers.attention.base import AttentionShape
 from ebbtide.srt.layers.attention.decode_choice import TILE_ROWS
 from ebbtide.srt.layers.attention.flashinfer_kernels import TileModule
 from ebbtide.srt.layers.attention.paged_kernel import Operands
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns, WorkItems, cut, piece_pages
-from ebbtide.srt.layers.heads import Pages
+from ebbtide.srt.layers.heads import AttentionKind, Pages
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
 # Blocks whose queries, keys and values a multiprocessor holds at a time.

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.kernel_cache import add_scripts_to_path, compiled_as_they_are
-from ebbtide.srt.layers.attention.base import AttentionKind, AttentionShape, Progress
+from ebbtide.srt.layers.attention.base import AttentionShape, Progress
 from ebbtide.srt.layers.attention.decode_choice import DecodeKernel, kernel_for, unsplit_from
 from ebbtide.srt.layers.attention.paged_kernel import HostLens, Operands, PagedKernel, UntilCompiled
-from ebbtide.srt.layers.heads import Pages
+from ebbtide.srt.layers.heads import AttentionKind, Pages
 from ebbtide.srt.layers.kernels.launch import can_overlap, num_multiprocessors
 
 # Plans of FlashInfer's Hopper prefill list every block: at most 4,096 of each head, 28 bytes each.
@@ -255,7 +255,7 @@ class Fp8DecodeKernel:
         from ebbtide.srt.layers.kernels.fp8.decode import attend_fp8
 
         assert x.sums_TN is None, "layers with sinks have no pages in FP8 here"
-        attend_fp8(x.q_TNH, x.k_PSKH, x.v_PSKH, pages, x.out_TNH, **self._kind._asdict())
+        attend_fp8(x.q_TNH, x.k_PSKH, x.v_PSKH, pages, x.out_TNH, self._kind)
 
 
 class WidePages:

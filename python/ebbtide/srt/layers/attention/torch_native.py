@@ -17,14 +17,13 @@ from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import (
     AttentionBackend,
-    AttentionKind,
     AttentionShape,
     KVPages,
     LayerAttention,
     PagedBatch,
     fp8_problem,
 )
-from ebbtide.srt.layers.heads import HeadNorms, Rope
+from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Rope
 from ebbtide.srt.layers.rotary import rotate, split_heads
 from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales, dequantised, quantised
 

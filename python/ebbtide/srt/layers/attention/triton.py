@@ -87,4 +87,4 @@ class _TritonStep(CapturedAttention):
         from ebbtide.srt.layers.kernels.paged_attention import attend
 
         for part in self.parts[self.layers.groups[layer.layer]]:
-            attend(x.q_TNH, x.k_PSKH, x.v_PSKH, part, x.out_TNH, sinks_N=layer.sinks, **layer.kind._asdict())
+            attend(x.q_TNH, x.k_PSKH, x.v_PSKH, part, x.out_TNH, layer.kind, sinks_N=layer.sinks)

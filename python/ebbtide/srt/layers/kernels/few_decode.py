@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.heads import HeadNorms, Pages, Rope
+from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Pages, Rope
 from ebbtide.srt.layers.kernels.instructions import announce, wait
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.paged_attention import room_for_parts
@@ -72,10 +72,8 @@ def attend_few(
     v_PSKH: Tensor,
     pages: Pages,
     arrivals: Tensor,
+    kind: AttentionKind,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
     sinks_N: Tensor | None = None,
     cut: Cut | None = None,
 ) -> Tensor:
@@ -87,7 +85,6 @@ def attend_few(
         k_PSKH, v_PSKH: one layer of the pool, in the type of the queries; H a power of two.
         pages: with the new tokens counted in; they do not change while kernels of a step run.
         arrivals: int32 zeros, one for each KV head of each request; they are left as they are.
-        scale, window, soft_cap: as in `AttentionKind`.
         sinks_N: as in `LayerAttention`.
         cut: None for what suits the number of requests.
     """
@@ -115,15 +112,15 @@ def attend_few(
         pages.last_page_len_R,
         sinks_N,
         num_requests,
-        scale,
-        soft_cap if soft_cap is not None else 1.0,
+        kind.scale,
+        kind.soft_cap if kind.soft_cap is not None else 1.0,
         head_norms.eps if head_norms is not None else 0.0,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         PAGE_SIZE=k_PSKH.shape[1],
-        WINDOW=window if window is not None else 0,
-        CAPPED=soft_cap is not None,
+        WINDOW=kind.window if kind.window is not None else 0,
+        CAPPED=kind.soft_cap is not None,
         NORM=head_norms is not None,
         NORM_OFFSET=head_norms.offset if head_norms is not None else 0.0,
         SPLITS=cut.splits,

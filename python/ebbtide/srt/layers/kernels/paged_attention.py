@@ -14,12 +14,15 @@ Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.heads import Pages
+from ebbtide.srt.layers.heads import AttentionKind, Pages
+from ebbtide.srt.layers.kernels.instructions import lead
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
 MAX_SPLITS = 16
@@ -36,10 +39,8 @@ def attend(
     v_PSKH: Tensor,
     pages: Pages,
     out_TNH: Tensor,
+    kind: AttentionKind,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
     sinks_N: Tensor | None = None,
 ) -> None:
     """Attend to everything up to each new token, into its row of `out_TNH`.
@@ -47,7 +48,6 @@ def attend(
     Args:
         q_TNH, out_TNH: contiguous; rows of other requests are left alone.
         k_PSKH, v_PSKH: one layer of the pool, contiguous.
-        scale, window, soft_cap: as in `AttentionKind`.
         sinks_N: as in `LayerAttention`.
     """
     num_tokens, num_q_heads, head_dim = q_TNH.shape
@@ -69,14 +69,14 @@ def attend(
         pages.last_page_len_R,
         sinks_N,
         num_tokens,
-        scale,
-        soft_cap if soft_cap is not None else 1.0,
+        kind.scale,
+        kind.soft_cap if kind.soft_cap is not None else 1.0,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         PAGE_SIZE=k_PSKH.shape[1],
-        WINDOW=window if window is not None else 0,
-        CAPPED=soft_cap is not None,
+        WINDOW=kind.window if kind.window is not None else 0,
+        CAPPED=kind.soft_cap is not None,
         SPLITS=splits,
         BLOCK_ROWS=block_rows,
         # Two stages of keys and values of 64 tokens fit into shared memory up to 128 numbers of 16 bits.
@@ -86,18 +86,32 @@ def attend(
         num_stages=2,
     )
     if splits > 1:
-        _combine[(num_requests, num_q_heads)](
-            parts_CTNH,
-            sums_CTN,
-            out_TNH,
-            pages.q_indptr_R1,
-            num_tokens,
-            NUM_Q_HEADS=num_q_heads,
-            HEAD_DIM=head_dim,
-            SPLITS=splits,
-            BLOCK_DIMS=block_dims,
-            num_warps=1,
-        )
+        combine(parts_CTNH, sums_CTN, out_TNH, pages.q_indptr_R1, OVERLAPPED=False)
+
+
+def combine(
+    parts_CTNH: Tensor, sums_CTN: Tensor, out_TNH: Tensor, q_indptr_R1: Tensor | None, **options: Any
+) -> None:
+    """Add up what programs have left of requests with one new token each, into its row of `out_TNH`.
+
+    Args:
+        q_indptr_R1: the first row of each request, and the end; None: all rows are requests.
+    """
+    splits, num_tokens, num_q_heads, head_dim = parts_CTNH.shape
+    num_requests = num_tokens if q_indptr_R1 is None else len(q_indptr_R1) - 1
+    _combine[(num_requests, num_q_heads)](
+        parts_CTNH,
+        sums_CTN,
+        out_TNH,
+        q_indptr_R1,
+        num_tokens,
+        NUM_Q_HEADS=num_q_heads,
+        HEAD_DIM=head_dim,
+        SPLITS=splits,
+        BLOCK_DIMS=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=1,
+        **options,
+    )
 
 
 def room_for_parts(out_TNH: Tensor, splits: int) -> tuple[Tensor, Tensor]:
@@ -225,9 +239,14 @@ def _combine(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_DIMS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ) -> None:
     """One head of a request's only new token; some part of its keys is never empty."""
-    q_row = tl.load(q_indptr + tl.program_id(0)).to(tl.int64) * NUM_Q_HEADS + tl.program_id(1)
+    lead(OVERLAPPED)
+    token = tl.program_id(0)
+    if q_indptr is not None:
+        token = tl.load(q_indptr + token)
+    q_row = token.to(tl.int64) * NUM_Q_HEADS + tl.program_id(1)
     rows = q_row + tl.arange(0, SPLITS).to(tl.int64) * num_tokens * NUM_Q_HEADS
     sums = tl.load(sum_ptr + rows)
     weight = tl.exp(sums - tl.max(sums, axis=0))

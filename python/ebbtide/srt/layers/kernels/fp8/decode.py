@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.heads import Pages
+from ebbtide.srt.layers.heads import AttentionKind, Pages
 from ebbtide.srt.layers.kernels.instructions import exp2_or_0, lead
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
-from ebbtide.srt.layers.kernels.paged_attention import room_for_parts
+from ebbtide.srt.layers.kernels.paged_attention import combine, room_for_parts
 
 # The best of those that were tried on an H200. Four programs find room on a
 # multiprocessor, if they keep to that many registers: for the most common heads they do.
@@ -42,17 +42,13 @@ def attend_fp8(
     v_PSKH: Tensor,
     pages: Pages,
     out_TNH: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    kind: AttentionKind,
 ) -> None:
     """Attend to everything up to each request's new token, into `out_TNH`.
 
     Args:
         q_TNH, out_TNH: contiguous, one row of each request.
         k_PSKH, v_PSKH: one layer of the pool in FP8, contiguous; H a power of two.
-        scale, window, soft_cap: as in `AttentionKind`.
     """
     num_requests, num_q_heads, head_dim = q_TNH.shape
     num_kv_heads = k_PSKH.shape[2]
@@ -69,14 +65,14 @@ def attend_fp8(
         pages.kv_indices,
         pages.last_page_len_R,
         num_requests,
-        scale,
-        soft_cap if soft_cap is not None else 1.0,
+        kind.scale,
+        kind.soft_cap if kind.soft_cap is not None else 1.0,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         PAGE_SIZE=k_PSKH.shape[1],
-        WINDOW=window if window is not None else 0,
-        CAPPED=soft_cap is not None,
+        WINDOW=kind.window if kind.window is not None else 0,
+        CAPPED=kind.soft_cap is not None,
         SPLITS=splits,
         BLOCK_QUERIES=queries,
         BLOCK_KEYS=_KEYS,
@@ -87,17 +83,7 @@ def attend_fp8(
         **overlap_options(q_TNH),
     )
     if splits > 1:
-        _combine[(num_requests, num_q_heads)](
-            parts_CTNH,
-            sums_CTN,
-            out_TNH,
-            num_requests,
-            NUM_Q_HEADS=num_q_heads,
-            HEAD_DIM=head_dim,
-            SPLITS=splits,
-            num_warps=1,
-            **overlap_options(q_TNH),
-        )
+        combine(parts_CTNH, sums_CTN, out_TNH, None, **overlap_options(q_TNH))
 
 
 def _num_splits(num_programs: int, device: torch.device) -> int:
@@ -223,29 +209,6 @@ def _both(words, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     lower = words.to(tl.int8).to(tl.float8e4nv, bitcast=True)
     upper = (words >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
     return lower.to(tl.float16), upper.to(tl.float16)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _combine(  # type: ignore[no-untyped-def]
-    part_ptr,
-    sum_ptr,
-    out_ptr,
-    num_tokens,
-    NUM_Q_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-) -> None:
-    """One head of a request; some part of its keys is never empty."""
-    lead(OVERLAPPED)
-    q_row = tl.program_id(0).to(tl.int64) * NUM_Q_HEADS + tl.program_id(1)
-    rows = q_row + tl.arange(0, SPLITS).to(tl.int64) * num_tokens * NUM_Q_HEADS
-    sums = tl.load(sum_ptr + rows)
-    weight = tl.exp(sums - tl.max(sums, axis=0))
-    weight = weight / tl.sum(weight, axis=0)
-    dim = tl.arange(0, HEAD_DIM)
-    parts = tl.load(part_ptr + rows[:, None] * HEAD_DIM + dim[None, :])
-    tl.store(out_ptr + q_row * HEAD_DIM + dim, tl.sum(parts * weight[:, None], axis=0))
 
 
 def widen_pages(k_PSKH: Tensor, v_PSKH: Tensor, page_ids_M: Tensor, k_MSKH: Tensor, v_MSKH: Tensor) -> None:
