@@ -113,7 +113,7 @@ class Batch:
 
     def _route(self, call: int) -> tuple[Tensor, Tensor]:
         scores = self.layers[call % 2].gate(self.inputs[call], STEP)
-        return route(scores, self.config.num_experts_per_token, self.config.renormalize)
+        return route(scores, self.config)
 
     def _sorted(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens in the order of their experts, and where each expert's end."""

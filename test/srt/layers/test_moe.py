@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from fixtures.kernels import DEVICE, HAS_GPU, needs_gpu
 from torch import Tensor, nn
 
-from ebbtide.srt.layers.heads import BiasedWeights, Clamp, RoutedTokens
+from ebbtide.srt.layers.heads import BiasedWeights, Clamp, MoeConfig, RoutedTokens
 from ebbtide.srt.layers.moe import (
-    MoeConfig,
     MoeMLP,
     reroute,
     route,
-    route_at_once,
     run_biased_experts,
     run_experts,
 )
@@ -146,7 +144,7 @@ def test_the_routing_kernel_agrees(config: MoeConfig, dtype: torch.dtype) -> Non
     bias = 0.3 * torch.randn(config.num_experts, device=DEVICE) if config.has_bias else None
     assert config.routes_at_once
 
-    weights, experts = route_at_once(logits, config, bias)
+    weights, experts = moe_routing.route(logits, config, bias)
 
     expected_weights, expected_experts = route(logits, config, bias)
     assert torch.equal(experts.long(), expected_experts)
@@ -169,8 +167,9 @@ def test_scores_that_are_no_numbers_lead_to_existing_experts() -> None:
     logits = torch.tensor([[nan] * 6, [-inf] * 6, [nan, inf, 0.0, -inf, inf, 1.0]], device=DEVICE)
 
     bias = torch.tensor([0.0, nan, -inf, inf, 0.1, 0.2], device=DEVICE)
-    for options in ({}, {"by_sigmoid": True}, {"by_sigmoid": True, "bias_E": bias}):
-        _, experts = moe_routing.route(logits, 4, True, **options)
+    by_sigmoid = MoeConfig(6, 4, 24, renormalize=True, scoring="sigmoid")
+    for config, added in ((config_of(6, 4, True), None), (by_sigmoid, None), (by_sigmoid, bias)):
+        _, experts = moe_routing.route(logits, config, added)
 
         for row in experts.tolist():
             assert len(set(row)) == 4
@@ -328,7 +327,7 @@ def test_on_a_gpu_at_real_sizes_in_bfloat16(num_tokens: int, hidden: int, config
 
     out = layer(x, STEP).tensor()
 
-    weights, experts = route_at_once(layer.gate(x, STEP), config)
+    weights, experts = moe_routing.route(layer.gate(x, STEP), config)
     wide = (layer.experts.gate_up_proj.float(), layer.experts.down_proj.float())
     expected = run_experts(RoutedTokens(x.float(), weights, experts.long()), *wide)
     error = (out.float() - expected).norm() / expected.norm()

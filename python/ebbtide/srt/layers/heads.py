@@ -6,7 +6,7 @@ Shapes: T tokens, R requests, H head_dim, D hidden, E experts, K experts per tok
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,57 @@ class Clamp(NamedTuple):
 
     slope: float
     limit: float
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Sizes of one layer's experts, and how a token's are chosen.
+
+    Attributes:
+        inner_size: of one expert's MLP.
+        renormalize: whether the weights of a token's experts are made to sum to one.
+        scoring: what makes weights of a router's scores.
+        has_bias: whether a bias for each expert, trained with the weights, is added for the choice alone.
+        num_groups, num_kept_groups: experts are in groups of equal size, and only those of the best can be
+            chosen, by the sum of the highest scores of each.
+        num_group_scores: that are summed for that.
+        has_wide_router: whether a router's weight is float32 whatever the model's type is.
+        scale: what weights are multiplied by.
+        shared_size: inner size of the MLP that all tokens take besides their experts; 0: there is none.
+        gates_shared: whether that MLP's output is multiplied by a gate of its own.
+        clamp: the gate of experts with biases, whose router has one too; None: silu, and no biases.
+        is_gated: whether experts compute silu(gate) · up; else relu(up)².
+        latent_size: of what experts read and write, which is projected from hidden states and back; 0: they
+            read and write these.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    inner_size: int
+    renormalize: bool
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    num_group_scores: int = 2
+    has_wide_router: bool = False
+    scale: float = 1.0
+    shared_size: int = 0
+    gates_shared: bool = False
+    clamp: Clamp | None = None
+    is_gated: bool = True
+    latent_size: int = 0
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether experts of some groups cannot be chosen."""
+        return self.num_groups > self.num_kept_groups
+
+    @property
+    def routes_at_once(self) -> bool:
+        """Whether one kernel can choose: it cuts experts into groups by powers of two."""
+        sizes = (self.num_experts, self.num_groups)
+        return not self.is_grouped or all(size & (size - 1) == 0 for size in sizes)
 
 
 class BiasedWeights(NamedTuple):

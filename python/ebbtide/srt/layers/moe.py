@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
-from ebbtide.srt.layers.heads import BiasedWeights, Clamp, RoutedTokens
+from ebbtide.srt.layers.heads import BiasedWeights, Clamp, MoeConfig, RoutedTokens
 from ebbtide.srt.layers.linear import Inputs, Linear, linear
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.norm import Addend, NormedResidual, RMSNorm, Started, gated, squared_relu, tensor_of
@@ -22,57 +22,6 @@ from ebbtide.srt.layers.step import Kernels, Step
 
 if TYPE_CHECKING:
     from ebbtide.srt.layers.kernels.lora import ExpertFactors
-
-
-@dataclass(frozen=True)
-class MoeConfig:
-    """Sizes of one layer's experts, and how a token's are chosen.
-
-    Attributes:
-        inner_size: of one expert's MLP.
-        renormalize: whether the weights of a token's experts are made to sum to one.
-        scoring: what makes weights of a router's scores.
-        has_bias: whether a bias for each expert, trained with the weights, is added for the choice alone.
-        num_groups, num_kept_groups: experts are in groups of equal size, and only those of the best can be
-            chosen, by the sum of the highest scores of each.
-        num_group_scores: that are summed for that.
-        has_wide_router: whether a router's weight is float32 whatever the model's type is.
-        scale: what weights are multiplied by.
-        shared_size: inner size of the MLP that all tokens take besides their experts; 0: there is none.
-        gates_shared: whether that MLP's output is multiplied by a gate of its own.
-        clamp: the gate of experts with biases, whose router has one too; None: silu, and no biases.
-        is_gated: whether experts compute silu(gate) · up; else relu(up)².
-        latent_size: of what experts read and write, which is projected from hidden states and back; 0: they
-            read and write these.
-    """
-
-    num_experts: int
-    num_experts_per_token: int
-    inner_size: int
-    renormalize: bool
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    has_bias: bool = False
-    num_groups: int = 1
-    num_kept_groups: int = 1
-    num_group_scores: int = 2
-    has_wide_router: bool = False
-    scale: float = 1.0
-    shared_size: int = 0
-    gates_shared: bool = False
-    clamp: Clamp | None = None
-    is_gated: bool = True
-    latent_size: int = 0
-
-    @property
-    def is_grouped(self) -> bool:
-        """Whether experts of some groups cannot be chosen."""
-        return self.num_groups > self.num_kept_groups
-
-    @property
-    def routes_at_once(self) -> bool:
-        """Whether one kernel can choose: it cuts experts into groups by powers of two."""
-        sizes = (self.num_experts, self.num_groups)
-        return not self.is_grouped or all(size & (size - 1) == 0 for size in sizes)
 
 
 class Router(Linear):
@@ -132,6 +81,8 @@ class Experts(nn.Module):
         """The weighted sum [T, D] of each token's experts, chosen by the router's scores and its bias."""
         config = self.config
         if x_TD.is_cuda and config.routes_at_once:
+            from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
+
             weights_TK, experts_TK = route_at_once(logits_TE, config, bias_E)
         else:
             weights_TK, experts_TK = route(logits_TE, config, bias_E)
@@ -320,25 +271,6 @@ def route(logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None) ->
         choice_TE = groups_TGN.masked_fill(~kept_TG[:, :, None], -torch.inf).flatten(1)
     experts_TK = choice_TE.topk(config.num_experts_per_token, dim=1).indices
     return _weights(scores_TE, experts_TK, config), experts_TK
-
-
-def route_at_once(
-    logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """As `route` by one kernel, with int32 numbers."""
-    from ebbtide.srt.layers.kernels.moe_routing import ExpertGroups, route
-
-    return route(
-        logits_TE,
-        config.num_experts_per_token,
-        config.renormalize,
-        bias_E,
-        by_sigmoid=config.scoring == "sigmoid",
-        scale=config.scale,
-        groups=ExpertGroups(config.num_groups, config.num_kept_groups, config.num_group_scores)
-        if config.is_grouped
-        else None,
-    )
 
 
 def reroute(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.moe import MoeConfig
+from ebbtide.srt.layers.heads import MoeConfig
 from ebbtide.srt.models.latent import LatentMoeCausalLM
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from ebbtide.srt.layers.attention.base import LayerAttention
-from ebbtide.srt.layers.heads import Clamp
-from ebbtide.srt.layers.moe import MoeConfig
+from ebbtide.srt.layers.heads import Clamp, MoeConfig
 from ebbtide.srt.models.base import Split, WeightMap, WeightTarget, stacked
 from ebbtide.srt.models.dense import Attention, dense_config
 from ebbtide.srt.models.moe import MoeCausalLM

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention.base import LayerAttention
-from ebbtide.srt.layers.heads import AttentionKind, Rope
+from ebbtide.srt.layers.heads import AttentionKind, MoeConfig, Rope
 from ebbtide.srt.layers.linear import Linear
-from ebbtide.srt.layers.moe import MoeConfig
 from ebbtide.srt.layers.norm import Addend, NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.rotary import rope_config, yarn_growth
 from ebbtide.srt.layers.step import Step

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.srt.layers.moe import MoeConfig
+from ebbtide.srt.layers.heads import MoeConfig
 from ebbtide.srt.models.base import OUTPUTS, Split, WeightMap, divided, projection
 from ebbtide.srt.models.dense import DenseCausalLM, alike, dense_config, dense_layer_map
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM

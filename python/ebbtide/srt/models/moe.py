@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
+from ebbtide.srt.layers.heads import MoeConfig
+from ebbtide.srt.layers.moe import MoeMLP
 from ebbtide.srt.models.base import (
     INPUTS,
     OUTPUTS,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.heads import AttentionKind, Rope
+from ebbtide.srt.layers.heads import AttentionKind, MoeConfig, Rope
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.mamba2 import Mamba2, MambaConfig
-from ebbtide.srt.layers.moe import MoeConfig, MoeMLP
+from ebbtide.srt.layers.moe import MoeMLP
 from ebbtide.srt.layers.norm import Addend, NormedResidual, Residual, squared_relu
 from ebbtide.srt.layers.rotary import RopeConfig
 from ebbtide.srt.layers.step import Step

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.srt.layers.moe import MoeConfig
+from ebbtide.srt.layers.heads import MoeConfig
 from ebbtide.srt.models.dense import DenseCausalLM, alike, dense_config
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from fixtures.kernels import DEVICE, HAS_GPU, ON_BOTH
 
-from ebbtide.srt.layers.heads import RoutedTokens
+from ebbtide.srt.layers.heads import MoeConfig, RoutedTokens
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
-from ebbtide.srt.layers.moe import AdaptedExperts, MoeConfig, run_experts
+from ebbtide.srt.layers.moe import AdaptedExperts, run_experts
 from ebbtide.srt.layers.norm import Activation, gated
 
 pytest.importorskip("triton")

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Pages, Rope
-from ebbtide.srt.layers.kernels.instructions import announce, wait
+from ebbtide.srt.layers.kernels.instructions import announce, capped, wait
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.paged_attention import room_for_parts
 
@@ -182,14 +182,6 @@ def _tile(  # type: ignore[no-untyped-def]
     return first, second, tl.load(v_ptr + places[:, None] + dim, mask=seen[:, None], other=0.0)
 
 
-@triton.jit
-def _capped(score, soft_cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    if CAPPED:
-        # tanh(z) = 1 − 2 / (1 + exp(2z))
-        score = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp(2.0 * score / soft_cap))
-    return score
-
-
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_UNALIGNED)
 def _attend_few(  # type: ignore[no-untyped-def]
     qkv_ptr,
@@ -301,7 +293,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
         tl.store(v_ptr + place + dim, value, mask=tl.where(slot >= 0, dim < HEAD_DIM, False))
         products = q_first.to(tl.float32) * k_first.to(tl.float32)
         products += q_second.to(tl.float32) * k_second.to(tl.float32)
-        best = _capped(tl.sum(products, axis=1) * scale, soft_cap, CAPPED)
+        best = capped(tl.sum(products, axis=1) * scale, soft_cap, CAPPED)
         total += 1.0
         out += value.to(tl.float32)
         if sinks_ptr is not None:
@@ -322,7 +314,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
         )
         score = tl.dot(q_first, tl.trans(k_first), input_precision="ieee")
         score = tl.dot(q_second, tl.trans(k_second), score, input_precision="ieee") * scale
-        score = tl.where(seen[None, :], _capped(score, soft_cap, CAPPED), float("-inf"))
+        score = tl.where(seen[None, :], capped(score, soft_cap, CAPPED), float("-inf"))
         new_best = tl.maximum(best, tl.max(score, axis=1))
         weight = tl.exp(score - new_best[:, None])
         shrink = tl.exp(best - new_best)

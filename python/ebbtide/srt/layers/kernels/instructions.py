@@ -1,4 +1,4 @@
-"""Single instructions that kernels use and Triton does not name, and those by which kernels overlap.
+"""What several kernels are made of: instructions that Triton does not name, those by which kernels overlap.
 
 Where OVERLAPPED is true a kernel was launched as a dependent of the one before. It may be in place before
 that has ended, and must wait before it reads or writes what others write. The interpreter cannot do that.
@@ -61,3 +61,12 @@ def follow(OVERLAPPED: tl.constexpr) -> None:
     """Wait for the kernel before, then let the next one start: it can read at once what this one could."""
     wait(OVERLAPPED)
     announce(OVERLAPPED)
+
+
+@triton.jit
+def capped(score, soft_cap, CAPPED: tl.constexpr):
+    """soft_cap · tanh(score / soft_cap)."""
+    if CAPPED:
+        # tanh(z) = 1 − 2 / (1 + exp(2z))
+        score = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp(2.0 * score / soft_cap))
+    return score

@@ -14,13 +14,13 @@ Shapes: T tokens, E experts, K experts per token, S = T·K slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.srt.layers.heads import MoeConfig
 from ebbtide.srt.layers.kernels.instructions import follow
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
@@ -55,32 +55,9 @@ def score(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return scores_TE
 
 
-class ExpertGroups(NamedTuple):
-    """Experts in groups of equal size, of which the best by the sum of their highest scores are kept."""
-
-    number: int
-    num_kept: int
-    num_scores: int
-
-
-def route(
-    logits_TE: Tensor,
-    top_k: int,
-    renormalize: bool,
-    bias_E: Tensor | None = None,
-    *,
-    by_sigmoid: bool = False,
-    scale: float = 1.0,
-    groups: ExpertGroups | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The weights (float32) and numbers (int32) of each token's experts, both [T, K], best first.
-
-    Args:
-        bias_E: float32, added to weights for the choice alone.
-        by_sigmoid: whether weights are sigmoids of scores, not their softmax.
-        scale: what weights are multiplied by.
-        groups: only experts of the kept ones are chosen; there are 2ⁿ groups and experts.
-    """
+def route(logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `layers.moe.route`, where the config says that one kernel can; numbers of experts are int32."""
+    top_k, is_grouped = config.num_experts_per_token, config.is_grouped
     num_tokens, num_experts = logits_TE.shape
     weights_TK = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits_TE.device)
     experts_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits_TE.device)
@@ -91,13 +68,13 @@ def route(
         experts_TK,
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
-        RENORMALIZE=renormalize,
-        BY_SIGMOID=by_sigmoid,
+        RENORMALIZE=config.renormalize,
+        BY_SIGMOID=config.scoring == "sigmoid",
         HAS_BIAS=bias_E is not None,
-        SCALE=scale,
-        GROUPS=1 if groups is None else groups.number,
-        KEPT_GROUPS=1 if groups is None else groups.num_kept,
-        GROUP_SCORES=1 if groups is None else groups.num_scores,
+        SCALE=config.scale,
+        GROUPS=config.num_groups if is_grouped else 1,
+        KEPT_GROUPS=config.num_kept_groups if is_grouped else 1,
+        GROUP_SCORES=config.num_group_scores if is_grouped else 1,
         LOWEST=LOWEST_SCORE,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_K=triton.next_power_of_2(top_k),

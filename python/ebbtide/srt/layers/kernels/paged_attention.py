@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.heads import AttentionKind, Pages
-from ebbtide.srt.layers.kernels.instructions import lead
+from ebbtide.srt.layers.kernels.instructions import capped, lead
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
 MAX_SPLITS = 16
@@ -205,9 +205,7 @@ def _attend(  # type: ignore[no-untyped-def]
         k = tl.load(k_ptr + at, mask=readable, other=0.0).to(q.dtype)
         v = tl.load(v_ptr + at, mask=readable, other=0.0).to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if CAPPED:
-            # tanh(z) = 1 − 2 / (1 + exp(2z))
-            score = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp(2.0 * score / soft_cap))
+        score = capped(score, soft_cap, CAPPED)
         seen = (key < end)[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             seen &= key[None, :] > position[:, None] - WINDOW

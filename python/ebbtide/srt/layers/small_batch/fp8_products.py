@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.kernels.fp8.quantize import divided
+from ebbtide.srt.layers.kernels.fp8.quantize import in_eight_bits
 from ebbtide.srt.layers.kernels.fp8.words import four_of, fours, row_sums
 from ebbtide.srt.layers.kernels.instructions import announce, prefetch, wait
 from ebbtide.srt.layers.kernels.launch import overlap_options
@@ -409,11 +409,7 @@ def quantized(
     if QUANTIZED:
         # Rounded as what is not quantised is.
         x = (activate(total, GELU) * total_up).to(tl.bfloat16).to(tl.float32)
-        largest = tl.max(tl.abs(x), axis=0)
-        x_scale = tl.where(
-            largest > 0.0, tl.div_rn(largest, tl.full((BLOCK_TOKENS,), 448.0, tl.float32)), 1.0
-        )
-        values = divided(x, x_scale[None, :])
+        values, x_scale = in_eight_bits(x, 0, BLOCK_TOKENS)
         places = out_ptr + tokens[:, None] * num_rows + rows[None, :]
         stored = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
         tl.store(places, tl.trans(values).to(tl.float8e4nv), mask=stored)

@@ -11,8 +11,8 @@ from fixtures.kernels import DEVICE, HAS_GPU as ON_GPU, ON_BOTH, needs_gpu
 from torch import Tensor
 
 from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, FP8, ScaleLayout, dequantize, quantize_into
-from ebbtide.srt.layers.heads import RoutedTokens
-from ebbtide.srt.layers.moe import MoeConfig, route, run_experts
+from ebbtide.srt.layers.heads import MoeConfig, RoutedTokens
+from ebbtide.srt.layers.moe import route, run_experts
 
 pytest.importorskip("triton")
 from ebbtide.srt.layers.kernels import tiles

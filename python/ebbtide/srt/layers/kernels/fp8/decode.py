@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.heads import AttentionKind, Pages
-from ebbtide.srt.layers.kernels.instructions import exp2_or_0, lead
+from ebbtide.srt.layers.kernels.instructions import capped, exp2_or_0, lead
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.paged_attention import combine, room_for_parts
 
@@ -164,8 +164,7 @@ def _attend(  # type: ignore[no-untyped-def]
         score = tl.dot(k_even, q_even)
         score = tl.dot(k_odd, q_odd, score) * factor
         if CAPPED:
-            # tanh(z) = 1 − 2 / (1 + exp(2z))
-            score = (soft_cap - 2.0 * soft_cap / (1.0 + tl.exp(2.0 * score / soft_cap))) * LOG2_E
+            score = capped(score, soft_cap, CAPPED) * LOG2_E
         score = tl.where(seen[:, None], score, float("-inf"))
         new_best = tl.maximum(best, tl.max(score, axis=0))
         weight = exp2_or_0(score - new_best[None, :], ASM)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.kernels.fp8.product import quantize_tokens, room_for_tokens
-from ebbtide.srt.layers.kernels.fp8.quantize import divided
+from ebbtide.srt.layers.kernels.fp8.quantize import in_eight_bits
 from ebbtide.srt.layers.kernels.fp8.words import four_of, fours, row_sums
 from ebbtide.srt.layers.kernels.fused_moe import add_up_
 from ebbtide.srt.layers.kernels.instructions import follow, prefetch
@@ -171,9 +171,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         gate_scale, up_scale, x_scale = next_gate_scale, next_up_scale, next_x_scale
     # Rounded as what is not quantised is.
     value = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16).to(tl.float32)
-    largest = tl.max(tl.abs(value), axis=0)
-    scale = tl.where(largest > 0.0, tl.div_rn(largest, tl.full((BLOCK_T,), 448.0, tl.float32)), 1.0)
-    value = tl.trans(divided(value, scale[None, :])).to(tl.float8e4nv)
+    value, scale = in_eight_bits(value, 0, BLOCK_T)
+    value = tl.trans(value).to(tl.float8e4nv)
     places = out_ptr + slots.to(tl.int64)[:, None] * INNER + part * 128 + rows[None, :]
     tl.store(places, value, mask=filled[:, None])
     tl.store(out_scales_ptr + part * padded_slots + slots, scale, mask=filled)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.fp8 import blockscale
-from ebbtide.srt.layers.kernels.fp8.quantize import divided
+from ebbtide.srt.layers.kernels.fp8.quantize import in_eight_bits
 from ebbtide.srt.layers.kernels.instructions import announce, lead, wait
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.layers.kernels.norm import activate
@@ -113,8 +113,8 @@ def _quantize(  # type: ignore[no-untyped-def]
         squares = tl.sum(tl.sum(wide * wide, axis=1), axis=0)
         # Rounded as the norm by itself rounds.
         x = (wide * (1.0 / tl.sqrt(squares / COLUMNS + eps)) * weight).to(x.dtype)
-    values, scale = _in_eight_bits(x.to(tl.float32), GROUPS)
-    tl.store(values_ptr + token * COLUMNS + columns, values, mask=inside)
+    values, scale = in_eight_bits(x.to(tl.float32), 1, GROUPS)
+    tl.store(values_ptr + token * COLUMNS + columns, values.to(tl.float8e4nv), mask=inside)
     tl.store(scales_ptr + groups * padded_tokens + token, scale, mask=groups < COLUMNS // 128)
 
 
@@ -161,17 +161,9 @@ def _quantize_gated(  # type: ignore[no-untyped-def]
     gate = tl.load(gates, mask=inside, other=0.0)
     up = tl.load(gates + inner, mask=inside, other=0.0)
     x = (activate(gate.to(tl.float32), GELU) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
-    values, scale = _in_eight_bits(x, GROUPS)
-    tl.store(values_ptr + token * inner + columns, values, mask=inside)
+    values, scale = in_eight_bits(x, 1, GROUPS)
+    tl.store(values_ptr + token * inner + columns, values.to(tl.float8e4nv), mask=inside)
     tl.store(scales_ptr + groups * padded_tokens + token, scale, mask=groups < inner // 128)
-
-
-@triton.jit
-def _in_eight_bits(x, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values and scales of groups, as torch's divisions round."""
-    largest = tl.max(tl.abs(x), axis=1)
-    scale = tl.where(largest > 0.0, tl.div_rn(largest, tl.full((GROUPS,), 448.0, tl.float32)), 1.0)
-    return divided(x, scale[:, None]).to(tl.float8e4nv), scale
 
 
 def room_for_tokens(num_tokens: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -144,6 +144,14 @@ def divided(x, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def in_eight_bits(x, AXIS: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values and scales of COUNT groups along an axis, as torch's divisions round."""
+    largest = tl.max(tl.abs(x), axis=AXIS)
+    scale = tl.where(largest > 0.0, tl.div_rn(largest, tl.full((COUNT,), 448.0, tl.float32)), 1.0)
+    return divided(x, tl.expand_dims(scale, AXIS)), scale
+
+
+@triton.jit
 def _widen_blocks(  # type: ignore[no-untyped-def]
     values_ptr, scales_ptr, weight_ptr, num_rows, num_columns, OVERLAPPED: tl.constexpr
 ) -> None:
