@@ -119,7 +119,8 @@ class Linear(nn.Module):
             return Gated(self, Inputs(x), activation, step.kernels)
         given = (self.adapters, step.adapters, step.kernels)
         out_TO, delta = self.adapted(tensor_of(x), self.bias, None, *given)
-        return delta.gate(out_TO, activation)
+        delta.add_(out_TO)
+        return gated(out_TO, activation)
 
     def addend(self, x: Tensor | Gated, step: Step) -> Addend:
         """The product, [T, O], for the residual. Each rank holds some of the inputs, and all of the bias."""

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ebbtide.srt.layers.norm import Activation, gated
-
 if TYPE_CHECKING:
     from ebbtide.srt.layers.kernels.lora import Factors, SlotGroups
     from ebbtide.srt.layers.small_batch import Shrinking
@@ -115,12 +113,3 @@ class Delta:
         from ebbtide.srt.layers.kernels.lora import expand
 
         expand(self.inner, self.adapters.factors, self.step.groups, out_TO)
-
-    def gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) · up, [T, I], of the product that it is added to."""
-        if self.inner is None or self.step.groups is None:
-            self.add_(gate_up_T2I)
-            return gated(gate_up_T2I, activation)
-        from ebbtide.srt.layers.kernels.lora import expand_gated
-
-        return expand_gated(self.inner, self.adapters.factors, self.step.groups, gate_up_T2I, activation)

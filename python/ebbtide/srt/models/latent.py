@@ -135,11 +135,10 @@ class LatentAttention(nn.Module):
         q_TNO = q_TO.view(len(q_TO), num_heads, -1)
         heads_TNH = q_TO.new_empty(len(q_TO), num_heads + 1, num_rotated + rank)
         self._fill(heads_TNH, q_TNO, latents_TH)
-        multiply_heads(q_TNO[..., :key_dim], up_NOC[:, :key_dim], heads_TNH[:, :-1, num_rotated:], step)
+        multiply_heads(q_TNO[..., :key_dim], up_NOC[:, :key_dim], heads_TNH[:, :-1, num_rotated:])
         read_TNC = self.attention(heads_TNH, rope, None, step.attention)
         values_TNV = q_TO.new_empty(len(q_TO), num_heads, self.sizes.value_dim)
-        # Attention may be a cooperative kernel, with whose end nothing overlaps.
-        multiply_heads(read_TNC, up_NOC[:, key_dim:].transpose(1, 2), values_TNV, step, overlapped=False)
+        multiply_heads(read_TNC, up_NOC[:, key_dim:].transpose(1, 2), values_TNV)
         return self.o_proj.addend(values_TNV.flatten(1), step)
 
     def _fill(self, heads_TNH: Tensor, q_TNO: Tensor, latents_TH: Tensor) -> None:
@@ -162,16 +161,8 @@ class LatentAttention(nn.Module):
         return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
 
 
-def multiply_heads(
-    x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor, step: Step, *, overlapped: bool = True
-) -> None:
+def multiply_heads(x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor) -> None:
     """Each head's x by its own matrix."""
-    if step.kernels.few:
-        from ebbtide.srt.layers.kernels import latent
-
-        if len(x_TNK) <= latent.FEW_TOKENS:
-            latent.multiply_heads(x_TNK, weight_NKM, out_TNM, overlapped=overlapped)
-            return
     torch.bmm(x_TNK.transpose(0, 1), weight_NKM, out=out_TNM.transpose(0, 1))
 
 

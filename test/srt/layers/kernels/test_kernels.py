@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from fixtures.kernels import DEVICE, HAS_GPU, ON_BOTH, TOLERANCE
+from fixtures.kernels import DEVICE, ON_BOTH, TOLERANCE
 from torch import Tensor
 
 from ebbtide.srt.layers.heads import HeadNorms, Rope
@@ -18,7 +18,7 @@ from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, inverse_frequ
 
 pytest.importorskip("triton")
 from ebbtide.srt.layers.kernels import rope as rope_kernels
-from ebbtide.srt.layers.kernels.latent import fill_heads, multiply_heads, rotate_and_store_latents
+from ebbtide.srt.layers.kernels.latent import fill_heads, rotate_and_store_latents
 from ebbtide.srt.layers.kernels.merge_parts import count_sinks_, merge_parts
 from ebbtide.srt.layers.kernels.norm import gated, rms_norm_at_once
 from ebbtide.srt.layers.kernels.rope import rope_angles, rotate_and_store
@@ -86,26 +86,6 @@ def test_heads_of_latent_attention_are_filled_as_by_torch(
     assert filled[:, :-1, num_rotated:].isnan().all()
     expected = rms_norm(latents[:, :rank].float(), weight.float(), 1e-6)
     torch.testing.assert_close(filled[:, -1, num_rotated:].float(), expected, **near(dtype))
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3, 16])
-@pytest.mark.parametrize(("num_inner", "num_columns"), [(24, 64), (64, 40)])
-def test_latents_heads_are_multiplied_each_by_its_own_matrix(
-    num_tokens: int, num_inner: int, num_columns: int
-) -> None:
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if HAS_GPU else torch.float32  # the interpreter multiplies no other
-    wide = torch.randn(num_tokens, 3, num_inner + 5, device=DEVICE).to(dtype)
-    weight = torch.randn(3, num_columns, num_inner, device=DEVICE).to(dtype) / num_inner**0.5
-    room = torch.full((num_tokens, 4, num_columns + 7), torch.nan, dtype=dtype, device=DEVICE)
-    x, out = wide[..., 5:], room[:, :-1, 7:]
-
-    multiply_heads(x, weight.transpose(1, 2), out)
-
-    expected = torch.einsum("tnk,nmk->tnm", x.float(), weight.float())
-    torch.testing.assert_close(out.float(), expected, **near(dtype))
-    assert room[:, -1].isnan().all()
-    assert room[..., :7].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

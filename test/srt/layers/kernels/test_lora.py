@@ -9,7 +9,6 @@ from fixtures.kernels import DEVICE, HAS_GPU, ON_BOTH
 from ebbtide.srt.layers.heads import MoeConfig, RoutedTokens
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.moe import AdaptedExperts, run_experts
-from ebbtide.srt.layers.norm import Activation, gated
 
 pytest.importorskip("triton")
 from ebbtide.srt.layers.kernels import lora
@@ -91,21 +90,6 @@ def test_products_of_any_mix_of_adapters(
     add(adapters, groups, x_TD, out_TO)
     torch.testing.assert_close(out_TO, expected_TO, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert torch.equal(out_TO[slots_T < 0], expected_TO[slots_T < 0])
-
-
-@pytest.mark.parametrize("ends", [(40, 80), (80,)])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gated_products_of_any_mix_of_adapters(ends: tuple[int, ...], activation: Activation) -> None:
-    adapters = make_adapters(96, ends, 80)
-    x_TD = torch.randn(19, 96, device=DEVICE)
-    gate_up_T2I = torch.randn(19, 80, device=DEVICE)
-    slots_T = slots_of(19)
-    expected_T2I = gate_up_T2I.clone()
-    adapters.add_rows_(expected_T2I, x_TD, slots_T, 0)
-    groups = lora.list_groups(slots_T, NUM_SLOTS)
-    inner = lora.shrink(x_TD, adapters.factors, groups)
-    found_TI = lora.expand_gated(inner, adapters.factors, groups, gate_up_T2I, activation)
-    torch.testing.assert_close(found_TI, gated(expected_T2I, activation), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("per_inner", [2, 1])

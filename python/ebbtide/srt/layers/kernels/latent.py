@@ -14,10 +14,6 @@ from ebbtide.srt.layers.heads import Rope
 from ebbtide.srt.layers.kernels.instructions import follow
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
-# Tokens of a tile of a product: for more of them a library's takes no longer.
-FEW_TOKENS = 16
-_COLUMNS = 32
-
 
 def fill_heads(
     q_TNO: Tensor,
@@ -59,71 +55,6 @@ def fill_heads(
         num_warps=4,
         **overlap_options(heads_TNH),
     )
-
-
-def multiply_heads(x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor, *, overlapped: bool = True) -> None:
-    """Each head's x by its own matrix, of at most `FEW_TOKENS` tokens. Any strides.
-
-    Args:
-        overlapped: whether weights are read while the kernel before it ends, on cards that can do that.
-    """
-    num_tokens, num_heads, num_inner = x_TNK.shape
-    num_columns = weight_NKM.shape[2]
-    _multiply_heads[(num_heads, triton.cdiv(num_columns, _COLUMNS))](
-        x_TNK,
-        weight_NKM,
-        out_TNM,
-        num_tokens,
-        *x_TNK.stride(),
-        *weight_NKM.stride(),
-        *out_TNM.stride(),
-        INNER=num_inner,
-        NUM_COLUMNS=num_columns,
-        BLOCK_T=FEW_TOKENS,
-        BLOCK_K=triton.next_power_of_2(num_inner),
-        COLUMNS=_COLUMNS,
-        num_warps=4,
-        **(overlap_options(out_TNM) if overlapped else {"OVERLAPPED": False}),
-    )
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _multiply_heads(  # type: ignore[no-untyped-def]
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    num_tokens,
-    x_token,
-    x_head,
-    x_inner,
-    weight_head,
-    weight_inner,
-    weight_column,
-    out_token,
-    out_head,
-    out_column,
-    INNER: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-) -> None:
-    """A program has some columns of one head, and all tokens."""
-    head = tl.program_id(0)
-    tokens = tl.arange(0, BLOCK_T)[:, None]
-    inner = tl.arange(0, BLOCK_K)
-    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    at = weight_ptr + head * weight_head + inner[:, None] * weight_inner + columns * weight_column
-    # Weights in 8 bits are widened two kernels before this one: the predecessor has waited for that.
-    weight = tl.load(at, mask=(inner[:, None] < INNER) & (columns < NUM_COLUMNS), other=0.0)
-    follow(OVERLAPPED)
-    at = x_ptr + tokens * x_token + head * x_head + inner[None, :] * x_inner
-    x = tl.load(at, mask=(tokens < num_tokens) & (inner[None, :] < INNER), other=0.0)
-    product = tl.dot(x, weight, input_precision="ieee")
-    at = out_ptr + tokens * out_token + head * out_head + columns * out_column
-    inside = (tokens < num_tokens) & (columns < NUM_COLUMNS)
-    tl.store(at, product.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ Shapes: N rows, D inputs, O outputs, S slots, E experts, G = S·E groups, P fuse
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import triton
@@ -26,7 +26,6 @@ from torch import Tensor
 from ebbtide.srt.layers.kernels.instructions import announce, wait
 from ebbtide.srt.layers.kernels.launch import arrivals, num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.moe_routing import Blocks, list_slots
-from ebbtide.srt.layers.kernels.norm import activate
 
 # Rows of a block: few for decode steps, where a group has few.
 FEW_ROWS, FEW_BLOCK, LARGE_BLOCK = 1024, 16, 64
@@ -162,7 +161,7 @@ def expand(
         weights_N: float32 factors of the rows.
     """
     _, b_SEOR, scalings_SP, ends = factors
-    _, num_experts, num_outputs, _ = b_SEOR.shape
+    num_slots, num_experts, num_outputs, rank = b_SEOR.shape
     assert len(ends) <= 3, "a product of more than three fused tensors"
     first, second = ends[0], ends[min(1, len(ends) - 1)]
     sizes = (first, second - first, num_outputs - second)
@@ -174,68 +173,28 @@ def expand(
         scalings_SP,
         weights_N,
         out_NO,
-        *_numbers(factors, groups),
+        groups.blocks.experts,
+        groups.blocks.slots,
+        groups.num_rows,
+        b_SEOR.stride(0),
+        scalings_SP.stride(0),
+        NUM_GROUPS=num_slots * num_experts,
         NUM_EXPERTS=num_experts,
+        NUM_SPLITS=len(inner),
+        NUM_RANKS=inner.shape[-1],
+        RANK=rank,
         NUM_OUTPUTS=num_outputs,
         FIRST_END=first,
         SECOND_END=second,
+        BLOCK_N=groups.block_rows,
         BLOCK_O=block_outputs,
+        BLOCK_R=min(triton.next_power_of_2(rank), _MOST_RANKS_AT_ONCE),
         ADD=add,
-        **_constants(inner, factors, groups),
+        EARLY=groups.are_early,
+        num_warps=4,
+        num_stages=2,
+        **overlap_options(inner),
     )
-
-
-def expand_gated(
-    inner: Tensor, factors: Factors, groups: SlotGroups, gate_up_N2I: Tensor, activation: str
-) -> Tensor:
-    """activation(gate) · up of a product of gates and ups with its adapters, [N, I], of all rows.
-
-    Args:
-        inner: from `shrink`.
-        gate_up_N2I: contiguous; the gates are the first half of each row.
-        activation: silu or gelu_tanh.
-    """
-    _, b_SEOR, scalings_SP, ends = factors
-    num_inner = b_SEOR.shape[2] // 2
-    out_NI = gate_up_N2I.new_empty((len(gate_up_N2I), num_inner))
-    block_outputs = min(_OUTPUTS_AT_ONCE // 2, max(16, triton.next_power_of_2(num_inner)))
-    num_tiles = triton.cdiv(num_inner, block_outputs)
-    _expand_gated_kernel[(groups.blocks.number, num_tiles)](
-        inner,
-        b_SEOR,
-        scalings_SP,
-        gate_up_N2I,
-        out_NI,
-        *_numbers(factors, groups),
-        INNER=num_inner,
-        # Gates and ups may be one tensor of the checkpoint.
-        UP_PART=len(ends) - 1,
-        BLOCK_O=block_outputs,
-        GELU=activation == "gelu_tanh",
-        **_constants(inner, factors, groups),
-    )
-    return out_NI
-
-
-def _numbers(factors: Factors, groups: SlotGroups) -> tuple[Tensor | int, ...]:
-    """What `expand`'s kernels read: the blocks, and where slots lie."""
-    blocks, (_, b_SEOR, scalings_SP, _) = groups.blocks, factors
-    return blocks.experts, blocks.slots, groups.num_rows, b_SEOR.stride(0), scalings_SP.stride(0)
-
-
-def _constants(inner: Tensor, factors: Factors, groups: SlotGroups) -> dict[str, Any]:
-    """What `expand`'s kernels have in common."""
-    num_slots, num_experts, _, rank = factors[1].shape
-    constants = {
-        "NUM_GROUPS": num_slots * num_experts,
-        "NUM_SPLITS": len(inner),
-        "NUM_RANKS": inner.shape[-1],
-        "RANK": rank,
-        "BLOCK_N": groups.block_rows,
-        "BLOCK_R": min(triton.next_power_of_2(rank), _MOST_RANKS_AT_ONCE),
-        "EARLY": groups.are_early,
-    }
-    return constants | {"num_warps": 4, "num_stages": 2} | overlap_options(inner)
 
 
 @triton.jit
@@ -407,74 +366,3 @@ def _added_up(places, mask, distance, NUM_SPLITS: tl.constexpr):  # type: ignore
     for split in tl.static_range(1, NUM_SPLITS):
         value += tl.load(places + split * distance, mask=mask, other=0.0)
     return value
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _expand_gated_kernel(  # type: ignore[no-untyped-def]
-    inner,
-    b_SEOR,
-    scalings_SP,
-    gate_up_N2I,
-    out_NI,
-    block_groups,
-    block_slots,
-    num_rows,
-    slot_stride,
-    scaling_stride,
-    NUM_GROUPS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    RANK: tl.constexpr,
-    INNER: tl.constexpr,
-    UP_PART: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GELU: tl.constexpr,
-    EARLY: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    """Some outputs of one block: gates and ups with what adapters add, and their gated product."""
-    _start(EARLY, OVERLAPPED)
-    block, tile = tl.program_id(0), tl.program_id(1)
-    group = tl.load(block_groups + block)
-    if group < 0:
-        _follow_late(EARLY, OVERLAPPED)
-        return
-    rows = tl.load(block_slots + block * BLOCK_N + tl.arange(0, BLOCK_N))
-    filled = rows < num_rows
-    outputs = tile * BLOCK_O + tl.arange(0, BLOCK_O)
-    inside = outputs < INNER
-    mask = filled[:, None] & inside[None, :]
-    row_places = rows.to(tl.int64)[:, None]
-    at = gate_up_N2I + row_places * (2 * INNER) + outputs[None, :]
-    ranks = tl.arange(0, BLOCK_R)
-    # Rows without adapter, of the group behind the last one, are activated too: with zeros for A and B.
-    is_adapted = tl.zeros([1, BLOCK_R], dtype=tl.int32) + group < NUM_GROUPS
-    slot = tl.minimum(group, NUM_GROUPS - 1)
-    gate_pointers = b_SEOR + slot.to(tl.int64) * slot_stride + outputs[:, None] * RANK + ranks[None, :]
-    up_pointers = gate_pointers + INNER * RANK
-    b_mask = inside[:, None] & is_adapted & (ranks < RANK)[None, :]
-    b_gate = tl.load(gate_pointers, mask=b_mask, other=0.0)
-    b_up = tl.load(up_pointers, mask=b_mask, other=0.0)
-    scalings = scalings_SP + slot * scaling_stride
-    gate_scaling, up_scaling = tl.load(scalings), tl.load(scalings + UP_PART)
-    _follow_late(EARLY, OVERLAPPED)
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(at + INNER, mask=mask, other=0.0).to(tl.float32)
-    for first_rank in tl.static_range(0, RANK, BLOCK_R):
-        real = (first_rank + ranks < RANK)[None, :] & is_adapted
-        if first_rank > 0:
-            b_gate = tl.load(gate_pointers + first_rank, mask=inside[:, None] & real, other=0.0)
-            b_up = tl.load(up_pointers + first_rank, mask=inside[:, None] & real, other=0.0)
-        places = inner + row_places * NUM_RANKS + (first_rank + ranks)[None, :]
-        value_mask, distance = filled[:, None] & real, num_rows * NUM_RANKS
-        of_gate = _added_up(places, value_mask, distance, NUM_SPLITS)
-        of_up = of_gate
-        if UP_PART > 0:
-            of_up = _added_up(places + UP_PART * RANK, value_mask, distance, NUM_SPLITS)
-        of_gate, of_up = (of_gate * gate_scaling).to(b_gate.dtype), (of_up * up_scaling).to(b_up.dtype)
-        gate = tl.dot(of_gate, tl.trans(b_gate), gate, input_precision="ieee")
-        up = tl.dot(of_up, tl.trans(b_up), up, input_precision="ieee")
-    value = activate(gate, GELU) * up
-    tl.store(out_NI + row_places * INNER + outputs[None, :], value.to(out_NI.dtype.element_ty), mask=mask)
