@@ -39,7 +39,7 @@ from ebbtide.srt.layers.kernels.tiles import (
     default_product,
     token_bucket,
 )
-from ebbtide.srt.layers.norm import PartialNorm
+from ebbtide.srt.layers.norm import rms_norm
 from ebbtide.srt.layers.small_batch import multiply
 
 EPS = 1e-5
@@ -110,39 +110,33 @@ class Weights:
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors with which one product is measured. The product before may compute parts of norms."""
+    """Tensors with which one product is measured. Of several tokens a norm is a kernel of its own."""
 
     product: Product
     x: Tensor
     norm: Tensor
     out: Tensor
     weights: list[Tensor]
-    started: PartialNorm | None
 
     @classmethod
     def make(cls, product: Product, num_tokens: int, weights: Weights) -> Case:
         shape = product.shape
         x = torch.randn(num_tokens, shape.num_columns, device="cuda").bfloat16()
         norm = torch.randn(shape.num_columns, device="cuda").mul_(0.1).add_(1).bfloat16()
-        squares = x.float().square().unflatten(1, (64, -1)).sum(-1)
         return cls(
             product,
             x,
             norm,
             torch.zeros(num_tokens, shape.num_rows, device="cuda", dtype=torch.bfloat16),
             [weights.cut(shape) for _ in range(max(1, round(ROTATED_BYTES / shape.num_bytes)))],
-            PartialNorm(x * norm, squares, EPS) if product.normed and num_tokens > 1 else None,
         )
 
     def run(self, weight: Tensor, config: Config | None, out: Tensor) -> None:
-        norm = self.norm if self.product.normed else None
+        x, norm = self.x, self.norm if self.product.normed else None
+        if norm is not None and len(x) > 1:
+            x, norm = rms_norm(x, norm, EPS), None
         gated = "silu" if self.product.shape.gated else None
-        add, then = self.product.add, None
-        if add:
-            # Of any weight: the first of them that is there.
-            then = (weight.flatten()[: self.product.shape.num_rows], EPS)
-        switches = {"gated": gated, "add": add, "config": config, "started": self.started, "then": then}
-        multiply(self.x, norm, EPS, weight, None, out, **switches)
+        multiply(x, norm, EPS, weight, None, out, gated=gated, add=self.product.add, config=config)
 
     def run_torch(self, weight: Tensor) -> None:
         torch_product(self.product, self.x, self.norm, weight, self.out)

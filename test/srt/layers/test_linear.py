@@ -101,7 +101,7 @@ def test_a_product_is_added_up_and_in_place_with_the_bias_of_one_rank(biased: bo
     summed = linear.addend(x, STEP).tensor()
     stream = Residual(residual.clone())
     stream.add(linear.addend(x, STEP))
-    added, _ = stream.read()
+    added = stream.x_TD
 
     torch.testing.assert_close(summed, expected)
     torch.testing.assert_close(added, residual + expected)
@@ -111,7 +111,7 @@ def test_a_norm_is_of_the_residual_as_it_was_when_it_was_taken() -> None:
     torch.manual_seed(4)
     stream, norm, linear = Residual(torch.randn(T, D)), make_norm(0.0), make_linear(O, biased=False)
     taken = stream.normed(norm)
-    expected = F.linear(normalised(stream.read()[0], norm), linear.weight)
+    expected = F.linear(normalised(stream.x_TD, norm), linear.weight)
     torch.testing.assert_close(linear(taken, STEP), expected)
     torch.testing.assert_close(linear(taken, STEP), expected)  # for another product too
 
@@ -125,7 +125,6 @@ def test_a_norm_is_of_the_residual_as_it_was_when_it_was_taken() -> None:
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_layers_of_few_tokens_give_what_libraries_give(num_tokens: int, offset: float) -> None:
-    """A product that is added computes a part of the next norm, and the one behind goes on from there."""
     pytest.importorskip("triton")
     torch.manual_seed(3)
     given = torch.randn(num_tokens, D)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.linear import Gated, Inputs, Linear, linear
 from ebbtide.srt.layers.moe import AdaptedExperts, Experts, run_experts
-from ebbtide.srt.layers.norm import Activation, QuantizedTokens, RMSNorm, Started, tensor_of
+from ebbtide.srt.layers.norm import Activation, RMSNorm
 from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels
 
@@ -139,6 +139,18 @@ def are_scales(scales: Tensor) -> Tensor:
     return ((scales > 0) & scales.isfinite()).all()
 
 
+class QuantizedTokens(NamedTuple):
+    """Tokens in 8 bits. See `layers.kernels.fp8.product`.
+
+    Attributes:
+        values_TK: e4m3; more rows than there are tokens.
+        scales_TG: float32, of each group of 128 columns.
+    """
+
+    values_TK: Tensor
+    scales_TG: Tensor
+
+
 class EightBitLinear(Linear, ABC):
     """A `Linear` whose weight has 8 bits. On a CPU products are those of the weight in float32, and
     activations keep their dtype.
@@ -219,23 +231,17 @@ class Fp8Linear(EightBitLinear):
         multiply_quantized(*_tokens_of(x), *weight, out_TI, gated=activation)
         return out_TI
 
-    def add_to(
-        self, residual_TO: Tensor, x: Tensor | Gated, then: RMSNorm | None, kernels: Kernels
-    ) -> Started | None:
+    def add_to(self, residual_TO: Tensor, x: Tensor | Gated, kernels: Kernels) -> None:
         num_tokens = len(residual_TO)
-        if not residual_TO.is_cuda or num_tokens == 1 or self.bias is not None:
-            return super().add_to(residual_TO, x, then, kernels)
-        gates = x.linear if isinstance(x, Gated) and x.linear.bias is None else None
-        if isinstance(x, Gated) and isinstance(gates, Fp8Linear):
-            tokens = gates._gated_in_eight_bits(x.x, x.activation, kernels)
-        elif self.group.size > 1:
-            return super().add_to(residual_TO, x, then, kernels)
+        takes = residual_TO.is_cuda and num_tokens > 1 and self.bias is None
+        if takes and isinstance(x, Gated) and isinstance(x.linear, Fp8Linear) and x.linear.bias is None:
+            tokens = x.linear._gated_in_eight_bits(x.x, x.activation, kernels)
+            if self.group.size == 1:
+                self._product_of(tokens, num_tokens, kernels, residual_TO)
+            else:
+                self.group.add_reduced_(self._product_of(tokens, num_tokens, kernels), residual_TO)
         else:
-            tokens = _tokens_of(Inputs(tensor_of(x)))
-        if self.group.size == 1:
-            return self._add_product(residual_TO, tokens, then, kernels)
-        self.group.add_reduced_(self._product_of(tokens, num_tokens, kernels), residual_TO)
-        return None
+            super().add_to(residual_TO, x, kernels)
 
     def _gated_in_eight_bits(self, x: Inputs, activation: Activation, kernels: Kernels) -> QuantizedTokens:
         from ebbtide.srt.layers.kernels.fp8.product import quantize_gated, room_for_tokens
@@ -253,20 +259,6 @@ class Fp8Linear(EightBitLinear):
         operands = (*tokens, self.weight, self.weight_scale_inv)
         multiply_quantized(*operands, values_TI[:num_tokens], gated=activation, out_scales_TG=scales_TG)
         return QuantizedTokens(values_TI, scales_TG)
-
-    def _add_product(
-        self, residual_TO: Tensor, tokens: QuantizedTokens, then: RMSNorm | None, kernels: Kernels
-    ) -> QuantizedTokens | None:
-        """Add the product of tokens in 8 bits to the residual; returns the next norm, in 8 bits too."""
-        from ebbtide.srt.layers.kernels.fp8.product import add_and_quantize
-
-        num_tokens = len(residual_TO)
-        product_TO = None if then is None else self._library_product(tokens, num_tokens, kernels)
-        if then is None or product_TO is None:
-            # A norm runs one program for each token. Few tokens are added quicker by one for each output.
-            self._product_of(tokens, num_tokens, kernels, residual_TO)
-            return None if then is None else _quantized(residual_TO, then)
-        return QuantizedTokens(*add_and_quantize(residual_TO, product_TO, then.weight, then.eps, then.offset))
 
     def _dequantized(self) -> Tensor:
         return dequantize(self.weight, self.weight_scale_inv)
@@ -358,8 +350,7 @@ class ChannelLinear(EightBitLinear):
 
 
 def _tokens_of(x: Inputs) -> QuantizedTokens:
-    """Inputs in 8 bits: as whoever wrote x has left them, if so."""
-    return x.started if isinstance(x.started, QuantizedTokens) else _quantized(x.x_TD, x.norm)
+    return _quantized(x.x_TD, x.norm)
 
 
 def _quantized(x_TK: Tensor, norm: RMSNorm | None) -> QuantizedTokens:

@@ -13,14 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
-from ebbtide.srt.layers.lora import Delta, ProductAdapters, StepAdapters
+from ebbtide.srt.layers.lora import Delta, ProductAdapters
 from ebbtide.srt.layers.norm import (
     Activation,
     Addend,
     NormedResidual,
-    PartialNorm,
-    RMSNorm,
-    Started,
     gated,
     tensor_of,
 )
@@ -46,18 +43,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Inputs:
-    """What a product multiplies: x, or norm(x), of which the product before may have computed a part."""
+    """What a product multiplies: x, or norm(x), which it may compute itself."""
 
-    __slots__ = ("norm", "started", "x_TD")
+    __slots__ = ("norm", "x_TD")
 
     def __init__(self, x: Tensor | NormedResidual) -> None:
-        self.norm: RMSNorm | None = None
-        self.started: Started | None = None
-        if isinstance(x, Tensor):
-            self.x_TD = x
-        else:
-            self.norm = x.norm
-            self.x_TD, self.started = x.read(x.norm)
+        self.norm = None if isinstance(x, Tensor) else x.norm
+        self.x_TD = x if isinstance(x, Tensor) else x.x_TD
 
     def tensor(self) -> Tensor:
         """norm(x), or x."""
@@ -104,51 +96,51 @@ class Linear(nn.Module):
         """The weight as numbers of the model's type, [O, D]."""
         return self.weight
 
+    def is_adapted(self, step: Step) -> bool:
+        """Whether adapters add to its products in this pass."""
+        return self.adapters is not None and step.adapters is not None
+
     def forward(self, x: Tensor | NormedResidual, step: Step) -> Tensor:
         """The product, [T, O] of this rank's outputs."""
-        if self.adapters is None or step.adapters is None:
+        if not self.is_adapted(step):
             return self.project(Inputs(x), self.bias, step.kernels)
-        given = (self.adapters, step.adapters, step.kernels)
-        out_TO, delta = self.adapted(tensor_of(x), self.bias, None, *given)
-        delta.add_(out_TO)
-        return out_TO
+        return self.adapted(tensor_of(x), self.bias, None, step)
 
     def gated(self, x: Tensor | NormedResidual, activation: Activation, step: Step) -> Gated | Tensor:
         """activation(gate) · up, [T, I]; the gates' rows of the weight come first."""
-        if self.adapters is None or step.adapters is None:
+        if not self.is_adapted(step):
             return Gated(self, Inputs(x), activation, step.kernels)
-        given = (self.adapters, step.adapters, step.kernels)
-        out_TO, delta = self.adapted(tensor_of(x), self.bias, None, *given)
-        delta.add_(out_TO)
-        return gated(out_TO, activation)
+        return gated(self.adapted(tensor_of(x), self.bias, None, step), activation)
 
     def addend(self, x: Tensor | Gated, step: Step) -> Addend:
         """The product, [T, O], for the residual. Each rank holds some of the inputs, and all of the bias."""
-        if self.adapters is None or step.adapters is None:
-            return Product(self, x, step.kernels)
-        return AdaptedProduct(self, tensor_of(x), step.kernels, self.adapters, step.adapters)
+        return (
+            AdaptedProduct(self, tensor_of(x), step)
+            if self.is_adapted(step)
+            else Product(self, x, step.kernels)
+        )
 
-    def adapted(
-        self,
-        x_TD: Tensor,
-        bias_O: Tensor | None,
-        onto_TO: Tensor | None,
-        adapters: ProductAdapters,
-        step: StepAdapters,
-        kernels: Kernels,
-    ) -> tuple[Tensor, Delta]:
-        """The product, or what it is added to in place, without what adapters add; and that."""
+    def adapted(self, x_TD: Tensor, bias_O: Tensor | None, onto_TO: Tensor | None, step: Step) -> Tensor:
+        """The product with what adapters add to it, or what both are added to in place."""
+        adapters, of_step, kernels = self.adapters, step.adapters, step.kernels
+        assert adapters is not None
+        assert of_step is not None
         if x_TD.is_cuda and self.scales is None and self.takes_few(x_TD, kernels):
-            shrinking = adapters.shrinking(step)
+            shrinking = adapters.shrinking(of_step)
             out_TO = x_TD.new_empty(len(x_TD), len(self.weight)) if onto_TO is None else onto_TO
             add = onto_TO is not None
             self._multiply_few(Inputs(x_TD.contiguous()), bias_O, out_TO, add=add, shrinking=shrinking)
-            return out_TO, Delta(adapters, x_TD, step, shrinking.inner)
-        delta = adapters.of(x_TD, step)
+            Delta(adapters, x_TD, of_step, shrinking.inner).add_(out_TO)
+            return out_TO
+        # On a GPU the first half of what they add is launched ahead of the product.
+        delta = adapters.of(x_TD, of_step)
         if onto_TO is None:
-            return self.project(Inputs(x_TD), bias_O, kernels), delta
-        self.add_to(onto_TO, x_TD, None, kernels)
-        return onto_TO, delta
+            out_TO = self.project(Inputs(x_TD), bias_O, kernels)
+        else:
+            out_TO = onto_TO
+            self.add_to(out_TO, x_TD, kernels)
+        delta.add_(out_TO)
+        return out_TO
 
     def project(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
         """What `forward` gives."""
@@ -166,18 +158,15 @@ class Linear(nn.Module):
             return out_TI
         return gated(self.multiply(x, self.bias, kernels), activation)
 
-    def add_to(
-        self, residual_TO: Tensor, x: Tensor | Gated, then: RMSNorm | None, kernels: Kernels
-    ) -> Started | None:
-        """residual += the product, in place. See `Addend`."""
+    def add_to(self, residual_TO: Tensor, x: Tensor | Gated, kernels: Kernels) -> None:
+        """residual += the product, in place."""
         x_TD = tensor_of(x)
         if self.group.size > 1:
             self.group.add_reduced_(self.part(x_TD, kernels), residual_TO)
         elif self.takes_few(x_TD, kernels):
-            return self._multiply_few(Inputs(x_TD), self.bias, residual_TO, add=True, then=then)
+            self._multiply_few(Inputs(x_TD), self.bias, residual_TO, add=True)
         else:
             self.multiply_onto(residual_TO, x_TD, kernels)
-        return None
 
     def summed(self, x: Tensor | Gated, kernels: Kernels) -> Tensor:
         """The product, [T, O], of all ranks' inputs."""
@@ -207,15 +196,14 @@ class Linear(nn.Module):
         *,
         activation: Activation | None = None,
         add: bool = False,
-        then: RMSNorm | None = None,
         shrinking: Shrinking | None = None,
-    ) -> Started | None:
-        """The product, or a gated one, into `out_TO`, or added to it; returns a part of `then`."""
+    ) -> None:
+        """The product, or a gated one, into `out_TO`, or added to it."""
         from ebbtide.srt.layers.small_batch import multiply
 
-        # These kernels know no offset of a norm.
-        norm = x.norm if x.norm is not None and x.norm.offset == 0.0 else None
-        return multiply(
+        # The kernels of one token know norms, but no offset of one.
+        norm = x.norm if len(x.x_TD) == 1 and x.norm is not None and x.norm.offset == 0.0 else None
+        multiply(
             x.tensor() if norm is None else x.x_TD,
             None if norm is None else norm.weight,
             0.0 if norm is None else norm.eps,
@@ -225,8 +213,6 @@ class Linear(nn.Module):
             gated=activation,
             add=add,
             scales=self.scales,
-            started=x.started if isinstance(x.started, PartialNorm) else None,
-            then=None if then is None or then.offset != 0.0 else (then.weight, then.eps),
             shrinking=shrinking,
         )
 
@@ -256,8 +242,8 @@ class Product:
     x: Tensor | Gated
     kernels: Kernels
 
-    def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> Started | None:
-        return self.linear.add_to(residual_TD, self.x, then, self.kernels)
+    def add_to(self, residual_TD: Tensor) -> None:
+        self.linear.add_to(residual_TD, self.x, self.kernels)
 
     def tensor(self) -> Tensor:
         return self.linear.summed(self.x, self.kernels)
@@ -269,25 +255,17 @@ class AdaptedProduct:
 
     linear: Linear
     x_TD: Tensor
-    kernels: Kernels
-    adapters: ProductAdapters
-    step: StepAdapters
+    step: Step
 
-    def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> Started | None:
+    def add_to(self, residual_TD: Tensor) -> None:
         if self.linear.group.size > 1:
             self.linear.group.add_reduced_(self._part(), residual_TD)
-            return None
-        self._adapted(self.linear.bias, residual_TD)
-        return None
+        else:
+            self.linear.adapted(self.x_TD, self.linear.bias, residual_TD, self.step)
 
     def tensor(self) -> Tensor:
         return self.linear.group.all_reduce_(self._part())
 
     def _part(self) -> Tensor:
-        return self._adapted(self.linear.bias if self.linear.group.rank == 0 else None, None)
-
-    def _adapted(self, bias_O: Tensor | None, onto_TO: Tensor | None) -> Tensor:
-        given = (self.adapters, self.step, self.kernels)
-        out_TO, delta = self.linear.adapted(self.x_TD, bias_O, onto_TO, *given)
-        delta.add_(out_TO)
-        return out_TO
+        bias_O = self.linear.bias if self.linear.group.rank == 0 else None
+        return self.linear.adapted(self.x_TD, bias_O, None, self.step)

@@ -16,7 +16,7 @@ from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
 from ebbtide.srt.layers.heads import BiasedWeights, Clamp, MoeConfig, RoutedTokens
 from ebbtide.srt.layers.linear import Inputs, Linear, linear
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
-from ebbtide.srt.layers.norm import Addend, NormedResidual, RMSNorm, Started, gated, squared_relu, tensor_of
+from ebbtide.srt.layers.norm import Addend, NormedResidual, gated, squared_relu, tensor_of
 from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels, Step
 
@@ -174,7 +174,7 @@ class ExpertSum:
     tokens: RoutedTokens
     adapters: StepAdapters | None = None
 
-    def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> None:
+    def add_to(self, residual_TD: Tensor) -> None:
         group = self.experts.group
         if group.size > 1:
             group.add_reduced_(self._part(None), residual_TD)
@@ -203,12 +203,12 @@ class SumWithShared:
     experts: Addend
     shared: Addend | Tensor
 
-    def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> Started | None:
-        self.experts.add_to(residual_TD, None)
-        if not isinstance(self.shared, Tensor):
-            return self.shared.add_to(residual_TD, then)
-        residual_TD += self.shared
-        return None
+    def add_to(self, residual_TD: Tensor) -> None:
+        self.experts.add_to(residual_TD)
+        if isinstance(self.shared, Tensor):
+            residual_TD += self.shared
+        else:
+            self.shared.add_to(residual_TD)
 
     def tensor(self) -> Tensor:
         return self.experts.tensor().add_(tensor_of(self.shared))

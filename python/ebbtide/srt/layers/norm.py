@@ -5,7 +5,7 @@ Shapes: T tokens, D hidden, I intermediate size, M rows that are wanted.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -64,36 +64,6 @@ class RMSNorm(nn.Module):
         return rms_norm(tensor_of(x), self.weight, self.eps, self.offset)
 
 
-class PartialNorm(NamedTuple):
-    """rms_norm(x) without its last factor, left by the product that wrote x. See `layers.small_batch`.
-
-    Attributes:
-        x_TD: x · weight, rounded.
-        sums_TB: float32 sums of x², in a power of two of parts.
-        eps: the norm's.
-    """
-
-    x_TD: Tensor
-    sums_TB: Tensor
-    eps: float
-
-
-class QuantizedTokens(NamedTuple):
-    """Tokens in 8 bits. See `layers.kernels.fp8.product`.
-
-    Attributes:
-        values_TK: e4m3; more rows than there are tokens.
-        scales_TG: float32, of each group of 128 columns.
-    """
-
-    values_TK: Tensor
-    scales_TG: Tensor
-
-
-# What the product that writes x may leave of a norm of x, to the product that reads it.
-Started = PartialNorm | QuantizedTokens
-
-
 class Deferred(Protocol):
     """A tensor that is computed when somebody reads it."""
 
@@ -101,10 +71,10 @@ class Deferred(Protocol):
 
 
 class Addend(Deferred, Protocol):
-    """What will be added to the residual stream. It is computed when it is known which norm follows."""
+    """What can be added to the residual stream without being written first."""
 
-    def add_to(self, residual_TD: Tensor, then: RMSNorm | None) -> Started | None:
-        """Add it in place. Returns what was computed of `then` on the way."""
+    def add_to(self, residual_TD: Tensor) -> None:
+        """Add it in place."""
         ...
 
 
@@ -115,27 +85,23 @@ def tensor_of(x: Tensor | Deferred) -> Tensor:
 class Residual:
     """The residual stream of a forward pass.
 
-    The last addend waits until it is known which norm follows: one kernel may do both.
-
     Args:
         x_TD: owned by the stream, which is added up in place.
     """
 
-    __slots__ = ("_waiting", "_x_TD", "num_changes")
+    __slots__ = ("num_changes", "x_TD")
 
     def __init__(self, x_TD: Tensor) -> None:
-        self._x_TD = x_TD
+        self.x_TD = x_TD
         self.num_changes = 0
-        self._waiting: Addend | None = None
 
     def add(self, addend: Addend | Tensor) -> None:
         """residual += addend."""
-        x_TD, _ = self.read()
         self.num_changes += 1
         if isinstance(addend, Tensor):
-            x_TD += addend
+            self.x_TD += addend
         else:
-            self._waiting = addend
+            addend.add_to(self.x_TD)
 
     def normed(self, norm: RMSNorm) -> NormedResidual:
         """norm(residual)."""
@@ -144,13 +110,8 @@ class Residual:
     def keep(self, rows_M: Tensor | None) -> None:
         """Drop all rows but these; None: keep all."""
         if rows_M is not None:
-            self._x_TD = self.read()[0][rows_M]
+            self.x_TD = self.x_TD[rows_M]
             self.num_changes += 1
-
-    def read(self, then: RMSNorm | None = None) -> tuple[Tensor, Started | None]:
-        """The stream [T, D] with everything added, and what was computed of the norm that follows."""
-        addend, self._waiting = self._waiting, None
-        return self._x_TD, None if addend is None else addend.add_to(self._x_TD, then)
 
 
 class NormedResidual:
@@ -162,13 +123,14 @@ class NormedResidual:
         self._residual, self.norm = residual, norm
         self._num_changes = residual.num_changes
 
-    def read(self, then: RMSNorm | None = None) -> tuple[Tensor, Started | None]:
-        """The residual [T, D], and what was computed of a norm on the way to it."""
+    @property
+    def x_TD(self) -> Tensor:
+        """The residual."""
         assert self._num_changes == self._residual.num_changes, (
             "the residual has changed since its norm was taken"
         )
-        return self._residual.read(then)
+        return self._residual.x_TD
 
     def tensor(self) -> Tensor:
         """norm(residual), [T, D]."""
-        return self.norm(self.read()[0])  # type: ignore[no-any-return]
+        return self.norm(self.x_TD)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Products of up to `MAX_TOKENS` tokens with norm, gate or residual in the same kernel. bfloat16, CUDA.
+"""Products of up to `MAX_TOKENS` tokens with gate or residual, and of one token the norm, in the same kernel.
 
 Results do not vary from run to run: every sum has a fixed order. The callers capture CUDA graphs, in which
 the kernels overlap (see `kernels`); outside of graphs they run too.
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.launch import arrivals, overlap_options
-from ebbtide.srt.layers.kernels.norm import rms_norm_at_once
 from ebbtide.srt.layers.kernels.tiles import (
     TOKEN_BUCKETS,
     Config,
@@ -23,7 +22,7 @@ from ebbtide.srt.layers.kernels.tiles import (
     Shape,
     choose_product,
 )
-from ebbtide.srt.layers.norm import Activation, PartialNorm
+from ebbtide.srt.layers.norm import Activation
 from ebbtide.srt.layers.small_batch import fp8_products, kernels
 
 MAX_TOKENS = TOKEN_BUCKETS[-1]
@@ -31,8 +30,6 @@ MAX_TOKENS = TOKEN_BUCKETS[-1]
 _PREFETCHED_COLUMNS = 512
 # Products of eight tokens take longer than those of sixteen, whatever their tiles.
 _LEAST_TOKENS = 16
-# Parts of a sum that every program of the next product reads.
-_MOST_SUMS = 256
 # Columns of x that are summed by one program, and the most parts that a sum is cut into.
 _SHRUNK_COLUMNS, _MOST_RANK_SPLITS = 512, 16
 
@@ -86,21 +83,17 @@ def multiply(
     add: bool = False,
     config: Config | None = None,
     scales: Tensor | None = None,
-    started: PartialNorm | None = None,
-    then: tuple[Tensor, float] | None = None,
     shrinking: Shrinking | None = None,
-) -> PartialNorm | None:
+) -> None:
     """x Wᵀ (+ b), or of rms_norm(x), into `out_TO` [T, O], or added to it, rounded once. 1 ≤ T ≤ MAX_TOKENS.
 
     Args:
         x_TK, weight, out_TO: contiguous.
-        norm_weight_K, eps: of the norm; without a weight there is none.
+        norm_weight_K, eps: of the norm of one token; without a weight there is none.
         config: block sizes; None: those that suit the shape.
         scales: of a weight of 8 bits, one for each block of 128 × 128; of one token, which keeps its dtype.
         gated: the activation of the gates, whose rows of the weight come first: the result is that · up.
         add: whether the result is added.
-        started: a part of the norm of x; a kernel for one token does not use it.
-        then: the norm of the result, of which a part may be computed, and returned.
         shrinking: what is computed beside; nothing is normalised or gated then.
     """
     assert 1 <= len(x_TK) <= (MAX_TOKENS if scales is None else 1), f"{len(x_TK)} tokens"
@@ -108,7 +101,7 @@ def multiply(
     if scales is not None:
         quantized = (x_TK, norm_weight_K, eps, weight, scales, bias, out_TO)
         fp8_products.multiply_one(*quantized, gated=gated, add=add)
-        return None
+        return
     if config is None:
         config = choose_product(
             len(x_TK), Shape(out_TO.shape[1], x_TK.shape[1], gated is not None), x_TK.device
@@ -122,13 +115,9 @@ def multiply(
     switches |= overlap_options(x_TK)
     if isinstance(config, MatvecConfig):
         _matvec(x_TK, norm_weight_K, eps, weight, bias, out_TO, config, switches, shrinking)
-        return None
-    given = None
-    if started is not None:
-        x_TK, given, eps = started
-    elif norm_weight_K is not None:
-        x_TK = rms_norm_at_once(x_TK, norm_weight_K, eps, 0.0)
-    return _product(x_TK, eps, weight, bias, out_TO, config, switches, given, then, shrinking)
+        return
+    assert norm_weight_K is None
+    _product(x_TK, weight, bias, out_TO, config, switches, shrinking)
 
 
 def _matvec(
@@ -167,16 +156,13 @@ def _matvec(
 
 def _product(
     x: Tensor,
-    eps: float,
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
     config: ProductConfig,
     switches: dict[str, Any],
-    given: Tensor | None,
-    then: tuple[Tensor, float] | None,
     shrinking: Shrinking | None,
-) -> PartialNorm | None:
+) -> None:
     num_tokens, num_columns = x.shape
     num_rows = out.shape[1]
     # Whole tiles per split, and no split without columns.
@@ -189,11 +175,6 @@ def _product(
     if num_splits > 1:
         partial = torch.empty(num_splits, num_tokens, len(weight), dtype=torch.float32, device=x.device)
         arrived = arrivals(x.device, _power_of_2(num_blocks))
-    next_norm, normed = None, None
-    # The parts are added up as one tile.
-    if then is not None and num_blocks == _power_of_2(num_blocks) <= _MOST_SUMS:
-        sums = torch.empty(num_tokens, num_blocks, dtype=torch.float32, device=x.device)
-        next_norm, normed = then[0], PartialNorm(torch.empty_like(out), sums, then[1])
     count, beside, constants = _NOTHING_BESIDE if shrinking is None else shrinking.arguments(num_splits)
     kernels.product[(count + num_blocks, num_splits)](
         x,
@@ -202,29 +183,21 @@ def _product(
         out,
         partial,
         arrived,
-        given,
-        next_norm,
-        None if normed is None else normed.x_TD,
-        None if normed is None else normed.sums_TB,
         *beside,
         num_tokens,
         num_rows,
-        eps,
         NUM_COLUMNS=num_columns,
         SPLIT_COLUMNS=split_columns,
         BLOCK_TOKENS=max(_LEAST_TOKENS, _power_of_2(num_tokens)),
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         PREFETCHED_COLUMNS=min(_PREFETCHED_COLUMNS, _power_of_2(split_columns)),
-        GIVEN_SUMS=0 if given is None else given.shape[1],
-        NORM_NEXT=normed is not None,
         EVEN=num_rows % config.block_rows == 0 and num_columns % split_columns == 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **constants,
         **switches,
     )
-    return normed
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:

@@ -5,8 +5,8 @@ ask for weights, which no kernel writes, and only then wait for the predecessor.
 the boundary of two kernels, and the next one's blocks are in place when the last one ends. Every kernel
 waits before its first access to anything that a kernel writes: so it also waits for all earlier ones.
 
-A norm is folded into a product: x/rms(x)·n Wᵀ = (x·n Wᵀ)/rms(x). The squares are summed on the way, or by the
-product before.
+The norm is folded into the product of one token: x/rms(x)·n Wᵀ = (x·n Wᵀ)/rms(x), with squares summed on the
+way.
 
 The names in capitals are compile-time constants. FOLD_NORM: scale x by the norm's weight, and the product by
 1/rms(x). GATED: the weight holds twice num_rows rows, gates first. GELU: the gates' activation, else silu.
@@ -212,10 +212,6 @@ def product(
     out_ptr,
     partial_ptr,
     arrivals_ptr,
-    given_ptr,
-    next_norm_ptr,
-    normed_ptr,
-    sums_ptr,
     a_ptr,
     slots_ptr,
     inner_ptr,
@@ -223,15 +219,12 @@ def product(
     num_shrinking,
     num_tokens,
     num_rows,
-    eps,
     NUM_COLUMNS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     PREFETCHED_COLUMNS: tl.constexpr,
-    GIVEN_SUMS: tl.constexpr,
-    NORM_NEXT: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     BIAS: tl.constexpr,
@@ -249,10 +242,6 @@ def product(
     computed goes to `partial` [splits, T, rows] (gates, then ups). Of the programs with the same rows the
     last one adds all parts up, always in the same order. `arrivals` counts them, a number for each block of
     rows, and is left at zero.
-
-    GIVEN_SUMS: x has been scaled by a norm's weight, and the squares of what it was before were added up in
-    parts: `given` [T, GIVEN_SUMS]. NORM_NEXT: leave the same of the result: `normed` [T, rows], which
-    `next_norm` scales, and in `sums` [T, blocks of rows] the squares of each block.
     """
     announce(OVERLAPPED)
     split = tl.program_id(1)
@@ -337,19 +326,6 @@ def product(
                 if GATED:
                     result_up += tl.load(theirs + num_rows, mask=stored, other=0.0, cache_modifier=".cg")
     if is_last:
-        if GIVEN_SUMS > 0:
-            parts = tl.arange(0, GIVEN_SUMS)
-            squares = tl.sum(
-                tl.load(
-                    given_ptr + tokens[:, None] * GIVEN_SUMS + parts[None, :],
-                    mask=(tokens < num_tokens)[:, None],
-                    other=0.0,
-                ),
-                axis=1,
-            )
-            scale = tl.rsqrt(squares / NUM_COLUMNS + eps)[:, None]
-            result *= scale
-            result_up *= scale
         if GATED:
             result = activate(result, GELU) * result_up
         if BIAS:
@@ -357,13 +333,4 @@ def product(
         outs = out_ptr + tokens[:, None] * num_rows + rows[None, :]
         if ADD:
             result += tl.load(outs, mask=stored, other=0.0).to(tl.float32)
-        rounded = result.to(out_ptr.dtype.element_ty)
-        tl.store(outs, rounded, mask=stored)
-        if NORM_NEXT:
-            # The next norm is of what is stored.
-            kept = rounded.to(tl.float32)
-            norm = tl.load(next_norm_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)
-            scaled = (kept * norm[None, :]).to(out_ptr.dtype.element_ty)
-            tl.store(normed_ptr + tokens[:, None] * num_rows + rows[None, :], scaled, mask=stored)
-            sums = sums_ptr + tokens * tl.num_programs(0) + row_block
-            tl.store(sums, tl.sum(kept * kept, axis=1), mask=tokens < num_tokens)
+        tl.store(outs, result.to(out_ptr.dtype.element_ty), mask=stored)

@@ -153,21 +153,6 @@ def test_products_of_many_tokens(num_tokens: int, normed: bool) -> None:
         assert_near(found[:num_tokens], expected)
 
 
-def test_a_residual_is_added_to_and_quantised_at_once() -> None:
-    """To the bit what adding and quantising come to one after the other."""
-    torch.manual_seed(4)
-    count, columns = (70, 4096) if ON_GPU else (3, 384)
-    norm, residual, added = random(columns), random(count, columns), random(count + 2, columns)
-    expected = residual + added[:count]
-
-    values, scales = product.add_and_quantize(residual, added, norm, EPS, 1.0)
-
-    assert torch.equal(residual, expected)
-    expected_values, expected_scales = quantize_tokens(expected, norm, EPS, 1.0)
-    assert torch.equal(values[:count].view(torch.uint8), expected_values[:count].view(torch.uint8))
-    assert torch.equal(scales[:count], expected_scales[:count])
-
-
 @pytest.mark.parametrize("num_tokens", [2, 9, 37, 64] if ON_GPU else [9])
 @pytest.mark.parametrize(
     ("num_rows", "num_columns"), [(256, 1024), (4096, 14336)] if ON_GPU else [(128, 256)]

@@ -38,30 +38,10 @@ def quantize_tokens(
         x_TK: contiguous; K a multiple of 128.
         norm_weight_K, eps, offset: of the norm; without a weight there is none.
     """
-    return _quantized(x_TK, None, norm_weight_K, eps, offset)
-
-
-def add_and_quantize(
-    residual_TK: Tensor, product_TK: Tensor, norm_weight_K: Tensor, eps: float, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """residual += the product, in place; and `quantize_tokens` of that.
-
-    Args:
-        residual_TK: contiguous; K a multiple of 128.
-        product_TK: contiguous, with T rows at least.
-        norm_weight_K, eps, offset: of the norm.
-    """
-    return _quantized(residual_TK, product_TK, norm_weight_K, eps, offset)
-
-
-def _quantized(
-    x_TK: Tensor, added_TK: Tensor | None, norm_weight_K: Tensor | None, eps: float, offset: float
-) -> tuple[Tensor, Tensor]:
     num_tokens, num_columns = x_TK.shape
     values_TK, scales_TG = room_for_tokens(num_tokens, num_columns, x_TK.device)
     _quantize[(num_tokens,)](
         x_TK,
-        added_TK,
         norm_weight_K,
         values_TK,
         scales_TG,
@@ -70,7 +50,6 @@ def _quantized(
         offset,
         COLUMNS=num_columns,
         GROUPS=triton.next_power_of_2(num_columns // GROUP),
-        ADD=added_TK is not None,
         NORM=norm_weight_K is not None,
         num_warps=8 if num_columns > 2048 else 4,
         **overlap_options(x_TK),
@@ -81,7 +60,6 @@ def _quantized(
 @triton.jit(do_not_specialize=["padded_tokens"])
 def _quantize(  # type: ignore[no-untyped-def]
     x_ptr,
-    added_ptr,
     norm_ptr,
     values_ptr,
     scales_ptr,
@@ -90,7 +68,6 @@ def _quantize(  # type: ignore[no-untyped-def]
     offset,
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
-    ADD: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
@@ -104,10 +81,6 @@ def _quantize(  # type: ignore[no-untyped-def]
     wait(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + token * COLUMNS + columns, mask=inside, other=0.0)
-    if ADD:
-        added = tl.load(added_ptr + token * COLUMNS + columns, mask=inside, other=0.0)
-        x = (added.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
-        tl.store(x_ptr + token * COLUMNS + columns, x, mask=inside)
     if NORM:
         wide = x.to(tl.float32)
         squares = tl.sum(tl.sum(wide * wide, axis=1), axis=0)
