@@ -81,12 +81,9 @@ def test_each_operation_is_counted_by_its_outcome_and_effect(server: Server) -> 
         assert server.post("/transition", {"steps": steps}).is_success
         metas = (json.loads(event)["meta_info"] for event in events if event != "[DONE]")
         next(meta for meta in metas if len(meta["weight_versions"]) == 2)
-        running = scraped(server)
-        assert running("kv_tokens", dp_rank="0", commits="0") > 2
-        assert running("kv_tokens", dp_rank="0", commits="1") == 0, "it gave up what the old weights computed"
-        assert running("recomputed_tokens_total", dp_rank="0", cause="pause") >= 2
+        assert scraped(server)("recomputed_tokens_total", dp_rank="0", cause="pause") >= 2
         assert server.post("/abort_request", {"abort_all": True, "report": True}).json()["num_aborted"] == 1
-        *_, last = metas
+        assert list(metas)
     after = scraped(server)
 
     def ended(operation: str, outcome: str = "done", status: str = "200") -> float | None:
@@ -115,11 +112,6 @@ def test_each_operation_is_counted_by_its_outcome_and_effect(server: Server) -> 
     assert before("weight_version_info", version="0") == after("weight_version_info", version="1") == 1
     # One version at a time: a run of weeks leaves no series for each of its commits.
     assert after("weight_version_info", version="0") is None
-    old, new = last["weight_versions"]
-    assert after("output_token_lag_commits_bucket", le="0.0") == new["end"] - new["start"]
-    assert after("output_token_lag_commits_bucket", le="1.0") == new["end"]
-    assert after("output_token_lag_commits_sum") == old["end"]
-    assert after("mixed_version_outputs_total") == 1
 
 
 def test_bytes_of_a_session_are_counted_once_and_its_commit_at_its_end(server: Server) -> None:
