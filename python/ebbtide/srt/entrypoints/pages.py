@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import AsyncIterator
 from importlib import resources
 from pathlib import Path
@@ -11,16 +10,13 @@ from typing import Final
 
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-from ebbtide.srt.entrypoints.http_answers import Json, server_event, while_connected
+from ebbtide.srt.entrypoints.http_answers import Json, server_event
 from ebbtide.srt.entrypoints.openapi import openapi_document
 from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.entrypoints.service import EngineService
-
-logger = logging.getLogger(__name__)
 
 _LINKS = (
     ("dashboard", "memory, weights and requests, live"),
@@ -112,16 +108,8 @@ class Dashboard:
 
     @route("GET", "/dashboard/events")
     async def events(self, request: Request) -> Response:
-        return _EventStream(self._encoded(), media_type="text/event-stream")
+        return StreamingResponse(self._encoded(), media_type="text/event-stream")
 
     async def _encoded(self) -> AsyncIterator[bytes]:
         async for event in self._service.timeline.events():
             yield server_event(event)
-
-
-class _EventStream(StreamingResponse):
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await while_connected(receive, self.stream_response(send))
-        except ClientDisconnect:
-            logger.debug("a viewer of the dashboard has left")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -13,7 +13,7 @@ from ebbtide.srt.entrypoints.request_body import BodyReader, of_query
 from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import reader_of
-from ebbtide.srt.managers.api.request_fields import refuse_misspelt
+from ebbtide.srt.managers.api.request_fields import refuse_misspelt, valid_values
 from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, PauseMode
 
 P = TypeVar("P", bound=Struct)
@@ -279,12 +279,6 @@ def _converted(value: Any, annotation: Any, where: str, *, strict: bool) -> Any:
         read = reader_of(annotation)
         return msgspec.convert(value if read is None else read(value), annotation, strict=strict)
     except msgspec.ValidationError as error:
-        values = _choices(annotation)
+        values = valid_values(annotation)
         hint = f"; expected one of {', '.join(values)}" if values else ""
         raise RequestRejected(f"{where}: {error}{hint}", param=where) from None
-
-
-def _choices(annotation: Any) -> list[str]:
-    if get_origin(annotation) is Literal:
-        return [str(value) for value in get_args(annotation)]
-    return [value for member in get_args(annotation) for value in _choices(member)]

@@ -125,12 +125,13 @@ def explain(error: msgspec.ValidationError, kind: type[Struct]) -> str:
     if field is None or not message.startswith("Invalid enum value"):
         return message
     types = {known.name: known.type for known in msgspec.structs.fields(kind)}
-    return f"{message}; expected one of {', '.join(_valid_values(types[field[1]]))}"
+    return f"{message}; expected one of {', '.join(valid_values(types[field[1]]))}"
 
 
-def _valid_values(annotation: Any) -> list[str]:
+def valid_values(annotation: Any) -> list[str]:
+    """What a type of a field has a list of: members of an enumeration, words."""
     if isinstance(annotation, enum.EnumType):
         return list(map(str, annotation.__members__.values()))
     if isinstance(annotation, str):
         return [annotation]
-    return [value for argument in get_args(annotation) for value in _valid_values(argument)]
+    return [value for argument in get_args(annotation) for value in valid_values(argument)]
