@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Future
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import uvloop
 
@@ -142,26 +142,17 @@ async def _run_last(last: Coroutine[Any, Any, None]) -> None:
         await asyncio.wait(others)
 
 
-class HasLoop(Protocol):
-    """Whose coroutine methods work in any loop."""
-
-    _runner: LoopThread
-
-
-Owner = TypeVar("Owner", bound=HasLoop)
-
-
 def blocking(
-    method: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Owner, P], T]:
-    """The plain twin of a coroutine method, of the same signature. Works where no event loop runs."""
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """The plain twin of a coroutine method of whoever has a `_runner`. Works where no event loop runs."""
 
     @functools.wraps(method)
-    def call(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         refuse_in_event_loop(method.__name__)
         # By its name: the method may be another one where the class of `self` has its own.
         answer: Any = self._runner.wait(getattr(self, method.__name__)(*args, **kwargs))
-        return self._runner.iterate(answer) if isinstance(answer, AsyncGenerator) else answer  # type: ignore[return-value]
+        return self._runner.iterate(answer) if isinstance(answer, AsyncGenerator) else answer  # type: ignore[no-any-return]
 
     vars(call).pop("__isabstractmethod__", None)
     call.__name__ = method.__name__.removeprefix("async_")

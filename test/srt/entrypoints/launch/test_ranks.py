@@ -234,7 +234,7 @@ def test_a_node_that_is_lost_without_a_word_is_the_end_of_the_engine(
     both = nodes("report_rank", tp_size=2, nnodes=2)
     first = both.start(0)
     parallel = replace(both.config.parallel, node_rank=1)
-    links = meet(replace(both.config, parallel=parallel), str(tmp_path)).links
+    links, *_ = meet(replace(both.config, parallel=parallel), str(tmp_path))
     links.send_ready([])
     first.result()
     links.close()

@@ -35,7 +35,7 @@ class Sampled:
 
     def end(self, operation: str) -> None:
         end = self.timeline.begin(operation)
-        end(EndedOperation(operation, 1.0, 0.5, "done", "200", "said", None))
+        end(EndedOperation(operation, 1.0, 0.5, "done", "said", None))
 
     def generate(self, version: str, start: int, end: int) -> None:
         self.timeline.note_output({"weight_versions": [{"version": version, "start": start, "end": end}]})

@@ -98,7 +98,7 @@ def test_an_output_has_the_parent_that_its_request_names_and_is_linked_to_the_up
 
     for version in ("1", "2"):
         reply = structs.replace(updated(version), stages_ms={"decode": 200.0, "commit": 100.0})
-        tracing.begin(f"update to {version}")(EndedOperation("update", 1.0, 0.5, "done", "200", "", reply))
+        tracing.begin(f"update to {version}")(EndedOperation("update", 1.0, 0.5, "done", "", reply))
     app = Starlette()
     app.add_route("/generate", endpoint, methods=["POST"])
     app.add_middleware(TraceContext, tracing=lambda: tracing)

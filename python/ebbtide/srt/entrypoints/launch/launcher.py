@@ -73,11 +73,8 @@ class NodeProcesses:
         self._stop_reader, self._stop_writer = multiprocessing.Pipe(duplex=False)
         self._folder = SocketFolder()
         try:
-            meeting = meet(config, self._folder.path)
-            self._links = meeting.links
-            self.replicas = meeting.replicas
-            if not self._is_main_node:
-                config = replace(config, runtime=replace(config.runtime, random_seed=meeting.random_seed))
+            self._links, self.replicas, random_seed = meet(config, self._folder.path)
+            config = replace(config, runtime=replace(config.runtime, random_seed=random_seed))
             for start in self._starts(config, targets):
                 child = early.take(start.name) if early is not None else None
                 if child is None:

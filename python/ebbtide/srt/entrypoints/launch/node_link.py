@@ -20,9 +20,8 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -141,13 +140,8 @@ class NodeLinks:
                     connection.send_bytes(data)
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """What the nodes have agreed on: where everything listens, by dp_rank, and the seed."""
-
-    links: NodeLinks
-    replicas: list[ChannelAddresses]
-    random_seed: int
+# The links, where each replica listens, by dp_rank, and the seed of all.
+Meeting: TypeAlias = tuple[NodeLinks, list[ChannelAddresses], int]
 
 
 def meet(config: EngineConfig, folder: str) -> Meeting:
@@ -159,7 +153,7 @@ def meet(config: EngineConfig, folder: str) -> Meeting:
     parallel = config.parallel
     if parallel.nnodes == 1:
         replicas = place_replicas(parallel, [NodeAddress("", folder, ())])
-        return Meeting(NodeLinks(0, {}, ReservedPorts("", 0)), replicas, config.runtime.random_seed)
+        return NodeLinks(0, {}, ReservedPorts("", 0)), replicas, config.runtime.random_seed
     return _host(config, folder) if parallel.node_rank == 0 else _join(config, folder)
 
 
@@ -185,7 +179,7 @@ def _host(config: EngineConfig, folder: str) -> Meeting:
         guests.close()
         reserved.close()
         raise
-    return Meeting(NodeLinks(0, guests.connections, reserved), replicas, config.runtime.random_seed)
+    return NodeLinks(0, guests.connections, reserved), replicas, config.runtime.random_seed
 
 
 class _Guests:
@@ -314,8 +308,7 @@ def _join(config: EngineConfig, folder: str) -> Meeting:
         connection.close()
         reserved.close()
         raise
-    links = NodeLinks(parallel.node_rank, {connection: 0}, reserved)
-    return Meeting(links, answer.replicas, answer.random_seed)
+    return NodeLinks(parallel.node_rank, {connection: 0}, reserved), answer.replicas, answer.random_seed
 
 
 def _connect(address: str | None, timeout_s: float, deadline_s: float) -> socket.socket:

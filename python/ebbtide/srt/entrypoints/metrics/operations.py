@@ -83,7 +83,6 @@ class EndedOperation:
     started_s: float
     duration_s: float
     outcome: str
-    status: str
     message: str
     reply: Reply | None
 
@@ -199,7 +198,7 @@ class ControlMetrics:
             self._running.labels(operation).dec()
             self._duration_s.labels(operation).observe(duration_s)
             self._ended.labels(operation, outcome, status).inc()
-            ended = EndedOperation(operation, began_s, duration_s, outcome, status, message, reply)
+            ended = EndedOperation(operation, began_s, duration_s, outcome, message, reply)
             for end in reversed(endings):
                 end(ended)
 
