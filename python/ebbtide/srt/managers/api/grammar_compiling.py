@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import logging
 import os
 import pickle
@@ -294,10 +295,13 @@ def main() -> None:
     # A fork of the parent's may hold the other end of the socket open.
     parent = os.pidfd_open(int(sys.argv[1]))
     start: CompilerStart = pickle.load(sys.stdin.buffer)
+    gc.disable()  # what is imported stays, and the forks have it in common
     tokenizer = load_tokenizer(start.model, start.revision)
     eos_token_ids = start.model.eos_token_ids | tokenizer.eos_token_ids
     vocabulary = Vocabulary(tokenizer, start.model.vocab_size, eos_token_ids)
     _ = vocabulary.info  # it takes seconds, which no fork is to spend
+    gc.freeze()
+    gc.enable()
     compiler = GrammarCompiler(vocabulary, start.has_whitespace, start.most_whitespace)
     while parent not in select.select([jobs.fileno(), parent], [], [])[0]:
         _, descriptors, _, _ = socket.recv_fds(jobs, 1, 1)
