@@ -9,6 +9,14 @@ comparison of transformers in bfloat16 with transformers in float32, on the toke
 logprobs against transformers in float32, which gets the tokens of each span with the weights and the KV
 that the mode of the update says: kept (in_place), or computed anew (retract). Beside it stand transformers in
 bfloat16 with the same KV, and what KV of the other mode would come to.
+
+`precision`, if asked for: what FP8 does to logprobs, against transformers in bfloat16 and in float32. Each
+engine samples answers at temperature 1. With Δ the logprob there minus the engine's, KL(engine |
+transformers) per token is the mean of exp(Δ) − 1 − Δ over the sampled tokens. `reference` is transformers in
+bfloat16 whose weights, and activations too, were in 8 bits by plain torch: what such a model does to
+logprobs, whoever serves it. The model is the first of these, or the one that `ebbtide demo` has left
+(`--demo-model`), which is small but trained. With `--device cpu` FP8 is emulated: the same numbers, products
+in another order. Its results are in a file of their own.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -25,7 +33,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import write_result
 from gpu_common import Report, empty_cache, engine_args, parse, parser_of
+from numpy.typing import NDArray
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -36,6 +46,7 @@ from transformers import (
 )
 
 from ebbtide import Engine
+from ebbtide.demo.trainer import MAX_ANSWER_TOKENS, ProblemSet, encode
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 32_000,
@@ -84,8 +95,10 @@ def make_model(folder: Path, shape: dict[str, Any], device: str, *, is_llama: bo
     return model
 
 
-def answers(arguments: dict[str, Any], prompts: list[list[int]], num_tokens: int) -> list[dict[str, Any]]:
-    params = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+def answers(
+    arguments: dict[str, Any], prompts: list[list[int]], num_tokens: int, **changes: Any
+) -> list[dict[str, Any]]:
+    params = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True, **changes}
     with Engine(**arguments) as engine:
         outputs: list[dict[str, Any]] = engine.generate(
             input_ids=prompts, sampling_params=params, return_logprob=True
@@ -130,13 +143,18 @@ def compare_references(
     return float(np.concatenate(agreeing).mean()), float(np.concatenate(differences).mean())
 
 
-def measure(report: Report, args: argparse.Namespace, folder: Path) -> None:
+def prepared(args: argparse.Namespace, folder: Path) -> tuple[list[list[int]], int]:
+    """Write the model; prompts, and how many tokens answer each."""
     num_prompts, num_tokens = (4, 16) if args.tiny else (NUM_PROMPTS, OUTPUT_LEN)
     shape = TINY_SHAPE if args.tiny else SHAPE
     make_model(folder, shape, args.device)
     rng = np.random.default_rng(0)
     lens = rng.integers(16, 128, num_prompts)
-    prompts = [rng.integers(0, shape["vocab_size"], length).tolist() for length in lens]
+    return [rng.integers(0, shape["vocab_size"], length).tolist() for length in lens], num_tokens
+
+
+def measure(report: Report, args: argparse.Namespace, folder: Path) -> None:
+    prompts, num_tokens = prepared(args, folder)
     outputs: dict[str, list[dict[str, Any]]] = {}
     for variant, options in VARIANTS.items():
         if args.device != "cuda" and variant in ("no_graph", "no_overlap"):
@@ -162,7 +180,7 @@ def measure(report: Report, args: argparse.Namespace, folder: Path) -> None:
                 limit=reference[0],
                 limit_basis=basis,
                 share_of_outputs_equal_to_first=float(np.mean(same)),
-                num_tokens=num_prompts * num_tokens,
+                num_tokens=len(prompts) * num_tokens,
             )
             report.add(
                 f"parity.{variant}.logprob",
@@ -282,17 +300,130 @@ def measure_in_flight(report: Report, args: argparse.Namespace, folder: Path) ->
     empty_cache(args.device)
 
 
-PARTS = {"greedy": measure, "in_flight": measure_in_flight}
+# -------------------------------------------------------------------------------------------------- precision
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "as_served": {},
+    "fp8_kv": {"kv_cache_dtype": "fp8_e4m3"},
+    "fp8_weights": {"quantization": "fp8"},
+    "fp8_rows": {"quantization": "w8a8_fp8"},
+    "fp8_both": {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
+}
+BLOCK = 128
+NUM_QUESTIONS = 1024
+
+
+def differences(model: Any, prompts: list[list[int]], outputs: list[dict[str, Any]]) -> NDArray[np.float64]:
+    """Of every token: transformers' logprob minus the engine's."""
+    found = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = logprobs_of(model, prompt, output["output_ids"])
+        chosen = torch.tensor(output["output_ids"], device=expected.device)[:, None]
+        theirs = expected.gather(1, chosen)[:, 0].double().cpu().numpy()
+        ours = [triple[0] for triple in output["meta_info"]["output_token_logprobs"]]
+        found.append(theirs - np.array(ours))
+    return np.concatenate(found)
+
+
+def summary(delta: NDArray[np.float64]) -> dict[str, float]:
+    size = np.abs(delta)
+    return {
+        "mean": float(size.mean()),
+        "p99": float(np.percentile(size, 99)),
+        "largest": float(size.max()),
+        "kl": float((np.expm1(delta) - delta).mean()),
+        "num_tokens": len(delta),
+    }
+
+
+def in_eight_bits(model: Any, block: int | None = BLOCK) -> Any:
+    """The same model with matrices of layers as they are in 8 bits, and with what they multiply quantised.
+
+    Args:
+        block: None: a row of a matrix has one scale, and so has a token.
+    """
+
+    def fake(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (x / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale
+
+    def quantize_tokens(module: torch.nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        groups = given[0].float().unflatten(-1, (-1, given[0].shape[-1] if block is None else block))
+        scale = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
+        return (fake(groups, scale).flatten(-2).to(given[0].dtype),)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            rows, columns = module.weight.shape
+            height, width = (1, columns) if block is None else (block, block)
+            blocks = module.weight.data.float().view(rows // height, height, columns // width, width)
+            scale = (blocks.abs().amax((1, 3), keepdim=True) / 448).clamp(min=1e-30)
+            module.weight.data = fake(blocks, scale).view(rows, columns).to(module.weight.dtype)
+            module.register_forward_pre_hook(quantize_tokens)
+    return model
+
+
+def measure_variants(
+    args: argparse.Namespace, folder: Path, prompts: list[list[int]], num_tokens: int
+) -> dict[str, Any]:
+    references = {
+        dtype: AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(args.device)
+        for dtype in ("bfloat16", "float32")
+    }
+    rows: dict[str, Any] = {}
+    for variant, options in PRECISIONS.items():
+        sizes = {"load_format": "auto", "max_total_tokens": 65_536, "dtype": "bfloat16", "random_seed": 0}
+        arguments = engine_args(args, folder, **sizes, **options)
+        may_end = num_tokens <= MAX_ANSWER_TOKENS
+        outputs = answers(arguments, prompts, num_tokens, temperature=1.0, ignore_eos=not may_end)
+        precision = outputs[0]["meta_info"]["precision"]
+        rows[variant] = {"precision": precision} | {
+            dtype: summary(differences(model, prompts, outputs)) for dtype, model in references.items()
+        }
+        print(f"{variant:12}", *(_line(dtype, rows[variant][dtype]) for dtype in references), flush=True)
+        if variant == "as_served":
+            both = [differences(model, prompts, outputs) for model in references.values()]
+            rows["transformers_bfloat16"] = {"float32": summary(both[1] - both[0])}
+            print("transformers", _line("float32", rows["transformers_bfloat16"]["float32"]), flush=True)
+            for name, block in (("fp8_weights", BLOCK), ("fp8_rows", None)):
+                plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(args.device)
+                theirs = differences(in_eight_bits(plain, block), prompts, outputs)
+                row = {dtype: summary(delta - theirs) for dtype, delta in zip(references, both, strict=True)}
+                rows[f"reference_{name}"] = row
+                print(f"reference {name}", *(_line(dtype, row[dtype]) for dtype in references), flush=True)
+    return rows
+
+
+def _line(dtype: str, row: dict[str, float]) -> str:
+    return f"| {dtype}: mean {row['mean']:.4f} p99 {row['p99']:.4f} KL {row['kl']:.2e}"
+
+
+def measure_precision(report: Report, args: argparse.Namespace, folder: Path) -> None:
+    if args.demo_model is not None:
+        folder, num_tokens = args.demo_model, MAX_ANSWER_TOKENS
+        questions = ProblemSet(1).draw(16 if args.tiny else NUM_QUESTIONS)
+        prompts = [encode(problem.question) for problem in questions]
+    else:
+        prompts, num_tokens = prepared(args, folder)
+    rows = measure_variants(args, folder, prompts, num_tokens)
+    if not args.tiny:
+        model = "demo" if args.demo_model is not None else "seeded"
+        name = "gpu_precision" if args.device == "cuda" else "precision_emulated"
+        print(write_result(f"{name}_{model}", {"device": args.device, "model": model, "rows": rows}))
+
+
+PARTS = {"greedy": measure, "in_flight": measure_in_flight, "precision": measure_precision}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=["greedy", "in_flight"])
+    parser.add_argument("--demo-model", type=Path, help="of the part precision: demo_out/model")
     args = parse(parser, argv)
     report = Report("gpu_parity", args)
     report.facts["model"] = {"greedy": SHAPE, "in_flight": LLAMA_SHAPE}
     for part in args.parts:
-        key = "parity.default.agreement" if part == "greedy" else "parity.in_place.logprob"
+        key = "parity.in_place.logprob" if part == "in_flight" else "parity.default.agreement"
         with tempfile.TemporaryDirectory(prefix="eb-") as folder, report.attempt(key):
             PARTS[part](report, args, Path(folder))
     report.finish()
