@@ -145,15 +145,6 @@ class BroadcastQueue:
         if self._keeps:
             self.kept.append(transfer.tensor)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the oldest must have ended before another one begins."""
-        return len(self.under_way) >= MAX_UNDER_WAY
-
-    def must_end_before(self, transfer: Transfer) -> bool:
-        """Whether the oldest uses memory that this one is received in."""
-        return bool(self.under_way) and self.under_way[0][0].round < transfer.round - 1
-
     def wait_for_kernels(self) -> None:
         """Have the current stream wait for all that was launched, however it ends."""
         for _, work in self.under_way:
@@ -286,9 +277,10 @@ class WeightGroup:
 
     def _transfer_all(self, transfers: Iterable[Transfer], queue: BroadcastQueue) -> None:
         for transfer in transfers:
-            while queue.is_full:
+            while len(queue.under_way) >= MAX_UNDER_WAY:
                 self._end_oldest(queue, waits=True)
-            while queue.must_end_before(transfer):
+            # The oldest may use memory that this one is received in.
+            while queue.under_way and queue.under_way[0][0].round < transfer.round - 1:
                 self._end_oldest(queue)
             if self._has_met:
                 with self._lock:

@@ -299,16 +299,6 @@ def test_out_of_memory_says_what_there_is_and_keeps_nothing():
     assert arena.resume() == 4 * GRANULE
 
 
-def test_another_error_names_the_call_and_gives_the_drivers_words(monkeypatch):
-    machine = Machine(4 * GRANULE)
-    arena = machine.arena(2 * GRANULE)
-    monkeypatch.setattr(machine.driver, "cuMemMap", lambda *_: (Status.CUDA_ERROR_INVALID_VALUE,))
-    with pytest.raises(EngineError, match="cuMemMap: the text of CUDA_ERROR_INVALID_VALUE"):
-        arena.resume()
-    assert machine.driver.free_bytes == 4 * GRANULE
-    assert not arena.is_resident
-
-
 def test_host_memory_is_pinned_and_unpinned_in_the_context_of_the_device():
     driver = BookkeepingDriver(0)
     pinning = CudaHostPinning(3, synchronize=lambda: None, driver=CudaDriver(driver))
