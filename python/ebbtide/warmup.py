@@ -82,7 +82,7 @@ def warm_up(args: ServerArgs, progress: Callable[[str, int, int], None] | None =
     """
     from ebbtide.srt.config import resolve  # seconds of imports: not for a usage error
     from ebbtide.srt.device.choose import open_device, open_memory_saver
-    from ebbtide.srt.distributed.parallel_group import SoloGroup
+    from ebbtide.srt.distributed.parallel_group import ParallelGroup
     from ebbtide.srt.kernel_cache import keep_kernels_in
     from ebbtide.srt.model_executor.builder import build_model_runner
 
@@ -96,6 +96,6 @@ def warm_up(args: ServerArgs, progress: Callable[[str, int, int], None] | None =
     keep_kernels_in(args.kernel_cache_dir)
     device = open_device(config.runtime.device)
     saver = open_memory_saver(config.server_args.memory_saver_backend, device)
-    group = SoloGroup(config.parallel.tp_size)
+    group = ParallelGroup(config.parallel.tp_size)
     build_model_runner(config, device, saver, group, progress, rehearses=True)
     return True

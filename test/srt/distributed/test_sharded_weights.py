@@ -11,7 +11,7 @@ from fixtures.rank_processes import Ranks, held_by, load_and_read
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.slices import finish
 
@@ -79,7 +79,7 @@ def test_experts_that_come_as_one_tensor_are_written_like_each_by_itself(
     for before, after in two_ranks.run(stage_and_commit, path, joint):
         assert before.keys() == after.keys()
         assert same(after, before | expected)
-    before, after = stage_and_commit(SoloGroup(), path, joint)
+    before, after = stage_and_commit(ParallelGroup(), path, joint)
     assert same(after, before | expected)
 
 

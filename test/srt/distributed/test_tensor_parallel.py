@@ -10,6 +10,7 @@ from fixtures.model_runs import RunnerDriver
 from fixtures.rank_processes import Output, Ranks, generate, outputs_of
 
 from ebbtide.srt.adapter_config import adapter_config
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError
 
 NUM_TOKENS = 12
@@ -96,13 +97,7 @@ def test_models_that_ranks_cannot_divide_are_refused(
     path = make_checkpoint(tmp_path, architecture, **options, seed=5)
 
     with pytest.raises(ConfigurationError, match=f"tp_size: {message}"):
-        generate(FirstOfFour(), path, [[1]], 1)
-
-
-class FirstOfFour:
-    """A group that is never used."""
-
-    rank, size = 0, 4
+        generate(ParallelGroup(4), path, [[1]], 1)
 
 
 @pytest.mark.parametrize("name", ["llama-one-kv-head", "qwen3-moe", "deepseek-v3", "nemotron-h"])

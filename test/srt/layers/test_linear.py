@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ebbtide.srt.distributed.parallel_group import SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.step import Kernels, Step
@@ -27,7 +27,7 @@ def inputs_of(x: Tensor, norm: RMSNorm | None) -> Tensor | NormedResidual:
     return x if norm is None else Residual(x).normed(norm)
 
 
-class Rank(SoloGroup):
+class Rank(ParallelGroup):
     """One of two ranks; the other one's part of every sum is `other`."""
 
     size = 2

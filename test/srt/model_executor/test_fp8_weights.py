@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ebbtide.formats.announcement import ChangedTensor
 from ebbtide.formats.delta import encode_positions
-from ebbtide.srt.distributed.parallel_group import SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.fp8 import FP8, SCALE_LAYOUTS, quantize_into
 from ebbtide.srt.managers.io_struct import (
@@ -451,7 +451,7 @@ def test_other_quantisations_and_sizes_are_refused_and_modules_excluded(path: Pa
     assert all(name.startswith("model.layers.0.") for name in kept)
 
 
-class Half(SoloGroup):
+class Half(ParallelGroup):
     """One of two ranks that do not talk to each other."""
 
     size = 2

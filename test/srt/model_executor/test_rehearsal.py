@@ -10,7 +10,7 @@ from fixtures.checkpoints import make_checkpoint
 from fixtures.model_runs import RunnerDriver
 from torch import Tensor
 
-from ebbtide.srt.distributed.parallel_group import SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.layers.attention.base import AttentionShape
 from ebbtide.srt.layers.embedding import VocabEmbedding
 from ebbtide.srt.layers.linear import Inputs, Linear
@@ -77,4 +77,4 @@ def test_a_start_launches_products_of_all_sizes_in_a_layer_of_each_kind(
     assert max(logits_rows) <= 300
     assert {1, 2, 4, 8, 16, 32, 64} < logits_rows
     assert list(model.model.layers) == layers
-    assert all(isinstance(layer.group, SoloGroup) for layer in model.modules() if isinstance(layer, Linear))
+    assert all(type(layer.group) is ParallelGroup for layer in model.modules() if isinstance(layer, Linear))

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from ebbtide.srt.distributed.parallel_group import SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec
 from ebbtide.srt.model_executor.loader import load_weights
@@ -268,7 +268,7 @@ def test_updates_may_call_tensors_of_nemotrons_as_transformers_does(tmp_path: Pa
 def test_what_is_applied_to_our_layers_is_refused_for_those_of_transformers(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "GraniteForCausalLM")
     refused: dict[str, dict[str, Any]] = {
-        "tp_size": {"group": SoloGroup(2, 0)},
+        "tp_size": {"group": ParallelGroup(2, 0)},
         "quantization": {"quantization": "fp8"},
         "enable_lora": {"enable_lora": True},
     }

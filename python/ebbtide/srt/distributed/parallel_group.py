@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import torch
@@ -32,56 +32,40 @@ _c10d: Any = c10d
 COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
 
 
-class ParallelGroup(Protocol):
-    """Ranks that call the same methods in the same order, with tensors of the same shape."""
+class ParallelGroup:
+    """Ranks that call the same methods in the same order, with tensors of the same shape.
 
-    rank: int
-    size: int
-
-    def all_reduce_(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place; the same bits on every rank. Returns `x`.
-
-        On a GPU it runs on the current stream, and a CUDA graph may capture it.
-        """
-
-    def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
-        """onto += the sum of x over all ranks, of the same shape; x may be written over."""
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The tensors of all ranks in one, along `dim`, in the ranks' order."""
-
-    def smallest(self, value: int) -> int:
-        """The least of all ranks' values. The host waits for it."""
-
-    def close(self) -> None: ...
-
-
-class SoloGroup:
-    """One rank, which holds everything.
-
-    Or one of several without the others, for what is compiled: shapes are right then, numbers are not.
+    By itself it is one rank, which holds everything. Or one of several without the others, for what is
+    compiled: shapes are right then, numbers are not.
     """
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self.size, self.rank = size, rank
 
     def all_reduce_(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place; the same bits on every rank. Returns `x`.
+
+        On a GPU it runs on the current stream, and a CUDA graph may capture it.
+        """
         return x
 
     def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
+        """onto += the sum of x over all ranks, of the same shape; x may be written over."""
         onto += x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """The tensors of all ranks in one, along `dim`, in the ranks' order."""
         return x if self.size == 1 else torch.cat([x] * self.size, dim=dim)
 
     def smallest(self, value: int) -> int:
+        """The least of all ranks' values. The host waits for it."""
         return value
 
     def close(self) -> None:
-        """Do nothing: there is nothing to leave."""
+        """Leave the others, if there are any."""
 
 
-class TorchGroup:
+class TorchGroup(ParallelGroup):
     """Ranks joined by one of torch's backends, `ProcessGroupGloo` or `ProcessGroupNCCL`.
 
     Attributes:
@@ -89,8 +73,7 @@ class TorchGroup:
     """
 
     def __init__(self, backend: Any, rank: int, size: int, device: torch.device) -> None:
-        self.rank = rank
-        self.size = size
+        super().__init__(size, rank)
         self.peers: PeerMemory | None = None
         self._backend: Any | None = backend
         self._device = device
@@ -152,7 +135,7 @@ def join_parallel_group(
     *,
     uses_peer_memory: bool = True,
 ) -> ParallelGroup:
-    """Meet the other ranks of this replica: by gloo on a CPU, by NCCL on GPUs. A `SoloGroup` for one rank.
+    """Meet the other ranks of this replica: by gloo on a CPU, by NCCL on GPUs. One rank is by itself.
 
     Args:
         rendezvous: where they meet, and nobody else does or did: `file:///path` on one host, or
@@ -162,7 +145,7 @@ def join_parallel_group(
     EngineError: they did not all come in time.
     """
     if parallel.tp_size == 1:
-        return SoloGroup()
+        return ParallelGroup()
     deadline_s = time.monotonic() + timeout_s
     rank, size = parallel.tp_rank, parallel.tp_size
     try:

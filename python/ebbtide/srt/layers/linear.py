@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.layers.lora import Delta, ProductAdapters
 from ebbtide.srt.layers.norm import (
     Activation,
@@ -82,7 +82,7 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.group: ParallelGroup = SoloGroup()
+        self.group = ParallelGroup()
         self.adapters: ProductAdapters | None = None
         self.weight = parameter(out_features, in_features, dtype=dtype)
         self.bias = parameter(out_features, dtype=dtype) if bias else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.layers.heads import BiasedWeights, Clamp, MoeConfig, RoutedTokens
 from ebbtide.srt.layers.linear import Inputs, Linear, linear
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
@@ -72,7 +72,7 @@ class Experts(nn.Module):
         num_experts, inner = config.num_experts, config.inner_size
         self.config, self.layer = config, layer
         self.adapters: dict[str, ProductAdapters] = {}
-        self.group: ParallelGroup = SoloGroup()
+        self.group = ParallelGroup()
         num_rows = num_experts * inner * (2 if config.is_gated else 1)
         self.gate_up_proj = parameter(num_rows, hidden_size, dtype=dtype)
         self.down_proj = parameter(num_experts * hidden_size, inner, dtype=dtype)

@@ -16,7 +16,7 @@ import torch
 from ebbtide.srt.config import CacheConfig, EngineConfig, ModelConfig
 from ebbtide.srt.device.base import Device
 from ebbtide.srt.distributed.division import Division, part_of
-from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.layers.attention.base import (
     AttentionBackend,
@@ -87,7 +87,7 @@ def build_model_runner(
 
     Raises ConfigurationError for a model, a checkpoint, a dtype or a size that does not do.
     """
-    group = SoloGroup() if group is None else group
+    group = ParallelGroup() if group is None else group
     progress = LoggedProgress(stages) if progress is None else progress
     num_rows, cache_config = config.schedule.max_running_requests, config.cache
     of_rank = replace(config, model=model_of_rank(config.model, group))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import ModuleList
 
-from ebbtide.srt.distributed.parallel_group import SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.layers.attention.base import AttentionShape, DecodeBuffers, LayerAttention, Progress
 from ebbtide.srt.layers.attention.decode_choice import FewRequests, serves_few
 from ebbtide.srt.layers.heads import HeadNorms, Rope
@@ -208,7 +208,7 @@ def _apart(model: CausalLM) -> Iterator[None]:
     layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "group")]
     groups = [layer.group for layer in layers]
     for layer, group in zip(layers, groups, strict=True):
-        layer.group = SoloGroup(group.size, group.rank)
+        layer.group = ParallelGroup(group.size, group.rank)
     try:
         yield
     finally:

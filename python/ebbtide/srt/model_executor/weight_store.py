@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.formats.stored_tensor import StoredTensor, copy_into
-from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, FP8, SCALE_LAYOUTS, dequantize
 from ebbtide.srt.mem_cache.kv_scales import scale_place
@@ -98,7 +98,7 @@ class WeightStore:
         quantization: Quantization | None = None,
     ) -> None:
         self._model = model
-        self._group: ParallelGroup = SoloGroup() if group is None else group
+        self._group = ParallelGroup() if group is None else group
         self.placements = shard(model, self._group)
         self._layout = BLOCKS if quantization is None else quantization.layout
         self._scales: dict[str, Placement] = (

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.tensor_list import DeviceStorage, Listing
 from ebbtide.srt.device.cpu import CpuDevice
-from ebbtide.srt.distributed.parallel_group import SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.managers.scheduling.write_plan import TensorPlan, WeightStaging, make_plan
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
@@ -131,7 +131,9 @@ def holds(store: WeightStore, name: str, tensor: torch.Tensor) -> bool:
     return torch.equal(place.region, place.part_of(tensor).view_as(place.region))
 
 
-@pytest.mark.parametrize("store", [SoloGroup(), SoloGroup(2, 1)], indirect=True, ids=["one rank", "of two"])
+@pytest.mark.parametrize(
+    "store", [ParallelGroup(), ParallelGroup(2, 1)], indirect=True, ids=["one rank", "of two"]
+)
 def test_every_byte_arrives_time_after_time_wherever_the_tensors_lie(
     store: WeightStore, named: Named, gpu: Gpu, counters: Counters
 ) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ebbtide.srt.distributed.parallel_group import ParallelGroup, SoloGroup
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
 
 # Tokens that a layer with a state takes at once.
 PIECE_TOKENS = 64
@@ -56,4 +56,4 @@ class StateLayer(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
-        self.group: ParallelGroup = SoloGroup()
+        self.group = ParallelGroup()
