@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
-from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -73,16 +72,10 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self.size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._lock = Lock()
-
-    @property
-    def info(self) -> xgrammar.TokenizerInfo:
-        """The library's view; the first call takes seconds. From any thread."""
-        with self._lock:
-            return self._info
 
     @cached_property
-    def _info(self) -> xgrammar.TokenizerInfo:
+    def info(self) -> xgrammar.TokenizerInfo:
+        """The library's view, which takes seconds to make. From one thread."""
         import xgrammar
 
         return xgrammar.TokenizerInfo.from_huggingface(
