@@ -263,14 +263,10 @@ def test_slots_that_are_all_pinned_refuse_further_adapters_by_name() -> None:
     harness = AdapterHarness()
     harness.load("p", 1, pinned=True)
     harness.load("q", 2, pinned=True)
-    refusal = harness.refuse(loading("a", 3))
-    assert refusal.status == 409
-    assert "p, q" in refusal.message
+    harness.refused(loading("a", 3), 409, "p, q")
     harness.do(UnloadLoRAAdapterReqInput(lora_name="q"))
     harness.load("a", 3)
-    refusal = harness.refuse(loading("q", 2, pinned=True))
-    assert refusal.status == 409
-    assert "a" in refusal.message
+    harness.refused(loading("q", 2, pinned=True), 409, "a")
     assert harness.loaded == ["p@1", "a@3"]
 
 
@@ -481,9 +477,7 @@ def test_what_is_staged_leaves_a_slot_to_requests() -> None:
     fields: dict[str, Any] = {"lora_version": "1", "session_id": "step"}
     harness.load("c", 3, **fields)
     harness.load("d", 4, **fields)
-    refusal = harness.refuse(loading("e", 5, **fields))
-    assert refusal.status == 409
-    assert "c@1, d@1 are staged or pinned" in refusal.message
+    harness.refused(loading("e", 5, **fields), 409, "c@1, d@1 are staged or pinned")
     assert harness.do(loading("c", 3, **fields)).changed is False
     rids = [harness.ask("a"), harness.ask("b")]
     harness.run_until_idle()

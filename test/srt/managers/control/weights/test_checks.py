@@ -52,8 +52,7 @@ def test_weights_that_were_filled_and_sent_again_are_those_of_the_snapshot(harne
     check(harness, "reset_tensors")
     assert not harness.now.can_run
     num_tokens = harness.num_tokens(rid)
-    refusal = harness.refuse(ask("compare"))
-    assert (refusal.status, "layer.0" in refusal.message) == (400, True)
+    harness.refused(ask("compare"), 400, "layer.0")
     assert "4 tensors are stale" in check(harness, "checksum").message
     assert "stale" in harness.refuse(ask("snapshot")).message
     harness.turn(5)
@@ -67,17 +66,14 @@ def test_weights_that_were_filled_and_sent_again_are_those_of_the_snapshot(harne
 def test_a_difference_is_refused_and_named_and_the_snapshot_stays(harness: Harness) -> None:
     check(harness, "snapshot")
     harness.update(7, 2)
-    refusal = harness.refuse(ask("compare"))
-    assert refusal.status == 400
-    assert "1 parameters are not those of the snapshot: layer.2" in refusal.message
+    refusal = harness.refused(ask("compare"), 400, "1 parameters are not those of the snapshot: layer.2")
     assert refusal.fields["errors"][0]["name"] == "layer.2"
     check(harness, "compare", "layer.2")
 
 
 def test_what_is_skipped_is_not_filled_and_nothing_is_under_an_update(harness: Harness) -> None:
     harness.begin()
-    refusal = harness.refuse(ask("reset_tensors"))
-    assert (refusal.status, "session" in refusal.message) == (409, True)
+    harness.refused(ask("reset_tensors"), 409, "session")
     assert harness.now.can_run
     harness.abort_session()
     check(harness, "reset_tensors", "layer.1")
@@ -158,8 +154,7 @@ def test_a_miss_leaves_the_old_weights_serving_and_a_hit_is_committed(
         harness.update(value, weight_version=str(value), flush_cache=False)
         request = EndWeightUpdateReqInput(canary=canary, pause_mode=PauseMode.IN_PLACE)
     if problem:
-        refusal = harness.refuse(request)
-        assert (refusal.status, problem in refusal.message) == (400, True), refusal
+        harness.refused(request, 400, problem)
         assert harness.values == [0] * 4
     else:
         reply = harness.do(request)
@@ -185,8 +180,7 @@ def test_a_miss_leaves_the_old_weights_serving_and_a_hit_is_committed(
 )
 def test_what_can_never_be_tried_is_refused_before_anything_is_written(canary: Canary, problem: str) -> None:
     harness = Harness()
-    refusal = harness.refuse(trying(1, canary))
-    assert (refusal.status, problem in refusal.message) == (400, True), refusal
+    harness.refused(trying(1, canary), 400, problem)
     assert harness.weights.parameters.generation == 0
 
 
@@ -214,8 +208,7 @@ def test_where_it_cannot_be_tried_it_is_refused_before_anything_is_written(case:
     before = harness.values
     # Stale weights are not tried even if nothing is to be written.
     fields = {"names": []} if case == "stale" else {}
-    refusal = harness.refuse(trying(1, Canary(input_ids=IDS), **fields))
-    assert (refusal.status, problem in refusal.message) == (400, True), refusal
+    harness.refused(trying(1, Canary(input_ids=IDS), **fields), 400, problem)
     assert harness.values == before
 
 
