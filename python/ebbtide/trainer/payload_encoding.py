@@ -151,7 +151,7 @@ class WholeEncoder(PayloadEncoder):
 
 
 def side_by_side(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedTensors:
-    """Copies of tensors of a GPU in one allocation: an engine maps it in the time of one of hundreds.
+    """Copies of tensors of a GPU, those of one dtype in one allocation: an engine maps one, not hundreds.
 
     Waits for what computes them. Where some are of the CPU, they are given back as they are.
     Raises `RequestRejected` for what is not a dense tensor.
@@ -160,14 +160,7 @@ def side_by_side(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedTens
     if {tensor.device.type for _, tensor in tensors} != {"cuda"}:
         return tensors
     _finish_work(tensors)
-    return _joined(tensors)
-
-
-def _joined(tensors: NamedTensors) -> NamedTensors:
-    """Copies of tensors, those of one device and dtype in one allocation.
-
-    By few calls: each lets go of the interpreter's lock, for which a thread waits that serves streams.
-    """
+    # By few calls: each lets go of the interpreter's lock, for which a thread waits that serves streams.
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
@@ -192,11 +185,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     adds to them."""
     if type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or tensor.is_conj():
         return False
-    return tensor.is_contiguous() or not _repeats_elements(tensor)
-
-
-def _repeats_elements(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+    return tensor.is_contiguous() or tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def _finish_work(tensors: NamedTensors) -> None:
@@ -218,12 +207,12 @@ def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], num_ent
     """
     tensors = _checked(named_tensors)
     _finish_work(tensors)
-    sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for _, tensor in tensors]
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in tensors]
     storage, handle = _allocate(max(sum(sizes), _ALIGNMENT))
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     views, starts = [], [0, *accumulate(sizes)][:-1]
     for (name, tensor), start in zip(tensors, starts, strict=True):
-        used = tensor.numel() * tensor.element_size()
+        used = tensor.nbytes
         view = flat[start : start + used].view(tensor.dtype).view(tensor.shape)
         view.copy_(tensor.detach())
         views.append((name, view))
