@@ -76,12 +76,9 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("empty", [{"text": ""}, {"text": ["a", ""]}, {"input_ids": []}, {"input_ids": [[1], []]}]),
     ("empty", [{"text": []}, {"text": [], "sampling_params": []}]),
     # A wrong type is named with its path.
-    ("$.text", [{"text": 3}]),
     ("$.input_ids[0]", [{"input_ids": ["a"]}]),
-    ("$.input_ids[1][0]", [{"input_ids": [[1], [True]]}]),
     ("$.stream", [{"text": "a", "stream": "perhaps"}]),
     ("$.timeout_s", [{"text": "a", "timeout_s": "nan"}]),
-    ("$.rid", [{"text": "a", "rid": 7}]),
     ("$.top_logprobs_num", [{"text": "a", "top_logprobs_num": 1.5}]),
     # Ids outside the vocabulary, in one prompt of a batch too; more positions or tokens than there are.
     *[(str(bad), [{"input_ids": [1, bad]}, {**ONE, "token_ids_logprob": [bad]}]) for bad in (500, -1, 2**70)],

@@ -257,13 +257,6 @@ class LogprobColumns(Struct, frozen=True, array_like=True, omit_defaults=True):
         return cls(*(b"" if column is None else column.tobytes() for column in positions.columns))
 
 
-def finite(logprob: float) -> float | None:
-    """A logprob that JSON can hold: none below `LOWEST_LOGPROB`; None for one that is no number."""
-    if logprob >= LOWEST_LOGPROB:
-        return logprob
-    return None if isnan(logprob) else LOWEST_LOGPROB
-
-
 class LogprobRows:
     """One position of each of many requests, all equally wide: a `LogprobList` takes what it asks for."""
 
@@ -343,8 +336,11 @@ class LogprobList:
 
     @property
     def tokens(self) -> list[float | None]:
-        """The tokens' own logprobs, none of them below `LOWEST_LOGPROB`."""
-        return [value if value >= LOWEST_LOGPROB else finite(value) for value in self._tokens]
+        """The tokens' own logprobs, as JSON can hold them: None where there is none."""
+        return [
+            value if value >= LOWEST_LOGPROB else None if isnan(value) else LOWEST_LOGPROB
+            for value in self._tokens
+        ]
 
     def tops(self) -> Iterator[list[tuple[float, int]] | None]:
         """(logprob, id) of the most likely tokens, by position."""
