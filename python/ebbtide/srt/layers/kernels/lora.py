@@ -2,8 +2,8 @@
 
 `shrink` computes x Aᵀ and `expand` adds (x Aᵀ) Bᵀ. Rows are listed by the group that they belong to, an
 adapter's slot and an expert, in the blocks of `moe_routing`: A and B are read once for each block. Sums over
-columns are cut into splits, which are added up in one order, by `expand` or by the last one that is computed:
-nothing is added atomically. Grids depend on the number of rows alone, so a CUDA graph can hold all of it.
+columns are cut into splits, which `expand` adds up in one order: nothing is added atomically. Grids depend on
+the number of rows alone, so a CUDA graph can hold all of it.
 
 A and B are asked for before the predecessor has ended: no kernel of a pass writes them. So are the lists of
 tokens, which `list_groups` sees written; those of experts are made just before.
@@ -24,15 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.instructions import announce, wait
-from ebbtide.srt.layers.kernels.launch import arrivals, num_multiprocessors, overlap_options
+from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.moe_routing import Blocks, list_slots
 
 # Rows of a block: few for decode steps, where a group has few.
 FEW_ROWS, FEW_BLOCK, LARGE_BLOCK = 1024, 16, 64
-# Columns of one product of tiles, programs of a multiprocessor, and the parts that a sum may be cut into; of
-# decode steps, whose parts are added up ahead of `expand`: there every program of it would do that again.
+# Columns of one product of tiles, programs of a multiprocessor, and the parts that a sum may be cut into.
 _STEP, _PROGRAMS = 128, 2
-_FEW_STEP, _FEW_PROGRAMS = 512, 8
 _SPLITS = (16, 8, 4, 2, 1)
 _MOST_RANKS_AT_ONCE = 64
 _OUTPUTS_AT_ONCE = 128
@@ -100,28 +98,19 @@ def shrink(x_TD: Tensor, factors: Factors, groups: SlotGroups, *, top_k: int = 1
     a_SEPD, *_ = factors
     _, num_experts, num_ranks, num_columns = a_SEPD.shape
     is_few = groups.block_rows == FEW_BLOCK
-    # As measured: those of experts were not.
-    is_summed = is_few and num_experts == 1
-    step, num_programs = (_FEW_STEP, _FEW_PROGRAMS) if is_summed else (_STEP, _PROGRAMS)
     block_ranks = min(triton.next_power_of_2(num_ranks), 32 if is_few else 64)
     num_tiles = triton.cdiv(num_ranks, block_ranks)
     num_blocks = triton.cdiv(groups.num_rows, groups.block_rows)
-    wanted = num_programs * num_multiprocessors(x_TD.device) // (num_tiles * num_blocks)
+    wanted = _PROGRAMS * num_multiprocessors(x_TD.device) // (num_tiles * num_blocks)
     # Each number has kernels of its own.
-    splits = next(each for each in _SPLITS if each <= max(1, min(wanted, num_columns // step)))
-    split_columns = triton.cdiv(triton.cdiv(num_columns, splits), step) * step
+    splits = next(each for each in _SPLITS if each <= max(1, min(wanted, num_columns // _STEP)))
+    split_columns = triton.cdiv(triton.cdiv(num_columns, splits), _STEP) * _STEP
     num_splits = triton.cdiv(num_columns, split_columns)
     parts = torch.empty((num_splits, groups.num_rows, num_ranks), dtype=torch.float32, device=x_TD.device)
-    inner = arrived = None
-    if is_summed and num_splits > 1:
-        inner = torch.empty_like(parts[:1])
-        arrived = arrivals(x_TD.device, triton.next_power_of_2(groups.blocks.number * num_tiles))
     _shrink_kernel[(groups.blocks.number, num_tiles, num_splits)](
         x_TD,
         a_SEPD,
         parts,
-        inner,
-        arrived,
         groups.blocks.experts,
         groups.blocks.slots,
         groups.num_rows,
@@ -130,18 +119,17 @@ def shrink(x_TD: Tensor, factors: Factors, groups: SlotGroups, *, top_k: int = 1
         NUM_EXPERTS=num_experts,
         NUM_RANKS=num_ranks,
         NUM_COLUMNS=num_columns,
-        NUM_SPLITS=num_splits,
         SPLIT_COLUMNS=split_columns,
         TOP_K=top_k,
         BLOCK_N=groups.block_rows,
         BLOCK_R=block_ranks,
-        STEP=step,
+        STEP=_STEP,
         EARLY=groups.are_early,
         num_warps=4,
         num_stages=3,
         **overlap_options(x_TD),
     )
-    return parts if inner is None else inner
+    return parts
 
 
 def expand(
@@ -217,8 +205,6 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     x_TD,
     a_SEPD,
     parts,
-    inner,
-    arrived,
     block_groups,
     block_slots,
     num_rows,
@@ -227,7 +213,6 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     NUM_EXPERTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -236,7 +221,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Some ranks of one block, summed over some columns; the last one of them adds up all parts, if asked."""
+    """Some ranks of one block, summed over some columns."""
     _start(EARLY, OVERLAPPED)
     block, split = tl.program_id(0), tl.program_id(2)
     group = tl.load(block_groups + block)
@@ -272,16 +257,6 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     places = rows.to(tl.int64)[:, None] * NUM_RANKS + ranks[None, :]
     mask, distance = filled[:, None] & inside[None, :], num_rows.to(tl.int64) * NUM_RANKS
     tl.store(parts + split * distance + places, total, mask=mask)
-    if arrived is not None:
-        # All threads have written before one of them says so, and reads what the others have said before.
-        tl.debug_barrier()
-        count = arrived + block * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(count, 1, sem="acq_rel") == NUM_SPLITS - 1:
-            tl.store(count, 0)
-            total = tl.zeros([BLOCK_N, BLOCK_R], dtype=tl.float32)
-            for part in tl.static_range(NUM_SPLITS):
-                total += tl.load(parts + part * distance + places, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(inner + places, total, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
