@@ -265,9 +265,8 @@ def test_what_is_applied_to_our_layers_is_refused_for_those_of_transformers(tmp_
 
 def test_windows_are_in_the_layers_that_the_config_names() -> None:
     def windows(architecture: str, **options: Any) -> list[int | None]:
-        return [
-            layer.kind.window for layer in build(architecture, sliding_window=8, **options).attention_layers
-        ]
+        model = build(architecture, sliding_window=8, **options)
+        return [layer.kind.window for layer in model.attention_layers]
 
     some = {"num_hidden_layers": 3, "max_window_layers": 1}
     assert windows("Qwen2ForCausalLM", use_sliding_window=True, **some) == [None, 8, 8]

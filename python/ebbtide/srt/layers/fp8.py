@@ -387,8 +387,7 @@ class EightBitExperts(Experts, ABC):
 
     @property
     @abstractmethod
-    def scales(self) -> tuple[Tensor, Tensor]:
-        """The scales of both weights."""
+    def scales(self) -> tuple[Tensor, Tensor]: ...
 
 
 class Fp8Experts(EightBitExperts):
@@ -438,14 +437,6 @@ class ChannelExperts(EightBitExperts):
     @property
     def scales(self) -> tuple[Tensor, Tensor]:
         return self.gate_up_proj_scale, self.down_proj_scale
-
-    def run_fused(
-        self, tokens: RoutedTokens, residual_TD: Tensor | None, adapted: ExpertFactors | None
-    ) -> Tensor:
-        from ebbtide.srt.layers.kernels.fused_moe import fused_experts
-
-        weights = (self.gate_up_proj, self.down_proj)
-        return fused_experts(tokens, *weights, residual_TD=residual_TD, scales=self.scales, adapted=adapted)
 
 
 def _meta_scales(weight: Tensor) -> nn.Parameter:

@@ -95,6 +95,11 @@ class Experts(nn.Module):
         tokens = RoutedTokens(x_TD, weights_TK, experts_TK)
         return ExpertSum(self, tokens, step.adapters if self.adapters else None)
 
+    @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """Of both weights, where those have 8 bits."""
+        return None
+
     def run(self, tokens: RoutedTokens, adapted: AdaptedExperts | None) -> Tensor:
         """The weighted sum on a device without kernels of ours."""
         return run_experts(tokens, self.gate_up_proj, self.down_proj, adapted)
@@ -106,7 +111,7 @@ class Experts(nn.Module):
         from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 
         weights = (self.gate_up_proj, self.down_proj)
-        return fused_experts(tokens, *weights, residual_TD=residual_TD, adapted=adapted)
+        return fused_experts(tokens, *weights, residual_TD=residual_TD, scales=self.scales, adapted=adapted)
 
 
 @dataclass(frozen=True, slots=True)
