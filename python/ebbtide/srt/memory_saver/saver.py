@@ -203,7 +203,7 @@ def hook_mode() -> str:
     return "preload" if "torch_memory_saver" in os.environ.get("LD_PRELOAD", "") else "torch"
 
 
-class TorchMemorySaverBackend:
+class TorchMemorySaverBackend(PlainMemory):
     """Arenas of one allocation each, in a region of the library that is theirs alone: a release pauses it.
 
     A shadow is memory of torch's own. `library`: None: `torch_memory_saver.torch_memory_saver`.
@@ -211,10 +211,8 @@ class TorchMemorySaverBackend:
     ConfigurationError: the library is not installed, or cannot work in this process.
     """
 
-    granularity = TORCH_GRANULARITY
-
     def __init__(self, device: TorchMemory, library: Any = None) -> None:
-        self._device = device
+        super().__init__(device)
         if library is None:
             library = _module("torch_memory_saver").torch_memory_saver
             with suppress(AttributeError):  # it can be set once in a process, and will have been to the same
@@ -227,9 +225,6 @@ class TorchMemorySaverBackend:
         if not num_bytes:
             return TorchArena(tag, 0, self._device)
         return _SavedArena(tag, num_bytes, self._device, self._library)
-
-    def chunk_pool(self, chunk_bytes: int) -> None:
-        """What the library has taken away it brings back to the same place only."""
 
 
 class _SavedArena(TorchArena):
