@@ -196,7 +196,7 @@ def _check_exposure(args: ServerArgs) -> None:
 def _warn_without_effect(args: ServerArgs) -> None:
     for argument in sglang_arguments().values():
         if argument.kind is Kind.NO_EFFECT and getattr(args, argument.name) != argument.default:
-            logger.warning("%s has no effect in Ebbtide", argument.flag)
+            logger.warning("%s has no effect in Ebbtide", argument.flags[0])
     if args.schedule_policy not in OWN_SCHEDULE_POLICIES:
         logger.warning("--schedule-policy %s means fcfs in Ebbtide: order of arrival", args.schedule_policy)
 

@@ -38,14 +38,9 @@ class Arg:
     also: int | None = None
 
 
-def about(help: str, **facts: Any) -> dict[str, Arg]:
-    """The metadata of a field; `facts` are further attributes of its `Arg`."""
-    return {"arg": Arg(help, **facts)}
-
-
 def arg(default: Any, help: str, **facts: Any) -> Any:
-    """A field of `ServerArgs` with this default; see `about`."""
-    return field(default=default, metadata=about(help, **facts))
+    """A field of `ServerArgs` with this default; `facts` are further attributes of its `Arg`."""
+    return field(default=default, metadata={"arg": Arg(help, **facts)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +60,7 @@ class ArgumentSpec:
     is_list: bool
     optional: bool
     default: Any
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        return (self.flag, *self.arg.aliases)
+    flags: tuple[str, ...]
 
     @property
     def shown_help(self) -> str:
@@ -111,7 +99,12 @@ def argument_spec(entry: dataclasses.Field[Any], hint: Any) -> ArgumentSpec:
         is_list=bool(lists),
         optional=type(None) in members,
         default=entry.default,
+        flags=(_flag(entry.name), *entry.metadata["arg"].aliases),
     )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 class Kind(StrEnum):
@@ -135,7 +128,6 @@ class SglangArgument:
         stands_for: the argument that an alias is another name of; empty for the other kinds.
         value_type: `bool` and `switch` are flags without a value, a switch also as `--no-...`; else `int`,
             `float`, `str`, or a list of those as `list[int]`.
-        aliases: further flags.
     """
 
     name: str
@@ -143,15 +135,7 @@ class SglangArgument:
     stands_for: str
     value_type: str
     default: Any
-    aliases: tuple[str, ...]
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        return (self.flag, *self.aliases)
+    flags: tuple[str, ...]
 
     def argparse_options(self) -> dict[str, Any]:
         # `--help` is about what Ebbtide does.
@@ -182,7 +166,7 @@ def _parsed(row: str) -> SglangArgument:
         stands_for=stands_for,
         value_type=value_type,
         default=json.loads(default),
-        aliases=tuple(" ".join(aliases).split()),
+        flags=(_flag(name), *" ".join(aliases).split()),
     )
 
 

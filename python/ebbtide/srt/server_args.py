@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Self, get_type_hints
 
 from ebbtide.srt.arguments import (
+    Arg,
     ArgumentSpec,
     SglangArgument,
     SglangArguments,
-    about,
     arg,
     argument_spec,
     sglang_arguments,
@@ -47,9 +47,9 @@ class ServerArgs(SglangArguments):
     """
 
     model_path: str = field(
-        metadata=about(
-            "Folder of a Hugging Face checkpoint, or the id of a model on the hub.", aliases=("--model",)
-        )
+        metadata={
+            "arg": Arg("Folder of a Hugging Face checkpoint, or the id of a model on the hub.", ("--model",))
+        }
     )
     model_impl: str = arg(
         "auto",
