@@ -119,19 +119,18 @@ def test_models_list_adapters_with_their_parent(server: Server, adapters: list[A
     assert server.get("/v1/models/first").json() == cards["first"]
 
 
-@pytest.mark.parametrize("prefix", ["/v1", "/skyrl/v1"])
 def test_vllms_clients_load_and_replace(
-    server: Server, adapters: list[Adapter], expected: list[list[int]], prefix: str
+    server: Server, adapters: list[Adapter], expected: list[list[int]]
 ) -> None:
     body = {"lora_name": "theirs", "lora_path": str(adapters[1].folder)}
-    answer = server.post(f"{prefix}/load_lora_adapter", body)
+    answer = server.post("/v1/load_lora_adapter", body)
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'theirs' added successfully.")
     assert generate(server, lora_path="theirs")["output_ids"] == expected[1]
     body["lora_path"] = str(adapters[2].folder)
-    again = server.post(f"{prefix}/load_lora_adapter", body).json()["error"]
+    again = server.post("/v1/load_lora_adapter", body).json()["error"]
     assert (again["code"], again["type"]) == (400, "InvalidUserInput")
     assert generate(server, lora_path="theirs")["output_ids"] == expected[1]
-    assert server.post(f"{prefix}/load_lora_adapter", {**body, "load_inplace": True}).status_code == 200
+    assert server.post("/v1/load_lora_adapter", {**body, "load_inplace": True}).status_code == 200
     again = generate(server, lora_path="theirs")
     assert again["output_ids"] == expected[2]
     assert again["meta_info"]["cached_tokens"] == 0, "the KV of the adapter before was reused"

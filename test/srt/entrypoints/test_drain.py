@@ -45,10 +45,9 @@ def by_signal(server: Server) -> None:
     )
 
 
-@pytest.mark.parametrize("drain", [by_request, by_signal])
-def test_what_is_in_is_served_and_nothing_else(drain: Callable[[Server], None]) -> None:
+def test_what_is_in_is_served_and_nothing_else() -> None:
     with server_with_a_request() as (server, answer):
-        drain(server)
+        by_request(server)
         for path, body in (("/generate", PROMPT), ("/v1/completions", {"prompt": [1]})):
             refused = server.post(path, body)
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
