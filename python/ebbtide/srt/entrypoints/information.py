@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, convert, field
@@ -15,6 +15,7 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.bodies import AnswerBody
 from ebbtide.srt.entrypoints.occupation import EngineState, num_gpus, total_tags
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api.generate_fields import said
 from ebbtide.srt.managers.io_struct import Load, StateReport, TagReport
 from ebbtide.version import __version__
 
@@ -31,13 +32,14 @@ _SUMMABLE = (
 )
 # This version has no speculative decoding, LoRA or disaggregation: their sections are empty.
 LOAD_SECTIONS = ("core", "memory", "queues", "spec", "lora", "disagg", "all")
+_SECTION: Final = rf"\s*({'|'.join(LOAD_SECTIONS)})\s*"
 
 
 class LoadsQuery(Struct, kw_only=True):
     """`include`: `core`, `memory`, `queues` or `all`, separated by commas."""
 
-    include: str = "core"
-    dp_rank: int | None = None
+    include: Annotated[str, said(pattern=f"^{_SECTION}(,{_SECTION})*$")] = "core"
+    dp_rank: Annotated[int | None, said(minimum=0)] = None
 
 
 class LoadSummary(Struct, kw_only=True):

@@ -8,7 +8,6 @@ from typing import Any, Final, get_type_hints
 import msgspec
 
 from ebbtide.srt.entrypoints.anthropic.routes import AnthropicApi
-from ebbtide.srt.entrypoints.information import LOAD_SECTIONS
 from ebbtide.srt.entrypoints.middleware import Access, access_of
 from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
 from ebbtide.srt.entrypoints.routes import CONTROL_ROUTES, NativeApi
@@ -198,14 +197,12 @@ FROM_1: Final[Schema] = {"minimum": 1}
 ABOVE_0: Final[Schema] = {"exclusiveMinimum": 0}
 NOT_EMPTY: Final[Schema] = {"minLength": 1}
 PORT: Final[Schema] = {"minimum": 1, "maximum": 65535, "pattern": "^[0-9]+$"}
-ONLY_TRUE: Final[Schema] = {"enum": [True, None]}
 ONE_MODEL: Final[Schema] = {"enum": ["target", "all", None]}
 
 _GROUP: Final[dict[str, Schema]] = {
     "rank_offset": FROM_1,
     "world_size": {"minimum": 2},
 }
-_SECTION: Final = rf"\s*({'|'.join(LOAD_SECTIONS)})\s*"
 _IDS: Final[Schema] = {"type": "array", "items": {"type": "integer"} | FROM_0}
 _LISTS_OF_IDS: Final[Schema] = {"type": "array", "items": _IDS}
 
@@ -223,10 +220,6 @@ FIELD_SCHEMAS: Final[dict[str, dict[str, Schema]]] = {
         },
     },
     "DetokenizeRequest": {"tokens": {"anyOf": [_IDS, _LISTS_OF_IDS]}},
-    "LoadsQuery": {
-        "dp_rank": FROM_0,
-        "include": {"pattern": f"^{_SECTION}(,{_SECTION})*$"},
-    },
     "PauseGenerationReqInput": {"timeout_s": FROM_0},
     "FlushCacheReqInput": {"timeout_s": FROM_0},
     "BeginWeightUpdateReqInput": {"timeout_s": FROM_0, "selector": ONE_MODEL},
@@ -240,17 +233,6 @@ FIELD_SCHEMAS: Final[dict[str, dict[str, Schema]]] = {
     "InitInfo": _GROUP,
     "GetWeightsByNameReqInput": {"name": NOT_EMPTY, "truncate_size": FROM_0},
     "Canary": {"input_ids": {"minItems": 2, "items": FROM_0}, "atol": FROM_0},
-    "StartParameters": {"is_checkpoint_format": ONLY_TRUE},
-    "BroadcasterParameters": {
-        "host": NOT_EMPTY,
-        "port": PORT,
-        "rank_offset": FROM_0,
-        "inference_world_size": FROM_1,
-        "timeout": ABOVE_0,
-        "quantize_in_weight_transfer": {"enum": [False, None]},
-        "session_id": {"type": "null"},
-    },
-    "PullParameters": {"pre_read_hook": {"enum": ["", None]}},
 }
 
 

@@ -13,6 +13,7 @@ from ebbtide.srt.entrypoints.request_body import BodyReader, of_query
 from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import reader_of
+from ebbtide.srt.managers.api.generate_fields import said
 from ebbtide.srt.managers.api.request_fields import refuse_misspelt, valid_values
 from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, PauseMode
 
@@ -78,7 +79,7 @@ class InitParameters(Struct, kw_only=True):
 class StartParameters(Struct, kw_only=True):
     """`is_checkpoint_format`: names and shapes are those of a checkpoint."""
 
-    is_checkpoint_format: bool = True
+    is_checkpoint_format: Annotated[bool, said(enum=[True, None])] = True
 
 
 class UpdateParameters(Struct, kw_only=True):
@@ -91,13 +92,13 @@ class UpdateParameters(Struct, kw_only=True):
 class BroadcasterParameters(Struct, kw_only=True):
     """How prime-rl's trainer is met. `backend`: as in `/init_weight_transfer_engine`."""
 
-    host: str
-    port: int
-    rank_offset: int
-    inference_world_size: int
-    timeout: float = 300.0
-    quantize_in_weight_transfer: bool = False
-    session_id: str | None = None
+    host: Annotated[str, said(minLength=1)]
+    port: Annotated[int, said(minimum=1, maximum=65535)]
+    rank_offset: Annotated[int, said(minimum=0)]
+    inference_world_size: Annotated[int, said(minimum=1)]
+    timeout: Annotated[float, said(exclusiveMinimum=0)] = 300.0
+    quantize_in_weight_transfer: Annotated[bool, said(enum=[False, None])] = False
+    session_id: Annotated[str | None, said(enum=[None])] = None
     backend: Literal["gloo", "nccl", "raw_nccl"] | None = None
 
 
@@ -145,7 +146,7 @@ class PullParameters(Struct, kw_only=True):
     local_checkpoint_dir: Folder
     source_dir: Folder
     target_version: int
-    pre_read_hook: str | None = None
+    pre_read_hook: Annotated[str | None, said(enum=["", None])] = None
 
 
 class FetchInfo(Struct, kw_only=True):
