@@ -15,6 +15,8 @@ import msgspec
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.entrypoints.bodies import DrainReply
 from ebbtide.srt.entrypoints.information import (
+    Loads,
+    ModelInfo,
     StartupTime,
     load_totals,
     loads_body,
@@ -373,9 +375,10 @@ class EngineService:
     async def read(self, what: str, **query: Any) -> dict[str, Any]:
         """What the method of `EngineMethods` of this name returns."""
         if what == "loads":
-            return await self.loads_body([query["include"]], query["dp_rank"])
-        method = self.metric_values if what == "metrics" else getattr(self, what)
-        body: dict[str, Any] = await method()
+            reading: Awaitable[Any] = self.loads_body([query["include"]], query["dp_rank"])
+        else:
+            reading = (self.metric_values if what == "metrics" else getattr(self, what))()
+        body: dict[str, Any] = msgspec.to_builtins(await reading)
         return body
 
     async def loads(self) -> list[Load]:
@@ -384,17 +387,14 @@ class EngineService:
         assert isinstance(reply, GetLoadReqOutput)
         return reply.loads
 
-    async def loads_body(
-        self, include: Sequence[str] = (), dp_rank: int | str | None = None
-    ) -> dict[str, Any]:
+    async def loads_body(self, include: Sequence[str] = (), dp_rank: int | str | None = None) -> Loads:
         """The body of `GET /v1/loads`: these sections, see `wanted_sections`, of one replica or of all.
 
         Raises RequestRejected: 400, there is no such section or replica.
         """
         sections = wanted_sections(include)
         loads = loads_of_rank(await self.loads(), dp_rank)
-        body: dict[str, Any] = msgspec.to_builtins(loads_body(loads, sections, self.config))
-        return body
+        return loads_body(loads, sections, self.config)
 
     async def metrics_text(self) -> bytes:
         """The body of `GET /metrics`."""
@@ -408,7 +408,7 @@ class EngineService:
 
     async def _sample(self) -> dict[str, Any]:
         """What the dashboard shows of one moment. Without a load where the schedulers do not answer."""
-        occupation = await self._occupation()
+        occupation = await self.memory_occupation()
         try:
             loads = await self.loads()
         except EngineError:
@@ -423,22 +423,17 @@ class EngineService:
             "load": load_totals(loads),
         }
 
-    async def memory_occupation(self) -> dict[str, Any]:
+    async def memory_occupation(self) -> MemoryOccupationBody:
         """The body of `GET /memory_occupation`. Never waits for the engine."""
-        body: dict[str, Any] = msgspec.to_builtins(await self._occupation())
-        return body
-
-    async def _occupation(self) -> MemoryOccupationBody:
         return await asyncio.to_thread(memory_occupation, self.state, self.config.parallel)
 
-    async def model_info(self) -> dict[str, Any]:
+    async def model_info(self) -> ModelInfo:
         """The body of `GET /model_info`."""
-        body: dict[str, Any] = msgspec.to_builtins(model_info(self.config, self.state, self._reports))
-        return body
+        return model_info(self.config, self.state, self._reports)
 
     async def server_info(self) -> dict[str, Any]:
         """The body of `GET /server_info`."""
-        occupation = msgspec.convert(await self._occupation(), EngineState, from_attributes=True)
+        occupation = msgspec.convert(await self.memory_occupation(), EngineState, from_attributes=True)
         loads = await self.loads()
         startup_time = StartupTime(scheduler_e2e=self._scheduler_s, tokenizer_e2e=self._open_s)
         return server_info(

@@ -152,8 +152,8 @@ class RemoteCalls:
         await self._service.control(ResumeMemoryOccupationReqInput, {"tags": asked.tags})
 
     async def _fetch(self, asked: FetchParameters) -> Body:
-        result: Body = (await self._weights.fetch(asked))["result"][0]
-        return result
+        [result] = (await self._weights.fetch(asked))["result"]
+        return {**result}
 
     async def _reload(self, asked: Nothing) -> None:
         folder = {"model_path": self._service.config.model.path}
