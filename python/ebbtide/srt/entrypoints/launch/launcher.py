@@ -22,7 +22,7 @@ from ebbtide.srt.entrypoints.launch.child_process import (
     thread_defaults,
 )
 from ebbtide.srt.entrypoints.launch.console import StageLine, Stopped, configure_logging, raising_signals
-from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
+from ebbtide.srt.entrypoints.launch.node_link import Ended, meet
 from ebbtide.srt.entrypoints.launch.placement import SocketFolder, local_ranks
 from ebbtide.srt.entrypoints.launch.process import ProcessStart
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
@@ -68,13 +68,16 @@ class NodeProcesses:
         self._start_limit = max((config.parallel.dist_timeout_s, "--dist-timeout"), self._hang_limit)
         self._is_main_node = config.parallel.node_rank == 0
         self._children: list[ChildProcess] = []
-        self._links: NodeLinks | None = None
         self._watcher: threading.Thread | None = None
-        self._stop_reader, self._stop_writer = multiprocessing.Pipe(duplex=False)
         self._folder = SocketFolder()
         try:
             self._links, self.replicas, random_seed = meet(config, self._folder.path)
-            config = replace(config, runtime=replace(config.runtime, random_seed=random_seed))
+        except BaseException:
+            self._folder.remove()
+            raise
+        config = replace(config, runtime=replace(config.runtime, random_seed=random_seed))
+        self._stop_reader, self._stop_writer = multiprocessing.Pipe(duplex=False)
+        try:
             for start in self._starts(config, targets):
                 child = early.take(start.name) if early is not None else None
                 if child is None:
@@ -101,7 +104,7 @@ class NodeProcesses:
                 stages.show("", "starting the processes")
                 facts = self._gather_facts(stages)
             if not self._is_main_node:
-                self._open_links.send_ready(facts)
+                self._links.send_ready(facts)
         except BaseException as error:
             self._end_others(error)
             self.shutdown()
@@ -128,9 +131,8 @@ class NodeProcesses:
             self._stop_writer.close()
             if self._watcher is not None and self._watcher is not threading.current_thread():
                 self._watcher.join()
-            if self._links is not None:
-                self._links.send_end()
-                self._links.close()
+            self._links.send_end()
+            self._links.close()
             for child in self._children:
                 child.kill()
             for child in self._children:
@@ -139,11 +141,6 @@ class NodeProcesses:
             self._folder.remove()
 
     # ---------------------------------------------------------------------------------------------- the start
-
-    @property
-    def _open_links(self) -> NodeLinks:
-        assert self._links is not None, "the nodes have met"
-        return self._links
 
     def _starts(self, config: EngineConfig, targets: Mapping[str, str]) -> Iterator[ProcessStart]:
         for name, target in targets.items():
@@ -165,7 +162,7 @@ class NodeProcesses:
         """The facts of every leader among the ranks that this node waits for: its own, on node 0 all."""
         facts: list[dict[str, Any]] = []
         starting: dict[Any, ChildProcess] = {child.pipe: child for child in self._children}
-        links = self._open_links.connections
+        links = self._links.connections
         unready = set(links) if self._is_main_node else set()
         pulses = PulseWatch(self._children, *self._start_limit)
         while starting or unready:
@@ -185,9 +182,9 @@ class NodeProcesses:
                         facts.append(report)
                     continue
                 assert isinstance(ready, multiprocessing.connection.Connection)
-                message = self._open_links.receive(ready)
+                message = self._links.receive(ready)
                 if isinstance(message, Ended):
-                    self._open_links.pass_on(message)
+                    self._links.pass_on(message)
                     raise _error_of(message)
                 facts.extend(message.facts)
                 unready.discard(ready)
@@ -206,7 +203,7 @@ class NodeProcesses:
         """
         if self._num_ranks == 1 or isinstance(error, ConfigurationError) or child.was_ended_by_signal(0):
             return error
-        links = self._open_links.connections
+        links = self._links.connections
         others = {pipe: one for pipe, one in starting.items() if one.name not in DETOKENIZER}
         deadline_s = time.monotonic() + CAUSE_TIMEOUT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
@@ -220,14 +217,14 @@ class NodeProcesses:
                         del others[happened]
                         if isinstance(cause, ConfigurationError) or other.was_ended_by_signal(0):
                             return cause
-                elif isinstance(message := self._open_links.receive(happened), Ended):  # type: ignore[arg-type]
-                    self._open_links.pass_on(message)
+                elif isinstance(message := self._links.receive(happened), Ended):  # type: ignore[arg-type]
+                    self._links.pass_on(message)
                     return _error_of(message)
         return error
 
     def _end_others(self, error: BaseException) -> None:
         """Tell the other nodes why this one does not start; a signal is no reason, but an end."""
-        if self._links is not None and isinstance(error, EbbtideError):
+        if isinstance(error, EbbtideError):
             self._links.send_end(str(error), isinstance(error, ConfigurationError))
 
     # ------------------------------------------------------------------------------------------------ the end
@@ -251,7 +248,7 @@ class NodeProcesses:
 
     def _first_end(self, pulses: PulseWatch) -> Ended | None:
         """Wait for the end of a process or a node, and tell the others; None: this node was asked to end."""
-        links = self._open_links
+        links = self._links
         running: dict[Any, ChildProcess] = {child.sentinel: child for child in self._children}
         failed: list[ChildProcess] = []
         deadline_s = math.inf
