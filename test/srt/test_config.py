@@ -221,6 +221,7 @@ BAD_ARGUMENTS: dict[str, list[Any]] = {
     "weight_update_timeout_s": [0],
     "watchdog_timeout": [float("inf")],
     "soft_watchdog_timeout": [0],
+    "drain_timeout_s": [float("nan")],
     "port": [0, 65536],
     "log_level": ["loud"],
     "custom_weight_loader": [[1]],

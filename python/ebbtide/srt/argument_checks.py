@@ -90,7 +90,7 @@ def _check_value(spec: ArgumentSpec, value: Any) -> None:
     arg = spec.arg
     if arg.choices and value not in arg.choices:
         raise _unexpected(spec.name, f"one of {', '.join(arg.choices)}", value)
-    if arg.minimum is not None and value < arg.minimum and value != arg.also:
+    if arg.minimum is not None and not value >= arg.minimum and value != arg.also:
         raise _unexpected(
             spec.name, f"at least {arg.minimum}" + (f", or {arg.also}" if arg.also else ""), value
         )
