@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 from dataclasses import dataclass
@@ -275,7 +274,7 @@ def resolve_for(args: ServerArgs, model: ModelConfig) -> EngineConfig:
         schedule=schedule,
         runtime=_resolve_runtime(args, device, schedule),
         parallel=_resolve_parallel(args, device),
-        server_args=copy.copy(args),
+        server_args=args,
     )
 
 
