@@ -1,10 +1,12 @@
-"""Who holds device memory, as NVML counts it."""
+"""Who holds memory of the host, and of GPUs as NVML counts it."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from ebbtide.srt.device.memory import process_bytes
+from ebbtide.srt.device.memory import host_memory_info, process_bytes
 
 
 class NVMLError(Exception):
@@ -36,3 +38,15 @@ def test_processes_are_listed_with_what_they_hold(nvml):
 
 def test_a_device_that_nvml_does_not_know_has_nobody(nvml):
     assert process_bytes("5678", nvml) == {}
+
+
+def test_another_process_of_the_host_is_asked_by_its_id():
+    size = 64 << 20
+    command = [sys.executable, "-c", f"held = b'x' * {size}; print('ready', flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "ready\n"
+        held = host_memory_info(child.pid).process_bytes
+        child.communicate("\n")
+    assert size <= held < 2 * size
+    with pytest.raises(ProcessLookupError):
+        host_memory_info(child.pid)
