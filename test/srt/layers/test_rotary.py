@@ -9,8 +9,7 @@ from fixtures.checkpoints import LLAMA3_ROPE
 from transformers import Glm4MoeConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4_moe import modeling_glm4_moe
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama import modeling_llama
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.rotary import RotaryEmbedding, inverse_frequencies, rope_config, rotate
@@ -49,37 +48,41 @@ def test_scaled_frequencies_equal_transformers(settings: dict[str, Any]) -> None
     assert torch.equal(first, torch.full_like(first, scale))
 
 
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "modeling", "rotary", "rotated"),
+    [
+        (LlamaConfig(**SIZES), modeling_llama, modeling_llama.LlamaRotaryEmbedding, 16),
+        (
+            Glm4MoeConfig(**SIZES, partial_rotary_factor=0.25),
+            modeling_glm4_moe,
+            modeling_glm4_moe.Glm4MoeRotaryEmbedding,
+            4,
+        ),
+    ],
+    ids=["all", "a part of each head"],
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_rotation_equals_transformers(dtype: torch.dtype, tolerance: float) -> None:
+def test_rotation_equals_transformers(
+    config: Any, modeling: Any, rotary: Any, rotated: int, dtype: torch.dtype, tolerance: float
+) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16)
     positions = torch.tensor([0, 1, 7, 100_000])
     q, k = torch.randn(4, 4, 16).to(dtype), torch.randn(4, 2, 16).to(dtype)
-    cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
-    expected_q, expected_k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    cos, sin = rotary(config)(q, positions[None])
+    heads = (q.transpose(0, 1)[None], k.transpose(0, 1)[None])
+    expected_q, expected_k = modeling.apply_rotary_pos_emb(*heads, cos, sin)
 
     ours = RotaryEmbedding(rope_config(config), 16, CPU)(positions, dtype)
 
     for x, expected in ((q, expected_q), (k, expected_k)):
         before = x.clone()
-        torch.testing.assert_close(rotate(x, *ours), expected[0].transpose(0, 1), rtol=0, atol=tolerance)
+        found = rotate(x, *ours)
+        torch.testing.assert_close(found, expected[0].transpose(0, 1), rtol=0, atol=tolerance)
+        assert torch.equal(found[..., rotated:], x[..., rotated:])
         assert torch.equal(x, before)
-
-
-def test_a_part_of_each_head_is_rotated_as_in_transformers() -> None:
-    torch.manual_seed(1)
-    config = Glm4MoeConfig(hidden_size=64, num_attention_heads=4, head_dim=16, partial_rotary_factor=0.25)
-    positions = torch.tensor([0, 3, 90_000])
-    q, k = torch.randn(3, 4, 16), torch.randn(3, 2, 16)
-    cos, sin = Glm4MoeRotaryEmbedding(config)(q, positions[None])
-    heads = (q.transpose(0, 1)[None], k.transpose(0, 1)[None])
-    expected_q, expected_k = modeling_glm4_moe.apply_rotary_pos_emb(*heads, cos, sin)
-
-    ours = RotaryEmbedding(rope_config(config), 16, CPU)(positions, torch.float32)
-
-    for x, expected in ((q, expected_q), (k, expected_k)):
-        torch.testing.assert_close(rotate(x, *ours), expected[0].transpose(0, 1), rtol=0, atol=1e-6)
-        assert torch.equal(rotate(x, *ours)[..., 4:], x[..., 4:])
 
 
 @pytest.mark.parametrize(

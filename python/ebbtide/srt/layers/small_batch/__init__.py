@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.launch import arrivals, overlap_options
@@ -58,8 +59,8 @@ class Shrinking(NamedTuple):
     def arguments(self, programs_at_once: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         """How many program numbers shrink, `programs_at_once` programs each, and what kernels take."""
         num_slots, (splits, num_tokens, num_ranks) = len(self.a_SEPK), self.inner.shape
-        tiles = _ceil_div(num_ranks, kernels.SHRUNK_RANKS.value)
-        count = _ceil_div(splits * tiles * min(num_slots, num_tokens), programs_at_once)
+        tiles = triton.cdiv(num_ranks, kernels.SHRUNK_RANKS.value)
+        count = triton.cdiv(splits * tiles * min(num_slots, num_tokens), programs_at_once)
         constants = {"SHRINKING": True, "NUM_RANKS": num_ranks, "RANK_SPLITS": splits}
         constants["BY_TOKEN"] = num_tokens <= num_slots
         return count, (self.a_SEPK, self.slots_T, self.inner, self.a_SEPK.stride(0), count), constants
@@ -133,7 +134,7 @@ def _matvec(
 ) -> None:
     num_rows, num_columns = out.shape[1], x.shape[1]
     count, beside, constants = _NOTHING_BESIDE if shrinking is None else shrinking.arguments(1)
-    kernels.matvec[(count + _ceil_div(num_rows, config.block_rows),)](
+    kernels.matvec[(count + triton.cdiv(num_rows, config.block_rows),)](
         x,
         norm,
         weight,
@@ -167,14 +168,14 @@ def _product(
     num_rows = out.shape[1]
     # Whole tiles per split, and no split without columns.
     split_columns = (
-        _ceil_div(_ceil_div(num_columns, config.num_splits), config.block_columns) * config.block_columns
+        triton.cdiv(triton.cdiv(num_columns, config.num_splits), config.block_columns) * config.block_columns
     )
-    num_splits = _ceil_div(num_columns, split_columns)
-    num_blocks = _ceil_div(num_rows, config.block_rows)
+    num_splits = triton.cdiv(num_columns, split_columns)
+    num_blocks = triton.cdiv(num_rows, config.block_rows)
     partial = arrived = None
     if num_splits > 1:
         partial = torch.empty(num_splits, num_tokens, len(weight), dtype=torch.float32, device=x.device)
-        arrived = arrivals(x.device, _power_of_2(num_blocks))
+        arrived = arrivals(x.device, triton.next_power_of_2(num_blocks))
     count, beside, constants = _NOTHING_BESIDE if shrinking is None else shrinking.arguments(num_splits)
     kernels.product[(count + num_blocks, num_splits)](
         x,
@@ -188,22 +189,13 @@ def _product(
         num_rows,
         NUM_COLUMNS=num_columns,
         SPLIT_COLUMNS=split_columns,
-        BLOCK_TOKENS=max(_LEAST_TOKENS, _power_of_2(num_tokens)),
+        BLOCK_TOKENS=max(_LEAST_TOKENS, triton.next_power_of_2(num_tokens)),
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
-        PREFETCHED_COLUMNS=min(_PREFETCHED_COLUMNS, _power_of_2(split_columns)),
+        PREFETCHED_COLUMNS=min(_PREFETCHED_COLUMNS, triton.next_power_of_2(split_columns)),
         EVEN=num_rows % config.block_rows == 0 and num_columns % split_columns == 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **constants,
         **switches,
     )
-
-
-def _ceil_div(dividend: int, divisor: int) -> int:
-    return -(-dividend // divisor)
-
-
-def _power_of_2(least: int) -> int:
-    """The smallest power of two that is no less."""
-    return 1 << (least - 1).bit_length()
