@@ -157,13 +157,24 @@ class EightBitLinear(Linear, ABC):
 
     Args:
         plain: with parameters on the meta device; what it becomes has its sizes, bias and ranks.
+
+    Attributes:
+        layout: of the scales, float32, a parameter that is called as this says.
     """
+
+    layout: ScaleLayout
 
     def __init__(self, plain: Linear) -> None:
         super().__init__(1, 1, bias=False, dtype=FP8)
         self.group = plain.group
         self.bias = plain.bias
-        self.weight = parameter(*plain.weight.shape, dtype=FP8)
+        _keep_in_eight_bits(self, "weight", plain.weight, self.layout)
+
+    @property
+    def own_scales(self) -> Tensor:
+        """The weight's scales."""
+        scales: Tensor = getattr(self, "weight" + self.layout.suffix)
+        return scales
 
     def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
         if x.x_TD.is_cuda:
@@ -176,9 +187,9 @@ class EightBitLinear(Linear, ABC):
     def wide_weight(self, dtype: torch.dtype) -> Tensor:
         return self._dequantized().to(dtype)
 
-    @abstractmethod
     def _dequantized(self) -> Tensor:
         """The weight in float32, [O, K]."""
+        return dequantize(self.weight, self.own_scales, self.layout)
 
     @abstractmethod
     def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
@@ -190,26 +201,21 @@ class Fp8Linear(EightBitLinear):
 
     One token on a GPU is multiplied as it is, and the weight is widened as it is read; of several, each group
     of 128 columns of a token is quantised too.
-
-    Attributes:
-        weight_scale_inv: float32 [B, C].
     """
 
-    def __init__(self, plain: Linear) -> None:
-        super().__init__(plain)
-        self.weight_scale_inv = _meta_scales(plain.weight)
+    layout = BLOCKS
 
     @property
     def scales(self) -> Tensor | None:
-        return self.weight_scale_inv
+        return self.own_scales
 
     @property
     def _blocks(self) -> tuple[Tensor, Tensor]:
         """The blocks that kernels multiply, and their scales."""
-        return self.weight, self.weight_scale_inv
+        return self.weight, self.own_scales
 
     def wide_weight(self, dtype: torch.dtype) -> Tensor:
-        return widened(self.weight, self.weight_scale_inv, dtype)
+        return widened(self.weight, self.own_scales, dtype)
 
     def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
         return len(x_TD) <= kernels.few_fp8
@@ -227,7 +233,7 @@ class Fp8Linear(EightBitLinear):
         from ebbtide.srt.layers.small_batch.fp8_products import multiply_quantized
 
         out_TI = x.x_TD.new_empty((num_tokens, len(self.weight) // 2))
-        weight = (self.weight, self.weight_scale_inv)
+        weight = (self.weight, self.own_scales)
         multiply_quantized(*_tokens_of(x), *weight, out_TI, gated=activation)
         return out_TI
 
@@ -256,12 +262,9 @@ class Fp8Linear(EightBitLinear):
             return _tokens_of(Inputs(self.gate(x, activation, kernels)))
         tokens = _tokens_of(x)
         values_TI, scales_TG = room_for_tokens(num_tokens, num_rows, x.x_TD.device)
-        operands = (*tokens, self.weight, self.weight_scale_inv)
+        operands = (*tokens, self.weight, self.own_scales)
         multiply_quantized(*operands, values_TI[:num_tokens], gated=activation, out_scales_TG=scales_TG)
         return QuantizedTokens(values_TI, scales_TG)
-
-    def _dequantized(self) -> Tensor:
-        return dequantize(self.weight, self.weight_scale_inv)
 
     def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
         return self._product_of(_tokens_of(x), len(x.x_TD), kernels)
@@ -310,26 +313,20 @@ class RaggedFp8Linear(Fp8Linear):
     @property
     def _blocks(self) -> tuple[Tensor, Tensor]:
         num_blocks = len(self.weight) // BLOCK
-        return self.weight[: num_blocks * BLOCK], self.weight_scale_inv[:num_blocks]
+        return self.weight[: num_blocks * BLOCK], self.own_scales[:num_blocks]
 
     def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
         num_blocks = len(self.weight) // BLOCK
-        rest = self.weight[num_blocks * BLOCK :], self.weight_scale_inv[num_blocks:]
+        rest = self.weight[num_blocks * BLOCK :], self.own_scales[num_blocks:]
         x_TK = x.tensor()
         rest_TR = linear(x_TK, widened(*rest, x_TK.dtype))
         return torch.cat((super()._quantized_product(x, kernels), rest_TR), 1) if num_blocks else rest_TR
 
 
 class ChannelLinear(EightBitLinear):
-    """`EightBitLinear` with a scale for each output. On a GPU tokens are quantised, too, for cuBLAS.
+    """`EightBitLinear` with a scale for each output. On a GPU tokens are quantised, too, for cuBLAS."""
 
-    Attributes:
-        weight_scale: float32 [O, 1].
-    """
-
-    def __init__(self, plain: Linear) -> None:
-        super().__init__(plain)
-        self.weight_scale = parameter(*CHANNELS.shape(*self.weight.shape), dtype=torch.float32)
+    layout = CHANNELS
 
     def multiply_onto(self, residual_TO: Tensor, x_TK: Tensor, kernels: Kernels) -> None:
         residual_TO += self.multiply(Inputs(x_TK), self.bias, kernels)
@@ -338,15 +335,12 @@ class ChannelLinear(EightBitLinear):
         # None of these kernels knows scales of rows.
         return False
 
-    def _dequantized(self) -> Tensor:
-        return dequantize(self.weight, self.weight_scale, CHANNELS)
-
     def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
         from ebbtide.srt.layers.kernels.fp8.rows import product_of_rows, quantize_tokens
 
         norm = None if x.norm is None else (x.norm.weight, x.norm.eps, x.norm.offset)
         tokens = quantize_tokens(x.x_TD, norm)
-        return product_of_rows(*tokens, self.weight, self.weight_scale)[: len(x.x_TD)]
+        return product_of_rows(*tokens, self.weight, self.own_scales)[: len(x.x_TD)]
 
 
 def _tokens_of(x: Inputs) -> QuantizedTokens:
@@ -360,14 +354,14 @@ def _quantized(x_TK: Tensor, norm: RMSNorm | None) -> QuantizedTokens:
     return QuantizedTokens(*quantize_tokens(x_TK.contiguous(), *normed))
 
 
-class EightBitExperts(Experts, ABC):
+class EightBitExperts(Experts):
     """`Experts` whose weights have 8 bits. On a CPU products are as those of `EightBitLinear`.
 
     Args:
         plain: with parameters on the meta device; what it becomes has its sizes, ranks and routes.
 
     Attributes:
-        layout: of the scales.
+        layout: of the scales of all experts' rows, as in `EightBitLinear`.
     """
 
     layout: ScaleLayout
@@ -375,8 +369,13 @@ class EightBitExperts(Experts, ABC):
     def __init__(self, plain: Experts) -> None:
         super().__init__(plain.config, 1, FP8, plain.layer)
         self.group = plain.group
-        self.gate_up_proj = parameter(*plain.gate_up_proj.shape, dtype=FP8)
-        self.down_proj = parameter(*plain.down_proj.shape, dtype=FP8)
+        _keep_in_eight_bits(self, "gate_up_proj", plain.gate_up_proj, self.layout)
+        _keep_in_eight_bits(self, "down_proj", plain.down_proj, self.layout)
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor]:
+        suffix = self.layout.suffix
+        return getattr(self, "gate_up_proj" + suffix), getattr(self, "down_proj" + suffix)
 
     def run(self, tokens: RoutedTokens, adapted: AdaptedExperts | None) -> Tensor:
         gate_up_scales, down_scales = self.scales
@@ -385,29 +384,13 @@ class EightBitExperts(Experts, ABC):
         wide = tokens._replace(x_TD=tokens.x_TD.to(torch.float32))
         return run_experts(wide, gate_up_RD, down_RI, adapted).to(tokens.x_TD.dtype)
 
-    @property
-    @abstractmethod
-    def scales(self) -> tuple[Tensor, Tensor]: ...
-
 
 class Fp8Experts(EightBitExperts):
     """`EightBitExperts` with a scale for each block. On a GPU few tokens keep their precision, and more
     of them are quantised, as with `Fp8Linear`.
-
-    Attributes:
-        gate_up_proj_scale_inv, down_proj_scale_inv: float32, a scale for each block of all experts' rows.
     """
 
     layout = BLOCKS
-
-    def __init__(self, plain: Experts) -> None:
-        super().__init__(plain)
-        self.gate_up_proj_scale_inv = _meta_scales(plain.gate_up_proj)
-        self.down_proj_scale_inv = _meta_scales(plain.down_proj)
-
-    @property
-    def scales(self) -> tuple[Tensor, Tensor]:
-        return self.gate_up_proj_scale_inv, self.down_proj_scale_inv
 
     def run_fused(
         self, tokens: RoutedTokens, residual_TD: Tensor | None, adapted: ExpertFactors | None
@@ -422,22 +405,12 @@ class Fp8Experts(EightBitExperts):
 class ChannelExperts(EightBitExperts):
     """Experts with a scale for each row of each of them. On a GPU tokens keep their precision: the values are
     widened as they are read, and a row's sum is multiplied by its scale.
-
-    Attributes:
-        gate_up_proj_scale, down_proj_scale: float32 [R, 1] of R rows of all experts.
     """
 
     layout = CHANNELS
 
-    def __init__(self, plain: Experts) -> None:
-        super().__init__(plain)
-        self.gate_up_proj_scale = parameter(*CHANNELS.shape(*self.gate_up_proj.shape), dtype=torch.float32)
-        self.down_proj_scale = parameter(*CHANNELS.shape(*self.down_proj.shape), dtype=torch.float32)
 
-    @property
-    def scales(self) -> tuple[Tensor, Tensor]:
-        return self.gate_up_proj_scale, self.down_proj_scale
-
-
-def _meta_scales(weight: Tensor) -> nn.Parameter:
-    return parameter(*BLOCKS.shape(*weight.shape), dtype=torch.float32)
+def _keep_in_eight_bits(module: nn.Module, name: str, weight: Tensor, layout: ScaleLayout) -> None:
+    """Give a module the values of a weight and their scales, on the meta device."""
+    setattr(module, name, parameter(*weight.shape, dtype=FP8))
+    setattr(module, name + layout.suffix, parameter(*layout.shape(*weight.shape), dtype=torch.float32))

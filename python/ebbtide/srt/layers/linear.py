@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
-from ebbtide.srt.layers.lora import Delta, ProductAdapters
+from ebbtide.srt.layers.lora import ProductAdapters
 from ebbtide.srt.layers.norm import (
     Activation,
     Addend,
@@ -130,16 +130,15 @@ class Linear(nn.Module):
             out_TO = x_TD.new_empty(len(x_TD), len(self.weight)) if onto_TO is None else onto_TO
             add = onto_TO is not None
             self._multiply_few(Inputs(x_TD.contiguous()), bias_O, out_TO, add=add, shrinking=shrinking)
-            Delta(adapters, x_TD, of_step, shrinking.inner).add_(out_TO)
+            adapters.add_(out_TO, x_TD, shrinking.inner, of_step)
             return out_TO
-        # On a GPU the first half of what they add is launched ahead of the product.
-        delta = adapters.of(x_TD, of_step)
+        inner = adapters.shrunk(x_TD, of_step)
         if onto_TO is None:
             out_TO = self.project(Inputs(x_TD), bias_O, kernels)
         else:
             out_TO = onto_TO
             self.add_to(out_TO, x_TD, kernels)
-        delta.add_(out_TO)
+        adapters.add_(out_TO, x_TD, inner, of_step)
         return out_TO
 
     def project(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:

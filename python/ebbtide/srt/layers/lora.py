@@ -62,20 +62,28 @@ class ProductAdapters:
         """What kernels take."""
         return self.a_SEPD, self.b_SEOR, self.scalings_SP, self.ends
 
-    def of(self, x_TD: Tensor, adapters: StepAdapters) -> Delta:
-        """What each token's adapter makes of x."""
-        if adapters.groups is None:
-            return Delta(self, x_TD, adapters, None)
+    def shrunk(self, x_TD: Tensor, step: StepAdapters) -> Tensor | None:
+        """On a GPU the first half of what each token's adapter makes of x, launched ahead of its product."""
+        if step.groups is None:
+            return None
         from ebbtide.srt.layers.kernels.lora import shrink
 
-        x_TD = x_TD.contiguous()
-        return Delta(self, x_TD, adapters, shrink(x_TD, self.factors, adapters.groups))
+        return shrink(x_TD.contiguous(), self.factors, step.groups)
 
     def shrinking(self, adapters: StepAdapters) -> Shrinking:
         """The same for a product of few tokens, which computes the first half of it."""
         from ebbtide.srt.layers.small_batch import Shrinking
 
         return Shrinking.of(self.a_SEPD, adapters.slots_T)
+
+    def add_(self, out_TO: Tensor, x_TD: Tensor, inner: Tensor | None, step: StepAdapters) -> None:
+        """Add what each token's adapter makes of x to its product, in place; `inner`: its first half."""
+        if inner is None or step.groups is None:
+            self.add_rows_(out_TO, x_TD, step.slots_T, 0)
+            return
+        from ebbtide.srt.layers.kernels.lora import expand
+
+        expand(inner, self.factors, step.groups, out_TO)
 
     def add_rows_(self, out_NO: Tensor, x_ND: Tensor, slots_N: Tensor, expert: int) -> None:
         """Add it to the product of rows that all go through one expert, in place, slot by slot."""
@@ -94,22 +102,3 @@ class ProductAdapters:
             pieces.append(inner_MR.to(x_MD.dtype) @ b_OR.to(x_MD.dtype).t())
             start = end
         return torch.cat(pieces, dim=1)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Delta:
-    """What is to be added to a product. On a GPU the first half of it is launched ahead of the product."""
-
-    adapters: ProductAdapters
-    x_TD: Tensor
-    step: StepAdapters
-    inner: Tensor | None
-
-    def add_(self, out_TO: Tensor) -> None:
-        """Add it in place."""
-        if self.inner is None or self.step.groups is None:
-            self.adapters.add_rows_(out_TO, self.x_TD, self.step.slots_T, 0)
-            return
-        from ebbtide.srt.layers.kernels.lora import expand
-
-        expand(self.inner, self.adapters.factors, self.step.groups, out_TO)
