@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.linear import Gated, Inputs, Linear, linear
 from ebbtide.srt.layers.moe import AdaptedExperts, Experts, run_experts
-from ebbtide.srt.layers.norm import Activation, RMSNorm
+from ebbtide.srt.layers.norm import Activation
 from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels
 
@@ -222,7 +222,7 @@ class Fp8Linear(EightBitLinear):
 
     def multiply_onto(self, residual_TO: Tensor, x_TK: Tensor, kernels: Kernels) -> None:
         if x_TK.is_cuda and self.bias is None:
-            self._product_of(_quantized(x_TK, None), len(x_TK), kernels, residual_TO)
+            self._product_of(_quantized(Inputs(x_TK)), len(x_TK), kernels, residual_TO)
         else:
             residual_TO += self.multiply(Inputs(x_TK), self.bias, kernels)
 
@@ -234,7 +234,7 @@ class Fp8Linear(EightBitLinear):
 
         out_TI = x.x_TD.new_empty((num_tokens, len(self.weight) // 2))
         weight = (self.weight, self.own_scales)
-        multiply_quantized(*_tokens_of(x), *weight, out_TI, gated=activation)
+        multiply_quantized(*_quantized(x), *weight, out_TI, gated=activation)
         return out_TI
 
     def add_to(self, residual_TO: Tensor, x: Tensor | Gated, kernels: Kernels) -> None:
@@ -256,18 +256,18 @@ class Fp8Linear(EightBitLinear):
 
         (num_tokens, num_columns), num_rows = x.x_TD.shape, len(self.weight) // 2
         if num_tokens > kernels.few_quantized:
-            product_TO = self._product_of(_tokens_of(x), num_tokens, kernels)
+            product_TO = self._product_of(_quantized(x), num_tokens, kernels)
             return QuantizedTokens(*quantize_gated(product_TO, activation))
         if not gates_at_once(num_rows, num_columns):
-            return _tokens_of(Inputs(self.gate(x, activation, kernels)))
-        tokens = _tokens_of(x)
+            return _quantized(Inputs(self.gate(x, activation, kernels)))
+        tokens = _quantized(x)
         values_TI, scales_TG = room_for_tokens(num_tokens, num_rows, x.x_TD.device)
         operands = (*tokens, self.weight, self.own_scales)
         multiply_quantized(*operands, values_TI[:num_tokens], gated=activation, out_scales_TG=scales_TG)
         return QuantizedTokens(values_TI, scales_TG)
 
     def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
-        return self._product_of(_tokens_of(x), len(x.x_TD), kernels)
+        return self._product_of(_quantized(x), len(x.x_TD), kernels)
 
     def _product_of(
         self, tokens: QuantizedTokens, num_tokens: int, kernels: Kernels, residual_TO: Tensor | None = None
@@ -343,15 +343,11 @@ class ChannelLinear(EightBitLinear):
         return product_of_rows(*tokens, self.weight, self.own_scales)[: len(x.x_TD)]
 
 
-def _tokens_of(x: Inputs) -> QuantizedTokens:
-    return _quantized(x.x_TD, x.norm)
-
-
-def _quantized(x_TK: Tensor, norm: RMSNorm | None) -> QuantizedTokens:
+def _quantized(x: Inputs) -> QuantizedTokens:
     from ebbtide.srt.layers.kernels.fp8.product import quantize_tokens
 
-    normed = () if norm is None else (norm.weight, norm.eps, norm.offset)
-    return QuantizedTokens(*quantize_tokens(x_TK.contiguous(), *normed))
+    normed = () if x.norm is None else (x.norm.weight, x.norm.eps, x.norm.offset)
+    return QuantizedTokens(*quantize_tokens(x.x_TD.contiguous(), *normed))
 
 
 class EightBitExperts(Experts):

@@ -167,10 +167,6 @@ class Linear(nn.Module):
         else:
             self.multiply_onto(residual_TO, x_TD, kernels)
 
-    def summed(self, x: Tensor | Gated, kernels: Kernels) -> Tensor:
-        """The product, [T, O], of all ranks' inputs."""
-        return self.group.all_reduce_(self.part(tensor_of(x), kernels))
-
     def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
         """The product for any number of tokens."""
         return linear(x.tensor(), self.weight, bias_O)
@@ -245,7 +241,7 @@ class Product:
         self.linear.add_to(residual_TD, self.x, self.kernels)
 
     def tensor(self) -> Tensor:
-        return self.linear.summed(self.x, self.kernels)
+        return self.linear.group.all_reduce_(self.linear.part(tensor_of(self.x), self.kernels))
 
 
 @dataclass(slots=True)
