@@ -33,16 +33,16 @@ class Streams:
         engine.manager.start()
         return engine
 
-    def open(self, **fields: Any) -> list[EngineStream]:
-        return self.runner.wait(self._open(fields))
+    def open(self) -> list[EngineStream]:
+        return self.runner.wait(self._open())
 
-    async def _open(self, fields: dict[str, Any]) -> list[EngineStream]:
+    async def _open(self) -> list[EngineStream]:
         manager = self._engine.manager
         streams = [
             EngineStream(
                 self.runner,
                 self._service,
-                await manager.prepare({"input_ids": [5], "rid": rid, "stream": True, **fields}),
+                await manager.prepare({"input_ids": [5], "rid": rid, "stream": True}),
             )
             for rid in RIDS
         ]

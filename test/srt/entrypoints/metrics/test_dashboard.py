@@ -1,23 +1,17 @@
-"""The dashboard: its timeline driven by hand, and the page in a browser over a server."""
+"""The dashboard: its timeline driven by hand, and its page over an engine."""
 
 import asyncio
-import re
-import shutil
-import subprocess
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import httpx
 import pytest
-from fixtures.servers import running_server, url_of
 
 from ebbtide.srt.entrypoints.metrics import observers as module
 from ebbtide.srt.entrypoints.metrics.observers import MAX_UNREAD, Timeline
 from ebbtide.srt.entrypoints.metrics.operations import EndedOperation
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.testing.null_engine import NullEngine
-
-BROWSER = shutil.which("chromium")
 
 
 class Sampled:
@@ -128,26 +122,3 @@ def test_an_engine_in_python_shows_itself_until_it_ends() -> None:
                 engine.serve_dashboard(response.url.port or 0)
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="there is no chromium")
-def test_a_browser_shows_what_was_done() -> None:
-    with running_server("null", module="ebbtide.testing.null_engine") as server:
-        server.post("/pause_generation", {"mode": "in_place"})
-        server.post("/release_memory_occupation", {"tags": ["no_such_tag"]})
-        page = subprocess.run(
-            [
-                *(str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu"),
-                *("--virtual-time-budget=20000", "--dump-dom", f"{url_of(server)}/dashboard"),
-            ],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    assert "waits: paused(in_place)" in page
-    assert '"operation">pause_<wbr>generation</td>' in page
-    assert 'class="refused"' in page
-    assert "no_such_tag" in page
-    # Names of operations of one second stand below each other.
-    places = dict(re.findall(r'<text class="name" x="[^"]*" y="([^"]*)">(\w+)', page))
-    assert set(places.values()) == {"pause", "release"}
