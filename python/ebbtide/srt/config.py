@@ -221,11 +221,6 @@ class ParallelConfig(Place):
     def ranks_per_node(self) -> int:
         return self.num_ranks // self.nnodes
 
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank speaks for its replica."""
-        return self.tp_rank == 0
-
 
 ONE_RANK: Final = Place()
 
@@ -295,6 +290,12 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
     num_heads = hf_folder.positive_int(folder, hf_config, "num_attention_heads")
     hidden_size = hf_folder.positive_int(folder, hf_config, "hidden_size")
     longest = hf_folder.positive_int(folder, hf_config, "max_position_embeddings")
+    context_len = longest if args.context_length is None else args.context_length
+    if context_len > longest:
+        raise ConfigurationError(
+            f"context_length: expected at most the model's max_position_embeddings, {longest}, got "
+            f"{context_len}; json_model_override_args can raise that"
+        )
     dtype = hf_folder.declared_dtype(folder, hf_config) if args.dtype == "auto" else args.dtype
     quantization, kept = hf_folder.quantization(folder, hf_config, args.quantization)
     return ModelConfig(
@@ -307,7 +308,7 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
         model_type=hf_config.model_type,
         hf_config=hf_config,
         dtype=dtype,
-        context_len=_context_len(args.context_length, longest),
+        context_len=context_len,
         vocab_size=hf_folder.positive_int(folder, hf_config, "vocab_size"),
         num_layers=hf_folder.positive_int(folder, hf_config, "num_hidden_layers"),
         num_kv_heads=getattr(hf_config, "num_key_value_heads", None) or num_heads,
@@ -337,15 +338,6 @@ def _adapter_limits(args: ServerArgs) -> AdapterLimits | None:
     # One is loaded while a batch reads the others.
     num_slots = args.max_loras_per_batch + 1
     return AdapterLimits(num_slots, rank, None if ALL_TARGETS & set(targets) else targets)
-
-
-def _context_len(given: int | None, longest: int) -> int:
-    if given is not None and given > longest:
-        raise ConfigurationError(
-            f"context_length: expected at most the model's max_position_embeddings, {longest}, got {given}; "
-            "json_model_override_args can raise that"
-        )
-    return given if given is not None else longest
 
 
 def _resolve_device(args: ServerArgs) -> str:
@@ -440,11 +432,17 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
     if seed is None:
         seed = random.SystemRandom().randrange(2**31)
     logger.info("random_seed=%d", seed)
+    attention_backend = args.attention_backend
+    if attention_backend in ("fa3", "fa4", "aiter"):
+        logger.warning(
+            "attention_backend=%s is not in Ebbtide: the machine's default is used", attention_backend
+        )
+        attention_backend = None
     # Checked on every device: what is wrong on a GPU is found out where there is none.
     cuda_graph_bs = _cuda_graph_bs(args, schedule)
     return RuntimeConfig(
         device=device,
-        attention_backend=_attention_backend(args.attention_backend),
+        attention_backend=attention_backend,
         cuda_graph_bs=cuda_graph_bs if _is_cuda(device) else (),
         random_seed=seed,
         ranks_per_device=1 if _is_cuda(device) else args.tp_size * args.dp_size // args.nnodes,
@@ -494,16 +492,6 @@ def _check_devices(parallel: ParallelConfig) -> None:
             f"dp_size={parallel.dp_size}, nnodes={parallel.nnodes}) from base_gpu_id={parallel.base_gpu_id} "
             f"in steps of {parallel.gpu_id_step} need {num_needed} visible GPUs, found {num_visible}"
         )
-
-
-_OTHER_ATTENTION_BACKENDS = ("fa3", "fa4", "aiter")
-
-
-def _attention_backend(given: str | None) -> str | None:
-    if given in _OTHER_ATTENTION_BACKENDS:
-        logger.warning("attention_backend=%s is not in Ebbtide: the default for this machine is used", given)
-        return None
-    return given
 
 
 def _cuda_graph_bs(args: ServerArgs, schedule: ScheduleConfig) -> tuple[int, ...]:

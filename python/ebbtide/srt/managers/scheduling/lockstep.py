@@ -421,7 +421,7 @@ def open_rank_channels(
 ) -> tuple[RankInbox, SendEnd[DetokenizerInput]]:
     """The inbox of the rank that `config.parallel` names, and where its outputs go."""
     parallel = config.parallel
-    if not parallel.is_leader:
+    if parallel.tp_rank > 0:
         ticks: Receiver[Tick] = Receiver(addresses.ticks[parallel.tp_rank], Tick)
         leader: Sender[RankMessage] = Sender(addresses.ranks)
         return FollowerInbox(ticks, leader, parallel.tp_rank, parallel.dp_rank), NoOutputs()
