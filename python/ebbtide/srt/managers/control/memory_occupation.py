@@ -131,7 +131,7 @@ class MemoryOccupation:
     _keeps_weights: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._released: frozenset[MemoryTag] = frozenset()
+        self.released: frozenset[MemoryTag] = frozenset()
         self._requests.on_kv_given_up = self._forget_what_nobody_holds
         self.handlers: HandlerTable = {
             ReleaseMemoryOccupationReqInput: self.release,
@@ -139,13 +139,9 @@ class MemoryOccupation:
         }
 
     @property
-    def released(self) -> frozenset[MemoryTag]:
-        return self._released
-
-    @property
     def is_kv_released(self) -> bool:
         """Requests that still hold KV are parked then."""
-        return MemoryTag.KV_CACHE in self._released
+        return MemoryTag.KV_CACHE in self.released
 
     @property
     def allows_forward(self) -> bool:
@@ -155,14 +151,14 @@ class MemoryOccupation:
     @property
     def needed_but_released(self) -> list[MemoryTag]:
         """What a forward pass needs and is released, in the order of the enumeration."""
-        return [tag for tag in MemoryTag if tag in self._released and self._memories[tag].is_needed]
+        return [tag for tag in MemoryTag if tag in self.released and self._memories[tag].is_needed]
 
     def release(self, request: ReleaseMemoryOccupationReqInput) -> Operation:
         """Save what must survive on every rank, then give the memory back."""
         started = time.perf_counter()
         self._require_memory_saver()
         tags = self._selected(request.tags)
-        to_release = [tag for tag in tags if tag not in self._released or self._memories[tag].resident_bytes]
+        to_release = [tag for tag in tags if tag not in self.released or self._memories[tag].resident_bytes]
         free_before = self._free_bytes()
         # If an earlier release broke off, what was to survive it has been saved already.
         gives_up_kv = MemoryTag.KV_CACHE in to_release and not self.is_kv_released
@@ -209,7 +205,7 @@ class MemoryOccupation:
         started = time.perf_counter()
         self._require_memory_saver()
         tags = self._selected(request.tags)
-        to_resume = [tag for tag in tags if tag in self._released]
+        to_resume = [tag for tag in tags if tag in self.released]
         free_before = self._free_bytes()
         mapped_bytes: dict[MemoryTag, int] = {}
         if to_resume:
@@ -245,7 +241,7 @@ class MemoryOccupation:
             if has_kv:
                 self._kv.give_up()
             raise
-        self._released -= set(tags)
+        self.released -= set(tags)
         if has_kv:
             self._drop_parked()
 
@@ -301,7 +297,7 @@ class MemoryOccupation:
         Returns whether the state changed. Where there is no room for them, and while several ranks agree on
         it, steps run without graphs.
         """
-        if MemoryTag.CUDA_GRAPH not in self._released:
+        if MemoryTag.CUDA_GRAPH not in self.released:
             return False
         if not self._ranks.is_one:
             self._ranks.propose(ResumeMemoryOccupationReqInput(tags=(MemoryTag.CUDA_GRAPH,)))
@@ -310,7 +306,7 @@ class MemoryOccupation:
             self._map_all([MemoryTag.CUDA_GRAPH])
         except RequestRejected:
             return False
-        self._released -= {MemoryTag.CUDA_GRAPH}
+        self.released -= {MemoryTag.CUDA_GRAPH}
         return True
 
     def report(self) -> dict[MemoryTag, TagReport]:
@@ -353,7 +349,7 @@ class MemoryOccupation:
 
     def _keeping(self, tags: list[MemoryTag], backup: bool | None) -> bool | None:
         """Whether the weights are kept. None: they are not released, or an earlier release broke off."""
-        if MemoryTag.WEIGHTS not in tags or MemoryTag.WEIGHTS in self._released:
+        if MemoryTag.WEIGHTS not in tags or MemoryTag.WEIGHTS in self.released:
             return None
         return self._memories[MemoryTag.WEIGHTS].keeps_contents if backup is None else backup
 
@@ -373,7 +369,7 @@ class MemoryOccupation:
     def _release(self, tag: MemoryTag) -> int:
         memory = self._memories[tag]
         # Marked first: if the release fails half-way, nothing may run on the memory that is left.
-        self._released |= {tag}
+        self.released |= {tag}
         freed_bytes = memory.release()
         if tag is MemoryTag.WEIGHTS and not self._keeps_weights:
             self.content.lose()
@@ -409,7 +405,7 @@ class MemoryOccupation:
 
     def require_weights(self, status: int = 409) -> None:
         """Refuse what cannot be done while the weights are released."""
-        if MemoryTag.WEIGHTS in self._released:
+        if MemoryTag.WEIGHTS in self.released:
             raise RequestRejected(
                 "the weights are released: resume_memory_occupation(['weights']) first", status
             )
@@ -425,7 +421,7 @@ class MemoryOccupation:
         memory = self._memories[tag]
         parked_bytes = self._page_store.num_bytes if tag is MemoryTag.KV_CACHE else 0
         report = TagReport(
-            state="released" if tag in self._released else "resident",
+            state="released" if tag in self.released else "resident",
             virtual_bytes=memory.virtual_bytes,
             resident_bytes=memory.resident_bytes,
             backup_bytes=memory.backup_bytes + parked_bytes,

@@ -22,6 +22,9 @@ class CudaVirtualMemory:
         trim: gives back what torch keeps for reuse; called once before memory is said to be out.
         driver: the driver's functions; None: those of this machine.
 
+    Attributes:
+        held_bytes: physical memory that was created here and not released.
+
     Raises:
         ConfigurationError: the package cuda-bindings is not installed.
         EngineError: the driver refused. So does every method; the message holds the call and its error.
@@ -48,27 +51,18 @@ class CudaVirtualMemory:
         self._access = bindings.CUmemAccessDesc()
         self._access.location = self._properties.location
         self._access.flags = bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._granularity = int(
+        self.granularity = int(
             self._driver.call(
                 "cuMemGetAllocationGranularity",
                 self._properties,
                 bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
             )
         )
-        self._held_bytes = 0
-
-    @property
-    def granularity(self) -> int:
-        return self._granularity
-
-    @property
-    def held_bytes(self) -> int:
-        """Physical memory that was created here and not released."""
-        return self._held_bytes
+        self.held_bytes = 0
 
     def reserve(self, num_bytes: int) -> Reservation:
         try:
-            address = self._driver.call("cuMemAddressReserve", num_bytes, self._granularity, 0, 0)
+            address = self._driver.call("cuMemAddressReserve", num_bytes, self.granularity, 0, 0)
         except DriverError as error:
             raise self._refusal(error, num_bytes) from error
         return Reservation(int(address), num_bytes)
@@ -87,7 +81,7 @@ class CudaVirtualMemory:
                 key = self._create(num_bytes)
             except DriverError as second:
                 raise self._refusal(second, num_bytes) from second
-        self._held_bytes += num_bytes
+        self.held_bytes += num_bytes
         return Handle(key, num_bytes)
 
     def map(self, at: Reservation, offset: int, handle: Handle) -> None:
@@ -111,7 +105,7 @@ class CudaVirtualMemory:
 
     def release(self, handle: Handle) -> None:
         self._driver.call("cuMemRelease", handle.key)
-        self._held_bytes -= handle.num_bytes
+        self.held_bytes -= handle.num_bytes
 
     def as_tensor(self, reservation: Reservation) -> torch.Tensor:
         # The public ways to a tensor at an address ask the driver what lies there, and nothing has to yet.
