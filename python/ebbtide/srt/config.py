@@ -154,7 +154,6 @@ class RuntimeConfig:
         device: as torch spells it, with its index: "cpu", "cuda:0".
         attention_backend: a name of the registry of backends; None: the best that serves the model here.
         cuda_graph_bs: batch sizes of decode steps to capture, ascending; empty for none.
-        logprobs_mode: what the logprobs of outputs are of; see `Sampler`.
         records_routes: whether every pass leaves the experts of its tokens.
         ranks_per_device: how many ranks share the memory of this one's device: on a CPU all of this machine.
     """
@@ -170,12 +169,7 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rank this is, of how many.
-
-    Attributes:
-        tp_size: ranks of a replica, each with a part of the model.
-        dp_size: replicas, each a whole engine.
-    """
+    """Which rank this is: of `tp_size` that divide a replica of the model, of which there are `dp_size`."""
 
     tp_size: int = 1
     dp_size: int = 1
@@ -200,7 +194,6 @@ class ParallelConfig(Place):
     Attributes:
         nnodes: machines. Ranks are numbered replica by replica and dealt out to them in equal runs.
         dist_init_addr: `host:port` at which the nodes meet; None on one node.
-        dist_timeout_s: within which the nodes, and the ranks of a replica, must have met.
         rendezvous_port: where the ranks of replica 0 meet if they are on several nodes; None: a free one.
         base_gpu_id, gpu_id_step: the device of local rank i is `base_gpu_id + i * gpu_id_step`.
         load_balance_method: which replica takes a generation, `round_robin` or `shortest_queue`.
@@ -434,9 +427,7 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
     logger.info("random_seed=%d", seed)
     attention_backend = args.attention_backend
     if attention_backend in ("fa3", "fa4", "aiter"):
-        logger.warning(
-            "attention_backend=%s is not in Ebbtide: the machine's default is used", attention_backend
-        )
+        logger.warning("attention_backend=%s is not in Ebbtide: the default is used", attention_backend)
         attention_backend = None
     # Checked on every device: what is wrong on a GPU is found out where there is none.
     cuda_graph_bs = _cuda_graph_bs(args, schedule)
