@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ebbtide.srt.distributed.division import Division, part_of
-from ebbtide.srt.layers.linear import Inputs, Linear, linear
+from ebbtide.srt.layers.linear import Inputs, Linear
 from ebbtide.srt.layers.step import Kernels
 
 
@@ -53,7 +53,7 @@ class VocabEmbedding(Linear):
             # Products of 16-bit numbers are added up in float32 anyway: here they stay so. No copy of the
             # weights is made for it.
             return torch.mm(x_TD, self.weight.t(), out_dtype=torch.float32)
-        return linear(x_TD.float(), self.weight.float())
+        return F.linear(x_TD.float(), self.weight.float())
 
     def _gather(self, scores: Tensor) -> Tensor:
         """All ranks' columns. The ranks that hold one row less fill up: they send alike."""

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.layers.heads import RoutedTokens
-from ebbtide.srt.layers.linear import Gated, Inputs, Linear, linear
+from ebbtide.srt.layers.linear import Gated, Inputs, Linear
 from ebbtide.srt.layers.moe import AdaptedExperts, Experts, run_experts
 from ebbtide.srt.layers.norm import Activation
 from ebbtide.srt.layers.parameters import parameter
@@ -182,7 +183,7 @@ class EightBitLinear(Linear, ABC):
             return product_TO if bias_O is None else product_TO.add_(bias_O)
         x_TK = x.tensor()
         bias_O = None if bias_O is None else bias_O.to(torch.float32)
-        return linear(x_TK.to(torch.float32), self._dequantized(), bias_O).to(x_TK.dtype)
+        return F.linear(x_TK.to(torch.float32), self._dequantized(), bias_O).to(x_TK.dtype)
 
     def wide_weight(self, dtype: torch.dtype) -> Tensor:
         return self._dequantized().to(dtype)
@@ -319,7 +320,7 @@ class RaggedFp8Linear(Fp8Linear):
         num_blocks = len(self.weight) // BLOCK
         rest = self.weight[num_blocks * BLOCK :], self.own_scales[num_blocks:]
         x_TK = x.tensor()
-        rest_TR = linear(x_TK, widened(*rest, x_TK.dtype))
+        rest_TR = F.linear(x_TK, widened(*rest, x_TK.dtype))
         return torch.cat((super()._quantized_product(x, kernels), rest_TR), 1) if num_blocks else rest_TR
 
 

@@ -27,20 +27,6 @@ from ebbtide.srt.layers.step import Kernels, Step
 if TYPE_CHECKING:
     from ebbtide.srt.layers.small_batch import Shrinking
 
-# Torch multiplies float32 by MKL, which leaves half of what a CPU can do unused where it does not know the
-# CPU: measured on AMD EPYC, oneDNN takes 0.5–0.7 of the time at every number of rows. Torch multiplies
-# narrower types by oneDNN. The operator is the one that torch's own compiler emits; builds without it use
-# `F.linear`.
-_HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ (+ b), by the quickest library for the dtype and the device."""
-    if _HAS_ONEDNN and weight.dtype == torch.float32 and weight.is_cpu:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
-    return F.linear(x, weight, bias)
-
 
 class Inputs:
     """What a product multiplies: x, or norm(x), which it may compute itself."""
@@ -169,7 +155,7 @@ class Linear(nn.Module):
 
     def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
         """The product for any number of tokens."""
-        return linear(x.tensor(), self.weight, bias_O)
+        return F.linear(x.tensor(), self.weight, bias_O)
 
     def multiply_onto(self, residual_TO: Tensor, x_TD: Tensor, kernels: Kernels) -> None:
         """residual += x Wᵀ (+ b) for any number of tokens."""

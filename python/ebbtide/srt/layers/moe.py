@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.layers.heads import BiasedWeights, Clamp, MoeConfig, RoutedTokens
-from ebbtide.srt.layers.linear import Inputs, Linear, linear
+from ebbtide.srt.layers.linear import Inputs, Linear
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.norm import Addend, NormedResidual, gated, squared_relu, tensor_of
 from ebbtide.srt.layers.parameters import parameter
@@ -47,7 +48,7 @@ class Router(Linear):
             from ebbtide.srt.layers.kernels.moe_routing import score
 
             return score(x_TD, self.weight)
-        return linear(x_TD.to(self.weight.dtype), self.weight, bias_O)
+        return F.linear(x_TD.to(self.weight.dtype), self.weight, bias_O)
 
     def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
         return len(x_TD) <= kernels.few_router and x_TD.dtype == self.weight.dtype
@@ -310,11 +311,11 @@ def run_experts(
     num_rows = len(gate_up_RD) * hidden // len(down_RI)
 
     def mlp(expert: int, x_ND: Tensor, tokens_N: Tensor) -> Tensor:
-        gate_up_NR = linear(x_ND, gate_up_RD[num_rows * expert : num_rows * (expert + 1)])
+        gate_up_NR = F.linear(x_ND, gate_up_RD[num_rows * expert : num_rows * (expert + 1)])
         if adapted is not None:
             adapted.add_rows_("gate_up_proj", gate_up_NR, x_ND, tokens_N, expert)
         inner_NI = squared_relu(gate_up_NR) if num_rows == inner else gated(gate_up_NR)
-        y_ND = linear(inner_NI, down_RI[hidden * expert : hidden * (expert + 1)])
+        y_ND = F.linear(inner_NI, down_RI[hidden * expert : hidden * (expert + 1)])
         if adapted is not None:
             adapted.add_rows_("down_proj", y_ND, inner_NI, tokens_N, expert)
         return y_ND
