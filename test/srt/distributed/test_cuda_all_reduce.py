@@ -69,22 +69,6 @@ def add_all_sizes(group: ParallelGroup) -> list[str]:
     return wrong
 
 
-def test_a_sum_is_added_to_another_tensor(two_gpus: Ranks) -> None:
-    assert two_gpus.run(add_onto) == [[], []]
-
-
-def add_onto(group: ParallelGroup) -> list[int]:
-    """For how many numbers what comes out is wrong."""
-    wrong = []
-    for count in (4096, 100_003, 1 << 20):
-        onto = numbers(2, count)
-        expected = numbers(0, count).float() + numbers(1, count).float() + onto.float()
-        group.add_reduced_(numbers(group.rank, count), onto)
-        if not torch.allclose(onto.float(), expected, rtol=2**-7, atol=2**-6):
-            wrong.append(count)
-    return wrong
-
-
 def test_calls_of_many_sizes_follow_one_another_without_waiting(two_gpus: Ranks) -> None:
     """Slots are used again, while one rank comes late, and then the other."""
     assert two_gpus.run(add_in_any_order, 600) == [[], []]

@@ -145,17 +145,6 @@ def test_saved_memory_is_free_while_it_is_released(machine, saved):
         arena.release()
 
 
-def test_arenas_of_one_tag_are_released_one_by_one(machine, saved):
-    first, second = saved.arena(MemoryTag.WEIGHTS, SIZE), saved.arena(MemoryTag.WEIGHTS, SIZE)
-    first.resume()
-    second.resume()
-    first.release()
-    assert second.is_resident
-    second.release()
-    first.resume()
-    first.close()
-
-
 @pytest.mark.parametrize("cached", [0, 1 << 40])
 def test_a_resume_without_room_is_refused_and_can_be_retried(machine, saved, cached):
     arena = saved.arena(MemoryTag.WEIGHTS, 64 * MIB)

@@ -211,24 +211,6 @@ def test_a_group_counts_as_left_though_a_peer_does_not_let_go(monkeypatch: pytes
     never.set()
 
 
-def test_two_groups_by_name(trainer: BroadcastingTrainer, groups: Memberships, tensors: Path) -> None:
-    join(groups, trainer, "g")
-    join(groups, trainer, "other")
-    assert groups.names == ["g", "other"]
-    trainer.tell("plain", "g", tensors)
-    assert_holds(source_of(groups, tensors), tensors)
-    trainer.hear()
-    left = groups.leave("other", "not needed")
-    assert left is not None
-    wait_until(lambda: left.is_done)
-    with pytest.raises(RequestRejected, match=r"no group 'other'.*not needed.*known: 'g'") as refusal:
-        groups.get("other")
-    assert refusal.value.status == 400
-    trainer.tell("plain", "g", tensors)
-    assert_holds(source_of(groups, tensors), tensors)
-    trainer.hear()
-
-
 def test_a_group_of_the_same_name_replaces_the_first(
     trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
 ) -> None:
@@ -251,8 +233,16 @@ def test_a_group_whose_trainer_has_ended_is_left_when_another_is_joined(
     join(groups, mortal_trainer, "abandoned")
     mortal_trainer.kill()
     assert groups.names == ["abandoned", "g"]
-    join(groups, trainer, "next")
-    wait_until(lambda: groups.names == ["g", "next"])
+    left = groups.leave("g", "not needed")
+    assert left is not None
+    wait_until(lambda: left.is_done)
+    with pytest.raises(RequestRejected, match=r"no group 'g'.*not needed.*known: 'abandoned'") as refusal:
+        groups.get("g")
+    assert refusal.value.status == 400
+    trainer.tell("leave", "g")
+    trainer.hear()
+    join(groups, trainer, "g")
+    wait_until(lambda: groups.names == ["g"])
     with pytest.raises(RequestRejected, match=r"no group 'abandoned'.*store that its trainer kept is gone"):
         groups.get("abandoned")
     trainer.tell("plain", "g", tensors)

@@ -75,19 +75,6 @@ def test_an_adapter_that_is_not_there_is_404() -> None:
         assert harness.outputs[rid].token_ids == []
 
 
-def test_requests_in_flight_stay_and_later_ones_get_the_new_version() -> None:
-    harness = AdapterHarness()
-    first = harness.load("a", 1)
-    before = harness.ask("a", max_new_tokens=40)
-    harness.turn(5)
-    second = harness.load("a", 2)
-    after = harness.ask("a")
-    harness.run_until_idle()
-    assert (harness.labels(before), harness.labels(after)) == ([first], [second])
-    assert harness.outputs[after].cached_tokens == 0, "the KV of another version was taken for its own"
-    harness.assert_true()
-
-
 @pytest.mark.parametrize(
     ("fields", "contract", "num_retractions"),
     [
@@ -159,20 +146,6 @@ def test_a_version_never_changes_and_a_retry_changes_nothing() -> None:
     harness.assert_true(rid)
 
 
-def test_versions_leave_when_nobody_runs_on_them() -> None:
-    harness = AdapterHarness(keep_adapter_versions=0)
-    first = harness.load("a", 1)
-    rid = harness.ask("a", max_new_tokens=40)
-    harness.turn(5)
-    second = harness.load("a", 2)
-    assert harness.loaded == [second]
-    book = harness.scheduler.policy.adapters
-    assert [one.label for one in book.all()] == [second, first], "a request runs on it"
-    harness.run_until_idle()
-    assert [one.label for one in book.all()] == [second]
-    harness.assert_true(rid)
-
-
 def test_no_slot_is_written_that_a_pass_under_way_reads() -> None:
     harness = AdapterHarness(num_slots=2, keep_adapter_versions=0)
     harness.load("a", 1)
@@ -206,17 +179,6 @@ def test_an_unload_waits_for_requests_and_takes_no_new_ones() -> None:
     assert harness.refuse(UnloadLoRAAdapterReqInput(lora_name="a", lora_version=1)).status == 404
     assert harness.do(UnloadLoRAAdapterReqInput(lora_name="a", timeout_s=0)).num_in_use == 0
     assert list(harness.scheduler.policy.adapters.all()) == []
-
-
-def test_more_adapters_than_slots_take_turns() -> None:
-    harness = AdapterHarness(num_ranks=2, num_pages=256)
-    for index in range(6):
-        harness.load(f"a{index}", index + 1)
-    rids = [harness.ask(f"a{index % 6}", max_new_tokens=8) for index in range(24)]
-    harness.run_until_idle()
-    assert {harness.outputs[rid].finish for rid in rids} == {FinishReason("length", length=8)}
-    harness.assert_true()
-    assert harness.ranks[0].adapters.num_saved == 6, "a version is copied to the host once"
 
 
 def test_a_request_is_not_kept_out_by_later_ones() -> None:
