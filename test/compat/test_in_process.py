@@ -1,6 +1,7 @@
 """An engine in the caller's process, as verl has it: by tokenizer manager, by `Engine`, and behind `app`."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,7 +95,8 @@ def test_refusals_are_told_and_logged(
         assert (await generate(manager))["meta_info"]["completion_tokens"] == 6
 
     asyncio.run(run())
-    assert len(caplog.messages) == 3
+    # What other tests of this process have set may let less weighty messages pass.
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 3
 
 
 def test_live_requests_are_listed_and_aborted(manager: TokenizerManager) -> None:
