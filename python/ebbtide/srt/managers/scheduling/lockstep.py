@@ -323,8 +323,8 @@ class LeaderInbox(RankInbox):
             self._manager.send(report)
         whole = [call_id for call_id, replies in self._replies.items() if len(replies) == self._num_ranks]
         for call_id in whole:
-            replies = self._replies.pop(call_id)
-            self._send(call_id, merge_ranks([replies[rank] for rank in range(self._num_ranks)]))
+            first, *others = (reply for _, reply in sorted(self._replies.pop(call_id).items()))
+            self._send(call_id, merge_ranks([first, *others]) if others else first)
         for call_id in self._answer_limits.take_due():
             if call_id in self._replies and not self._answer_limits.is_set(call_id):
                 self._send(call_id, self._unanswered(self._replies.pop(call_id)))

@@ -112,8 +112,6 @@ REFUSED_OVER_REPLICAS: Final[dict[str, Rule]] = REFUSED_OVER_RANKS | {"num_runni
 
 def merge_ranks(replies: Sequence[R]) -> R | Refusal:
     """The reply of a replica out of those of its ranks, by tp_rank: one type, or refusals among them."""
-    if len(replies) == 1:
-        return replies[0]
     refusals = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, Refusal)}
     if refusals:
         return merge_refusals(refusals, len(replies))

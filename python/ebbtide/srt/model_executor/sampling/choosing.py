@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.memory_saver.arena import round_up
 from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.sampling.logprobs import marked_nonfinite
 from ebbtide.srt.sampling_params import SamplingParams
@@ -65,7 +64,7 @@ class Chosen:
     @staticmethod
     def packed_size(num_rows: int) -> int:
         """Length of `packed`."""
-        return 2 * round_up(num_rows, _ROWS_ALIGNED)
+        return 2 * -(-num_rows // _ROWS_ALIGNED) * _ROWS_ALIGNED
 
     @property
     def tokens_S(self) -> Tensor:
@@ -75,7 +74,7 @@ class Chosen:
     @property
     def logprobs_S(self) -> Tensor:
         """float32, before the filters, as `logprobs.marked_nonfinite` has them."""
-        first = round_up(self.num_rows, _ROWS_ALIGNED)
+        first = self.packed_size(self.num_rows) // 2
         return self.packed[first:].view(torch.float32)[: self.num_rows]
 
 
