@@ -29,7 +29,7 @@ from common import write_result
 from gpu_common import Machine
 from torch import Tensor
 
-from ebbtide.srt.layers.heads import RoutedTokens
+from ebbtide.srt.layers.heads import Clamp, MoeConfig, RoutedTokens
 from ebbtide.srt.layers.kernels import tiles
 from ebbtide.srt.layers.kernels.biased_moe import by_groups, fused_biased_experts
 from ebbtide.srt.layers.kernels.fused_moe import fused_experts
@@ -42,7 +42,7 @@ from ebbtide.srt.layers.kernels.tiles import (
     Tile,
     choose_plan,
 )
-from ebbtide.srt.layers.moe import BiasedExperts, Clamp, MoeConfig, MoeMLP
+from ebbtide.srt.layers.moe import BiasedExperts, MoeMLP
 from ebbtide.srt.layers.step import ON_GPU
 from ebbtide.srt.models.sharding import replace_parameter
 
