@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from fixtures.tokenizers import byte_level
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from ebbtide import SamplingParams
 from ebbtide.srt.errors import RequestRejected
@@ -141,6 +144,14 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(texts: Any) ->
         plan(text=asked, tokenizer=lambda: Unasked(byte_level().hf))
     # One bad prompt refuses the batch.
     assert "100000 characters" in refusal(text=texts)
+
+
+def test_a_text_whose_blanks_the_tokenizer_drops_is_as_long_as_the_rest_of_it() -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"sea": 0, "<unk>": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    dropping = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=words))
+    (output,) = plan(text="sea" + " \u2003" * 50_000 + "sea", tokenizer=lambda: dropping)
+    assert output.input_ids == [0, 0]
 
 
 @pytest.mark.parametrize(("kept", "num_kept"), [(3, 3), (-1, 7)])

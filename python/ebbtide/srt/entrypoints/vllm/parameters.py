@@ -269,7 +269,9 @@ def checked(fields: Mapping[str, Any], kind: type[P], where: str, *, strict: boo
     unknown = sorted(fields.keys() - set(kind.__struct_fields__))
     if unknown:
         known = ", ".join(kind.__struct_fields__)
-        raise RequestRejected(f"{where}: unknown {', '.join(unknown)}; known are {known}", param=where)
+        raise RequestRejected(
+            f"{where}: unknown {', '.join(unknown)}; known are {known or 'none'}", param=where
+        )
     given = {name: value for name, value in fields.items() if value is not None}
     part: P = _converted(given, kind, where, strict=strict)
     return part

@@ -96,9 +96,12 @@ class RequestLimits:
             self._check_length(len(prompts), f"{len(prompts)} tokens")
 
     def check_text(self, text: str, tokenizer: Tokenizer) -> None:
-        """Refuse a text, before it is tokenized, that has more characters than a whole context."""
+        """Refuse a text, before it is tokenized, that has more characters than a whole context.
+
+        Blanks are not among them: some tokenizers drop these.
+        """
         most = tokenizer.most_characters(text, self.context_len)
-        if len(text) > most:
+        if len(text) > most and sum(map(len, text.split())) > most:
             raise RequestRejected(
                 f"the prompt has {len(text)} characters: expected at most {most}, for a context of "
                 f"{self.context_len} tokens"
