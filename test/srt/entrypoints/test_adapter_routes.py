@@ -15,6 +15,7 @@ from fixtures.servers import Server, running_server, url_of
 
 from ebbtide import Client
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.trainer import WeightSender
 
 PROMPT = list(b"Ebb and flow: the tide goes out.")
 GREEDY = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
@@ -197,6 +198,16 @@ def test_a_client_loads_tensors_and_asks_for_a_version(
     client.resume_memory_occupation(["weights"])
     assert generate(server, lora_path="policy")["output_ids"] == expected[2]
     client.unload_lora_adapter("policy")
+
+
+def test_a_trainer_sends_versions(server: Server, adapters: list[Adapter], expected: list[list[int]]) -> None:
+    sender = WeightSender(url_of(server))
+    for step in (1, 2):
+        sent = sender.send_adapter(
+            "sent", adapters[step].tensors.items(), adapters[step].fields, version=step
+        )
+        assert sent.num_tensors == len(adapters[step].tensors)
+        assert generate(server, lora_path="sent")["output_ids"] == expected[step]
 
 
 def test_an_output_goes_on_with_the_version_that_it_ended_with(

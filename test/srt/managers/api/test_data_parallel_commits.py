@@ -294,6 +294,16 @@ class TestSessions:
         replicas.apply(update(7), UpdateWeightsReqOutput)
         return replicas
 
+    def test_an_end_is_committed_by_all_together_and_its_session_does_not_expire_meanwhile(
+        self, begun: Replicas
+    ) -> None:
+        call = prepared(begun, EndWeightUpdateReqInput(weight_version="end"))
+        assert begun[0].values == {0}
+        begun[0].deliver(Expire(id=SESSION))
+        begun.turn(0, count=5)
+        assert begun.answer(call, UpdateWeightsReqOutput).committed
+        assert_serve(begun, 7, "end")
+
     def test_an_end_that_one_refuses_leaves_the_session_open_on_all(self, begun: Replicas) -> None:
         rid = start_stream(begun, 1)
         refusal = begun.refuse(EndWeightUpdateReqInput(pause_mode=PauseMode.IN_PLACE))

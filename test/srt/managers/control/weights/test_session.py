@@ -115,6 +115,27 @@ def test_what_a_failed_bucket_touched_keeps_its_old_value(harness: Harness, is_b
     assert harness.values == [7, 0, 0, 0]
 
 
+def test_stale_weights_into_which_a_broadcast_came_by_half_are_stale_as_before(harness: Harness) -> None:
+    harness.release(WEIGHTS)
+    harness.resume(WEIGHTS)
+    assert harness.update(7, 0).num_missing == 3
+    harness.weights.faults["arrive"] = RequestRejected("its sender has gone")
+    harness.refuse(updating(9, is_sent=True))
+    assert len(harness.scheduler.control.memory.content.missing) == 4
+
+
+def test_it_begins_behind_the_update_that_came_before(harness: Harness) -> None:
+    rid = harness.begin_request()
+    before, begun = harness.call(updating(7)), harness.call(BeginWeightUpdateReqInput())
+    harness.turn(3)
+    assert begun not in harness.replies, "requests drain for the update before it"
+    harness.turn_until(lambda: begun in harness.replies)
+    assert harness.reply(before).committed
+    harness.abort_session()
+    assert harness.values == [7] * 4
+    harness.assert_end(rid, length=60)
+
+
 def test_tensors_with_nan_or_inf_are_told_of_until_they_are_written_again(
     harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
