@@ -98,10 +98,11 @@ def test_what_is_refused_on_one_rank_is_missing_on_all(slowness: int) -> None:
     assert harness.end().committed
 
 
-def test_an_update_for_another_session_leaves_it_as_it_is(harness: Harness) -> None:
+def test_who_names_another_session_leaves_it_as_it_is(harness: Harness) -> None:
     harness.begin(session_id="a")
     harness.refuse(updating(9, session_id="b"))
-    assert harness.end().committed
+    harness.refused(EndWeightUpdateReqInput(session_id="b"), 409, "another session is open")
+    assert harness.end(session_id="a").committed
 
 
 @pytest.mark.parametrize("is_broadcast", [False, True])

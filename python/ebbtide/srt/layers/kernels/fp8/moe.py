@@ -3,7 +3,7 @@
 More than a few tokens are quantised too, by groups of 128 columns, and so is what lies between both products:
 tensor cores multiply 8 bits by 8, and 128 products at a time are scaled and added up in float32, as in
 `product`. Few tokens keep their precision: each reads the weights of its experts, word by word, as
-`small_batch.fp8_kernels` does.
+`small_batch.fp8_products` does.
 
 Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size, S = T·K slots, R rows of
 a weight, G groups of 128 columns. Kernels call D and I `HIDDEN` and `INNER`.
