@@ -30,6 +30,7 @@ from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.formats.tensor_list import Payload
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
 from ebbtide.trainer.buckets import Bucket
+from ebbtide.trainer.cuda_ipc import uuid_of
 from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder, side_by_side
 
 Transport = Literal["auto", "memory", "body", "broadcast"]
@@ -381,7 +382,7 @@ def devices_of(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     # A trainer on the CPU is not made to set up CUDA.
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     indices = range(torch.cuda.device_count() if is_used else 0)
-    own = {_bare(str(torch.cuda.get_device_properties(index).uuid)): f"cuda:{index}" for index in indices}
+    own = {_bare(uuid_of(torch.device("cuda", index))): f"cuda:{index}" for index in indices}
     in_order = sorted(ranks, key=lambda rank: (rank["dp_rank"], rank["tp_rank"]))
     return [own.get(_bare(rank["uuid"]), "cpu") for rank in in_order]
 

@@ -96,12 +96,9 @@ class RequestLimits:
             self._check_length(len(prompts), f"{len(prompts)} tokens")
 
     def check_text(self, text: str, tokenizer: Tokenizer) -> None:
-        """Refuse a text, before it is tokenized, that has more characters than a whole context.
-
-        Blanks are not among them: some tokenizers drop these.
-        """
+        """Refuse a text, before it is tokenized, that has more characters than a whole context."""
         most = tokenizer.most_characters(text, self.context_len)
-        if len(text) > most and sum(map(len, text.split())) > most:
+        if len(text) > most and tokenizer.num_characters(text) > most:
             raise RequestRejected(
                 f"the prompt has {len(text)} characters: expected at most {most}, for a context of "
                 f"{self.context_len} tokens"

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Characters that NFC composes into one, at most: the longest canonical decomposition in Unicode.
 NFC_SHRINKS_BY: Final = 4
+_BLANKS: Final = re.compile(r"\s+")
+_FEW: Final = 8
 
 
 class Tokenizer:
@@ -57,8 +59,18 @@ class Tokenizer:
     def _longest(self) -> int:
         return max(map(len, self.hf.get_vocab()))
 
+    @cached_property
+    def _drops_blanks(self) -> bool:
+        """Whether a run of blanks has fewer tokens than its characters take at least."""
+        runs = (blank * _FEW * self._longest for blank in " \t\n")
+        return any(len(self.encode(run, add_special_tokens=False)) < _FEW for run in runs)
+
+    def num_characters(self, text: str) -> int:
+        """How many of a text's characters have a part in its tokens."""
+        return len(_BLANKS.sub("", text)) if self._drops_blanks else len(text)
+
     def most_characters(self, text: str, num_tokens: int) -> int:
-        """How many characters such a text has at most, if it has so many tokens and is not mostly blanks."""
+        """How many characters have a part in such a text at most, if it has so many tokens."""
         # ASCII has nothing to compose.
         return num_tokens * self._longest * (1 if text.isascii() else NFC_SHRINKS_BY)
 
