@@ -1,6 +1,7 @@
 """Starting, watching and ending processes: real ones, with scripts in place of the engine's parts."""
 
 import io
+import itertools
 import os
 import queue
 import signal
@@ -8,13 +9,16 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from fixtures.servers import ENVIRONMENT, environment_of, is_alive, wait_until
 
+from ebbtide.srt.entrypoints.launch.console import Stopped
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver import saver
@@ -136,6 +140,36 @@ def test_a_hook_mode_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPa
         NodeProcesses(CONFIG, targets(scheduler="report_rank"))
 
 
+def stop_at(number: int) -> Callable[[FrameType, str, object], Any]:
+    """A trace function that raises `Stopped` at that line of the launcher, as a signal does."""
+    lines = itertools.count()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if "/launch/" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and next(lines) == number:
+            raise Stopped
+        return trace
+
+    return trace
+
+
+def test_a_stop_at_any_line_of_the_start_leaves_no_folder(folder: Path) -> None:
+    for number in itertools.count():
+        before = sys.gettrace()
+        sys.settrace(stop_at(number))
+        try:
+            processes = NodeProcesses(CONFIG, {})
+        except Stopped:
+            assert left_in(folder) == [], f"stopped at line {number}"
+            continue
+        finally:
+            sys.settrace(before)
+        processes.shutdown()
+        break
+    assert number > 50
+
+
 def test_signals_are_left_to_the_parent_and_a_fork_of_it_ends_nothing(processes: NodeProcesses) -> None:
     processes.wait_ready()
     for pid in processes.pids.values():
@@ -165,6 +199,7 @@ def test_a_temporary_folder_too_deep_for_sockets_is_refused(
 # No guard against a second import of `__main__`: starting a process by multiprocessing would run it again.
 SCRIPT = """
 import threading
+from ebbtide.srt.entrypoints.launch.console import Stopped
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.server_args import ServerArgs
 from ebbtide.testing.null_runner import null_config

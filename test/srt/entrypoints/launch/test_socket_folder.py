@@ -18,13 +18,19 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     return tmp_path
 
 
+def made_folder() -> SocketFolder:
+    folder = SocketFolder()
+    folder.make()
+    return folder
+
+
 def killed_owners_folder(parent: Path) -> Path:
     """A folder of sockets whose owner was killed."""
     before = set(parent.iterdir())
     owner = os.fork()
     if owner == 0:
         try:
-            (Path(SocketFolder().path) / "scheduler").touch()
+            (Path(made_folder().path) / "scheduler").touch()
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(owner, 0)
@@ -33,11 +39,11 @@ def killed_owners_folder(parent: Path) -> Path:
 
 
 def test_a_start_removes_what_a_killed_engine_left_and_nothing_else(parent: Path) -> None:
-    live = SocketFolder()
+    live = made_folder()
     of_a_user = parent / "ebbtide-checkpoints"
     of_a_user.mkdir()
     left = killed_owners_folder(parent)
-    started = SocketFolder()
+    started = made_folder()
     assert not left.exists()
     assert set(parent.iterdir()) == {Path(live.path), Path(started.path), of_a_user}
     for folder in (started, live, live):
@@ -48,7 +54,7 @@ def test_a_start_removes_what_a_killed_engine_left_and_nothing_else(parent: Path
 def test_starts_beside_one_another_leave_each_other_alone(parent: Path) -> None:
     def starts() -> None:
         for _ in range(50):
-            folder = SocketFolder()
+            folder = made_folder()
             assert Path(folder.path).exists()
             folder.remove()
 

@@ -22,7 +22,7 @@ from ebbtide.srt.entrypoints.launch.child_process import (
     thread_defaults,
 )
 from ebbtide.srt.entrypoints.launch.console import StageLine, Stopped, configure_logging, raising_signals
-from ebbtide.srt.entrypoints.launch.node_link import Ended, meet
+from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
 from ebbtide.srt.entrypoints.launch.placement import SocketFolder, local_ranks
 from ebbtide.srt.entrypoints.launch.process import ProcessStart
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
@@ -69,15 +69,13 @@ class NodeProcesses:
         self._is_main_node = config.parallel.node_rank == 0
         self._children: list[ChildProcess] = []
         self._watcher: threading.Thread | None = None
+        self._stop_reader, self._stop_writer = multiprocessing.Pipe(duplex=False)
+        self._links = NodeLinks.none()
         self._folder = SocketFolder()
         try:
+            self._folder.make()
             self._links, self.replicas, random_seed = meet(config, self._folder.path)
-        except BaseException:
-            self._folder.remove()
-            raise
-        config = replace(config, runtime=replace(config.runtime, random_seed=random_seed))
-        self._stop_reader, self._stop_writer = multiprocessing.Pipe(duplex=False)
-        try:
+            config = replace(config, runtime=replace(config.runtime, random_seed=random_seed))
             for start in self._starts(config, targets):
                 child = early.take(start.name) if early is not None else None
                 if child is None:

@@ -100,6 +100,11 @@ class NodeLinks:
         self._reserved = reserved
         self._lock = threading.Lock()
 
+    @classmethod
+    def none(cls) -> NodeLinks:
+        """Those of an engine with one node."""
+        return cls(0, {}, ReservedPorts("", 0))
+
     @property
     def connections(self) -> list[Connection]:
         return list(self._nodes)
@@ -153,7 +158,7 @@ def meet(config: EngineConfig, folder: str) -> Meeting:
     parallel = config.parallel
     if parallel.nnodes == 1:
         replicas = place_replicas(parallel, [NodeAddress("", folder, ())])
-        return NodeLinks(0, {}, ReservedPorts("", 0)), replicas, config.runtime.random_seed
+        return NodeLinks.none(), replicas, config.runtime.random_seed
     return _host(config, folder) if parallel.node_rank == 0 else _join(config, folder)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -170,14 +171,20 @@ def _socket_path(folder: str, name: str) -> str:
 
 
 class SocketFolder:
-    """A new folder in the temporary one, of this process. Removes those whose owners were killed.
+    """A folder in the temporary one, of this process, from `make` to `remove`.
 
     A fork of the owner that lives on keeps the lock, and so the folder, until the next start after its end.
     """
 
     def __init__(self) -> None:
-        _sweep(Path(tempfile.gettempdir()))
-        self.path = tempfile.mkdtemp(prefix=PREFIX)
+        # Named before it is made: a stop at any moment finds what to remove.
+        self.path = os.path.join(tempfile.gettempdir(), f"{PREFIX}{secrets.token_hex(6)}")
+        self._lock = -1
+
+    def make(self) -> None:
+        """Make it, and remove those whose owners were killed."""
+        _sweep(Path(self.path).parent)
+        os.mkdir(self.path, 0o700)
         unnamed = f"{self.path}/new"
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -186,8 +193,8 @@ class SocketFolder:
 
     def remove(self) -> None:
         """Remove it with all that is in it. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
 
