@@ -4,11 +4,12 @@ import asyncio
 import inspect
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from fixtures.servers import Server, free_port, null_server, url_of
+from fixtures.servers import Server, free_port, null_server, url_of, wait_until
 
 from ebbtide import Client, Engine, SamplingParams
 from ebbtide.client import ServerUnreachable
@@ -124,6 +125,9 @@ def test_a_server_that_goes_away_in_the_middle_of_a_stream_is_an_error(
 ) -> None:
     client.pause_generation("in_place")
     stream = client.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True)
-    server.process.kill()
-    with pytest.raises(EngineError, match="went away"):
-        list(stream)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(list, stream)
+        wait_until(lambda: client.loads()["loads"][0]["num_waiting_reqs"] == 1, "the server has it")
+        server.process.kill()
+        with pytest.raises(EngineError, match="went away"):
+            reading.result()

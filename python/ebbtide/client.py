@@ -107,7 +107,7 @@ class Client(EngineMethods):
 
     async def async_events(self) -> AsyncGenerator[dict[str, Any], None]:
         """What the dashboard shows: its history, then each control operation, and a sample each second."""
-        return self._streamed(self._events("GET", "/dashboard/events"))
+        return self._runner.stream(self._events("GET", "/dashboard/events"))
 
     tokenize = blocking(async_tokenize)
     pull_weights = blocking(async_pull_weights)
@@ -130,10 +130,7 @@ class Client(EngineMethods):
         given = {name: value for name, value in fields.items() if value is not None}
         if not given.get("stream"):
             return await self._ask("/generate", given, is_admin=False)
-        return self._streamed(self._events("POST", "/generate", given, is_admin=False))
-
-    def _streamed(self, events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        return self._runner.stream(events, lambda: asyncio.ensure_future(events.aclose()))
+        return self._runner.stream(self._events("POST", "/generate", given, is_admin=False))
 
     async def _carry_out(self, kind: type[io_struct.ControlRequest], fields: Mapping[str, Any]) -> Any:
         row = kind.row

@@ -4,14 +4,17 @@ import asyncio
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import PropertyMock, patch
 
 import pytest
 from fixtures.deadlines import HANG_S
 from fixtures.scripted_engine import updated
 from fixtures.servers import wait_until
 
-from ebbtide.ray import ActorDied, RayFleet, supervisor
+from ebbtide.ray import ActorDied, RayEngine, RayFleet, supervisor
 from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.ray.joint_engine import TENSORS, Answered
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
@@ -112,15 +115,16 @@ class ScriptedEngine:
                 },
             }
 
+    async def answer(self, fields: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(("generate", fields))
+        return await self._whole(fields)
+
     async def _whole(self, fields: dict[str, Any]) -> dict[str, Any]:
         if self.dies_after is not None:
             raise self.die()
         return {"output_ids": [0], "meta_info": {}, "slot": self.slot}
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if method == "answer":
-            self.asked.append(("generate", args[0]))
-            return await self._whole(args[0])
         self.asked.append((method, args))
         self._fail_at(method)
         if method == "decide":
@@ -589,6 +593,65 @@ def test_a_fleet_that_cannot_start_tells_what_all_say_and_the_cause_first() -> N
     with pytest.raises(ConfigurationError, match="no room for it") as caught:
         ScriptedFleet(EngineError("no answer"), ConfigurationError("no room for it"))
     assert sorted(re.findall(r"replica (\d): no (?:answer|room for it)", str(caught.value))) == ["0", "1"]
+
+
+def test_a_start_that_is_interrupted_leaves_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [ScriptedEngine(slot, 0, "first") for slot in range(2)]
+    has_started, may_start = threading.Event(), threading.Event()
+
+    def start(fleet: ScriptedFleet, slot: int, changes: Any) -> ScriptedEngine:
+        if slot == 0:
+            has_started.set()
+        else:
+            may_start.wait(HANG_S)
+        return engines[slot]
+
+    def interrupted(future: Future[Any]) -> None:
+        monkeypatch.undo()
+        assert has_started.wait(HANG_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ScriptedFleet, "_start_engine", start)
+    monkeypatch.setattr(Future, "exception", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ScriptedFleet()
+    may_start.set()
+    wait_until(lambda: all(("kill", ()) in engine.asked for engine in engines), "both have ended")
+
+
+def test_a_batch_whose_caller_goes_away_while_no_replica_lives_leaves_nothing(fleet: ScriptedFleet) -> None:
+    async def script() -> None:
+        controller, living, before = fleet._controller, fleet._controller.living, asyncio.all_tasks()
+        asking = fleet._generate_all([{"rid": "b_0"}, {"rid": "b_1"}], "continue", "b")
+        with patch.object(type(controller), "living", PropertyMock(side_effect=[living] * 4 + [[]] * 9)):
+            batch = asyncio.create_task(asking)
+            await asyncio.sleep(0)
+            batch.cancel()
+            await asyncio.wait([batch])
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+        assert fleet._batches == {}
+
+    fleet._runner.wait(script())
+
+
+def test_a_whole_answer_that_nobody_waits_for_is_aborted() -> None:
+    async def script() -> list[Any]:
+        asked: list[Any] = []
+        answer = asyncio.get_running_loop().create_future()
+        actor = SimpleNamespace(
+            answer=SimpleNamespace(remote=lambda fields: answer),
+            abort_request=SimpleNamespace(remote=asked.append),
+        )
+        engine = RayEngine.__new__(RayEngine)
+        engine._nodes = [SimpleNamespace(seats=[SimpleNamespace(actor=actor)])]  # type: ignore[list-item]
+        generating = asyncio.create_task(engine.async_generate(input_ids=PROMPT, rid="a"))
+        await asyncio.sleep(0)
+        generating.cancel()
+        await asyncio.wait([generating])
+        return asked
+
+    assert asyncio.run(script()) == ["a"]
 
 
 def test_weights_that_nobody_has_any_more_end_the_fleet(fleet: ScriptedFleet) -> None:

@@ -180,6 +180,14 @@ class RayEngine(RemoteMethods):
         """Carry out a control request that other engines carry out too; see `JointEngine.propose`."""
         return self._words("propose", call_id, kind, fields, is_joint, number)
 
+    async def answer(self, fields: Mapping[str, Any]) -> Any:
+        """A whole answer; cancelled, this aborts the request."""
+        try:
+            return await self.ask("answer", fields)
+        except asyncio.CancelledError:
+            self.actor.abort_request.remote(fields["rid"])
+            raise
+
     async def stream(
         self, so_far: OutputSoFar | None, fields: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
@@ -205,10 +213,9 @@ class RayEngine(RemoteMethods):
             raise translated(error, self._described) from None
 
     async def _generate(self, fields: Mapping[str, Any]) -> Any:
-        if not fields.get("stream"):
-            return await self.ask("answer", fields)
         rid = fields.get("rid")
-        return self.stream(None, {**fields, "rid": uuid.uuid4().hex if rid is None else rid})
+        given = {**fields, "rid": uuid.uuid4().hex if rid is None else rid}
+        return self.stream(None, given) if fields.get("stream") else await self.answer(given)
 
     async def _carry_out(self, kind: type[ControlRequest], fields: Mapping[str, Any]) -> Any:
         return await self.ask("carry_out", kind, fields)

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any, Final
 
@@ -75,30 +75,38 @@ class RayFleet(RemoteMethods):
         # Starts are abandoned when it is set, and none begins any more.
         self._is_ending = threading.Event()
         self._threads = ThreadPoolExecutor(num_replicas, thread_name_prefix="start-replica")
-        starts = [self._threads.submit(self._start_engine, slot, {}) for slot in range(num_replicas)]
-        engines = [start.result() for start in starts if start.exception() is None]
-        failures = {
-            replica_name(slot): error
-            for slot, start in enumerate(starts)
-            if (error := start.exception()) is not None
-        }
-        if failures:
-            for engine in engines:
-                engine.kill()
-            raise _start_failure(failures)
-        self._controller = FleetController([Replica(slot, 0, engine) for slot, engine in enumerate(engines)])
-        self._supervisor = Supervisor(self._controller, self._start_engine, self._threads)
         # The rids of batches that were posted with a single one.
         self._batches: dict[str, list[str]] = {}
         self._aborts = _Aborts()
-        self._runner = LoopThread("fleet")
-        self._finalizer = weakref.finalize(
-            self,
-            self._runner.end,
-            self._supervisor.end,
-            _stopping(self._controller.replicas, self._threads, self._is_ending),
-        )
-        self._runner.wait(self._open())
+        starts: list[Future[RayEngine]] = []
+        try:
+            starts += [self._threads.submit(self._start_engine, slot, {}) for slot in range(num_replicas)]
+            failures = {
+                replica_name(slot): error
+                for slot, start in enumerate(starts)
+                if (error := start.exception()) is not None
+            }
+            if failures:
+                raise _start_failure(failures)
+            engines = [start.result() for start in starts]
+            self._controller = FleetController(
+                [Replica(slot, 0, engine) for slot, engine in enumerate(engines)]
+            )
+            self._supervisor = Supervisor(self._controller, self._start_engine, self._threads)
+            self._runner = LoopThread("fleet")
+            self._finalizer = weakref.finalize(
+                self,
+                self._runner.end,
+                self._supervisor.end,
+                _stopping(self._controller.replicas, self._threads, self._is_ending),
+            )
+            self._runner.wait(self._open())
+        except BaseException:
+            # Whoever interrupts this does not wait for those that still start.
+            self._is_ending.set()
+            for start in starts:
+                start.add_done_callback(_kill_started)
+            raise
 
     async def _open(self) -> None:
         self._supervisor.begin()
@@ -122,8 +130,7 @@ class RayFleet(RemoteMethods):
         if given.get("stream"):
             if is_list:
                 raise RequestRejected("a stream through a fleet is of one output: ask for each by itself")
-            chunks = self._relay(singles[0], on_death, None)
-            return self._runner.stream(chunks, lambda: asyncio.ensure_future(chunks.aclose()))
+            return self._runner.stream(self._relay(singles[0], on_death, None))
         batch = given.get("rid") if is_list and isinstance(given.get("rid"), str) else None
         answers = await self._runner.run(self._generate_all(singles, on_death, batch))
         flat = [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
@@ -139,16 +146,18 @@ class RayFleet(RemoteMethods):
         before: Any = None
         replica: Replica | None = None
         placed: Counter[Replica] = Counter()
-        for single in singles:
-            prompt = single.get("input_ids", single.get("text"))
-            # They share the prompt's KV, but no replica gets more of the batch than its part.
-            is_full = replica is not None and placed[replica] * len(self._controller.living) >= len(singles)
-            together = prompt == before and not is_full
-            replica = await self._choose(single, replica if together else None, placed)
-            placed[replica] += 1
-            before = prompt
-            tasks.append(asyncio.create_task(self._generate_one(single, on_death, replica)))
         try:
+            for single in singles:
+                prompt = single.get("input_ids", single.get("text"))
+                # They share the prompt's KV, but no replica gets more of the batch than its part.
+                is_full = replica is not None and placed[replica] * len(self._controller.living) >= len(
+                    singles
+                )
+                together = prompt == before and not is_full
+                replica = await self._choose(single, replica if together else None, placed)
+                placed[replica] += 1
+                before = prompt
+                tasks.append(asyncio.create_task(self._generate_one(single, on_death, replica)))
             return await asyncio.gather(*tasks)
         finally:
             if batch is not None:
@@ -167,7 +176,7 @@ class RayFleet(RemoteMethods):
                 replica = await self._choose(fields, replica)
                 try:
                     with replica.working(), _repeated(asked, replica, output):
-                        return await replica.ask("answer", {**fields, "rid": output.rid})
+                        return await replica.engine.answer({**fields, "rid": output.rid})
                 except EngineError as error:
                     await self._after(replica, error, on_death, 0)
                 output.move()
@@ -338,6 +347,11 @@ def _repeated(asked: asyncio.Event, replica: Replica, output: Continuation) -> I
     finally:
         if task is not None:
             task.cancel()
+
+
+def _kill_started(start: Future[RayEngine]) -> None:
+    if start.exception() is None:
+        start.result().kill()
 
 
 def _start_failure(failures: Mapping[str, BaseException]) -> BaseException:

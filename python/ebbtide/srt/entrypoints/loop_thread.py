@@ -82,16 +82,13 @@ class LoopThread:
             future.cancel()
             raise
 
-    async def stream(self, chunks: AsyncGenerator[T, None], close: Callable[[], object]) -> AsyncGenerator[T]:
-        """What a generator of the loop yields, for any loop.
-
-        `close`: called in the loop when nobody reads on.
-        """
+    async def stream(self, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T]:
+        """What a generator of the loop yields, for any loop."""
         try:
             while (chunk := await self.run(_next(chunks))) is not None:
                 yield chunk
         finally:
-            self.call(close)
+            self.call(lambda: asyncio.ensure_future(_end(chunks)))
 
     def iterate(self, chunks: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """What a generator yields, for a thread without a loop."""
@@ -101,7 +98,7 @@ class LoopThread:
         finally:
             # An engine that was shut down has ended them.
             with contextlib.suppress(EngineError):
-                self.wait(chunks.aclose())
+                self.wait(_end(chunks))
 
     def call(self, function: Callable[[], object]) -> None:
         """Call a function in the loop, unless that has been closed, or this is a fork."""
@@ -174,3 +171,9 @@ def refuse_in_event_loop(twin: str) -> None:
 async def _next(chunks: AsyncGenerator[T, None]) -> T | None:
     """The next one; None at the end."""
     return await anext(chunks, None)
+
+
+async def _end(chunks: AsyncGenerator[T, None]) -> None:
+    """Close it, unless its reader was cancelled within: then it ends of that."""
+    if not chunks.ag_running:
+        await chunks.aclose()
