@@ -175,5 +175,5 @@ async def _next(chunks: AsyncGenerator[T, None]) -> T | None:
 
 async def _end(chunks: AsyncGenerator[T, None]) -> None:
     """Close it, unless its reader was cancelled within: then it ends of that."""
-    if not chunks.ag_running:
+    if not chunks.ag_running:  # type: ignore[attr-defined]
         await chunks.aclose()

@@ -32,7 +32,8 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.client = ControlClient(self, LiveOutputs())
+        self.live = LiveOutputs()
+        self.client = ControlClient(self, self.live)
 
     def send(self, message: ControlCall | Verdict) -> None:
         self.calls.append(message)
@@ -81,6 +82,16 @@ async def test_a_caller_that_goes_away_neither_cancels_its_request_nor_takes_ano
     scheduler.answer(0, ContinueGenerationReqOutput(changed=True))
     scheduler.answer(1, PingReqOutput())
     assert isinstance(await waiting, PingReqOutput)
+
+
+@scripted()
+async def test_an_abort_whose_caller_goes_away_ends_what_is_about_to_be_sent_too(
+    scheduler: Scheduler,
+) -> None:
+    scheduler.live.claim(["unsent"], {})
+    (await scheduler.begin(AbortReq(abort_all=True))).cancel()
+    await asyncio.sleep(0)
+    assert scheduler.live.note_sent("unsent") == "Aborted by /abort_request"
 
 
 @scripted()
@@ -142,6 +153,24 @@ async def test_nobody_commits_for_a_voter_that_has_gone(scheduler: Scheduler) ->
     scheduler.answer(0, Prepared())
     with pytest.raises(ConnectionError):
         await task
+    assert "gone away" in scheduler.calls[1].refusal
+
+
+@scripted()
+async def test_nobody_votes_or_commits_for_a_caller_that_has_gone(scheduler: Scheduler) -> None:
+    verdict: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    async def vote() -> str | None:
+        return await verdict
+
+    task = await scheduler.begin(PingReqInput(), vote=vote)
+    scheduler.answer(0, Prepared())
+    for _ in range(3):  # until it votes
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    await asyncio.sleep(0)
+    assert verdict.cancelled()
     assert "gone away" in scheduler.calls[1].refusal
 
 

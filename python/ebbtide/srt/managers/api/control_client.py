@@ -69,7 +69,11 @@ class ControlClient:
             vote: says whether to commit what other engines commit too; not asked about what commits nothing.
         """
         request, unsent, message = self._distribute(request)
-        reply = await self._reply_to(request, timeout_s, vote)
+        try:
+            reply = await self._reply_to(request, timeout_s, vote)
+        except asyncio.CancelledError:
+            self.abort(unsent, message)
+            raise
         self.abort(unsent, message)
         return _with_more_aborted(reply, len(unsent))
 
@@ -124,13 +128,13 @@ class ControlClient:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
                 voting = asyncio.ensure_future(vote())
-                waiting = [reply, voting, part.overdue]
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if voting.done():
-                    refusal = voting.result()
-                else:
-                    # It has ended the request by itself, or its time is up.
-                    refusal = "it was ready, and was not told in time that all were"
+                try:
+                    waiting = [reply, voting, part.overdue]
+                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    # Otherwise it has ended the request by itself, or its time is up.
+                    is_late = "it was ready, and was not told in time that all were"
+                    refusal = voting.result() if voting.done() else is_late
+                finally:
                     voting.cancel()
         finally:
             del self._parts[call_id]
