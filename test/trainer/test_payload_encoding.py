@@ -103,9 +103,12 @@ def test_a_payload_that_nobody_opened_leaves_nothing(left_behind: LeftBehind) ->
     assert left_behind() == set()
 
 
-def test_a_payload_that_is_lost_leaves_nothing(left_behind: LeftBehind) -> None:
+@pytest.mark.parametrize("is_received", [False, True])
+def test_a_payload_that_is_lost_leaves_nothing(left_behind: LeftBehind, is_received: bool) -> None:
     shared = serialize_tensors(named())
     assert len(left_behind()) == 1
+    if is_received:
+        assert_received(received(shared.payload))
     del shared
     gc.collect()
     assert left_behind() == set()

@@ -107,9 +107,8 @@ class Payload:
     ) -> None:
         self.entries = list(entries)
         self.load_format = load_format
-        self._memory = memory
         # Also where nobody closes it: a caller that is interrupted may never get to see it.
-        self._release = None if release is None else weakref.finalize(self, release)
+        self._give_back = weakref.finalize(self, _give_back, [memory], release)
         self._abandon = abandon
 
     @property
@@ -120,9 +119,7 @@ class Payload:
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
-        self._memory = None
-        if self._release is not None:
-            self._release()
+        self._give_back()
 
     def __enter__(self) -> Self:
         return self
@@ -132,6 +129,13 @@ class Payload:
             self.close()
         else:
             self._abandon(self)
+
+
+def _give_back(memory: list[object], release: Callable[[], object] | None) -> None:
+    # It goes first: torch ends a process whose shared memory it finds removed.
+    memory.clear()
+    if release is not None:
+        release()
 
 
 class Listing:
