@@ -7,11 +7,13 @@ lent would end the process.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fixtures.checkpoints import checksum_of, make_checkpoint
 from fixtures.full_rank import CHUNK, KV, NUM_KV_CHUNKS, SHAPE, Rank, prompt
 
+from ebbtide.srt.errors import EngineError
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -145,8 +147,13 @@ def test_where_all_pages_are_live_only_a_copy_that_must_be_takes_the_memory_of_t
     rank.assert_whole()
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["at once", "later, where the driver fails"])
 def test_what_was_borrowed_comes_back_when_a_session_is_given_up(
-    make_rank: Callable[..., Rank], path: Path, tmp_path: Path
+    make_rank: Callable[..., Rank],
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: bool,
 ) -> None:
     rank = make_rank()
     before = checksum_of(rank.store)
@@ -157,11 +164,16 @@ def test_what_was_borrowed_comes_back_when_a_session_is_given_up(
     rid = rank.generate(prompt(1, 200), 40)
     rank.run()
     assert len(rank.tokens[rid]) == 40
-    rank.apply(AbortWeightUpdateReqInput())
-    rank.assert_whole()
+    with monkeypatch.context() as patch:
+        if fails:
+            patch.setattr(rank.vm, "map", Mock(side_effect=EngineError("cuMemMap")), raising=False)
+        assert isinstance(rank.apply(AbortWeightUpdateReqInput()), Refusal) == fails
+    if not fails:
+        rank.assert_whole()
     assert checksum_of(rank.store) == before
     assert rank.apply(update(other)).staged
     assert checksum_of(rank.store) != before
+    rank.assert_whole()
 
 
 @pytest.mark.parametrize("is_resumed", [True, False])

@@ -90,7 +90,7 @@ class KVChunks:
         return 0 if self._memory is None else len(self._lent) * self._memory.chunk_bytes
 
     def set_aside(self, *, hard: bool = False) -> bool:
-        assert not self._lent, "chunks are set aside already"
+        self.take_back()  # what is left of the last time, if the driver failed then
         if self._memory is None or not self._memory.is_resident:
             return False
         if hard:
