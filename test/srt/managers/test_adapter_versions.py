@@ -169,13 +169,20 @@ def test_a_folder_that_is_no_adapter_is_refused(
     assert (refusal.status, expected in refusal.message) == (status, True), refusal.message
 
 
-def test_a_pipe_in_the_place_of_a_config_is_not_waited_for(model: Path, tmp_path: Path) -> None:
+def test_a_pipe_or_folder_in_the_place_of_a_config_is_neither_waited_for_nor_kept_open(
+    model: Path, tmp_path: Path
+) -> None:
     pipe = tmp_path / "adapter_config.json"
     os.mkfifo(pipe)
     rank = AdapterRank(model)
+    num_open = len(os.listdir("/proc/self/fd"))
     refusals = [rank.apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path)))]
     with pipe.open("r+b", buffering=0):  # somebody could write to it, and does not
         refusals.append(rank.apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path))))
+    pipe.unlink()
+    pipe.mkdir()
+    refusals.append(rank.apply(LoadLoRAAdapterReqInput(lora_name="a", lora_path=str(tmp_path))))
+    assert len(os.listdir("/proc/self/fd")) == num_open
     for refusal in refusals:
         assert isinstance(refusal, Refusal)
         assert (refusal.status, "adapter_config.json" in refusal.message) == (400, True), refusal.message

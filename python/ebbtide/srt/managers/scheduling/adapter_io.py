@@ -204,7 +204,7 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
     file = folder / CONFIG_FILE
     try:
         # Opening a pipe would wait for somebody to write to it.
-        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             text = opened.read(MAX_CONFIG_BYTES + 1) or b""  # None: a pipe that nobody has written to
         config = json.loads(text) if len(text) <= MAX_CONFIG_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
