@@ -246,12 +246,13 @@ def test_a_load_that_fails_on_one_rank_changes_nothing(step: str, rank: int) -> 
     harness.assert_true(rid)
 
 
-def test_a_version_that_cannot_be_brought_in_ends_its_requests_and_no_others() -> None:
-    harness = AdapterHarness(num_slots=2, num_ranks=2)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_version_that_cannot_be_brought_in_ends_its_requests_and_no_others(num_ranks: int) -> None:
+    harness = AdapterHarness(num_slots=2, num_ranks=num_ranks)
     harness.load("a", 1)
     harness.load("b", 2)
     harness.load("c", 3)
-    harness.ranks[1].adapters.faults["restore"] = RequestRejected("the host has lost it")
+    harness.ranks[-1].adapters.faults["restore"] = RuntimeError("out of memory")
     lost, other = harness.ask("a"), harness.ask("c")
     harness.run_until_idle()
     finish = harness.finish(lost)
@@ -448,11 +449,12 @@ def test_what_is_staged_leaves_a_slot_to_requests() -> None:
     assert harness.loaded == ["a@1", "b@2", "c@1", "d@1"]
 
 
-def test_a_session_without_an_adapter_that_was_refused_is_incomplete() -> None:
+@pytest.mark.parametrize("kind", [RequestRejected, RuntimeError])
+def test_a_session_without_an_adapter_that_was_refused_is_incomplete(kind: type[Exception]) -> None:
     harness = AdapterHarness()
     harness.begin(session_id="step")
     fields: dict[str, Any] = {"lora_version": "1", "session_id": "step"}
-    harness.ranks[0].adapters.faults["open"] = RequestRejected("it does not fit")
+    harness.ranks[0].adapters.faults["open"] = kind("it does not fit")
     assert "it does not fit" in harness.refuse(loading("a", 1, **fields)).message
     assert harness.refuse(loading("a", 1, session_id="step")).status == 400, "a version is needed"
     assert "it does not fit" in harness.refuse(EndWeightUpdateReqInput(session_id="step")).message

@@ -1,6 +1,7 @@
 """Releasing and resuming memory, and flushes, on null parts: control_semantics sections 1.2 and 3."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from ebbtide.srt.managers.io_struct import (
     PauseGenerationReqInput,
     PauseMode,
     Preserve,
+    Refusal,
     ReleaseMemoryOccupationReqInput,
     ResizeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.testing.null_kv import CHUNK_BYTES
+from ebbtide.testing.null_kv import CHUNK_BYTES, NullChunks, NullMemory, NullPageStore
 
 WEIGHTS, KV_CACHE, CUDA_GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
 BYTES = {WEIGHTS: 2000, KV_CACHE: 5000, CUDA_GRAPH: 100}
@@ -74,6 +76,65 @@ def test_after_a_release_that_broke_off_nothing_runs_and_the_next_one_gives_back
     assert harness.release(KV_CACHE).freed_bytes == {KV_CACHE: 4000}
     harness.resume(KV_CACHE)
     harness.assert_end(rid, length=5)
+
+
+def test_weights_whose_release_broke_off_are_stale(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_off() -> int:
+        raise EngineError("cuMemUnmap: the driver refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.ranks[0].runner.needed[0], "release", break_off)
+        assert harness.refuse(ReleaseMemoryOccupationReqInput(tags=(WEIGHTS,))).status == 500
+    assert harness.resume(WEIGHTS).weights.content == "stale"
+
+
+# What takes memory, or launches work on a device.
+MAY_FAIL = (
+    (NullPageStore, "save"),
+    (NullPageStore, "restore"),
+    (NullMemory, "prepare_release"),
+    (NullMemory, "resume"),
+    (NullChunks, "add"),
+)
+
+
+def count_and_fail(patch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """Have one of these calls fail; returns what will list them."""
+    called: list[str] = []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            called.append(name)
+            if len(called) == number:
+                raise RuntimeError(f"no memory at {name}")
+            return function(*args)
+
+        return call
+
+    for owner, name in MAY_FAIL:
+        patch.setattr(owner, name, counted(name, getattr(owner, name)))
+    return called
+
+
+def test_whatever_fails_in_a_sleep_is_told_and_undone_and_the_next_attempt_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for number in itertools.count(1):
+        harness = Harness()
+        rid = harness.begin_request(max_new_tokens=20)
+        with monkeypatch.context() as patch:
+            called = count_and_fail(patch, number)
+            asleep = ReleaseMemoryOccupationReqInput(preserve=Preserve.LIVE, backup=True)
+            replies = [harness.apply(each, object) for each in (asleep, ResumeMemoryOccupationReqInput())]
+        refusals = [reply for reply in replies if isinstance(reply, Refusal)]
+        if number > len(called):
+            assert not refusals
+            break
+        assert [called[number - 1] in refusal.message for refusal in refusals] == [True]
+        harness.resume()
+        harness.assert_end(rid, length=20)
+        assert (harness.page_store.num_bytes, harness.device.used_bytes) == (0, sum(BYTES.values()))
+    assert {name for _, name in MAY_FAIL} == set(called)
 
 
 def test_running_requests_survive_a_release_of_everything_but_no_cached_prefix_does(harness: Harness) -> None:

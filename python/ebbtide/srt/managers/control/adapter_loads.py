@@ -145,15 +145,17 @@ class AdapterLoads:
         self._check(request)
         try:
             return (yield from self._load(request))
-        except (DeadlinePassed, RequestRejected) as error:
-            message = f"{request.lora_name} was not loaded in time, nothing has changed"
-            refusal = error if isinstance(error, RequestRejected) else RequestRejected(message, 409)
+        except Exception as error:
+            failure = error
+            if isinstance(error, DeadlinePassed):
+                message = f"{request.lora_name} was not loaded in time, nothing has changed"
+                failure = RequestRejected(message, 409)
             if request.session_id is not None:
                 # A session that was to have an adapter is incomplete without it.
                 with suppress(RequestRejected):
                     label = frozenset({f"{request.lora_name}@{request.version}"})
-                    self._updates.session_named(request.session_id).refused.add(refusal.message, label)
-            raise refusal from None
+                    self._updates.session_named(request.session_id).refused.add(str(failure), label)
+            raise failure from failure.__cause__
 
     def unload(self, request: UnloadLoRAAdapterReqInput) -> Operation:
         """Have a name, or a version of it, mean nothing any more."""

@@ -370,10 +370,9 @@ class MemoryOccupation:
         memory = self._memories[tag]
         # Marked first: if the release fails half-way, nothing may run on the memory that is left.
         self.released |= {tag}
-        freed_bytes = memory.release()
         if tag is MemoryTag.WEIGHTS and not self._keeps_weights:
             self.content.lose()
-        return freed_bytes
+        return memory.release()
 
     def _map_all(self, tags: list[MemoryTag]) -> dict[MemoryTag, int]:
         """The memory of all of these tags, or none of it; returns the bytes.
@@ -389,9 +388,11 @@ class MemoryOccupation:
                     mapped_bytes[tag] += sum(self._kv.map())
                 if tag is MemoryTag.KV_CACHE:
                     self._page_store.restore(self._parked_slots, self._parked_pages)
-        except OutOfDeviceMemory as error:
-            for tag in mapped_bytes:
+        except Exception as error:
+            for tag in tags:
                 self._memories[tag].release()
+            if not isinstance(error, OutOfDeviceMemory):
+                raise
             needed_bytes = sum(self._memories[tag].virtual_bytes for tag in tags)
             free_bytes = self._free_bytes()
             raise RequestRejected(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.pace import Stall, StallTally
 from ebbtide.srt.managers.control.ports import (
     BETWEEN_PASSES,
@@ -306,4 +306,9 @@ def refusal(request: ControlRequest | None, error: Exception) -> Refusal:
     if isinstance(error, RequestRejected):
         return Refusal(status=error.status, message=error.message, fields=error.fields)
     logger.error("%s failed", type(request).__name__, exc_info=error)
-    return Refusal(status=500, message=f"{type(request).__name__} failed: {type(error).__name__}: {error}")
+    return Refusal(status=500, message=f"{type(request).__name__} failed: {described(error)}")
+
+
+def described(error: Exception) -> str:
+    """What a message says of a failure: of one that the engine has put into words, these."""
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

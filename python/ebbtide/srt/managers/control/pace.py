@@ -13,7 +13,15 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Final, Never, TypeAlias, TypeVar
 
-from ebbtide.srt.managers.control.ports import BETWEEN_PASSES, Activity, CopyStream, Slices, Work
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.managers.control.ports import (
+    BETWEEN_PASSES,
+    Activity,
+    CopyStream,
+    DeadlinePassed,
+    Slices,
+    Work,
+)
 from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, AnyControlRequest, ControlRequest, StallCounts
 from ebbtide.srt.managers.wire.message import Decision
 
@@ -227,7 +235,12 @@ class Ranks:
         """
         if kind in BETWEEN_PASSES:
             yield Activity.BOUNDARY
-        return (yield from work)
+        try:
+            return (yield from work)
+        except (DeadlinePassed, RequestRejected, EngineError):
+            raise
+        except Exception as error:
+            raise EngineError(f"{type(error).__name__}: {error}") from error
 
     def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
         """As `phase`; returns this rank's result, and the facts (plain values) of all ranks' results."""

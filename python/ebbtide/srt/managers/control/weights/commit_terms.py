@@ -15,7 +15,7 @@ from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Valid
-from ebbtide.srt.managers.control.operations import Stages, require_timeout
+from ebbtide.srt.managers.control.operations import Stages, described, require_timeout
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import (
     Activity,
@@ -231,15 +231,12 @@ class CommitConditions:
         except Exception as error:
             if not isinstance(self._memory.content.state, Valid):
                 num_missing = len(self._memory.content.missing)
-                failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
                 raise EngineError(
-                    f"{failure}. No request runs: {num_missing} parameters are stale until an update "
-                    "writes them"
+                    f"{described(error)}. No request runs: {num_missing} parameters are stale until an "
+                    "update writes them"
                 ) from error
             logger.error("a weight update failed; the old weights serve", exc_info=error)
-            raise RequestRejected(
-                f"the update failed, the old weights serve: {type(error).__name__}: {error}"
-            ) from error
+            raise RequestRejected(f"the update failed, the old weights serve: {described(error)}") from error
         stages.end("release" if reply.committed else "stage")
         return structs.replace(reply, stages_ms=stages.took_ms)
 
