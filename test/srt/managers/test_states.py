@@ -3,12 +3,14 @@
 Whatever happens meanwhile, tokens are those of transformers, in float32.
 """
 
-import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fixtures.checkpoints import make_checkpoint
-from fixtures.full_rank import CHUNK, DISTURBANCES, SHAPE, Conversations, Rank, prompt
+from fixtures.full_rank import CHUNK, DISTURBANCES, SHAPE, Conversations, Rank, park, prompt
 from fixtures.real_rank import RealRank
 from fixtures.references import Reference, check_greedy_spans
 
@@ -28,14 +30,21 @@ INTERVAL = 32
 PROMPTS = [prompt(1, 110), prompt(2, 61), prompt(3, 9), prompt(4, 24), prompt(5, 1)]
 
 
-@pytest.fixture(scope="module", params=["Qwen3_5ForCausalLM"])
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param, **SHAPE)
-
-
 @pytest.fixture(scope="module")
-def reference(path: Path) -> Reference:
-    return Reference(path)
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Reference]]:
+    """The checkpoint of an architecture, and what it must give."""
+
+    @cache
+    def make(architecture: str) -> tuple[Path, Reference]:
+        path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), architecture, **SHAPE)
+        return path, Reference(path)
+
+    return make
+
+
+@pytest.fixture
+def path(model_of: Callable[[str], tuple[Path, Reference]]) -> Path:
+    return model_of("Qwen3_5ForCausalLM")[0]
 
 
 @pytest.fixture(autouse=True)
@@ -44,30 +53,31 @@ def interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_sizing, "MIN_CHECKPOINTS", 40)
 
 
-def architecture_of(path: Path) -> str:
-    [name] = json.loads((path / "config.json").read_text())["architectures"]
-    return str(name)
-
-
 @pytest.mark.parametrize(
-    ("path", "disturbance"),
+    ("architecture", "chunk_size", "disturbances"),
     [
-        *(("Qwen3_5ForCausalLM", name) for name in DISTURBANCES),
-        *(("NemotronHForCausalLM", name) for name in ("nothing", "park")),
+        ("Qwen3_5ForCausalLM", 512, ()),
+        ("Qwen3_5ForCausalLM", 512, DISTURBANCES),
+        # Its prompts come in parts.
+        ("NemotronHForCausalLM", 20, ()),
+        ("NemotronHForCausalLM", 20, (park,)),
     ],
-    indirect=["path"],
 )
 def test_requests_have_transformers_tokens_whatever_happens_to_their_states(
-    path: Path, reference: Reference, disturbance: str
+    model_of: Callable[[str], tuple[Path, Reference]],
+    architecture: str,
+    chunk_size: int,
+    disturbances: tuple[Callable[[Rank], Any], ...],
 ) -> None:
-    # Prompts of one model come whole, those of the other in parts.
-    rank = Rank(path, chunked_prefill_size=20 if architecture_of(path) == "NemotronHForCausalLM" else 512)
+    path, reference = model_of(architecture)
+    rank = Rank(path, chunked_prefill_size=chunk_size)
     first = Conversations(rank, reference, PROMPTS)
-    first.disturb(DISTURBANCES[disturbance])
+    rank.turn(10)  # all prompts are in
+    first.disturb(*disturbances)
     first.end()
     # The next turn of each begins with a checkpoint, and so does a prompt that leaves another.
     then = first.next_turns(24)
-    if disturbance == "nothing":
+    if not disturbances:
         rank.turn(20)
         assert [rank.cached_tokens(rid) for rid in then.rids] == [160, 96, 64, 64, 32, 104, 56]
     then.end()
@@ -99,16 +109,13 @@ def test_states_leave_the_kv_cache_half_of_the_memory_unless_a_number_of_request
             RealRank(path, **sized, **given)
 
 
-@pytest.fixture(scope="module")
-def other(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Other weights of the same model."""
-    return make_checkpoint(tmp_path_factory.mktemp("other"), architecture_of(path), seed=1, **SHAPE)
-
-
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT], ids=str)
 def test_an_update_in_the_middle_keeps_states_or_computes_them_anew(
-    path: Path, reference: Reference, other: Path, mode: PauseMode
+    model_of: Callable[[str], tuple[Path, Reference]], tmp_path: Path, mode: PauseMode
 ) -> None:
+    architecture = "Qwen3_5ForCausalLM"
+    path, reference = model_of(architecture)
+    other = make_checkpoint(tmp_path, architecture, seed=1, **SHAPE)
     rank = Rank(path)
     rids = [rank.generate(ids, 30) for ids in PROMPTS]
     rank.turn(15)

@@ -4,12 +4,14 @@ Whatever happens to those pages meanwhile, tokens are those of transformers, in 
 """
 
 import itertools
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fixtures.checkpoints import GEMMA3, make_checkpoint
-from fixtures.full_rank import DISTURBANCES, SHAPE, Conversations, Rank, prompt
+from fixtures.full_rank import DISTURBANCES, SHAPE, Conversations, Rank, park, prompt
 from fixtures.references import Reference
 from safetensors.torch import save
 from torch import Tensor
@@ -33,14 +35,16 @@ PROMPTS = [prompt(1, 110), prompt(2, 61), prompt(3, 9), prompt(4, 24)]
 
 
 @pytest.fixture(scope="module")
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = {**SHAPE, **MODELS[request.param]}
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param, **config)
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Reference]]:
+    """The checkpoint of an architecture, and what it must give."""
 
+    @cache
+    def make(architecture: str) -> tuple[Path, Reference]:
+        config = {**SHAPE, **MODELS[architecture]}
+        path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), architecture, **config)
+        return path, Reference(path)
 
-@pytest.fixture(scope="module")
-def reference(path: Path) -> Reference:
-    return Reference(path)
+    return make
 
 
 def held_pages(rank: Rank, rid: str) -> list[int]:
@@ -69,26 +73,25 @@ def send(rank: Rank, weights: dict[str, Tensor], **fields: Any) -> None:
     assert reply.success, reply
 
 
-# What is cached and nobody needs is flushed by tests of the cache.
-HERE = {name: how for name, how in DISTURBANCES.items() if name != "flush"} | {"update": update}
-
-
 @pytest.mark.parametrize(
-    ("path", "disturbance"),
+    ("architecture", "disturbances"),
     [
-        *(("Gemma3ForCausalLM", name) for name in HERE),
-        *itertools.product(("MistralForCausalLM", "DeepseekV3ForCausalLM"), ("nothing", "park")),
+        ("Gemma3ForCausalLM", ()),
+        ("Gemma3ForCausalLM", (*DISTURBANCES, update)),
+        *itertools.product(("MistralForCausalLM", "DeepseekV3ForCausalLM"), ((), (park,))),
     ],
-    indirect=["path"],
 )
 def test_requests_many_windows_long_have_transformers_tokens_whatever_happens_to_their_pages(
-    path: Path, reference: Reference, disturbance: str
+    model_of: Callable[[str], tuple[Path, Reference]],
+    architecture: str,
+    disturbances: tuple[Callable[[Rank], Any], ...],
 ) -> None:
+    path, reference = model_of(architecture)
     rank = Rank(path)
     allocator, windows = rank.scheduler.policy.allocator, rank.runner.kv_pool.groups.windows
     assert set(windows) <= {None, WINDOW}
-    first = Conversations(rank, reference, PROMPTS)
-    first.disturb(HERE[disturbance])
+    first = Conversations(rank, reference, PROMPTS, 90)
+    first.disturb(*disturbances)
     rank.turn(10)
     assert any(held_pages(rank, rid) for rid in first.rids)
     for rid, ids in zip(first.rids, PROMPTS, strict=True):
@@ -100,7 +103,7 @@ def test_requests_many_windows_long_have_transformers_tokens_whatever_happens_to
 
     # The next turn of each begins with what the cache has, as what a prompt ends with is there too.
     then = first.next_turns(10)
-    if disturbance == "nothing":
+    if not disturbances:
         rank.turn(1)
         turns = [len(ids) + len(rank.tokens[rid]) for rid, ids in zip(first.rids, PROMPTS, strict=True)]
         expected = [(length - 1) // PAGE_SIZE * PAGE_SIZE for length in turns]
