@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from rich.console import Console
-from transformers import Qwen3ForCausalLM
 
 from ebbtide.demo import run as run_module
 from ebbtide.demo.run import Settings, main, run
@@ -38,7 +38,7 @@ def test_a_run_that_does_not_learn_measures_and_reports(tmp_path: Path):
         assert 15.0 < float(kv_cache.removesuffix("→0.0")) < 20.0
         assert float(cells[-1]) < 1e-4
     assert failure in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert Qwen3ForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size == 14
+    assert transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size == 14
 
 
 class Stub:

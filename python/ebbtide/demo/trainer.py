@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = (PAD, EOS, *"0123456789+=")
@@ -60,12 +60,12 @@ def encode(text: str) -> list[int]:
     return [VOCABULARY.index(character) for character in text]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """What `encode` does, as a tokenizer that is saved with a checkpoint."""
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 
 MODEL_SHAPE: dict[str, Any] = {
@@ -122,7 +122,7 @@ class Trainer:
 
     def __init__(self, num_steps: int, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = Qwen3ForCausalLM(Qwen3Config(**MODEL_SHAPE))
+        self.model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**MODEL_SHAPE))
         self._num_steps = num_steps
         self._steps_done = 0
         self._optimizers = _Optimizers(self.model, muon_lr=0.005, adamw_lr=0.005)

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fixtures.checkpoints import make_checkpoint
@@ -26,6 +28,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
         make_checkpoint(folder / "a", "Qwen3ForCausalLM", seed=1, **shape),
         make_checkpoint(folder / "b", "Qwen3ForCausalLM", seed=2, **shape),
     )
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> Any:
+    """Anthropic's package. It takes two seconds, which workers that run no test of it do without."""
+    return import_module("anthropic")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Rotary frequencies and rotation against transformers."""
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,9 +8,6 @@ import pytest
 import torch
 from fixtures.checkpoints import LLAMA3_ROPE
 from transformers import Glm4MoeConfig, LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.glm4_moe import modeling_glm4_moe
-from transformers.models.llama import modeling_llama
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.rotary import RotaryEmbedding, inverse_frequencies, rope_config, rotate
@@ -37,8 +35,9 @@ DEEPSEEK_YARN = YARN | {"beta_fast": 24.0, "beta_slow": 2.0, "mscale": 1.0, "msc
     ids=str,
 )
 def test_scaled_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
+    theirs = import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
     config = LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=dict(settings))
-    expected, scale = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, CPU)
+    expected, scale = theirs[settings["rope_type"]](config, CPU)
 
     ours = rope_config(config)
 
@@ -52,26 +51,22 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
 
 
 @pytest.mark.parametrize(
-    ("config", "modeling", "rotary", "rotated"),
+    ("config", "name", "rotated"),
     [
-        (LlamaConfig(**SIZES), modeling_llama, modeling_llama.LlamaRotaryEmbedding, 16),
-        (
-            Glm4MoeConfig(**SIZES, partial_rotary_factor=0.25),
-            modeling_glm4_moe,
-            modeling_glm4_moe.Glm4MoeRotaryEmbedding,
-            4,
-        ),
+        (LlamaConfig(**SIZES), "Llama", 16),
+        (Glm4MoeConfig(**SIZES, partial_rotary_factor=0.25), "Glm4Moe", 4),
     ],
     ids=["all", "a part of each head"],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 def test_rotation_equals_transformers(
-    config: Any, modeling: Any, rotary: Any, rotated: int, dtype: torch.dtype, tolerance: float
+    config: Any, name: str, rotated: int, dtype: torch.dtype, tolerance: float
 ) -> None:
+    modeling = import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
     torch.manual_seed(0)
     positions = torch.tensor([0, 1, 7, 100_000])
     q, k = torch.randn(4, 4, 16).to(dtype), torch.randn(4, 2, 16).to(dtype)
-    cos, sin = rotary(config)(q, positions[None])
+    cos, sin = getattr(modeling, f"{name}RotaryEmbedding")(config)(q, positions[None])
     heads = (q.transpose(0, 1)[None], k.transpose(0, 1)[None])
     expected_q, expected_k = modeling.apply_rotary_pos_emb(*heads, cos, sin)
 

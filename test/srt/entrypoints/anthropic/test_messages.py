@@ -4,10 +4,8 @@ import asyncio
 import json
 from typing import Any
 
-import anthropic
 import httpx2
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from fixtures.dialects import CALL, LENGTH, STOP, Scripted, call_of
 from pydantic import TypeAdapter
 
@@ -19,7 +17,6 @@ from ebbtide.srt.errors import RequestRejected
 
 TOOL: Any = {"name": "f", "description": "F", "input_schema": {"type": "object"}}
 USER: Any = {"role": "user", "content": "hi"}
-EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 def make(fields: dict[str, Any], *, has_reasoning: bool = True) -> tuple[OpenAICall, AnswerWriter]:
@@ -35,8 +32,8 @@ def server() -> Scripted:
 class Asked:
     """Anthropic's client, and the fields that each of its requests needs."""
 
-    def __init__(self, server: Scripted) -> None:
-        self.client = anthropic.Anthropic(
+    def __init__(self, server: Scripted, client_class: Any) -> None:
+        self.client = client_class(
             base_url="http://tide", api_key="key", http_client=server.client, max_retries=0
         )
 
@@ -45,15 +42,15 @@ class Asked:
 
 
 @pytest.fixture
-def client(server: Scripted) -> Asked:
-    return Asked(server)
+def client(server: Scripted, anthropic: Any) -> Asked:
+    return Asked(server, anthropic.Anthropic)
 
 
-def test_a_message_is_answered(server: Scripted, client: Asked) -> None:
+def test_a_message_is_answered(server: Scripted, client: Asked, anthropic: Any) -> None:
     answer = client.create(system=[{"type": "text", "text": "be kind"}], extra_body={"top_k": 3})
     assert server.prompt == "system=be kind;user=hi;"
     assert server.params | {"top_k": 3, "max_new_tokens": 9} == server.params
-    Message.model_validate(json.loads(server.bodies[-1]))
+    anthropic.types.Message.model_validate(json.loads(server.bodies[-1]))
     assert [(block.type, block.text) for block in answer.content] == [("text", "a")]
     assert (answer.stop_reason, answer.stop_sequence, answer.role) == ("end_turn", None, "assistant")
     # What the prefix cache had is counted for itself.
@@ -96,13 +93,14 @@ def test_an_assistants_last_message_goes_on(server: Scripted, client: Asked) -> 
 
 
 @pytest.mark.parametrize("finish", [STOP, LENGTH])
-def test_a_stream_adds_up_to_the_whole(server: Scripted, client: Asked, finish: Any) -> None:
+def test_a_stream_adds_up_to_the_whole(server: Scripted, client: Asked, anthropic: Any, finish: Any) -> None:
     server.pieces, server.finish = [*"<think>hm</think>So ", *CALL, "And"], finish
     body: Any = {"model": "tide", "max_tokens": 9, "messages": [USER], "tools": [TOOL]}
     with client.client.messages.stream(**body) as stream:
         told = stream.get_final_message()
+    events: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
     for event in server.events:
-        EVENTS.validate_python(event)
+        events.validate_python(event)
     assert [block.type for block in told.content] == ["thinking", "text", "tool_use", "text"]
     assert told.content[2].input == {"x": 1}
     assert "".join(block.text for block in told.content if block.type == "text") == "So And"

@@ -4,7 +4,6 @@ import enum
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pydantic
@@ -154,7 +153,9 @@ def test_a_chat_is_what_generate_answers_to_its_template_whole_and_in_pieces(
     assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["length"]
 
 
-def test_other_dialects_of_a_chat_have_its_answer(server: Server, client: openai.OpenAI) -> None:
+def test_other_dialects_of_a_chat_have_its_answer(
+    server: Server, client: openai.OpenAI, anthropic: Any
+) -> None:
     whole = generate(server, RENDERED)["text"]
     options: Any = {"temperature": 0, "ignore_eos": True}
     answer = client.responses.create(input="ebb?", max_output_tokens=NUM_TOKENS, extra_body=options)
