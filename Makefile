@@ -14,7 +14,7 @@ SOURCES := python compat plugins test bench examples docs/site.py
 TESTS := test
 # Much of a test's time is waiting for an engine: six at a time keep two cores busy.
 WORKERS ?= 6
-# How many sequences `make fuzz` tries; the gate tries 400 of them.
+# How many sequences `make fuzz` tries; the gate tries 200 of them.
 FUZZ_SEQUENCES ?= 50000
 # How long `make soak` goes on, and further arguments, e.g. SOAK_OPTIONS="--device cuda --streams 64"
 SOAK_MINUTES ?= 30

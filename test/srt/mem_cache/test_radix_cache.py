@@ -274,8 +274,8 @@ class ManyGroupsMachine(WindowsMachine):
     WINDOWS = (None, None, 3, 1, 6)
 
 
-TestWholeFuzz = fuzzed(WholeMachine, 80, 50)
-TestWindowsFuzz = fuzzed(WindowsMachine, 150, 60)
+TestWholeFuzz = fuzzed(WholeMachine, 40, 50)
+TestWindowsFuzz = fuzzed(WindowsMachine, 75, 60)
 TestAllWindowsFuzz = fuzzed(AllWindowsMachine, 40, 60)
 TestManyGroupsFuzz = fuzzed(ManyGroupsMachine, 30, 50)
 

@@ -159,4 +159,4 @@ class ReplicasMachine(Clients):
         assert held[0] == held[1]
 
 
-TestReplicasFuzz = fuzzed(ReplicasMachine, 60)
+TestReplicasFuzz = fuzzed(ReplicasMachine, 30)

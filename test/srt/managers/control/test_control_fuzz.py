@@ -339,4 +339,4 @@ class ControlMachine(Clients):
         assert harness.scheduler.policy.allocator.num_free == harness.num_pages
 
 
-TestControlFuzz = fuzzed(ControlMachine, 100)
+TestControlFuzz = fuzzed(ControlMachine, 50)
