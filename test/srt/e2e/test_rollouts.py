@@ -58,7 +58,7 @@ def mixed_request(index: int) -> dict[str, Any]:
         {"min_p": 0.02, "stop_token_ids": list(range(100, 120))},
         {"frequency_penalty": 0.5, "presence_penalty": 0.3, "repetition_penalty": 1.1},
         {"logit_bias": {str(EOS_ID): 4.0, "7": 2.0}, "min_new_tokens": 4},
-        {"top_p": 0.8, "top_k": 50, "min_p": 0.01, "stop": ["e", "qu", "s", "1"]},
+        {"top_p": 0.8, "top_k": 50, "min_p": 0.01, "stop": ["qu", *"abcdefghijkl"]},
     ]
     params = {"max_new_tokens": 4 + 5 * index % 17, "sampling_seed": 1000 * index, **ways[index % len(ways)]}
     params["n"] = 3 if index % 10 == 9 else 1
@@ -72,8 +72,8 @@ def flat(answers: Sequence[Any]) -> list[dict[str, Any]]:
     return [output for answer in answers for output in (answer if isinstance(answer, list) else [answer])]
 
 
-def test_100_requests_at_once_give_what_each_gives_alone(engine: Engine) -> None:
-    requests = [mixed_request(index) for index in range(100)]
+def test_50_requests_at_once_give_what_each_gives_alone(engine: Engine) -> None:
+    requests = [mixed_request(index) for index in range(50)]
     alone = [engine.generate(**request) for request in requests]
 
     async def ask(index: int, request: dict[str, Any]) -> Any:
@@ -90,7 +90,7 @@ def test_100_requests_at_once_give_what_each_gives_alone(engine: Engine) -> None
         return await asyncio.gather(*(ask(*request) for request in enumerate(requests)))
 
     outputs, expected = flat(asyncio.run(run())), flat(alone)
-    assert len(outputs) == 120
+    assert len(outputs) == 60
     for output, one in zip(outputs, expected, strict=True):
         assert_same_output(output, one)
     reasons = [output["meta_info"]["finish_reason"] for output in outputs]
