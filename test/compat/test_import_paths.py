@@ -14,6 +14,7 @@ import json, psutil, sys, threading
 print(json.dumps({
     "heavy": sorted({"transformers", "triton", "flashinfer"} & sys.modules.keys()),
     "threads": threading.active_count(),
+    "has a GPU": sys.modules["torch"].cuda.is_initialized(),
     "children": [child.pid for child in psutil.Process().children()],
 }))
 """
@@ -21,7 +22,7 @@ print(json.dumps({
 
 def test_all_paths_are_there_and_importing_them_starts_nothing() -> None:
     found = json.loads(output_of(IMPORTS + LIGHT))
-    assert found == {"heavy": [], "threads": 1, "children": []}
+    assert found == {"heavy": [], "threads": 1, "has a GPU": False, "children": []}
 
 
 def test_the_version_is_sglangs_or_as_told() -> None:
@@ -86,10 +87,15 @@ def test_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:
     command += ["--no-deps", "--no-index", "--disable-pip-version-check", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    script = IMPORTS + "\nfrom importlib.metadata import version\nprint(sglang.__file__, version('sglang'))"
-    shown = run_python(
-        f"import sglang\n{script}", python=str(python), PYTHONPATH=str(COMPAT.parent / "python")
+    names = [
+        sorted(file.relative_to(folder) for file in (folder / "sglang").rglob("*.py"))
+        for folder in (packages, COMPAT)
+    ]
+    assert names[0] == names[1]
+    script = (
+        "import sglang\nfrom importlib.metadata import version\nprint(sglang.__file__, version('sglang'))"
     )
+    shown = run_python(script, python=str(python), PYTHONPATH=str(COMPAT.parent / "python"))
     assert shown.stdout == f"{packages}/sglang/__init__.py 0.5.23+ebbtide\n", shown.stderr
 
 

@@ -21,7 +21,7 @@ import sglang.srt.managers.tokenizer_manager as tokenizer_manager
 import torch
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from fixtures.compat import COMPAT_ENVIRONMENT, PATHS, output_of
+from fixtures.compat import COMPAT_ENVIRONMENT, PATHS
 from fixtures.tokenizers import byte_level
 from sglang.srt import constants
 from sglang.srt.debug_utils.dumper import DumperConfig, _get_rank, dumper
@@ -361,8 +361,3 @@ def test_calls_and_reasoning_are_found() -> None:
     assert reasoning.detector.think_end_token == "</think>"
     assert reasoning.parse_non_stream("hmm</think>yes") == ("hmm", "yes")
     assert (reasoning.parse_stream_chunk("hm <"), reasoning.finish()) == (("hm ", ""), ("<", ""))
-
-
-def test_importing_starts_no_gpu() -> None:
-    script = "import sglang.srt.entrypoints.http_server, sglang.srt.utils, torch"
-    assert output_of(f"{script}; print(torch.cuda.is_initialized())") == "False\n"
