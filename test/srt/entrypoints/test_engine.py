@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fixtures.servers import is_alive, wait_until
@@ -190,6 +191,17 @@ def test_an_engine_in_an_event_loop() -> None:
 
     [pid] = asyncio.run(main())
     assert not is_alive(pid)
+
+
+def test_a_start_that_is_interrupted_before_there_is_a_loop_ends_the_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Mock()
+    monkeypatch.setattr(NullEngine, "_start", lambda engine, args: service)
+    monkeypatch.setattr("ebbtide.srt.entrypoints.engine.LoopThread", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        NullEngine()
+    service.shutdown.assert_called_once()
 
 
 def test_arguments_that_do_not_exist_are_type_errors() -> None:

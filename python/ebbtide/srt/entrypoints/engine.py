@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from threading import Thread
@@ -135,6 +135,9 @@ class Engine(EngineMethods):
         RequestRejected: from methods only: the request was refused, and nothing has changed.
     """
 
+    # As long as no loop has begun.
+    _finalizer: Callable[[], object] = staticmethod(lambda: None)
+
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
         if server_args is not None and kwargs:
             raise TypeError(f"server_args stands for all arguments, also for {', '.join(sorted(kwargs))}")
@@ -142,14 +145,14 @@ class Engine(EngineMethods):
             server_args = ServerArgs(**{"log_level": "error", **kwargs})
         self.server_args = server_args
         service = self._service = self._start(server_args)
-        self._runner = LoopThread()
-        # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
-        self._finalizer = weakref.finalize(self, self._runner.end, service.close, service.shutdown)
-        if "torch" in sys.modules:
-            # Who has torch sends tensors: the first update does not wait until what encodes them is imported.
-            encoding = "ebbtide.trainer.payload_encoding"
-            Thread(target=import_module, args=[encoding], name="preparing", daemon=True).start()
         try:
+            self._runner = LoopThread()
+            # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
+            self._finalizer = weakref.finalize(self, self._runner.end, service.close, service.shutdown)
+            if "torch" in sys.modules:
+                # Who has torch sends tensors: the first update does not wait for imports.
+                encoding = "ebbtide.trainer.payload_encoding"
+                Thread(target=import_module, args=[encoding], name="preparing", daemon=True).start()
             self._runner.wait(self._service.open())
         except BaseException:
             self.shutdown()

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from fixtures.servers import ENVIRONMENT, environment_of, is_alive, wait_until
 
+from ebbtide.srt.entrypoints.launch.child_process import ChildProcess
 from ebbtide.srt.entrypoints.launch.console import Stopped
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.errors import ConfigurationError, EngineError
@@ -168,6 +169,33 @@ def test_a_stop_at_any_line_of_the_start_leaves_no_folder(folder: Path) -> None:
         processes.shutdown()
         break
     assert number > 50
+
+
+def test_processes_whose_object_is_lost_end_by_themselves(folder: Path) -> None:
+    """As of a start that is interrupted just before what it returns has a name."""
+    lost = NodeProcesses(CONFIG, targets(scheduler="report_rank", detokenizer="report_rank"))
+    lost.wait_ready()
+    pids = list(lost.pids.values())
+    del lost
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), "they have ended")
+    wait_until(lambda: not left_in(folder), "their folder has gone")
+
+
+def test_a_shutdown_that_is_interrupted_is_completed_by_the_next(
+    processes: NodeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids, close = processes.pids, ChildProcess.close
+
+    def interrupted(child: ChildProcess) -> None:
+        close(child)
+        monkeypatch.setattr(ChildProcess, "close", close)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChildProcess, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        processes.shutdown()
+    processes.shutdown()
+    assert not any(is_alive(pid) for pid in pids.values())
 
 
 def test_signals_are_left_to_the_parent_and_a_fork_of_it_ends_nothing(processes: NodeProcesses) -> None:

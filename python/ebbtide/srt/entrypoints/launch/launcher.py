@@ -133,9 +133,9 @@ class NodeProcesses:
             self._links.close()
             for child in self._children:
                 child.kill()
-            for child in self._children:
-                child.close()
-            self._children = []
+            while self._children:
+                # Out first: what is interrupted here is closed once, however often it is called.
+                self._children.pop().close()
             self._folder.remove()
 
     # ---------------------------------------------------------------------------------------------- the start

@@ -195,8 +195,8 @@ class SocketFolder:
         """Remove it with all that is in it. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+            lock, self._lock = self._lock, -1
+            os.close(lock)
 
 
 def _sweep(parent: Path) -> None:

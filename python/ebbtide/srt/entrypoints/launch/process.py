@@ -132,9 +132,12 @@ class Pulse:
 
 
 class ParentWatch:
-    """Ends this process as soon as its parent has, and removes the sockets, which the parent could not."""
+    """Ends this process as soon as its parent has, and removes the sockets, which the parent could not.
 
-    def __init__(self, parent_pid: int) -> None:
+    So too where the other end of the pipe is closed: the parent was interrupted, and has lost its object.
+    """
+
+    def __init__(self, parent_pid: int, pipe: int) -> None:
         self.socket_folder: str | None = None
         try:
             self._parent = os.pidfd_open(parent_pid)
@@ -143,10 +146,13 @@ class ParentWatch:
         # The id was the parent's when it was opened, if it is still: ids are used again.
         if os.getppid() != parent_pid:
             self._end()
+        self._ends = select.poll()
+        self._ends.register(self._parent, select.POLLIN)
+        self._ends.register(pipe, 0)  # it says of every one that it hangs up
         threading.Thread(target=self._wait, name="parent-watch", daemon=True).start()
 
     def _wait(self) -> None:
-        select.select([self._parent], [], [])
+        self._ends.poll()
         self._end()
 
     def _end(self) -> None:
@@ -163,8 +169,8 @@ def main() -> int:
     # What is imported stays: to look through it for garbage, again and again, takes a sixth of a start.
     gc.disable()
     # Imports take many seconds: the parent may end in the middle of them.
-    watch = ParentWatch(int(sys.argv[1]))
     descriptor, pulse = int(sys.argv[2]), int(sys.argv[3])
+    watch = ParentWatch(int(sys.argv[1]), descriptor)
     for inherited in (descriptor, pulse):
         os.set_inheritable(inherited, False)
     for number in STOP_SIGNALS:
