@@ -165,12 +165,12 @@ class NullWeights:
     def precision_of(self, name: str) -> str:
         return ""
 
-    def read(self, name: str, max_rows: int) -> list[Any]:
+    def read(self, name: str, max_rows: int) -> Callable[[], list[Any]]:
         if name not in self.names:
             raise RequestRejected(f"the model has no parameter {name!r}")
         value = self.live[name]
         assert value is not None, "a weight was read that is not whole"
-        return [float(value)][:max_rows]
+        return lambda: [float(value)][:max_rows]
 
     def write(self, values: Mapping[str, int | None]) -> None:
         """Change live weights, for the runner too."""

@@ -16,7 +16,7 @@ from ebbtide.srt.managers.control.control_plane import ControlPlane
 from ebbtide.srt.managers.control.kv_cache import CacheFlush, KVSize
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, WeightContent
 from ebbtide.srt.managers.control.operations import Operations
-from ebbtide.srt.managers.control.pace import Pace
+from ebbtide.srt.managers.control.pace import Pace, Ranks
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import HandlerTable, PageStore, TagMemory
 from ebbtide.srt.managers.control.weight_ports import Weights
@@ -152,12 +152,15 @@ def assemble_scheduler(
     )
 
 
-def _trial_pass(config: EngineConfig, parts: RankParts, policy: SchedulePolicy) -> SchedulerTrialPass:
+def _trial_pass(
+    config: EngineConfig, parts: RankParts, policy: SchedulePolicy, ranks: Ranks
+) -> SchedulerTrialPass:
     longest = config.schedule.chunked_prefill_size or config.schedule.max_prefill_tokens
     return SchedulerTrialPass(
         policy,
         parts.table,
         parts.runner,
+        ranks,
         max_tokens=min(longest, config.model.context_len),
         vocab_size=config.model.vocab_size,
         kv_scales=parts.kv_scales,
@@ -199,7 +202,7 @@ def _control_plane(
         inbox.set_deadline,
         pace,
         inbox.wake,
-        _trial_pass(config, parts, policy),
+        _trial_pass(config, parts, policy, inbox.ranks),
         version=config.model.weight_version,
         model_path=config.model.path,
         load_format=config.model.load_format,

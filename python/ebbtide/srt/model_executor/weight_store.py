@@ -1,7 +1,7 @@
 """The weights of a model as named tensors over one arena: written in place, or staged and swapped in."""
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -387,6 +387,10 @@ class WeightStore:
         Of what is kept in 8 bits these are the values times their scales. All ranks of the group call it in
         the same turn.
         """
+        return self.reading(name, max_rows)()
+
+    def reading(self, name: str, max_rows: int) -> Callable[[], Tensor]:
+        """Read this rank's part; what is returned does the rest of `read`: on all ranks or on none."""
         name = self.stored_as(name)
         if not self._knows(name):
             raise RequestRejected(f"the model has no parameter {name!r}")
@@ -395,7 +399,8 @@ class WeightStore:
             mine = dequantize(mine[:max_rows], scales, self._layout)
         part = placement.part
         if part is None:
-            return mine[:max_rows].to(torch.float32, copy=True)
+            whole = mine[:max_rows].to(torch.float32, copy=True)
+            return lambda: whole
         num_rows, *others = placement.target.shape
         rows = torch.zeros((min(max_rows, num_rows), *others), dtype=torch.float32, device=mine.device)
         start = 0
@@ -408,7 +413,7 @@ class WeightStore:
                 rows.narrow(part.dim, first, length).copy_(mine[:max_rows].narrow(part.dim, start, length))
             start = end
         # What the others hold is zero here.
-        return self._group.all_reduce_(rows)
+        return lambda: self._group.all_reduce_(rows)
 
     def _slot(self, name: str, direct: bool) -> Slot:
         return self._slots[name if direct else self._place(name).target.parameter]

@@ -12,10 +12,12 @@ from ebbtide.srt.managers.control.weight_ports import WritePlan
 from ebbtide.srt.managers.io_struct import (
     PING_TIMEOUT_S,
     AnyControlRequest,
+    Canary,
     ContinueGenerationReqInput,
     ControlCall,
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
+    GetWeightsByNameReqInput,
     InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
     PauseMode,
@@ -249,6 +251,56 @@ class TestUpdates:
         harness.call(update(7))
         with pytest.raises(OutOfStep, match="no swap"):
             harness.turn(50)
+
+    @pytest.mark.parametrize("index", [0, 1])
+    def test_a_rank_that_gives_up_by_itself_ends_the_replica(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch, index: int
+    ) -> None:
+        """The others would wait for its votes, in this update and in whatever comes next."""
+        weights = harness.ranks[index].weights
+        open_update = weights.open
+
+        def broken(request: WeightUpdateRequest) -> Slices[WritePlan]:
+            plan = yield from open_update(request)
+            monkeypatch.setattr(plan, "begin", lambda staging: 1 / 0)
+            return plan
+
+        monkeypatch.setattr(weights, "open", broken)
+        harness.call(update(7))
+        with pytest.raises(OutOfStep, match="given up"):
+            harness.turn(50)
+
+    def test_a_rank_that_does_not_get_its_memory_back_ends(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its pages would be others than those of the other ranks."""
+        harness.ranks[1].weights.faults["write"] = RequestRejected("cannot be done here")
+        monkeypatch.setattr(harness.ranks[1].chunks, "take_back", lambda chunks: 1 / 0)
+        harness.call(update(7))
+        with pytest.raises(OutOfStep, match="division by zero"):
+            harness.turn(50)
+
+    def test_a_rank_that_fails_in_the_middle_of_a_trial_pass_ends(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The others wait for it there."""
+        monkeypatch.setattr(harness.ranks[1].runner, "launch", lambda plan, **fields: 1 / 0)
+        harness.call(update(7, canary=Canary(input_ids=[5, 6])))
+        with pytest.raises(OutOfStep, match="division by zero"):
+            harness.turn(50)
+
+    def test_what_one_rank_cannot_read_is_joined_on_none(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The others would wait for its part."""
+        joined = []
+        read = GetWeightsByNameReqInput(name="layer.1")
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.weights, "read", lambda name, max_rows: lambda: joined.append(name))
+            patch.setattr(harness.ranks[1].weights, "read", lambda name, max_rows: 1 / 0)
+            assert "rank 1: ZeroDivisionError" in harness.refuse(read).message
+        assert joined == []
+        assert harness.do(read).values == [0.0]
 
     def test_a_deadline_reaches_all_ranks_at_the_same_place(self, harness: Harness) -> None:
         harness.ranks[2].weights.slowness = 10_000

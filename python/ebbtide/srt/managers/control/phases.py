@@ -64,6 +64,8 @@ class _Phase:
         except StopIteration as end:
             self.result = end.value
             failure, fact = None, self._fact(end.value)
+        except OutOfStep:
+            raise
         except Exception as error:
             failure, fact = _failure(error), None
         self.has_voted = True

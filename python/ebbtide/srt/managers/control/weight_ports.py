@@ -272,5 +272,8 @@ class Weights(Protocol):
     def precision_of(self, name: str) -> str:
         """How values from `read` differ from those kept; empty if they do not."""
 
-    def read(self, name: str, max_rows: int) -> list[Any]:
-        """The first rows of a tensor. RequestRejected (400): there is none of that name."""
+    def read(self, name: str, max_rows: int) -> Callable[[], list[Any]]:
+        """Read this rank's part of a tensor's first rows. RequestRejected (400): there is none of that name.
+
+        Returns what gives all of them, which all ranks call in the same turn.
+        """

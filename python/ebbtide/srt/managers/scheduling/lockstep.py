@@ -21,6 +21,7 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.committee import Ballot
 from ebbtide.srt.managers.control.pace import Ranks
 from ebbtide.srt.managers.control.phases import ManyRanks
+from ebbtide.srt.managers.control.ports import OutOfStep
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,
@@ -154,34 +155,34 @@ class RankInbox(ABC):
 
 
 class _Tally:
-    """The votes on the phases that the leader has come to, and on those that a follower came to first."""
+    """The votes on the phases that the leader has come to: no follower comes to one first."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._num_opened = 0
-        self._open: set[int] = set()
         self._ballots: dict[int, Ballot] = {}
         self._decisions: list[Decision] = []
 
     def open(self, phase: int) -> None:
         self._num_opened = phase + 1
-        self._open.add(phase)
-        self._decide(phase)
+        self._ballots[phase] = Ballot(range(self._num_ranks))
 
     def cast(self, phase: int, failure: Refusal | None, fact: Any, *, ends: bool) -> None:
         """The leader's own vote."""
         self.count(RankVote(tp_rank=0, phase=phase, failure=failure, fact=fact, ends=ends))
 
     def close(self, phase: int) -> None:
-        self._open.discard(phase)
         self._ballots.pop(phase, None)
 
     def count(self, vote: RankVote) -> None:
-        if vote.phase < self._num_opened and vote.phase not in self._open:
-            return  # It has ended without this vote.
-        self._ballot(vote.phase).cast(vote.tp_rank, vote.failure, vote.fact, ends=vote.ends)
-        if vote.phase in self._open:
-            self._decide(vote.phase)
+        """Count a vote, unless its phase has ended without it. OutOfStep: the leader is not there."""
+        if vote.phase >= self._num_opened:
+            raise OutOfStep(f"rank 0 ends: rank {vote.tp_rank} does what rank 0 has given up: see its errors")
+        ballot = self._ballots.get(vote.phase)
+        if ballot is not None:
+            ballot.cast(vote.tp_rank, vote.failure, vote.fact, ends=vote.ends)
+            if ballot.is_settled:
+                self._decide(vote.phase, ballot)
 
     @property
     def has_decided(self) -> bool:
@@ -191,13 +192,7 @@ class _Tally:
         decisions, self._decisions = self._decisions, []
         return decisions
 
-    def _ballot(self, phase: int) -> Ballot:
-        return self._ballots.setdefault(phase, Ballot(range(self._num_ranks)))
-
-    def _decide(self, phase: int) -> None:
-        ballot = self._ballot(phase)
-        if not ballot.is_settled:
-            return
+    def _decide(self, phase: int, ballot: Ballot) -> None:
         if ballot.failures:
             failures = dict(sorted(ballot.failures.items()))
             decision = Decision(phase=phase, failure=merge_refusals(failures, self._num_ranks))
@@ -309,8 +304,10 @@ class LeaderInbox(RankInbox):
         if isinstance(reply, Prepared):
             self._send(call_id, reply)
         # A call that is not known was answered at its limit already.
-        elif call_id in self._replies:
-            self._replies[call_id][tp_rank] = reply
+        elif (replies := self._replies.get(call_id)) is not None:
+            if tp_rank != self.tp_rank and self.tp_rank not in replies:
+                raise OutOfStep(f"rank 0 ends: rank {tp_rank} has given up what rank 0 does: {reply.message}")
+            replies[tp_rank] = reply
 
     def _send_answers(self) -> None:
         """Send the state, once every rank has reported its own, and what all ranks have replied to."""

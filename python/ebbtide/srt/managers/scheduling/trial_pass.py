@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control.pace import Ranks
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 from ebbtide.srt.mem_cache.page_allocator import PageTable
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, Runner, SampleSpec
@@ -35,6 +36,7 @@ class SchedulerTrialPass:
     _policy: SchedulePolicy
     _table: PageTable
     _runner: Runner
+    _ranks: Ranks
     _: KW_ONLY
     max_tokens: int
     vocab_size: int
@@ -44,7 +46,9 @@ class SchedulerTrialPass:
         ids = list(input_ids)
         unrecorded = self.kv_scales.paused() if self.kv_scales is not None else nullcontext()
         with unrecorded, self._pages(self._policy.pages_of(len(ids))):
-            result = self._runner.launch(_plan(ids, self._table.spare_row, adapter_slot)).wait()
+            plan = _plan(ids, self._table.spare_row, adapter_slot)
+            # The others would wait in the middle of it for one that has failed.
+            result = self._ranks.certainly(lambda: self._runner.launch(plan).wait())
         logprobs: list[float] = result.input_logprobs[0].tokens_N.tolist()
         return logprobs
 

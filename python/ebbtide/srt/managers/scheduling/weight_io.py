@@ -141,9 +141,9 @@ class EngineWeights:
         leaving = self._groups.leave(name, "destroy_weights_update_group")
         return None if leaving is None else lambda: leaving.is_done
 
-    def read(self, name: str, max_rows: int) -> list[Any]:
-        rows: list[Any] = self._store.read(name, max_rows).tolist()
-        return rows
+    def read(self, name: str, max_rows: int) -> Callable[[], list[Any]]:
+        joined = self._store.reading(name, max_rows)
+        return lambda: joined().tolist()
 
     def _limit_s(self, request: WeightUpdateRequest) -> float:
         limit_s = self._config.server_args.weight_update_timeout_s

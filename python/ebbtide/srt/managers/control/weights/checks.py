@@ -16,7 +16,7 @@ import msgspec
 
 from ebbtide.srt.errors import RequestRejected, first_few
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.pace import Pace, Ranks, guarded
+from ebbtide.srt.managers.control.pace import Pace, Ranks, at_once, guarded
 from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Slices, Work
 from ebbtide.srt.managers.control.weight_ports import Snapshot, TrialPass, Weights
 from ebbtide.srt.managers.io_struct import (
@@ -63,7 +63,7 @@ class WeightChecks:
             ReadWeightsReqInput: self.read,
         }
 
-    def read_one(self, request: GetWeightsByNameReqInput) -> AnyReply:
+    def read_one(self, request: GetWeightsByNameReqInput) -> Operation:
         if request.truncate_size < 0:
             raise RequestRejected(f"truncate_size: expected 0 or more rows, got {request.truncate_size}")
         name = self._weights.stored_as(request.name)
@@ -73,8 +73,9 @@ class WeightChecks:
                 raise RequestRejected(
                     f"{name} is stale: it was not written since the weights were resumed", 409
                 )
-        values = self._weights.read(name, request.truncate_size)
-        return GetWeightsByNameReqOutput(values=values, message=self._weights.precision_of(name))
+        reading = at_once(lambda: self._weights.read(name, request.truncate_size))
+        joined = yield from self._ranks.phase(Activity.ALONE, reading)
+        return GetWeightsByNameReqOutput(values=joined(), message=self._weights.precision_of(name))
 
     def read(self, request: ReadWeightsReqInput) -> AnyReply:
         self._memory.require_weights()

@@ -480,9 +480,9 @@ class WeightSession:
         """Give back the copy, and unmap what is still mapped of the senders' memory."""
         self.held.close()
         if self._staging is not None:
-            self._staging.close()
+            self._ranks.certainly(self._staging.close)
             self.state = Empty()
-        self._kv.take_back()
+        self._ranks.certainly(self._kv.take_back)
         while self._unmap:
             finish(self._unmap.pop())
 
