@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import struct
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from fixtures.payloads import open_payload
 
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.stored_tensor import whole
+from ebbtide.formats.tensor_list import Listing
 from ebbtide.srt.config import ONE_RANK, ParallelConfig, Place
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.weight_sync.borrowed_memory import KeptMemory
@@ -110,6 +112,28 @@ def test_a_payload_that_is_lost_leaves_nothing(left_behind: LeftBehind, is_recei
     if is_received:
         assert_received(received(shared.payload))
     del shared
+    gc.collect()
+    assert left_behind() == set()
+
+
+def test_a_payload_that_could_not_be_written_leaves_nothing(
+    left_behind: LeftBehind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Listing, "encode", fail)
+    with pytest.raises(MemoryError):
+        serialize_tensors(named())
+    gc.collect()
+    assert left_behind() == set()
+
+
+def test_what_cannot_be_pickled_leaves_nothing(left_behind: LeftBehind) -> None:
+    sent = [*named(), ("function", lambda: None)]
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        serialize(sent)
+    del sent
     gc.collect()
     assert left_behind() == set()
 

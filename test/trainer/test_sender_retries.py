@@ -1,10 +1,12 @@
 """What a `WeightSender` sends again, and what it must not."""
 
+import itertools
 import json
 from typing import Any
 
 import pytest
 import torch
+from fixtures.line_faults import raised_at_line
 from fixtures.servers import Server, url_of
 from fixtures.weight_sending import (
     FakeEngine,
@@ -75,6 +77,64 @@ def test_a_server_that_stays_away_is_discarded_where_it_can_be(
     ):
         sender_to(url, retries=1).send(new.items(), "new")
     assert serves(server, old, "old")
+
+
+def test_a_session_whose_beginning_failed_is_discarded() -> None:
+    engine = FakeEngine()
+    begin = engine.begin_weight_update
+
+    def fail_once_open(**fields: Any) -> Any:
+        begin(**fields)
+        raise EngineError("HTTP status 504")
+
+    engine.begin_weight_update = fail_once_open  # type: ignore[method-assign]
+    with pytest.raises(WeightSendError, match=r"begin_weight_update failed: .* 504"):
+        sender_to(engine).send([("a", torch.zeros(1))], "new")
+    assert not engine.is_open
+
+
+@pytest.mark.parametrize(
+    ("version", "is_committed", "committed", "message"),
+    [
+        ("new", True, ("the engine",), "served all the same by the engine"),
+        ("new", False, (), "no engine serves any of it"),
+        (None, True, (), "without a new version there is no telling"),
+        (None, False, (), "no engine serves any of it"),
+    ],
+)
+def test_a_commit_that_nobody_answers_is_looked_into(
+    version: str | None, is_committed: bool, committed: tuple[str, ...], message: str
+) -> None:
+    engine = FakeEngine()
+
+    def lose() -> None:
+        if is_committed:
+            engine.is_open, engine.weight_version = False, version or engine.weight_version
+        raise AnswerLost("the line went dead")
+
+    engine.on_end = lose
+    with pytest.raises(WeightSendError, match=message) as caught:
+        sender_to(engine).send([("a", torch.zeros(1))], version)
+    assert caught.value.committed == committed
+    assert not engine.is_open
+
+
+def test_an_interrupt_at_any_line_leaves_no_session_open_and_says_who_serves_what() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    sender = WeightSender(engines, bucket_bytes=4)
+    for number in itertools.count():
+        named = [("a", torch.zeros(1)), ("b", torch.zeros(1))]
+        try:
+            with raised_at_line(number, KeyboardInterrupt(), "trainer/update.py", "trainer/targets.py"):
+                sender.send(named, version=number)
+        except KeyboardInterrupt as interrupt:
+            notes = " ".join(getattr(interrupt, "__notes__", []))
+            serving = [engine.weight_version == str(number) for engine in engines]
+            assert [f"engine {one}" in notes for one in range(2)] == serving, f"at line {number}"
+            assert not any(engine.is_open for engine in engines), f"at line {number}"
+            continue
+        break
+    assert number > 100
 
 
 def test_whatever_is_sent_names_its_session(server: Server) -> None:

@@ -66,8 +66,10 @@ def serialize(obj: object) -> bytes:
     them. Keep `obj` alive until the update is answered, and send each result once. The sharing strategy of
     the process is neither used nor changed. Raises `RequestRejected` when shared memory is short.
     """
-    buffer = io.BytesIO()
-    _Pickler(buffer, _PICKLE_PROTOCOL).dump(obj)
+    buffer, shared = io.BytesIO(), list[torch.UntypedStorage]()
+    _Pickler(buffer, _PICKLE_PROTOCOL, shared).dump(obj)
+    for storage in shared:
+        _add_reference(storage)
     return buffer.getvalue()
 
 
@@ -208,7 +210,7 @@ def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], num_ent
     tensors = _checked(named_tensors)
     _finish_work(tensors)
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in tensors]
-    storage, handle = _allocate(max(sum(sizes), _ALIGNMENT))
+    storage, reference = _allocate(max(sum(sizes), _ALIGNMENT))
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     views, starts = [], [0, *accumulate(sizes)][:-1]
     for (name, tensor), start in zip(tensors, starts, strict=True):
@@ -219,15 +221,12 @@ def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], num_ent
     listing = Listing(views)
     storage_T = np.zeros(len(views), dtype=np.int64)
     offset_T = np.array(starts, dtype=np.int64) // listing.itemsize_T
-    storages = [[_shared_storage(storage)] for _ in range(num_entries)]
-    entries = listing.encode(storages, storage_T, offset_T)
+    entries = listing.encode([[reference]] * num_entries, storage_T, offset_T)
     # What is left at its end is the reference of a receiver that never took it.
-    return Payload(entries, memory=storage, release=partial(remove_own, object_path(handle), os.getpid()))
-
-
-def _shared_storage(storage: torch.UntypedStorage) -> StorageRef:
-    _, (_, manager, handle, num_bytes) = _reduce_storage(storage)
-    return StorageRef(manager, handle, num_bytes)
+    remove = partial(remove_own, object_path(reference.handle), os.getpid())
+    for _ in entries:
+        _add_reference(storage)
+    return Payload(entries, memory=storage, release=remove)
 
 
 def checked_pair(item: object) -> tuple[str, torch.Tensor]:
@@ -249,18 +248,16 @@ def _checked(named_tensors: Iterable[Any]) -> NamedTensors:
         raise RequestRejected(str(error)) from None
 
 
-def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, bytes]:
+def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, StorageRef]:
     _require_room(num_bytes)
     storage: torch.UntypedStorage = _insist(lambda: torch.UntypedStorage._new_using_filename_cpu(num_bytes))
-    _, handle, _ = storage._share_filename_cpu_()
-    descriptor = os.open(object_path(handle), os.O_RDWR)
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes + HEADER_BYTES)
-    except OSError as error:  # Others took the room in the meantime.
-        raise _no_room(num_bytes) from error
-    finally:
-        os.close(descriptor)
-    return storage, handle
+    reference = StorageRef(*storage._share_filename_cpu_())
+    with object_path(reference.handle).open("r+b", buffering=0) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes + HEADER_BYTES)
+        except OSError as error:  # Others took the room in the meantime.
+            raise _no_room(num_bytes) from error
+    return storage, reference
 
 
 def _require_room(num_bytes: int) -> None:
@@ -288,15 +285,18 @@ class _Pickler(ForkingPickler):
     """torch's reductions, but for what only related processes understand.
 
     CPU storages are shared by name, and devices are named by their UUID: another process may see others.
+
+    Args:
+        shared: gets the CPU storages, each as often as a receiver opens it.
     """
 
     dispatch_table: Any
 
-    def __init__(self, buffer: io.BytesIO, protocol: int) -> None:
+    def __init__(self, buffer: io.BytesIO, protocol: int, shared: list[torch.UntypedStorage]) -> None:
         super().__init__(buffer, protocol)
         self.dispatch_table = {
             **self.dispatch_table,
-            torch.UntypedStorage: _reduce_storage,
+            torch.UntypedStorage: partial(_reduce_storage, shared),
             torch.Tensor: _reduce_tensor,
             torch.nn.Parameter: _reduce_tensor,
         }
@@ -309,13 +309,17 @@ def _reduce_tensor(tensor: torch.Tensor) -> _Reduced:
     return rebuild, arguments
 
 
-def _reduce_storage(storage: torch.UntypedStorage) -> _Reduced:
+def _reduce_storage(shared: list[torch.UntypedStorage], storage: torch.UntypedStorage) -> _Reduced:
     if not storage.is_shared():
         _require_room(storage.nbytes())
-    manager, handle, num_bytes = _insist(storage._share_filename_cpu_)
-    # The reference that the receiver drops.
+    reference = _insist(storage._share_filename_cpu_)
+    shared.append(storage)
+    return reductions.rebuild_storage_filename, (torch.UntypedStorage, *reference)
+
+
+def _add_reference(storage: torch.UntypedStorage) -> None:
+    """The receiver drops it. Where none is sent for it the memory would stay, so it comes last."""
     storage._shared_incref()  # type: ignore[no-untyped-call]
-    return reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, handle, num_bytes)
 
 
 def _insist(share: Callable[[], Any]) -> Any:

@@ -126,9 +126,9 @@ class Target(ABC):
             session_id=self._session_id,
         )
 
-    def abort(self) -> None:
-        """Discard the open session, if there is one."""
-        self._call("abort_weight_update")
+    def abort(self) -> bool:
+        """Discard the open session; whether there was one."""
+        return bool(self._call("abort_weight_update")["changed"])
 
     def has_all_weights(self) -> bool:
         """Whether no parameter is stale."""

@@ -9,14 +9,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
 import torch
 
-from ebbtide.srt.errors import EbbtideError, RequestRejected
+from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
 from ebbtide.trainer.broadcaster import Broadcaster
 from ebbtide.trainer.buckets import Bucket
 from ebbtide.trainer.targets import AnswerLost, Outcomes, Target, failures_in, outcomes_of
@@ -45,16 +44,19 @@ class Terms:
 
 
 class UpdateFailed(Exception):
-    def __init__(self, what: str, failures: dict[str, EbbtideError], committed: Sequence[str]) -> None:
+    def __init__(self, what: str, failures: dict[str, EbbtideError]) -> None:
         super().__init__(what)
         self.what = what
         self.failures = failures
-        self.committed = committed
 
 
 @dataclass
 class Update:
-    """One update of all targets."""
+    """One update of all targets.
+
+    Attributes:
+        committed: names of targets that serve it.
+    """
 
     _targets: Sequence[Target]
     _terms: Terms
@@ -63,6 +65,9 @@ class Update:
     _broadcaster: Broadcaster | None
     _open: dict[str, Target] = field(default_factory=dict, init=False)
     _version_before: dict[str, str] = field(default_factory=dict, init=False)
+    committed: list[str] = field(default_factory=list, init=False)
+    # Targets that were asked to commit, and did not say what came of it.
+    _unanswered: set[str] = field(default_factory=set, init=False)
 
     # Each waits for what a call came to.
     _started: deque[Callable[[], Outcomes]] = field(default_factory=deque, init=False)
@@ -95,12 +100,12 @@ class Update:
 
     def roll_back(self) -> dict[str, Exception]:
         """Discard what is open; returns why, where that failed."""
-        # A bucket that arrived behind the abort would find no session, and be served by itself.
+        # A bucket that arrived behind the abort would find no session, and be served by itself. Waited for is
+        # what any thread still does: an interrupt may have come before a call was noted down.
         self._is_over.set()
-        for finish in self._started:
-            with suppress(Exception):
-                finish()
-        aborts = {name: self._pool.submit(target.abort) for name, target in self._open.items()}
+        self._pool.shutdown(cancel_futures=True)
+        with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-weights") as pool:
+            aborts = {name: pool.submit(self._abort_at, target) for name, target in [*self._open.items()]}
         outcomes = {name: abort.exception() for name, abort in aborts.items()}
         return {name: error for name, error in outcomes.items() if isinstance(error, Exception)}
 
@@ -121,31 +126,28 @@ class Update:
         outcomes = self._started.popleft()()
         failures = failures_in(outcomes)
         if failures:
-            committed = outcomes.keys() - failures.keys() if what == "end_weight_update" else ()
-            raise UpdateFailed(what, failures, sorted(committed))
+            raise UpdateFailed(what, failures)
         return [outcomes[target.name] for target in self._targets]
 
     def _begin_at(self, target: Target) -> None:
-        def attempt(earlier: Sequence[EbbtideError]) -> None:
+        def attempt() -> None:
             if self._version is not None:
                 self._version_before[target.name] = target.serving_version()
             if target.name in self._open:
                 target.abort()  # It may have been opened, and then refuses to be opened again.
                 del self._open[target.name]
+            self._open[target.name] = target
             try:
                 target.begin(self._terms.session_timeout_s)
-            except AnswerLost:
-                self._open[target.name] = target
+            except RequestRejected:
+                del self._open[target.name]  # What is open there is another's.
                 raise
-            self._open[target.name] = target
 
         self._repeat(attempt, f"begin_weight_update at {target.name}")
 
     def _stage_at(self, target: Target, bucket: Bucket) -> None:
         # Where its session has ended meanwhile, or the server is another one, the bucket is refused.
-        self._repeat(
-            lambda earlier: target.stage(bucket, self._terms.timeout_s), f"{bucket} at {target.name}"
-        )
+        self._repeat(lambda: target.stage(bucket, self._terms.timeout_s), f"{bucket} at {target.name}")
 
     def _broadcast(self, broadcaster: Broadcaster, bucket: Bucket, device: torch.device) -> Outcomes:
         """Send a bucket to all targets at once; again, as long as none may have written a part of it."""
@@ -165,36 +167,51 @@ class Update:
         return outcomes
 
     def _end_at(self, target: Target) -> Mapping[str, Any]:
-        def attempt(earlier: Sequence[EbbtideError]) -> Mapping[str, Any]:
+        def attempt() -> Mapping[str, Any]:
             terms = self._terms
             try:
                 return target.end(self._version, terms.flush_cache, terms.pause_mode, terms.timeout_s)
             except RequestRejected as error:
-                is_lost = any(isinstance(one, AnswerLost) for one in earlier)
-                if is_lost and error.status == HTTPStatus.CONFLICT and self._is_served_by(target):
+                is_unknown = target.name in self._unanswered and error.status == HTTPStatus.CONFLICT
+                if is_unknown and self._is_new_at(target) and target.serving_version() == self._version:
                     return {}
+                raise
+            except Exception:
+                self._unanswered.add(target.name)
                 raise
 
         reply = self._repeat(attempt, f"end_weight_update at {target.name}")
-        del self._open[target.name]
+        self._note_committed(target)
         return reply
 
-    def _is_served_by(self, target: Target) -> bool:
-        is_new = self._version is not None and self._version != self._version_before[target.name]
-        return is_new and target.serving_version() == self._version
+    def _abort_at(self, target: Target) -> None:
+        """Discard its session, or find that it was committed and only the answer was lost."""
+        if target.abort() or target.name not in self._unanswered:
+            return
+        if not self._is_new_at(target):
+            raise EngineError("its session has ended, and without a new version there is no telling how")
+        if target.serving_version() == self._version:
+            self._note_committed(target)
 
-    def _repeat(self, attempt: Callable[[Sequence[EbbtideError]], T], what: str) -> T:
-        """Try until it succeeds, fails for good or too often; each attempt is handed the earlier failures."""
-        earlier: list[EbbtideError] = []
-        while True:
+    def _note_committed(self, target: Target) -> None:
+        del self._open[target.name]
+        self.committed.append(target.name)
+
+    def _is_new_at(self, target: Target) -> bool:
+        """Whether the version tells the new weights from those before them."""
+        return self._version is not None and self._version != self._version_before[target.name]
+
+    def _repeat(self, attempt: Callable[[], T], what: str) -> T:
+        """Try until it succeeds, fails for good or too often."""
+        for retries_left in itertools.count(self._terms.retries, -1):
             try:
-                return attempt(earlier)
+                return attempt()
             except (AnswerLost, RequestRejected) as error:
-                if len(earlier) == self._terms.retries or not _may_pass(error) or self._is_over.is_set():
+                if retries_left == 0 or not _may_pass(error) or self._is_over.is_set():
                     raise
                 logger.warning("%s failed, and is tried again: %s", what, error)
-                earlier.append(error)
             self._is_over.wait(self._terms.retry_pause_s)
+        raise AssertionError("the last attempt returns or raises")
 
 
 def _may_pass(error: EbbtideError) -> bool:

@@ -227,25 +227,28 @@ class WeightSender:
                 replies = update.commit()
                 if self._served is not None and wanted is not None:
                     self._served.commit(wanted)
+                return SentWeights(
+                    version=wanted,
+                    num_tensors=num_tensors,
+                    num_bytes=num_bytes,
+                    seconds=time.perf_counter() - started,
+                    staged=_merged(replies, "staged", all),
+                    stall_ms=_merged(replies, "stall_ms", max),
+                )
             except UpdateFailed as failed:
                 still_open = update.roll_back()
-                self._forget(failed)
+                self._forget(failed, update.committed)
                 read_rest(buckets)
-                raise _send_error(failed, still_open) from next(iter(failed.failures.values()))
+                [first, *_] = failed.failures.values()
+                raise _send_error(failed, update.committed, still_open) from first
             except BaseException as error:
                 for name, why in update.roll_back().items():
                     error.add_note(f"the weight update could not be discarded at {name}: {why}")
+                if update.committed:
+                    error.add_note(f"the new weights are served by {', '.join(update.committed)}")
                 if isinstance(error, Exception):
                     read_rest(buckets)
                 raise
-        return SentWeights(
-            version=wanted,
-            num_tensors=num_tensors,
-            num_bytes=num_bytes,
-            seconds=time.perf_counter() - started,
-            staged=_merged(replies, "staged", all),
-            stall_ms=_merged(replies, "stall_ms", max),
-        )
 
     def send_adapter(
         self,
@@ -316,23 +319,25 @@ class WeightSender:
         except EbbtideError:
             return False
 
-    def _forget(self, failed: UpdateFailed) -> None:
+    def _forget(self, failed: UpdateFailed, committed: Sequence[str]) -> None:
         """Have the next update sent whole where an engine says that a delta is not of what it serves."""
         is_refused = any(isinstance(error, RequestRejected) for error in failed.failures.values())
-        if self._served is not None and (is_refused or failed.committed):
+        if self._served is not None and (is_refused or committed):
             self._served.forget()
 
 
-def _send_error(failed: UpdateFailed, still_open: Mapping[str, Exception]) -> WeightSendError:
+def _send_error(
+    failed: UpdateFailed, committed: Sequence[str], still_open: Mapping[str, Exception]
+) -> WeightSendError:
     answers = "; ".join(f"{name}: {error}" for name, error in failed.failures.items())
     message = f"the weights were not sent. {failed.what} failed: {answers}"
-    if failed.committed:
-        message += f". The new weights are served all the same by {', '.join(failed.committed)}"
+    if committed:
+        message += f". The new weights are served all the same by {', '.join(committed)}"
     for name, why in still_open.items():
-        message += f". The session of {name} could not be discarded ({why}): it ends by itself after its time"
-    if not failed.committed and not still_open:
+        message += f". At {name} the update could not be discarded ({why}): a session ends by itself in time"
+    if not committed and not still_open:
         message += ". The update was discarded: no engine serves any of it"
-    return WeightSendError(message, failed.failures, failed.committed)
+    return WeightSendError(message, failed.failures, committed)
 
 
 def _merged(replies: Sequence[Mapping[str, Any]], field: str, merge: Callable[[list[Any]], T]) -> T | None:
