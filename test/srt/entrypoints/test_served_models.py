@@ -94,6 +94,29 @@ def test_those_that_ask_meanwhile_wait_for_the_same_load(tmp_path: Path) -> None
     asyncio.run(ask())
 
 
+def test_a_refused_load_whose_clients_have_gone_is_no_error_of_the_loop(tmp_path: Path) -> None:
+    shelve(tmp_path, "run")
+
+    async def ask() -> list[Any]:
+        faults: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
+        engine = ScriptedEngine()
+        engine.refusal = RequestRejected("it does not fit")
+        served = models(engine, tmp_path)
+        asking = asyncio.create_task(find(served, "run"))
+        while not engine.loads:
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        await asyncio.wait([asking])
+        engine.may_end.set()
+        while served._loads:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return faults
+
+    assert asyncio.run(ask()) == []
+
+
 def test_a_load_that_is_refused_is_tried_again(tmp_path: Path) -> None:
     shelve(tmp_path, "run")
 

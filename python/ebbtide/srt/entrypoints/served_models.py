@@ -132,6 +132,8 @@ class ServedModels:
             return
         if name not in self._loads:
             self._loads[name] = asyncio.ensure_future(self._load(folder, name))
+            # Nobody hears of a refusal where all that waited have gone.
+            self._loads[name].add_done_callback(lambda load: load.cancelled() or load.exception())
         # A client that goes away ends its own wait, not that of others.
         await asyncio.shield(self._loads[name])
 

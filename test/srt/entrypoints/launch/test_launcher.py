@@ -20,7 +20,7 @@ from fixtures.servers import ENVIRONMENT, environment_of, is_alive, wait_until
 
 from ebbtide.srt.entrypoints.launch.child_process import ChildProcess
 from ebbtide.srt.entrypoints.launch.console import Stopped
-from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
+from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses, serve_node
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver import saver
 from ebbtide.srt.server_args import ServerArgs
@@ -196,6 +196,21 @@ def test_a_shutdown_that_is_interrupted_is_completed_by_the_next(
         processes.shutdown()
     processes.shutdown()
     assert not any(is_alive(pid) for pid in pids.values())
+
+
+def test_a_signal_to_a_node_that_ends_already_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids, close = [], ChildProcess.close
+
+    def signalled(child: ChildProcess) -> None:
+        pids.append(child.pid)
+        signal.raise_signal(signal.SIGTERM)
+        close(child)
+
+    monkeypatch.setattr(ChildProcess, "close", signalled)
+    monkeypatch.setattr(NodeProcesses, "watch", lambda node, on_death, on_stop: on_stop())
+    serve_node(lambda: CONFIG, targets(scheduler="report_rank", detokenizer="report_rank"))
+    assert len(pids) == 2
+    assert not any(is_alive(pid) for pid in pids)
 
 
 def test_signals_are_left_to_the_parent_and_a_fork_of_it_ends_nothing(processes: NodeProcesses) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ebbtide.srt.server_args import ServerArgs
 
 READING_CONFIG = "reading the config"
+_STOPS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class StageLine:
@@ -77,6 +78,17 @@ def is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+def _handle_stops(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    for number in _STOPS:
+        signal.signal(number, handler)
+
+
+def ignore_stops() -> None:
+    """Have none interrupt the way out, for the rest of `raising_signals`."""
+    if is_main_thread():
+        _handle_stops(signal.SIG_IGN)
+
+
 @contextmanager
 def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Make the first SIGINT or SIGTERM raise `Stopped`; those behind it do not interrupt the way out.
@@ -87,17 +99,12 @@ def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
     if not is_main_thread():
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
     is_asked = False
-
-    def handle_all(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-        for number in numbers:
-            signal.signal(number, handler)
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal is_asked
         is_asked = True
-        handle_all(signal.SIG_IGN)
+        _handle_stops(signal.SIG_IGN)
         note()
         raise Stopped
 
@@ -106,13 +113,13 @@ def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
     def report_others(lost: sys.UnraisableHookArgs) -> None:
         if isinstance(lost.exc_value, Stopped):
             # The next signal may be luckier.
-            handle_all(stop)
+            _handle_stops(stop)
         else:
             report(lost)
 
-    previous = {number: signal.getsignal(number) for number in numbers}
+    previous = {number: signal.getsignal(number) for number in _STOPS}
     sys.unraisablehook = report_others
-    handle_all(stop)
+    _handle_stops(stop)
     try:
         yield
     finally:

@@ -21,7 +21,13 @@ from ebbtide.srt.entrypoints.launch.child_process import (
     rank_name,
     thread_defaults,
 )
-from ebbtide.srt.entrypoints.launch.console import StageLine, Stopped, configure_logging, raising_signals
+from ebbtide.srt.entrypoints.launch.console import (
+    StageLine,
+    Stopped,
+    configure_logging,
+    ignore_stops,
+    raising_signals,
+)
 from ebbtide.srt.entrypoints.launch.node_link import Ended, NodeLinks, meet
 from ebbtide.srt.entrypoints.launch.placement import SocketFolder, local_ranks
 from ebbtide.srt.entrypoints.launch.process import ProcessStart
@@ -358,6 +364,8 @@ def serve_node(
                 processes.watch(ends.put, lambda: ends.put(None))
                 death = ends.get()
             finally:
+                # All nodes of an engine may be told to end, this one by node 0 and by a signal.
+                ignore_stops()
                 processes.shutdown()
     except Stopped:
         if not is_ready:
