@@ -1,21 +1,26 @@
 """A `WeightSender` that broadcasts to all ranks of real engines and servers: all of it serves, or nothing."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fixtures import weight_sending
+from fixtures.deadlines import HANG_S
+from fixtures.line_faults import raised_at_line
 from fixtures.servers import Server, free_port, running_server, url_of, wait_until
 from fixtures.weight_sending import BUCKET_BYTES, Weights, serves
 
 from ebbtide.formats import weight_group
 from ebbtide.formats.rendezvous import GroupAddress, Member, abort
-from ebbtide.trainer import WeightSender, WeightSendError
+from ebbtide.trainer import WeightSender, WeightSendError, broadcaster
 from ebbtide.trainer.targets import EngineTarget
 
 
@@ -140,6 +145,62 @@ def test_an_engine_that_does_not_join_keeps_nobody_waiting(
     ):
         sender.send(new.items(), version="new")
     wait_until(no_broadcast_is_left, "this end has stopped waiting for the others")
+
+
+class RecordedGroup:
+    """A group that takes whatever is sent."""
+
+    is_done = True
+
+    def __init__(self, name: str, member: object, device: torch.device) -> None:
+        self.name = name
+        self.is_closed = False
+        self.num_sent = self.num_taken = 0
+
+    def send(self, tensors: object, timeout_s: float) -> "RecordedGroup":
+        self.num_sent += 1
+        return self
+
+    def result(self) -> list[torch.Tensor]:
+        return []
+
+    def close(self, why: str) -> None:
+        self.is_closed = True
+
+
+def test_a_group_is_left_wherever_a_broadcast_in_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sent and not asked for would be taken for the next bucket."""
+    made: list[RecordedGroup] = []
+
+    def make(*arguments: Any) -> RecordedGroup:
+        made.append(RecordedGroup(*arguments))
+        return made[-1]
+
+    def take(*_: object) -> dict[str, Any]:
+        made[-1].num_taken += 1
+        return {}
+
+    monkeypatch.setattr(broadcaster, "WeightGroup", make)
+    monkeypatch.setattr(broadcaster, "connect", lambda *_: None)
+    asked = SimpleNamespace(
+        name="engine",
+        location=None,
+        size=lambda: (1, 1),
+        join_group=lambda *_: None,
+        take_broadcast=take,
+        leave_group=lambda _: None,
+    )
+    sending, named = broadcaster.Broadcaster([asked], "gloo", None, None), [("a", torch.zeros(1))]  # type: ignore[list-item]
+    for number in itertools.count():
+        assert sending.connect(torch.device("cpu"), HANG_S) == {}
+        fault = RuntimeError("can't start new thread")
+        with raised_at_line(number, fault, "trainer/broadcaster.py") as lines, suppress(RuntimeError):
+            sending.send(named, HANG_S)
+        if next(lines) <= number:
+            break
+        assert made[-1].is_closed or made[-1].num_sent == made[-1].num_taken, f"at line {number}"
+    assert not made[-1].is_closed
+    assert len(made) > 10
 
 
 def test_several_targets_until_one_dies_in_the_middle(

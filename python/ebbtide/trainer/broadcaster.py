@@ -100,12 +100,17 @@ class Broadcaster:
             ]
             member = InThread(f"join-{own.name}", lambda: connect(own, timeout_s))
             offsets = itertools.accumulate((num_ranks for num_ranks, _ in sizes), initial=1)
-            joining = {
-                target.name: pool.submit(target.join_group, replace(own, host=host, rank=rank), timeout_s)
-                for target, host, rank in zip(self._targets, hosts, offsets, strict=False)
-            }
-            if not _all_succeed(joining, member):
-                self._ask_to_leave(pool, own.name)
+            is_complete = False
+            try:
+                joining = {
+                    target.name: pool.submit(target.join_group, replace(own, host=host, rank=rank), timeout_s)
+                    for target, host, rank in zip(self._targets, hosts, offsets, strict=False)
+                }
+                is_complete = _all_succeed(joining, member)
+            finally:
+                if not is_complete:
+                    self._ask_to_leave(pool, own.name)
+            if not is_complete:
                 failures = {**failures_in(outcomes_of(joining))}
                 return failures or self._blamed(member, "the group was not joined")
         self._group = WeightGroup(own.name, member.result(), device)
@@ -135,15 +140,20 @@ class Broadcaster:
             return [tensor.contiguous() for _, tensor in here]
 
         with ThreadPoolExecutor(2 * len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
-            broadcast = group.send(contiguous, timeout_s + SOURCE_MARGIN_S)
-            calls = {
-                target.name: pool.submit(target.take_broadcast, announced, group.name, timeout_s)
-                for target in self._targets
-            }
-            if not _all_succeed(calls, broadcast):
+            try:
                 self._group = None
-                group.close("a bucket was not taken by every engine")
-                self._ask_to_leave(pool, group.name)
+                broadcast = group.send(contiguous, timeout_s + SOURCE_MARGIN_S)
+                calls = {
+                    target.name: pool.submit(target.take_broadcast, announced, group.name, timeout_s)
+                    for target in self._targets
+                }
+                if _all_succeed(calls, broadcast):
+                    self._group = group
+            finally:
+                # What one end has sent and the other has not asked for would come with the next bucket.
+                if self._group is None:
+                    group.close("a bucket was not taken by every engine")
+                    self._ask_to_leave(pool, group.name)
             return outcomes_of(calls)
 
     def close(self) -> None:
