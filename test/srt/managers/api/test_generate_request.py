@@ -408,6 +408,16 @@ def test_a_request_brings_no_more_ids_than_that(fields: dict[str, Any], message:
         plan(input_ids=[1], **fields)
 
 
+def test_an_output_has_no_more_logprobs_than_a_message_holds() -> None:
+    whole = {"return_logprob": True, "top_logprobs_num": 150_000}
+    limits = replace(LIMITS, context_len=4096, max_total_num_tokens=4096, vocab_size=150_000)
+    params = {"max_new_tokens": 440}
+    assert plan(input_ids=[1] * 3000, sampling_params=params, limits=limits, **whole)
+    for more in ({"logprob_start_len": 0}, {"sampling_params": {"max_new_tokens": 448}}):
+        with pytest.raises(RequestRejected, match=r"150000 at each of up to .* tokens are too many"):
+            plan(input_ids=[1] * 3000, limits=limits, **{"sampling_params": params, **whole, **more})
+
+
 def test_structured_output_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(RequestRejected, match=r"sampling_params\.regex: .*ebbtide\[structured\]") as caught:

@@ -35,6 +35,8 @@ Prompt: TypeAlias = list[int] | str | Render
 
 # Each output's message has the ids of its parameters: the most in all messages of a request.
 MAX_IDS = 1 << 24
+# Each takes 8 bytes of its output: half a GiB in the message, and as much again while a pass makes them.
+MAX_LOGPROBS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,7 @@ class RequestNormalizer:
                     f"behind a prompt of {len(prompt)} tokens, got {params.min_new_tokens}"
                 )
             start = own.logprob_start_len
+            _check_num_logprobs(own, max_new_tokens + (len(prompt) - start if start >= 0 else 0))
             yield TokenizedGenerateReqInput(
                 rid="",
                 input_ids=prompt,
@@ -328,6 +331,17 @@ def _check_num_ids(params: Sequence[SamplingParams], columns: Sequence[PerPrompt
         raise RequestRejected(
             "token_ids_logprob, allowed_token_ids, logit_bias and stop_token_ids: the outputs of a request "
             f"have at most {MAX_IDS} ids in these, each output its own; got {num_ids}"
+        )
+
+
+def _check_num_logprobs(own: PerPrompt, num_positions: int) -> None:
+    """Refuse what neither a pass nor a message between processes should hold."""
+    num_each = own.top_logprobs_num + len(own.token_ids_logprob)
+    if own.return_logprob and num_positions * num_each > MAX_LOGPROBS:
+        raise RequestRejected(
+            f"top_logprobs_num, token_ids_logprob: an output has at most {MAX_LOGPROBS} logprobs of these; "
+            f"{num_each} at each of up to {num_positions} tokens are too many. Ask for fewer, or give "
+            "max_new_tokens"
         )
 
 
