@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from fixtures.deadlines import wait_until
+from fixtures.deadlines import HANG_S, wait_until
 from fixtures.gpu_memory import UUID, Call, Counters, Gpu
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.weight_sync.conversations import IpcConversation, open_conversation
+from ebbtide.srt.weight_sync.conversations import ANSWERING, IpcConversation, open_conversation
 from ebbtide.srt.weight_sync.source import WeightSource
 
 BUFFER_BYTES = 256
@@ -38,6 +38,7 @@ class Sender:
         self.buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8)
         self._gpu = gpu
         self._socket = zmq.Context.instance().socket(zmq.REQ)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(HANG_S * 1e3))
         self._socket.bind(self.address)
 
     def offer(self, **changes: Any) -> tuple[object, tuple[Any, ...]]:
@@ -236,8 +237,13 @@ def test_an_update_that_is_given_up_leaves_nobody_waiting(
     wait_until(conversation.poll)
     conversation.close()
     conversation.close()
-    assert sender.hear() == "the update was given up"
     assert counters.values == [0]
+    for said in (sender.fill(TENSORS), None, None):
+        assert sender.hear() == "the update was given up"
+        sender.say(said)
+    assert sender.hear() == "the update was given up"
+    sender.close()
+    wait_until(lambda: all(thread.name != ANSWERING for thread in threading.enumerate()))
 
 
 @pytest.mark.parametrize(

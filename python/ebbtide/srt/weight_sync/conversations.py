@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
+import threading
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
@@ -44,6 +45,8 @@ MakePlan: TypeAlias = Callable[[WeightSource], Generator[int, None, Plan]]
 MAX_MESSAGE_BYTES: Final = 64 << 20
 # How long a last answer is kept for a sender that does not take it.
 LINGER_MS: Final = 2000
+# A thread that answers a sender whose update was given up.
+ANSWERING: Final = "ipc-answers"
 _FIELDS: Final = ("name", "shape", "dtype", "offset")
 _DONE: Final = b""
 MAX_STATE_DICTS: Final = 1 << 16
@@ -60,7 +63,9 @@ class _Stage(enum.Enum):
     BUCKETS = enum.auto()
     END = enum.auto()  # the buffer has been given back
     LAST_WORD = enum.auto()  # the buffer was refused: it says something to that, and no more
+    OVER = enum.auto()  # nothing: everything has come
     FAILED = enum.auto()  # nothing
+    LEFT = enum.auto()  # what nobody hears any more
 
 
 class _Conversation(Generic[Plan]):
@@ -105,7 +110,7 @@ class IpcConversation(_Conversation[Plan]):
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            self._close_sockets()
+            _close(self._socket, self._ends)
             raise RequestRejected(
                 f"zmq_handles: {address[:200]!r} cannot be connected to: {error}"
             ) from error
@@ -132,16 +137,19 @@ class IpcConversation(_Conversation[Plan]):
         self._socket.send(problem.encode() or _DONE)
 
     def close(self) -> None:
+        """Give the buffer back. A sender in the middle is answered to its end: it would wait for ever."""
+        problem = self._refused or "the update was given up"
         if self._owes_answer:
-            self.answer("the update was given up")
+            self.answer(problem)
         self._close_buffer()
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-        self._ends.close()
-        self._socket.close()
+        stage, self._stage = self._stage, _Stage.LEFT
+        sockets = self._socket, self._ends
+        if stage in (_Stage.BUCKETS, _Stage.END, _Stage.LAST_WORD):
+            threading.Thread(
+                target=_answer_to_the_end, args=(*sockets, problem), name=ANSWERING, daemon=True
+            ).start()
+        elif stage is not _Stage.LEFT:
+            _close(*sockets)
 
     def _take(self, message: bytes) -> None:
         """Do what the sender says, and answer it; but for what the caller is to do."""
@@ -162,7 +170,7 @@ class IpcConversation(_Conversation[Plan]):
                 self._stage = _Stage.END
                 self.answer()
             case _Stage.END, None if not self._refused:
-                pass  # Everything has come.
+                self._stage = _Stage.OVER
             case _:
                 self._stage = _Stage.FAILED
                 self.answer(self._refused or _complaint(said))
@@ -191,6 +199,22 @@ class IpcConversation(_Conversation[Plan]):
         self.bucket = None
         self._buffer = None
         self._memory.close()
+
+
+def _answer_to_the_end(socket: zmq.Socket[bytes], ends: zmq.Socket[bytes], problem: str) -> None:
+    poller = zmq.Poller()
+    for each in (socket, ends):
+        poller.register(each, zmq.POLLIN)
+    while socket in dict(poller.poll()):
+        socket.recv()
+        socket.send(problem.encode())
+    _close(socket, ends)
+
+
+def _close(socket: zmq.Socket[bytes], ends: zmq.Socket[bytes]) -> None:
+    socket.disable_monitor()
+    ends.close()
+    socket.close()
 
 
 def open_conversation(
