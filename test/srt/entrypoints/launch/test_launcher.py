@@ -239,6 +239,14 @@ def test_a_temporary_folder_too_deep_for_sockets_is_refused(
     assert left_in(deep) == []
 
 
+def test_a_machine_without_a_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As a container has none whose files can only be read.
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/self"])
+    with pytest.raises(ConfigurationError, match=r"No usable temporary directory .*: name one .* by TMPDIR"):
+        NodeProcesses(CONFIG, {})
+
+
 # No guard against a second import of `__main__`: starting a process by multiprocessing would run it again.
 SCRIPT = """
 import threading

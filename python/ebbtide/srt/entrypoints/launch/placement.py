@@ -174,11 +174,16 @@ class SocketFolder:
     """A folder in the temporary one, of this process, from `make` to `remove`.
 
     A fork of the owner that lives on keeps the lock, and so the folder, until the next start after its end.
+    ConfigurationError: there is no temporary folder.
     """
 
     def __init__(self) -> None:
+        try:
+            parent = tempfile.gettempdir()
+        except FileNotFoundError as error:
+            raise ConfigurationError(f"{error.strerror}: name one that can be written to by TMPDIR") from None
         # Named before it is made: a stop at any moment finds what to remove.
-        self.path = os.path.join(tempfile.gettempdir(), f"{PREFIX}{secrets.token_hex(6)}")
+        self.path = os.path.join(parent, f"{PREFIX}{secrets.token_hex(6)}")
         self._lock = -1
 
     def make(self) -> None:
