@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from fixtures.deadlines import HANG_S
 from fixtures.published_deltas import publish
 from fixtures.servers import Server
 from safetensors.torch import load_file, save_file
@@ -210,7 +211,7 @@ class Service:
             service, seen = self._make(), []
             transport = httpx.ASGITransport(service.application())
             async with httpx.AsyncClient(
-                transport=transport, base_url="http://service", timeout=60
+                transport=transport, base_url="http://service", timeout=HANG_S
             ) as client:
                 for step in steps:
                     if callable(step):

@@ -16,6 +16,7 @@ import pytest
 import torch
 import vllm
 from fixtures.compat import COMPAT, COMPAT_ENVIRONMENT, output_of, run_python
+from fixtures.deadlines import HANG_S
 from safetensors.torch import load_file
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.utils import StatelessProcessGroup
@@ -312,7 +313,7 @@ def test_skyrl_sends_all_weights_in_a_request(
         **how,
     }
     before = tokens(loop, actor)
-    with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(1) as pool:
+    with httpx.Client(base_url=url, timeout=HANG_S) as client, ThreadPoolExecutor(1) as pool:
         joining = pool.submit(
             client.post, "/init_weight_transfer_engine", json={"init_info": {**address, "rank_offset": 1}}
         )

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import psutil
 import pytest
 import torch
+from fixtures.deadlines import HANG_S
 from fixtures.rank_processes import Ranks
 from torch import Tensor
 
@@ -77,7 +78,7 @@ def test_ranks_of_several_nodes_meet_at_a_port(host: str, two_ranks: Ranks) -> N
 def join_another(group: ParallelGroup, rendezvous: str) -> tuple[float, list[str]]:
     """The sum in another group of these processes, and the addresses at which this one listens for it."""
     parallel = ParallelConfig(tp_size=2, tp_rank=group.rank)
-    other = join_parallel_group(parallel, rendezvous, CPU, 30.0)
+    other = join_parallel_group(parallel, rendezvous, CPU, HANG_S)
     total = other.all_reduce_(torch.tensor([10.0 + other.rank])).item()
     connections = psutil.Process().net_connections("tcp")
     port = int(rendezvous.rpartition(":")[2])
@@ -107,7 +108,7 @@ def test_a_group_that_was_left_is_not_used_and_who_waits_for_the_dead_is_told(tm
 
 def leave_and_add(group: ParallelGroup, rendezvous: str) -> str:
     """What is said where another group of these processes was left."""
-    other = join_parallel_group(ParallelConfig(tp_size=2, tp_rank=group.rank), rendezvous, CPU, 30.0)
+    other = join_parallel_group(ParallelConfig(tp_size=2, tp_rank=group.rank), rendezvous, CPU, HANG_S)
     other.close()
     other.close()
     with pytest.raises(EngineError) as refused:

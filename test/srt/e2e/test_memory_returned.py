@@ -182,7 +182,7 @@ def test_a_sleeping_engine_wakes_in_stages_and_serves_the_new_weights(
 # -------------------------------------------------------------------------------------------- no leaks
 
 
-def test_twenty_cycles_leak_nothing(engine: EngineClass, trained: dict[str, torch.Tensor]) -> None:
+def test_ten_cycles_leak_nothing(engine: EngineClass, trained: dict[str, torch.Tensor]) -> None:
     part = buckets(trained, 4)[0]
 
     def cycle(number: int) -> None:
@@ -198,7 +198,7 @@ def test_twenty_cycles_leak_nothing(engine: EngineClass, trained: dict[str, torc
     expected = generate(engine)
     memory, handles = held_bytes(engine), handles_held(engine)
     address_space = scheduler_of(engine).memory_info().vms
-    for number in range(20):
+    for number in range(10):
         cycle(number)
     # Before anything is generated: a batch of a new size makes the linear layers compile one product more.
     assert -CACHE_BYTES - NOISE_BYTES <= held_bytes(engine) - memory <= NOISE_BYTES

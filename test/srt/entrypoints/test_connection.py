@@ -57,7 +57,8 @@ async def conversation(*pieces: bytes, wait_s: float = 0.0) -> Transport:
         await asyncio.sleep(wait_s)
         if transport.is_closed:
             break
-    await asyncio.sleep(0.01)
+    for _ in range(20):  # turns of the loop, in which whatever is ready goes on
+        await asyncio.sleep(0)
     was_closed = transport.is_closed
     one.connection_lost(None)
     transport.is_closed = was_closed

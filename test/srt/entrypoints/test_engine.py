@@ -12,7 +12,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from fixtures.servers import is_alive, wait_until
+from fixtures.deadlines import HANG_S, wait_until
+from fixtures.servers import is_alive
 
 from ebbtide import Engine, SamplingParams, ServerArgs
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
@@ -142,7 +143,7 @@ def test_a_fork_of_the_caller_is_told_so_and_leaves_the_engine_alone() -> None:
         forked = os.fork()
         if forked == 0:
             # Ends the fork if it hangs.
-            signal.alarm(60)
+            signal.alarm(int(HANG_S))
             try:
                 refused = f"belongs to process {os.getppid()}, and this is a fork"
                 for call in (lambda: engine.generate(input_ids=[5]), engine.model_info, lambda: next(stream)):

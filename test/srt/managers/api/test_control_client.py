@@ -137,7 +137,8 @@ async def test_what_engines_commit_together_waits_for_the_verdict(
         scheduler.answer(0, Prepared(is_overdue=True))
     else:
         verdict.set_result("another has refused")
-    await asyncio.sleep(0.01)
+    while len(scheduler.calls) == 1:
+        await asyncio.sleep(0)
     why = "it was ready, and was not told in time that all were" if is_overdue else "another has refused"
     assert scheduler.calls[1] == Verdict(id=scheduler.calls[0].id, refusal=why)
     scheduler.answer(0, PingReqOutput())
