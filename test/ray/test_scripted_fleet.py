@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import PropertyMock, patch
+from unittest.mock import Mock, PropertyMock, patch
 
 import pytest
 from fixtures.deadlines import HANG_S
@@ -617,6 +617,21 @@ def test_a_start_that_is_interrupted_leaves_no_replica(monkeypatch: pytest.Monke
         ScriptedFleet()
     may_start.set()
     wait_until(lambda: all(("kill", ()) in engine.asked for engine in engines), "both have ended")
+
+
+def test_an_engine_whose_start_is_interrupted_gives_its_actors_and_bundles_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room, nodes, killed = Mock(), [Mock()], Mock()
+    made = {"make_room": room, "take_seats": nodes, "start_engine": None}
+    for name, result in made.items():
+        monkeypatch.setattr(f"ebbtide.ray.engine.{name}", Mock(return_value=result))
+    monkeypatch.setattr("ebbtide.ray.engine.LoopThread", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("ebbtide.ray.engine.kill_engine", killed)
+    with pytest.raises(KeyboardInterrupt):
+        RayEngine(device="cpu", model_path="m")
+    killed.assert_called_once_with(nodes)
+    room.give_back.assert_called_once()
 
 
 def test_a_batch_whose_caller_goes_away_while_no_replica_lives_leaves_nothing(fleet: ScriptedFleet) -> None:

@@ -147,14 +147,15 @@ class RayEngine(RemoteMethods):
             device = {"device": "cuda"} if share.num_gpus > 0 else {}
             together = {"log_level": "error", **device, **arguments, "tp_size": tp, "dp_size": dp}
             start_engine(self._nodes, together, abandoned or threading.Event())
+            self._room = room
+            self._runner = LoopThread("ray-engine")
+            self._finalizer = weakref.finalize(
+                self, self._runner.end, _nothing, partial(_stop, self._nodes, [room])
+            )
         except BaseException:
+            kill_engine(self._nodes)
             room.give_back()
             raise
-        self._room = room
-        self._runner = LoopThread("ray-engine")
-        self._finalizer = weakref.finalize(
-            self, self._runner.end, _nothing, partial(_stop, self._nodes, [room])
-        )
 
     # ---------------------------------------------------------------------------------------------- methods
 
