@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide import Engine
+from ebbtide.srt.errors import RequestRejected
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -49,6 +50,13 @@ def test_outputs_keep_to_their_grammar(
             assert set(json.loads(output["text"])) == {"n", "ok"}
         else:
             assert re.fullmatch(pattern, output["text"]), output["text"]
+
+
+def test_parameters_that_leave_no_token_are_refused_and_disturb_nobody(sampling_engine: Engine) -> None:
+    with pytest.raises(RequestRejected, match="leave no token that may come here") as refused:
+        sampled(sampling_engine, regex="a+", allowed_token_ids=[3], n=1)
+    assert refused.value.status == 400
+    assert sampled(sampling_engine, regex="[a-f]{3}", n=1)["text"]
 
 
 def test_a_grammar_follows_the_tokens_through_updates_retraction_and_parking(

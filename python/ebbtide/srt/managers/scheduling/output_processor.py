@@ -28,6 +28,11 @@ from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, StepResul
 logger = logging.getLogger(__name__)
 
 NOT_FINITE = FinishReason("abort", message="logits are not finite")
+NOTHING_ALLOWED = FinishReason(
+    "abort",
+    message="sampling_params: the grammar, bad_words and allowed_token_ids leave no token that may come here",
+    status_code=400,
+)
 # How much of the prompt's end the detokenizer sees: enough to know whether the first token joins on to it.
 PROMPT_TAIL = 8
 
@@ -321,7 +326,7 @@ def _finish_reason(req: Req, *, is_sampled: bool) -> FinishReason | None:
     if is_sampled:
         token_id = spec.output_ids[-1]
         if spec.mask is not None and not spec.mask.accept(token_id):
-            return FinishReason("abort", message="the grammar allows no token here", status_code=500)
+            return NOTHING_ALLOWED
         if token_id in spec.stop_ids and not spec.params.ignore_eos:
             return FinishReason("stop", matched=token_id)
         if req.stop_strings is not None:
