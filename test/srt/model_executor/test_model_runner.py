@@ -264,6 +264,9 @@ def test_prompt_logprobs_begin_after_the_asked_position(
     if chunk is None:
         # In pieces of five positions: one may hold the end of one prompt and the beginning of the next.
         monkeypatch.setattr(model_runner, "PROMPT_LOGITS_ROWS", 5)
+    else:
+        # Of two positions, where one asks for three tokens and three ids.
+        monkeypatch.setattr(model_runner, "PROMPT_ALTERNATIVES", 12)
     driver = RunnerDriver(qwen3)
     other = driver.start(PROMPT, logprobs=LogprobSpec(start=start))
     run = driver.start(PROMPT, logprobs=LogprobSpec(start=start, top=3, token_ids=(7, 200, 7)))

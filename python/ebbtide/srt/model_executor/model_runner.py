@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 # Positions whose logits prompt logprobs hold at a time: 300 MiB of bfloat16 with 150,000 ids.
 PROMPT_LOGITS_ROWS = 1024
+# Logprobs beside the tokens' own that are made at a time: they take as much again.
+PROMPT_ALTERNATIVES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +65,18 @@ class PromptLogprobs:
         rows: the positions, request by request.
         specs: what each of these requests asks for.
         tokens_M: of the tokens at all positions, as `marked_nonfinite` has them.
-        others: what else is asked for, of `PROMPT_LOGITS_ROWS` positions after the other.
+        others: what else is asked for, of `rows_at_once` positions after the other.
     """
 
     rows: Sequence[PromptRows]
     specs: Sequence[LogprobSpec]
     tokens_M: Tensor
     others: Sequence[LaunchedLogprobs]
+    rows_at_once: int
 
     def result(self) -> dict[int, LogprobArrays]:
         """The logprobs of each request, by its row. To be called once the device has run the pass."""
-        parts = torch.split(self.tokens_M, PROMPT_LOGITS_ROWS)
+        parts = torch.split(self.tokens_M, self.rows_at_once)
         pieces = [other.result(part.numpy()) for other, part in zip(self.others, parts, strict=True)]
         ends = np.cumsum([len(piece.tokens_N) for piece in pieces]).tolist()
         results = {}
@@ -340,8 +343,10 @@ class ModelRunner:
         )
         hidden_MD = hidden_TD[rows_M]
         tokens, norms, others = [], [], []
-        for first in range(0, len(rows_M), PROMPT_LOGITS_ROWS):
-            part = slice(first, first + PROMPT_LOGITS_ROWS)
+        widest = max(1, *(spec.top + len(spec.token_ids) for spec in specs))
+        rows_at_once = max(1, min(PROMPT_LOGITS_ROWS, PROMPT_ALTERNATIVES // widest))
+        for first in range(0, len(rows_M), rows_at_once):
+            part = slice(first, first + rows_at_once)
             logits_MV = self.model.logits(hidden_MD[part], self.kernels)
             tokens_M, norm_M1 = token_logprobs(logits_MV, token_ids_M[part])
             tokens.append(tokens_M)
@@ -351,4 +356,4 @@ class ModelRunner:
             del logits_MV
         # One copy of all: a copy for each piece would hold the device up every time.
         tokens_M = marked_nonfinite(torch.cat(tokens), torch.cat(norms))
-        return PromptLogprobs(rows, specs, download(tokens_M), others)
+        return PromptLogprobs(rows, specs, download(tokens_M), others, rows_at_once)
