@@ -1,14 +1,16 @@
 """Several ranks of one replica, turned by hand: the same on all of them, and one reply for all."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fixtures.control import IN_PLACE, Harness, updating
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.ports import OutOfStep, Slices
-from ebbtide.srt.managers.control.weight_ports import WritePlan
+from ebbtide.srt.managers.control.weight_ports import How, WritePlan
 from ebbtide.srt.managers.io_struct import (
     PING_TIMEOUT_S,
     AnyControlRequest,
@@ -33,7 +35,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.scheduling import lockstep
 from ebbtide.srt.managers.scheduling.lockstep import Demand, LeaderInbox
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.testing import NullDevice, default_schedule
+from ebbtide.testing import NullDevice, NullWeights, default_schedule
 
 NUM_RANKS = 3
 KV_CACHE = (MemoryTag.KV_CACHE,)
@@ -234,16 +236,60 @@ class TestUpdates:
         assert harness.reply(harness.settle(harness.call(update(8, is_sent=True)))).success
         assert harness.values == [8] * 4
 
+    @pytest.mark.parametrize(
+        ("other", "fields"),
+        [
+            (update(7, 0), {}),
+            (update(7, needs_copy=True), {}),
+            # As files of a node may be of another version than those of the others.
+            (update(7), {"base_version": "6"}),
+            (update(7), {"incomplete": "its scales are missing"}),
+        ],
+    )
     def test_ranks_that_were_given_other_tensors_refuse(
-        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+        self,
+        harness: Harness,
+        monkeypatch: pytest.MonkeyPatch,
+        other: UpdateWeightFromDiskReqInput,
+        fields: dict[str, str],
     ) -> None:
         weights = harness.ranks[1].weights
         open_update = weights.open
+
+        def open_other(request: WeightUpdateRequest) -> Slices[WritePlan]:
+            plan = yield from open_update(other)
+            for name, value in fields.items():
+                monkeypatch.setattr(plan, name, value)
+            return plan
+
         with monkeypatch.context() as patch:
-            patch.setattr(weights, "open", lambda request: open_update(update(7, 0)))
+            patch.setattr(weights, "open", open_other)
             refusal = harness.refuse(update(7))
         assert "every rank must be given the same tensors" in refusal.message
+        assert all(value in refusal.message for value in fields.values())
         assert harness.values == [0] * 4
+        harness.do(update(8))
+
+    def test_a_delta_whose_sums_are_wrong_on_one_rank_is_refused_on_all(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def check_sums(index: int) -> None:
+            if index == 1:
+                raise RequestRejected("other sums")
+
+        def open_delta(index: int, request: WeightUpdateRequest) -> Slices[WritePlan]:
+            plan = yield from NullWeights.open(harness.ranks[index].weights, request)
+            plan.how = How.PATCH
+            plan.patch = Mock(**{"sum_up.side_effect": lambda staging: (yield 1), "sums.return_value": {}})
+            plan.patch.check_sums.side_effect = lambda shares: check_sums(index)
+            return plan
+
+        with monkeypatch.context() as patch:
+            for index, rank in enumerate(harness.ranks):
+                patch.setattr(rank.weights, "open", partial(open_delta, index))
+            assert harness.refuse(update(7)).message == "rank 1: other sums"
+        assert harness.values == [0] * 4
+        harness.do(update(8))
 
     def test_a_commit_that_fails_on_one_rank_ends_it(self, harness: Harness) -> None:
         """It would serve other weights than the others do."""

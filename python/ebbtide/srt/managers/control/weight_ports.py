@@ -21,11 +21,11 @@ class How(enum.Enum):
     """How a plan writes."""
 
     # Whole tensors: copied, converted or quantised. What it has touched counts as not written if it fails.
-    COPY = enum.auto()
+    COPY = "whole"
     # Some elements of what is there, checked against the sums that its tensors are to have.
-    PATCH = enum.auto()
+    PATCH = "changes"
     # Whatever a custom loader writes, to a copy that holds everything.
-    LOAD = enum.auto()
+    LOAD = "for a custom loader"
 
 
 class PatchSums(Protocol):

@@ -226,8 +226,11 @@ class Pieces:
 
 
 def _summary_of(plan: WritePlan) -> str:
-    names = _sum_of(plan.names)
-    return f"{plan.num_tensors} tensors ({plan.num_ignored} ignored, names {names:08x})"
+    """All that decides what becomes of a plan."""
+    names, base = _sum_of(plan.names), plan.base_version
+    told = f"{plan.num_tensors} tensors ({plan.num_ignored} ignored, names {names:08x}, {plan.how.value}"
+    told += "" if base is None else f" of version {base[:200]!r}"
+    return f"{told}; {plan.incomplete})" if plan.incomplete else f"{told})"
 
 
 @lru_cache(maxsize=16)

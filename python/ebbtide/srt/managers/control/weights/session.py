@@ -389,7 +389,8 @@ class WeightSession:
         assert patch is not None
         summing = self._pace.turns(patch.sum_up(staging), Activity.COPYING, self.stall, copies)
         _, shares = yield from self._ranks.survey(Activity.COPYING, summing, lambda _: dict(patch.sums()))
-        patch.check_sums(shares)
+        # Senders of other ranks may have said otherwise.
+        yield from self._ranks.phase(Activity.COPYING, at_once(lambda: patch.check_sums(shares)))
 
     def _note_nonfinite(self, plan: WritePlan, names: frozenset[str]) -> None:
         self.nonfinite = (self.nonfinite - plan.sent) | names
