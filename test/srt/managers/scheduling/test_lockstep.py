@@ -214,6 +214,15 @@ class TestUpdates:
         assert (reply.staged, reply.content) == (False, "valid")
         assert harness.values == [7, 0, 0, 0]
 
+    def test_what_is_committed_stays_so_where_one_rank_cannot_let_go_of_what_it_read(
+        self, harness: Harness
+    ) -> None:
+        harness.ranks[1].weights.num_staged = 0
+        harness.ranks[1].weights.faults["release"] = OSError("a broken block of shared memory")
+        assert harness.do(update(7, 0)).committed
+        harness.run_until_idle()
+        harness.do(update(8))
+
     def test_broken_off_in_place_the_names_are_stale_on_every_rank(self, harness: Harness) -> None:
         harness.ranks[1].weights.num_staged = 0
         harness.ranks[2].weights.faults["write"] = EngineError("half-way")

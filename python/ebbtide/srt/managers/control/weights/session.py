@@ -468,7 +468,7 @@ class WeightSession:
         try:
             if plan is not None:
                 mapped.append(plan.detach())
-        except (RequestRejected, EngineError) as error:
+        except Exception as error:
             logger.warning("memory of an update is given back late, at its end: %r", error)
 
         def unmap() -> Slices[None]:
