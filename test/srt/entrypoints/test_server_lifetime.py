@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from fixtures.deadlines import HANG_S
 from fixtures.servers import (
     Server,
     free_port,
@@ -152,8 +154,9 @@ def test_nobody_is_served_while_the_model_loads_and_a_stop_then_leaves_nothing(c
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("waits", [True, False])
 def test_a_stop_that_is_lost_in_a_callback_stops_the_start_all_the_same(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], waits: bool
 ) -> None:
     class Noisy:
         def __del__(self) -> None:
@@ -162,6 +165,9 @@ def test_a_stop_that_is_lost_in_a_callback_stops_the_start_all_the_same(
     def configure() -> EngineConfig:
         # What its end raises is reported, and goes no further.
         Noisy()
+        if waits:
+            threading.Event().wait(HANG_S)
+            raise AssertionError("the start went on")
         return null_config(ServerArgs(model_path="null", skip_tokenizer_init=True, port=free_port()))
 
     before = psutil.Process().children()

@@ -74,6 +74,10 @@ class Stopped(BaseException):
     """A signal has asked for the end."""
 
 
+# After that long a callback is over in which a stop was lost.
+_AGAIN_S: Final = 0.05
+
+
 def is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
@@ -93,8 +97,8 @@ def ignore_stops() -> None:
 def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Make the first SIGINT or SIGTERM raise `Stopped`; those behind it do not interrupt the way out.
 
-    It is raised at the end if it was lost: in a callback of the interpreter, as imports have them, it is.
-    Does nothing in other threads than the main one. `note` is called first.
+    It is raised again soon, or at the end, if it was lost: in a callback of the interpreter, as imports have
+    them, it is. Does nothing in other threads than the main one. `note` is called first.
     """
     if not is_main_thread():
         yield
@@ -112,17 +116,21 @@ def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
 
     def report_others(lost: sys.UnraisableHookArgs) -> None:
         if isinstance(lost.exc_value, Stopped):
-            # The next signal may be luckier.
+            # The next signal may be luckier, and one comes by itself.
             _handle_stops(stop)
+            signal.signal(signal.SIGALRM, stop)
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
         else:
             report(lost)
 
-    previous = {number: signal.getsignal(number) for number in _STOPS}
+    previous = {number: signal.getsignal(number) for number in (*_STOPS, signal.SIGALRM)}
     sys.unraisablehook = report_others
     _handle_stops(stop)
     try:
         yield
     finally:
+        if signal.getsignal(signal.SIGALRM) is stop:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
         sys.unraisablehook = report
         for number, handler in previous.items():
             signal.signal(number, handler)
