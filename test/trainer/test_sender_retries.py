@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -135,6 +137,29 @@ def test_an_interrupt_at_any_line_leaves_no_session_open_and_says_who_serves_wha
             continue
         break
     assert number > 100
+
+
+def test_an_interrupt_while_a_thread_starts_leaves_nothing_that_opens_a_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, start = FakeEngine(), threading.Thread.start
+    begin, is_interrupted = engine.begin_weight_update, iter([True, False, True, False, False])
+
+    def begin_slowly(**fields: Any) -> Any:
+        time.sleep(0.05)
+        return begin(**fields)
+
+    def start_interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("ebbtide-weights") and next(is_interrupted):
+            raise KeyboardInterrupt
+
+    engine.begin_weight_update = begin_slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(threading.Thread, "start", start_interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            sender_to(engine).send([("a", torch.zeros(1))], "new")
+    assert sender_to(engine).send([("a", torch.zeros(1))], "new").num_tensors == 1
 
 
 def test_whatever_is_sent_names_its_session(server: Server) -> None:

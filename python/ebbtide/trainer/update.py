@@ -29,6 +29,8 @@ T = TypeVar("T")
 # Buckets that an engine is given before it has answered the first of them: it takes one with each forward
 # pass then, and not one with every second or third.
 AT_ONCE: Final = 2
+# How long a thread waits for the others of its pool to be started, should nobody say that they are.
+START_S: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Update:
         return self._finish("end_weight_update")
 
     def roll_back(self) -> dict[str, Exception]:
-        """Discard what is open; returns why, where that failed."""
+        """End the pool, and discard what is open; returns why, where that failed."""
         # A bucket that arrived behind the abort would find no session, and be served by itself. Waited for is
         # what any thread still does: an interrupt may have come before a call was noted down.
         self._is_over.set()
@@ -212,6 +214,17 @@ class Update:
                 logger.warning("%s failed, and is tried again: %s", what, error)
             self._is_over.wait(self._terms.retry_pause_s)
         raise AssertionError("the last attempt returns or raises")
+
+
+def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
+    """Start the threads of a pool ahead of their work: one whose start is interrupted is not known to the
+    pool, and nobody waits for what it does."""
+    are_all = threading.Event()
+    try:
+        for _ in range(count):
+            pool.submit(are_all.wait, START_S)
+    finally:
+        are_all.set()
 
 
 def _may_pass(error: EbbtideError) -> bool:

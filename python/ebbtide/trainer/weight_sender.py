@@ -37,7 +37,14 @@ from ebbtide.trainer.targets import (
     failures_in,
     outcomes_of,
 )
-from ebbtide.trainer.update import AT_ONCE, ProgressCallback, Terms, Update, UpdateFailed
+from ebbtide.trainer.update import (
+    AT_ONCE,
+    ProgressCallback,
+    Terms,
+    Update,
+    UpdateFailed,
+    start_threads,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -220,35 +227,37 @@ class WeightSender:
             read_rest(buckets)
             return SentWeights(wanted, 0, 0, time.perf_counter() - started, None, None)
         num_threads = AT_ONCE * len(self._targets)
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="ebbtide-weights") as pool:
-            update = Update(self._targets, self._terms, pool, wanted, self._broadcaster)
-            try:
-                num_tensors, num_bytes = update.stage(buckets, self._progress)
-                replies = update.commit()
-                if self._served is not None and wanted is not None:
-                    self._served.commit(wanted)
-                return SentWeights(
-                    version=wanted,
-                    num_tensors=num_tensors,
-                    num_bytes=num_bytes,
-                    seconds=time.perf_counter() - started,
-                    staged=_merged(replies, "staged", all),
-                    stall_ms=_merged(replies, "stall_ms", max),
-                )
-            except UpdateFailed as failed:
-                still_open = update.roll_back()
-                self._forget(failed, update.committed)
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="ebbtide-weights")
+        update = Update(self._targets, self._terms, pool, wanted, self._broadcaster)
+        try:
+            start_threads(pool, num_threads)
+            num_tensors, num_bytes = update.stage(buckets, self._progress)
+            replies = update.commit()
+            if self._served is not None and wanted is not None:
+                self._served.commit(wanted)
+            pool.shutdown()
+            return SentWeights(
+                version=wanted,
+                num_tensors=num_tensors,
+                num_bytes=num_bytes,
+                seconds=time.perf_counter() - started,
+                staged=_merged(replies, "staged", all),
+                stall_ms=_merged(replies, "stall_ms", max),
+            )
+        except UpdateFailed as failed:
+            still_open = update.roll_back()
+            self._forget(failed, update.committed)
+            read_rest(buckets)
+            [first, *_] = failed.failures.values()
+            raise _send_error(failed, update.committed, still_open) from first
+        except BaseException as error:
+            for name, why in update.roll_back().items():
+                error.add_note(f"the weight update could not be discarded at {name}: {why}")
+            if update.committed:
+                error.add_note(f"the new weights are served by {', '.join(update.committed)}")
+            if isinstance(error, Exception):
                 read_rest(buckets)
-                [first, *_] = failed.failures.values()
-                raise _send_error(failed, update.committed, still_open) from first
-            except BaseException as error:
-                for name, why in update.roll_back().items():
-                    error.add_note(f"the weight update could not be discarded at {name}: {why}")
-                if update.committed:
-                    error.add_note(f"the new weights are served by {', '.join(update.committed)}")
-                if isinstance(error, Exception):
-                    read_rest(buckets)
-                raise
+            raise
 
     def send_adapter(
         self,
