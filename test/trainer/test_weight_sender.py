@@ -99,25 +99,25 @@ def test_an_engine_that_has_slept_serves_once_all_weights_are_there(engine: Any,
     assert serves(engine, new, "new")
 
 
-def test_the_next_bucket_is_gathered_while_one_is_on_its_way_and_no_more() -> None:
+def test_the_next_bucket_is_gathered_while_two_are_on_their_way_and_no_more() -> None:
     engine, gathered = FakeEngine(), []
-    second_is_gathered = threading.Event()
+    third_is_gathered = threading.Event()
 
     def gather() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in "abcd":
+        for name in "abcdef":
             gathered.append(name)
-            if name == "c":  # "b" is a whole bucket now
-                second_is_gathered.set()
+            if name == "d":  # "c" is a whole bucket now
+                third_is_gathered.set()
             yield name, torch.zeros(8)
 
     def take(names: list[str]) -> None:
         if names == ["a"]:
-            assert second_is_gathered.wait(HANG_S), "the generator waits for the first bucket"
-            assert gathered == ["a", "b", "c"]
+            assert third_is_gathered.wait(HANG_S), "the generator waits for the first bucket"
+            assert gathered == ["a", "b", "c", "d"]
 
     engine.on_update = take
     WeightSender(engine, bucket_bytes=32).send(gather())
-    assert engine.updates == [["a"], ["b"], ["c"], ["d"]]
+    assert sorted(engine.updates) == [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]]
 
 
 @pytest.fixture(scope="module")
