@@ -39,14 +39,41 @@ class Stream:
             self.has_ended.set()
 
 
+async def nothing() -> None:
+    pass
+
+
 @pytest.fixture
 def runner() -> Iterator[LoopThread]:
-    async def nothing() -> None:
-        pass
-
     runner = LoopThread()
     yield runner
     runner.close(nothing())
+
+
+def test_streams_that_nobody_reads_to_their_end_are_closed_with_the_loop() -> None:
+    closed: list[int] = []
+
+    async def numbers() -> AsyncGenerator[int, None]:
+        for number in range(2):
+            yield number
+
+    async def nested(depth: int) -> AsyncGenerator[int, None]:
+        # As those of a response are: bytes, text, lines.
+        try:
+            async for chunk in nested(depth - 1) if depth else numbers():
+                yield chunk
+        finally:
+            await asyncio.sleep(0)
+            closed.append(depth)
+
+    async def read_one() -> None:
+        async for _ in nested(6):
+            return
+
+    runner = LoopThread()
+    runner.wait(read_one())
+    runner.close(nothing())
+    assert closed == [6, 5, 4, 3, 2, 1, 0]
 
 
 def test_a_reader_that_is_cancelled_ends_a_stream_in_silence(runner: LoopThread) -> None:

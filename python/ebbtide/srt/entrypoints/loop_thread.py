@@ -134,9 +134,17 @@ class LoopThread:
 
 async def _run_last(last: Coroutine[Any, Any, None]) -> None:
     await last
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    if others:
+    await _finish_tasks()
+    # Generators that nobody read to their end are closed by tasks of their own, the one within another last.
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await _finish_tasks()
+
+
+async def _finish_tasks() -> None:
+    await asyncio.sleep(0)  # those that are about to begin
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
+        await asyncio.sleep(0)
 
 
 def blocking(
