@@ -1,13 +1,15 @@
 """What a start is at: what the parent makes of what its ranks report, and how often they report."""
 
 import io
+import signal
+import time
 from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ebbtide.srt.entrypoints.launch.console import StageLine
+from ebbtide.srt.entrypoints.launch.console import StageLine, Stopped, raising_signals
 from ebbtide.srt.managers import scheduler_process
 from ebbtide.srt.managers.scheduler_process import StageReports
 
@@ -63,3 +65,25 @@ def test_a_rank_reports_every_stage_but_not_every_step(monkeypatch: pytest.Monke
     assert {report["status"] for report in received} == {"stage"}
     assert [report["number"] for report in received[:-1]] == pytest.approx([0, 200, 400, 600, 800], abs=2)
     assert received[-1]["what"] == "warming up"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_nothing_interrupts_the_way_out_that_a_second_stop_begins_after_a_lost_one() -> None:
+    class Noisy:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    steps: list[str] = []
+
+    @raising_signals()
+    def start() -> None:
+        Noisy()  # what its end raises goes no further, and comes again
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            time.sleep(0.1)
+            steps.append("cleaned up")
+
+    with pytest.raises(Stopped):
+        start()
+    assert steps == ["cleaned up"]

@@ -91,6 +91,7 @@ def ignore_stops() -> None:
     """Have none interrupt the way out, for the rest of `raising_signals`."""
     if is_main_thread():
         _handle_stops(signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # by which one that was lost comes again
 
 
 @contextmanager
@@ -107,6 +108,8 @@ def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal is_asked
+        if is_asked:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)  # one was lost, and need not come again
         is_asked = True
         _handle_stops(signal.SIG_IGN)
         note()
@@ -129,7 +132,7 @@ def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGALRM) is stop:
+        if is_asked:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         sys.unraisablehook = report
         for number, handler in previous.items():
