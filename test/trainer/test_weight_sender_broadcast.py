@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -150,19 +151,16 @@ def test_an_engine_that_does_not_join_keeps_nobody_waiting(
 class RecordedGroup:
     """A group that takes whatever is sent."""
 
-    is_done = True
-
     def __init__(self, name: str, member: object, device: torch.device) -> None:
         self.name = name
         self.is_closed = False
         self.num_sent = self.num_taken = 0
+        self.future: Future[None] = Future()
+        self.future.set_result(None)
 
     def send(self, tensors: object, timeout_s: float) -> "RecordedGroup":
         self.num_sent += 1
         return self
-
-    def result(self) -> list[torch.Tensor]:
-        return []
 
     def close(self, why: str) -> None:
         self.is_closed = True

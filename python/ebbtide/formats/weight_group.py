@@ -48,19 +48,19 @@ class InThread(Generic[T]):
     """A call in a thread of its own, which the end of the process does not wait for: its peer may hang."""
 
     def __init__(self, name: str, call: Callable[[], T]) -> None:
-        self._future: Future[T] = Future()
+        self.future: Future[T] = Future()
         threading.Thread(target=self._run, args=(call,), name=name, daemon=True).start()
 
     @property
     def is_done(self) -> bool:
-        return self._future.done()
+        return self.future.done()
 
     def ends_within(self, timeout_s: float) -> bool:
-        return bool(wait([self._future], timeout_s).done)
+        return bool(wait([self.future], timeout_s).done)
 
     def result(self) -> T:
         """What the call returned or raised; only once it is done."""
-        return self._future.result(timeout=0)
+        return self.future.result(timeout=0)
 
     def _run(self, call: Callable[[], T]) -> None:
         try:
@@ -71,9 +71,9 @@ class InThread(Generic[T]):
             # result.
             held = [error.__traceback__]
             threading.Thread(target=_drop, args=(threading.current_thread(), held), daemon=True).start()
-            self._future.set_exception(error.with_traceback(None))
+            self.future.set_exception(error.with_traceback(None))
         else:
-            self._future.set_result(result)
+            self.future.set_result(result)
 
 
 def _drop(user: threading.Thread, held: list[Any]) -> None:
@@ -208,11 +208,9 @@ class WeightGroup:
 
         `tensors` makes them in another thread, contiguous and on the given device.
         """
-
-        def transfers() -> list[Transfer]:
-            return [Transfer(tensor) for tensor in tensors(self.device)]
-
-        return Broadcasts(self, lambda: self._run(transfers, timeout_s, keeps=True))
+        return Broadcasts(
+            self, lambda: self._run(lambda: map(Transfer, tensors(self.device)), timeout_s, keeps=True)
+        )
 
     def close(self, why: str) -> Leaving:
         """Leave the group, whatever is under way in it. Idempotent."""
@@ -332,23 +330,19 @@ class GroupLeft(Exception):
     """The group was left while it was used, or joined."""
 
 
-class Broadcasts:
+class Broadcasts(InThread[list[torch.Tensor]]):
     """Tensors on their way through a group. Given up half-way, the group is out of step, and left."""
 
     def __init__(self, group: WeightGroup, broadcast: Callable[[], list[torch.Tensor]]) -> None:
         self._group = group
-        self._thread = InThread(f"broadcast-{group.name}", broadcast)
-
-    @property
-    def is_done(self) -> bool:
-        return self._thread.is_done
+        super().__init__(f"broadcast-{group.name}", broadcast)
 
     def ends(self) -> bool:
         """Wait for what the device is doing.
 
         Whether a group that was left writes no more to others' memory.
         """
-        return not self._group.writes_outside or self._thread.ends_within(LEAVE_S)
+        return not self._group.writes_outside or self.ends_within(LEAVE_S)
 
     def result(self) -> list[torch.Tensor]:
         """Once it is done: what has arrived, if it is kept.
@@ -356,7 +350,7 @@ class Broadcasts:
         RequestRejected (400): it failed; the group was left.
         """
         try:
-            return self._thread.result()
+            return super().result()
         except GroupLeft as error:
             reason = str(error)
         except Exception as error:

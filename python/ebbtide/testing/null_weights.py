@@ -12,7 +12,6 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control.ports import Slices
 from ebbtide.srt.managers.control.weight_ports import (
     Conversation,
-    GroupJoining,
     How,
     PatchSums,
     Snapshot,
@@ -150,8 +149,12 @@ class NullWeights:
     def group_names(self) -> list[str]:
         return sorted(self.groups)
 
-    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> GroupJoining:
-        return _NullJoining(self, request.group_name)
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Slices[None]:
+        for _ in range(self.slowness + self.lateness):
+            self.fail_at("join")
+            yield 0
+        self.fail_at("join")
+        self.groups.add(request.group_name)
 
     def leave_group(self, name: str) -> Callable[[], bool] | None:
         if name not in self.groups:
@@ -367,26 +370,6 @@ class _NullPlan:
 
     def nonfinite(self) -> list[str]:
         return self._nonfinite
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class _NullJoining:
-    replaced = False
-
-    def __init__(self, weights: NullWeights, name: str) -> None:
-        self._weights = weights
-        self._name = name
-        self._num_looks = weights.slowness + weights.lateness
-
-    def poll(self) -> bool:
-        self._weights.fail_at("join")
-        self._num_looks -= 1
-        if self._num_looks >= 0:
-            return False
-        self._weights.groups.add(self._name)
-        return True
 
     def close(self) -> None:
         """Nothing is held."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -21,7 +20,7 @@ import torch
 from ebbtide.formats.announcement import Announcement
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.rendezvous import SOURCE_RANK, GroupAddress, connect, host_store
-from ebbtide.formats.weight_group import FIRST_LOOK_S, LOOK_S, Broadcasts, InThread, WeightGroup
+from ebbtide.formats.weight_group import InThread, WeightGroup
 from ebbtide.srt.errors import EbbtideError, EngineError
 from ebbtide.trainer.cuda_ipc import NamedTensors
 from ebbtide.trainer.targets import Outcomes, Target, failures_in, outcomes_of
@@ -193,28 +192,12 @@ class Broadcaster:
         return {target.name: EngineError(what) for target in self._targets}
 
 
-def _all_succeed(calls: Mapping[str, Future[Any]], own: InThread[Any] | Broadcasts) -> bool:
+def _all_succeed(calls: Mapping[str, Future[Any]], own: InThread[Any]) -> bool:
     """Wait for all of it, or until something fails; both ends wait for each other."""
-    pending = set(calls.values())
-    while pending or not own.is_done:
-        if own.is_done and _has_failed(own):
-            return False
-        if pending:
-            done, pending = wait(pending, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
-            if any(call.exception() is not None for call in done):
-                return False
-        else:
-            time.sleep(FIRST_LOOK_S)
-    return not _has_failed(own)
-
-
-def _has_failed(own: InThread[Any] | Broadcasts) -> bool:
-    try:
-        own.result()
-    except Exception as error:
+    done, left = wait([*calls.values(), own.future], return_when=FIRST_EXCEPTION)
+    if own.future in done and (error := own.future.exception()) is not None:
         logger.warning("this end of a weight group failed: %s", error)
-        return True
-    return False
+    return not left and not any(one.exception() for one in done)
 
 
 def _wait_for_devices(tensors: NamedTensors, current: torch.device) -> None:

@@ -83,13 +83,14 @@ def address(fields: dict[str, Any]) -> GroupAddress:
     )
 
 
-def join(groups: Memberships, trainer: BroadcastingTrainer, name: str = "g") -> bool:
-    """Join a group of two; whether it has replaced one."""
-    joining = groups.join(address(trainer.join(name)), ALL)
-    wait_until(joining.poll)
-    joining.close()
+def have_joined(joining: Iterator[int]) -> None:
+    wait_until(lambda: next(joining, None) is None)
+
+
+def join(groups: Memberships, trainer: BroadcastingTrainer, name: str = "g") -> None:
+    """Join a group of two."""
+    have_joined(groups.join(address(trainer.join(name)), ALL))
     trainer.hear()
-    return joining.replaced
 
 
 def source_of(
@@ -165,8 +166,7 @@ def three_ranks(trainer: BroadcastingTrainer) -> list[Memberships]:
         groups.join(replace(address(fields), rank=1 + rank), ALL) for rank, groups in enumerate(ranks)
     ]
     for joining in all_joining:
-        wait_until(joining.poll)
-        joining.close()
+        have_joined(joining)
     trainer.hear()
     return ranks
 
@@ -214,11 +214,11 @@ def test_a_group_counts_as_left_though_a_peer_does_not_let_go(monkeypatch: pytes
 def test_a_group_of_the_same_name_replaces_the_first(
     trainer: BroadcastingTrainer, groups: Memberships, tensors: Path
 ) -> None:
-    assert join(groups, trainer) is False
+    join(groups, trainer)
     late = source_of(groups, tensors)
     trainer.tell("leave", "g")
     trainer.hear()
-    assert join(groups, trainer) is True
+    join(groups, trainer)
     with pytest.raises(RequestRejected, match="another group of that name"):
         wait_until(late.arrived)
     trainer.tell("plain", "g", tensors)
@@ -268,9 +268,8 @@ def test_nobody_at_the_address(groups: Memberships, mortal_trainer: Broadcasting
     fields = mortal_trainer.join("elsewhere", world_size=3)  # One more than will come.
     joining = groups.join(address({**fields, "group_name": "g"}), 1.0)
     with pytest.raises(RequestRejected, match="was not joined as rank 1 of 3 within 1 s") as refusal:
-        wait_until(joining.poll)
+        have_joined(joining)
     assert refusal.value.status == 400
-    joining.close()
     assert groups.names == []
 
 
@@ -284,7 +283,7 @@ def test_one_joining_at_a_time_under_a_name(groups: Memberships) -> None:
     assert refusal.value.status == 409
     assert groups.leave("g", "destroyed") is not None
     with pytest.raises(RequestRejected, match="was not joined: destroyed"):
-        first.poll()
+        next(first)
     assert groups.leave("g", "destroyed") is None
 
 

@@ -305,52 +305,20 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-@dataclass
-class Joining:
-    """A group that is being joined; `poll` until it is true, and `close`."""
+class _Joining(InThread[Member]):
+    """A group that is being joined. The thread ends when its time is up, whoever has given it up."""
 
-    groups: Memberships
-    address: GroupAddress
-    _timeout_s: float
-    replaced: bool
-    _given_up: str | None = field(default=None, init=False)
-    _group: WeightGroup | None = field(default=None, init=False)
+    def __init__(self, address: GroupAddress, timeout_s: float, device: torch.device) -> None:
+        self.given_up = ""
 
-    def __post_init__(self) -> None:
-        self._thread = InThread(f"join-{self.address.name}", self._join)
+        def join() -> Member:
+            member = connect(address, timeout_s, device)
+            if self.given_up:
+                abort([member])
+                raise GroupLeft(self.given_up)
+            return member
 
-    def poll(self) -> bool:
-        """Whether the group has been joined; RequestRejected (400) where it cannot be in time."""
-        if self._given_up is not None:
-            raise RequestRejected(f"group {self.address.name!r} was not joined: {self._given_up}")
-        if not self._thread.is_done:
-            return False
-        try:
-            member = self._thread.result()
-        except Exception as error:
-            raise RequestRejected(
-                f"group {self.address.name!r} at {self.address.url} was not joined as rank "
-                f"{self.address.rank} of {self.address.world_size} within {self._timeout_s:g} s: "
-                f"{type(error).__name__}: {error}"[:1000]
-            ) from error
-        if self._group is None:
-            device = self.groups.buffer_device(self.address)
-            self._group = WeightGroup(self.address.name, member, device)
-            self.groups.add(self._group)
-        return True
-
-    def close(self, why: str = "the request ended") -> None:
-        """Give it up, unless it has been joined. The thread ends when its time is up."""
-        if self._group is None and self._given_up is None:
-            self._given_up = why
-        self.groups.forget(self)
-
-    def _join(self) -> Member:
-        member = connect(self.address, self._timeout_s, self.groups.buffer_device(self.address))
-        if self._given_up is not None:
-            abort([member])
-            raise GroupLeft(self._given_up)
-        return member
+        super().__init__(f"join-{address.name}", join)
 
 
 @dataclass
@@ -361,25 +329,51 @@ class Memberships:
     _place: Place = ONE_RANK
     # The closed ones too, until others of their names are joined.
     groups: dict[str, WeightGroup] = field(default_factory=dict, init=False)
-    _joining: dict[str, Joining] = field(default_factory=dict, init=False)
+    _joining: dict[str, _Joining] = field(default_factory=dict, init=False)
 
     @property
     def names(self) -> list[str]:
         return sorted(name for name, group in self.groups.items() if not group.is_closed)
 
-    def join(self, address: GroupAddress, timeout_s: float) -> Joining:
-        """Begin to join. A live group of that name is left first, then those whose trainers have ended."""
+    def join(self, address: GroupAddress, timeout_s: float) -> Generator[int, None, None]:
+        """Join a group, yielding while others are not there; closed before its end, this is given up.
+
+        A live group of that name is left first, then those whose trainers have ended.
+        RequestRejected: an address that cannot be (400); another one of that name is just being joined (409).
+        Later (400): it was not joined in time, or is to be left.
+        """
         self._check(address, timeout_s)
         if address.name in self._joining:
             raise RequestRejected(
                 f"a group {address.name!r} is just being joined: wait, or destroy_weights_update_group first",
                 409,
             )
-        replaced = self.leave(address.name, "another group of that name is joined") is not None
+        self.leave(address.name, "another group of that name is joined")
         for group in self.groups.values():
             group.leave_if_abandoned()
-        joining = self._joining[address.name] = Joining(self, address, timeout_s, replaced)
-        return joining
+        device = torch.device("cpu") if address.backend == "gloo" else self._device
+        joining = self._joining[address.name] = _Joining(address, timeout_s, device)
+
+        def join() -> Generator[int, None, None]:
+            try:
+                while not joining.is_done and not joining.given_up:
+                    yield 0
+                if joining.given_up:
+                    raise RequestRejected(f"group {address.name!r} was not joined: {joining.given_up}")
+                try:
+                    member = joining.result()
+                except Exception as error:
+                    raise RequestRejected(
+                        f"group {address.name!r} at {address.url} was not joined as rank {address.rank} of "
+                        f"{address.world_size} within {timeout_s:g} s: {type(error).__name__}: {error}"[:1000]
+                    ) from error
+                self.groups[address.name] = WeightGroup(address.name, member, device)
+            finally:
+                joining.given_up = joining.given_up or "the request ended"
+                if self._joining.get(address.name) is joining:
+                    del self._joining[address.name]
+
+        return join()
 
     def get(self, name: str) -> WeightGroup:
         """The live group of this name; RequestRejected (400) if there is none."""
@@ -394,23 +388,13 @@ class Memberships:
 
     def leave(self, name: str, why: str) -> Leaving | None:
         """Leave the group of that name, or stop joining it; None if there is none."""
-        joining = self._joining.get(name)
+        joining = self._joining.pop(name, None)
         if joining is not None:
-            joining.close(why)
+            joining.given_up = why
         group = self.groups.get(name)
         if group is None or group.is_closed:
             return None if joining is None else Leaving(name, lambda: None)
         return group.close(why)
-
-    def add(self, group: WeightGroup) -> None:
-        self.groups[group.name] = group
-
-    def forget(self, joining: Joining) -> None:
-        if self._joining.get(joining.address.name) is joining:
-            del self._joining[joining.address.name]
-
-    def buffer_device(self, address: GroupAddress) -> torch.device:
-        return torch.device("cpu") if address.backend == "gloo" else self._device
 
     def _check(self, address: GroupAddress, timeout_s: float) -> None:
         if not address.name:

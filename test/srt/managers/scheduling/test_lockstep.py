@@ -464,8 +464,9 @@ class TestGroups:
 
     def test_all_ranks_join_and_leave(self, harness: Harness) -> None:
         harness.ranks[1].weights.slowness = 5
-        assert harness.reply(harness.settle(harness.call(self.INIT))).success
-        assert self.groups(harness) == [["weight_update_group"]] * NUM_RANKS
+        for is_there in (False, True):
+            assert harness.reply(harness.settle(harness.call(self.INIT))).replaced is is_there
+            assert self.groups(harness) == [["weight_update_group"]] * NUM_RANKS
         assert harness.do(DestroyWeightsUpdateGroupReqInput()).changed
         assert self.groups(harness) == [[]] * NUM_RANKS
         assert not harness.do(DestroyWeightsUpdateGroupReqInput()).changed

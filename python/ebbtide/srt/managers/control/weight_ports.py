@@ -182,17 +182,6 @@ class TrialPass(Protocol):
         """
 
 
-class GroupJoining(Protocol):
-    """A group of processes that is being joined. `replaced`: a live group of that name was left for it."""
-
-    replaced: bool
-
-    def poll(self) -> bool:
-        """Whether all of its processes are there; refused (400) if they have not met in time."""
-
-    def close(self) -> None: ...
-
-
 # The live parameters that are not bit for bit those of a copy, as `{"name", "reason"}`; without those that
 # have any of the given words in their names.
 Snapshot: TypeAlias = Callable[[Sequence[str]], Slices[list[dict[str, str]]]]
@@ -260,8 +249,12 @@ class Weights(Protocol):
         """
 
     def group_names(self) -> list[str]: ...
-    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> GroupJoining:
-        """Begin to join; refused where a field is wrong (400), or one of its name is being joined (409)."""
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Slices[None]:
+        """Join, yielding while others are not there; refused (400) if they do not come in time.
+
+        Also refused where a field is wrong (400), or one of its name is being joined (409). A live group of
+        that name is left first.
+        """
 
     def leave_group(self, name: str) -> Callable[[], bool] | None:
         """Begin to leave; returns what says whether it is left, or None where there is no such group."""

@@ -44,7 +44,7 @@ from ebbtide.srt.weight_sync.conversations import StateDictConversation, open_co
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, import_loaders
 from ebbtide.srt.weight_sync.disk_source import open_folder
-from ebbtide.srt.weight_sync.distributed_source import Joining, Memberships, open_broadcast
+from ebbtide.srt.weight_sync.distributed_source import Memberships, open_broadcast
 from ebbtide.srt.weight_sync.source import PlanCache, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse
 from ebbtide.srt.weight_sync.tensor_source import PayloadReader
@@ -125,7 +125,7 @@ class EngineWeights:
     def group_names(self) -> list[str]:
         return self._groups.names if self._groups.groups else []
 
-    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Joining:
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Slices[None]:
         address = GroupAddress(
             name=request.group_name,
             host=request.master_address,

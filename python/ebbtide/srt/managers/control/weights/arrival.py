@@ -325,10 +325,11 @@ class GroupRequests:
         return any(answers)
 
     def _join(self, request: InitWeightsUpdateGroupReqInput, if_refused: ExitStack) -> Work[bool]:
+        replaced = request.group_name in self._weights.group_names()
         with closing(self._weights.join_group(request)) as joining:
-            yield from look_until(joining.poll, self._wake)
+            yield from look_until(lambda: next(joining, None) is None, self._wake)
         if_refused.callback(self._weights.leave_group, request.group_name)
-        return joining.replaced
+        return replaced
 
     def _leave(self, name: str) -> Work[bool]:
         has_left = self._weights.leave_group(name)
