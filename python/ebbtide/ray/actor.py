@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -18,9 +18,8 @@ from ray.exceptions import RayError
 
 from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.ray.errors import translated
-from ebbtide.ray.joint_engine import TENSORS, Answered, JointEngine, WeightBucket
+from ebbtide.ray.joint_engine import Answered, JointEngine
 from ebbtide.srt.config import resolve
-from ebbtide.srt.entrypoints.engine import Engine
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.entrypoints.launch.placement import ReservedPorts
 from ebbtide.srt.errors import EngineError
@@ -30,12 +29,12 @@ from ebbtide.srt.server_args import ServerArgs
 if TYPE_CHECKING:
     from ebbtide.ray.node_loans import NamedTensors, NodeLender
 
-# What the actors of an engine answer to, without the prefix of the coroutines: `actor.generate.remote(...)`.
-ENGINE_METHODS = sorted(
-    name.removeprefix("async_")
-    for name in dir(Engine)
+# What the actors of an engine answer to, by the coroutines that do it: `actor.generate.remote(...)`.
+FORWARDED = {
+    name.removeprefix("async_"): name
+    for name in dir(JointEngine)
     if name.startswith("async_") and name != "async_shutdown"
-)
+} | {"answer": "_generate", **{name: name for name in ("carry_out", "decide", "read_weights")}}
 # How often an engine is asked whether it lives; that costs no message.
 LOOK_S = 0.2
 
@@ -65,7 +64,6 @@ class EngineActor:
         self._engine: JointEngine | None = None
         self._node: NodeProcesses | None = None
         self._reserved: ReservedPorts | None = None
-        self._lender: NodeLender | None = None
 
     async def facts(self) -> SeatFacts:
         context = ray.get_runtime_context()
@@ -118,10 +116,6 @@ class EngineActor:
         """Never return: who waits for it hears when this actor has died."""
         await asyncio.Event().wait()
 
-    async def carry_out(self, kind: type[ControlRequest], fields: Mapping[str, Any]) -> Any:
-        """Call `JointEngine.carry_out`."""
-        return await self._running.carry_out(kind, await _read(fields))
-
     async def propose(
         self,
         call_id: str,
@@ -131,17 +125,8 @@ class EngineActor:
         number: int | None,
     ) -> AsyncGenerator[Prepared | Answered, None]:
         """Call `JointEngine.propose`."""
-        given = await _read(fields)
-        async for word in self._running.propose(call_id, kind, given, is_joint=is_joint, number=number):
+        async for word in self._running.propose(call_id, kind, fields, is_joint=is_joint, number=number):
             yield word
-
-    async def decide(self, call_id: str, refusal: str | None) -> None:
-        """Call `JointEngine.decide`."""
-        self._running.decide(call_id, refusal)
-
-    async def read_weights(self, index: int) -> WeightBucket:
-        """Call `JointEngine.read_weights`."""
-        return await self._running.read_weights(index)
 
     async def take_weights(self, peer: Any, weight_version: str) -> int:
         """Serve the weights of another engine like this one, by the actor of its node 0; their bytes."""
@@ -154,20 +139,17 @@ class EngineActor:
         self, loan: str, tensors: Mapping[int, NamedTensors], takers: Sequence[int]
     ) -> list[bytes]:
         """Call `NodeLender.lend`."""
-        if self._lender is None:
-            from ebbtide.ray.node_loans import NodeLender
-
-            self._lender = NodeLender()
         return await asyncio.to_thread(self._lender.lend, loan, tensors, takers)
 
     async def take_back(self, loan: str) -> None:
         """Call `NodeLender.take_back`."""
-        if self._lender is not None:
-            self._lender.take_back(loan)
+        self._lender.take_back(loan)
 
-    async def answer(self, fields: Mapping[str, Any]) -> Any:
-        """`generate`, given the fields of the request."""
-        return await self._running._generate(fields)
+    @cached_property
+    def _lender(self) -> NodeLender:
+        from ebbtide.ray.node_loans import NodeLender
+
+        return NodeLender()
 
     async def stream(
         self, so_far: OutputSoFar | None, fields: Mapping[str, Any]
@@ -195,26 +177,17 @@ class EngineActor:
         return self._engine
 
 
-async def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, with the tensors that lie in Ray's store."""
-    match fields.get(TENSORS):
-        case [ray.ObjectRef() as stored]:
-            return {**fields, TENSORS: await stored}
-        case _:
-            return dict(fields)
-
-
-def _forwarding(name: str) -> Any:
-    """The actor's method for a coroutine of `Engine`."""
+def _forwarding(name: str, target: str) -> Any:
+    """The actor's method for a coroutine of its engine."""
 
     async def method(self: EngineActor, *args: Any, **kwargs: Any) -> Any:
-        return await getattr(self._running, f"async_{name}")(*args, **kwargs)
+        return await getattr(self._running, target)(*args, **kwargs)
 
     method.__name__ = name
     method.__qualname__ = f"EngineActor.{name}"
-    method.__doc__ = getattr(Engine, f"async_{name}").__doc__
+    method.__doc__ = getattr(JointEngine, target).__doc__
     return method
 
 
-for _name in ENGINE_METHODS:
-    setattr(EngineActor, _name, _forwarding(_name))
+for _name, _target in FORWARDED.items():
+    setattr(EngineActor, _name, _forwarding(_name, _target))

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
+import ray
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -150,7 +151,7 @@ class JointEngine(Engine):
         finally:
             del self._verdicts[call_id]
 
-    def decide(self, call_id: str, refusal: str | None) -> None:
+    async def decide(self, call_id: str, refusal: str | None) -> None:
         """Have what was prepared be committed, or given up for this reason."""
         verdict = self._verdicts.get(call_id)
         if verdict is not None and not verdict.done():
@@ -180,7 +181,13 @@ class JointEngine(Engine):
 
     @asynccontextmanager
     async def _as_sent(self, fields: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
-        """The fields with a payload in place of (name, tensor) pairs, as long as it is read."""
+        """The fields with a payload in place of (name, tensor) pairs, as long as it is read.
+
+        The pairs may lie in Ray's store.
+        """
+        match fields.get(TENSORS):
+            case [ray.ObjectRef() as stored]:
+                fields = {**fields, TENSORS: await stored}
         tensors = fields.get(TENSORS)
         if tensors is None or all(isinstance(one, bytes | str) for one in tensors):
             yield fields

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -204,16 +205,29 @@ class Update:
         return self._version is not None and self._version != self._version_before[target.name]
 
     def _repeat(self, attempt: Callable[[], T], what: str) -> T:
-        """Try until it succeeds, fails for good or too often."""
-        for retries_left in itertools.count(self._terms.retries, -1):
-            try:
-                return attempt()
-            except (AnswerLost, RequestRejected) as error:
-                if retries_left == 0 or not _may_pass(error) or self._is_over.is_set():
-                    raise
-                logger.warning("%s failed, and is tried again: %s", what, error)
-            self._is_over.wait(self._terms.retry_pause_s)
-        raise AssertionError("the last attempt returns or raises")
+        def may_pass(error: EbbtideError) -> bool:
+            return _may_pass(error) and not self._is_over.is_set()
+
+        return repeated(attempt, what, self._terms, may_pass, self._is_over.wait)
+
+
+def repeated(
+    attempt: Callable[[], T],
+    what: str,
+    terms: Terms,
+    may_pass: Callable[[EbbtideError], bool],
+    pause: Callable[[float], object] = time.sleep,
+) -> T:
+    """Try until it succeeds, fails for good or too often."""
+    for retries_left in range(terms.retries, -1, -1):
+        try:
+            return attempt()
+        except (AnswerLost, RequestRejected) as error:
+            if retries_left == 0 or not may_pass(error):
+                raise
+            logger.warning("%s failed, and is tried again: %s", what, error)
+        pause(terms.retry_pause_s)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def start_threads(pool: ThreadPoolExecutor, count: int) -> None:

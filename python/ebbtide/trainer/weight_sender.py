@@ -43,6 +43,7 @@ from ebbtide.trainer.update import (
     Terms,
     Update,
     UpdateFailed,
+    repeated,
     start_threads,
 )
 
@@ -299,15 +300,11 @@ class WeightSender:
         return SentWeights(str(version), len(tensors), num_bytes, seconds, True, stall_ms)
 
     def _load_at(self, target: Target, adapter: Adapter) -> Mapping[str, Any]:
-        for retries_left in range(self._terms.retries, -1, -1):
-            try:
-                return target.load_adapter(adapter, self._terms.timeout_s)
-            except AnswerLost as error:
-                if retries_left == 0:
-                    raise
-                logger.warning("%s@%s is sent again: %s", adapter.name, adapter.version, error)
-                time.sleep(self._terms.retry_pause_s)
-        raise AssertionError("the last attempt returns or raises")
+        def attempt() -> Mapping[str, Any]:
+            return target.load_adapter(adapter, self._terms.timeout_s)
+
+        what = f"{adapter.name}@{adapter.version} at {target.name}"
+        return repeated(attempt, what, self._terms, lambda error: isinstance(error, AnswerLost))
 
     def _buckets(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
         buckets, served = gathered_buckets(named_tensors, self._bucket_bytes), self._served

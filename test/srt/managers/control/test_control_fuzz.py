@@ -86,7 +86,7 @@ def snapshot(rank: NullRank) -> tuple[Any, ...]:
         control.allows_forward,
         control.reason,
         tuple(sorted(control.memory.released)),
-        control.memory.content.state,
+        control.memory.content.missing,
         control.updates.version,
         control.updates.model_path,
         session and session.num_tensors_staged,

@@ -41,58 +41,42 @@ NOTHING_PARKED: Final = ParkingPlan(frozenset(), [], keeps_cache=False)
 MAX_NAMES: Final = 10
 
 
-@dataclass(frozen=True)
-class Valid:
-    """Every parameter holds a committed value."""
-
-
-@dataclass(frozen=True)
-class Stale:
-    """These parameters hold nothing: not written since their memory came back, or half-written."""
-
-    missing: frozenset[str]
-
-
 class WeightContent:
-    """Whether the live weights may be computed with: `Valid | Stale(missing)`."""
+    """Whether the live weights may be computed with.
+
+    Attributes:
+        missing: the parameters that are stale: not written since their memory came back, or half-written.
+    """
 
     def __init__(self, names: frozenset[str]) -> None:
+        self.missing: frozenset[str] = frozenset()
         self._names = names
         self._report: WeightsContent | None = None
-        self.state: Valid | Stale = Valid()
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether every parameter holds a committed value."""
+        return not self.missing
 
     def lose(self, names: frozenset[str] | None = None) -> None:
         """The contents of these parameters (all by default) are gone."""
-        missing = self._names if names is None else names & self._names
-        if isinstance(self.state, Stale):
-            missing |= self.state.missing
-        if missing:
-            self._change(Stale(missing))
+        self.missing |= self._names if names is None else names & self._names
+        self._report = None
 
     def note_written(self, names: frozenset[str]) -> None:
         """A committed update has written these parameters."""
-        if isinstance(self.state, Stale):
-            missing = self.state.missing - names
-            self._change(Stale(missing) if missing else Valid())
-
-    @property
-    def missing(self) -> frozenset[str]:
-        return self.state.missing if isinstance(self.state, Stale) else frozenset()
+        self.missing -= names
+        self._report = None
 
     def report(self) -> WeightsContent:
         """The state as clients see it. It is asked for in every turn, and sorted when it has changed."""
         if self._report is None:
-            missing = self.missing
             self._report = WeightsContent(
-                content="stale" if missing else "valid",
-                num_missing=len(missing),
-                missing=sorted(missing)[:MAX_NAMES],
+                content="valid" if self.is_valid else "stale",
+                num_missing=len(self.missing),
+                missing=sorted(self.missing)[:MAX_NAMES],
             )
         return self._report
-
-    def _change(self, state: Valid | Stale) -> None:
-        self.state = state
-        self._report = None
 
 
 @dataclass
@@ -146,7 +130,7 @@ class MemoryOccupation:
     @property
     def allows_forward(self) -> bool:
         """The memory that a forward pass needs is there, and the weights are whole."""
-        return not self.needed_but_released and isinstance(self.content.state, Valid)
+        return not self.needed_but_released and self.content.is_valid
 
     @property
     def needed_but_released(self) -> list[MemoryTag]:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeGuard
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
-from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Valid
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Stages, described, require_timeout
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.control.ports import (
@@ -209,7 +209,7 @@ class CommitConditions:
 
     def guarded(self, make: Callable[[Stages], Work[UpdateWeightsReqOutput]]) -> Operation:
         """Say of every failure what serves now, and in the reply what the time was for."""
-        was_valid, stages = isinstance(self._memory.content.state, Valid), Stages()
+        was_valid, stages = self._memory.content.is_valid, Stages()
         try:
             reply = yield from make(stages)
         except Overruled as overruled:
@@ -229,7 +229,7 @@ class CommitConditions:
                 )
             raise RequestRejected(f"the update was given up at its deadline: {advice}") from None
         except Exception as error:
-            if not isinstance(self._memory.content.state, Valid):
+            if not self._memory.content.is_valid:
                 num_missing = len(self._memory.content.missing)
                 raise EngineError(
                     f"{described(error)}. No request runs: {num_missing} parameters are stale until an "

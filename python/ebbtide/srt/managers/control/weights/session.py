@@ -13,7 +13,7 @@ from typing import Final, TypeAlias, TypeVar
 from msgspec import UNSET
 
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
-from ebbtide.srt.managers.control.memory_occupation import Valid, WeightContent
+from ebbtide.srt.managers.control.memory_occupation import WeightContent
 from ebbtide.srt.managers.control.pace import Pace, Ranks, Stall, at_once, is_burst
 from ebbtide.srt.managers.control.ports import (
     Activity,
@@ -228,7 +228,7 @@ class WeightSession:
     @property
     def _serves(self) -> bool:
         """Whether the live weights are whole."""
-        return isinstance(self._content.state, Valid)
+        return self._content.is_valid
 
     def _require_sound(self) -> None:
         if isinstance(self.state, Unsound):
