@@ -159,7 +159,7 @@ class AsyncLLMEngine:
         call = _call(prompt, sampling_params, request_id, self._core.service.config.model.served_model_name)
         self._num_unfinished += 1
         try:
-            answer = await self._core.answer(call.common.generate)
+            answer = await self._core.answer(call.generate)
         finally:
             self._num_unfinished -= 1
         yield _output(call, answer if isinstance(answer, list) else [answer], request_id)
@@ -335,7 +335,7 @@ def _call(
     }
     call = tokens_call(body, {}, model)
     if "prompt" in given:
-        call.common.generate["text"] = given["prompt"]
+        call.generate["text"] = given["prompt"]
     return call
 
 
@@ -343,11 +343,11 @@ def _output(call: TokensCall, answers: Sequence[Mapping[str, Any]], request_id: 
     first = answers[0]["meta_info"]
     return RequestOutput(
         request_id=request_id,
-        prompt=call.common.generate.get("text"),
+        prompt=call.generate.get("text"),
         prompt_token_ids=answers[0].get("prompt_token_ids"),
         outputs=[_sample(call, index, answer) for index, answer in enumerate(answers)],
         finished=True,
-        prompt_logprobs=_prompt_logprobs(first, call.common.num_prompt_logprobs),
+        prompt_logprobs=_prompt_logprobs(first, call.num_prompt_logprobs),
     )
 
 
@@ -355,11 +355,11 @@ def _sample(call: TokensCall, index: int, answer: Mapping[str, Any]) -> Completi
     meta = answer["meta_info"]
     finish = meta["finish_reason"] or {}
     matched = finish.get("matched")
-    is_asked_for = isinstance(matched, str) or matched in call.common.stop_token_ids
+    is_asked_for = isinstance(matched, str) or matched in call.stop_token_ids
     logprobs = None
-    if call.common.num_logprobs is not None:
+    if call.num_logprobs is not None:
         logprobs = _logprobs(
-            meta["output_token_logprobs"], meta.get("output_top_logprobs"), call.common.num_logprobs
+            meta["output_token_logprobs"], meta.get("output_top_logprobs"), call.num_logprobs
         )
     own = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
     return CompletionOutput(

@@ -12,6 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
+from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
 from ebbtide.srt.managers.api.ended_outputs import Caller
 from ebbtide.srt.managers.api.live_generation import LiveGeneration
@@ -49,15 +51,6 @@ def client_of(request: Request) -> Caller:
     return Caller(host, request.headers.get("authorization") or request.headers.get("x-api-key", ""))
 
 
-async def answer_whole(receive: Receive, starting: Coroutine[Any, Any, LiveGeneration]) -> Any:
-    """The result of a generation. It is aborted when the client disconnects, which is a ClientDisconnect."""
-    return await while_connected(receive, _finish(starting))
-
-
-async def _finish(starting: Coroutine[Any, Any, LiveGeneration]) -> Any:
-    return await (await starting).result()
-
-
 def server_event(body: Any, name: str | None = None) -> bytes:
     """A server-sent event with a JSON body."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
@@ -84,16 +77,45 @@ class AnswerWriter:
         return server_event({"error": error}) + AnswerWriter.end(self)
 
 
+async def answer_generation(
+    receive: Receive,
+    starting: Coroutine[Any, Any, LiveGeneration],
+    service: EngineService,
+    writer: AnswerWriter,
+    *,
+    is_stream: bool,
+) -> Response:
+    """A generation's answer, or its chunks as server-sent events, as the writer puts them.
+
+    It is aborted when the client disconnects, which is a ClientDisconnect. Raises what it fails with, in a
+    stream before that begins.
+    """
+    if is_stream:
+        return await answer_events(receive, starting, service.metrics.note_chunk, writer)
+    result = await answer_whole(receive, starting)
+    await service.metrics.note_all(result)
+    if isinstance(result, list) and len(result) > OUTPUTS_AT_ONCE:
+        # The event loop has its turns between those of the thread.
+        return await service.manager.in_thread(lambda: Json(writer.whole(result)))
+    return Json(writer.whole(result))
+
+
+async def answer_whole(receive: Receive, starting: Coroutine[Any, Any, LiveGeneration]) -> Any:
+    """The result of a generation."""
+
+    async def finish() -> Any:
+        return await (await starting).result()
+
+    return await while_connected(receive, finish())
+
+
 async def answer_events(
     receive: Receive,
     starting: Coroutine[Any, Any, LiveGeneration],
     note_chunk: Callable[[Mapping[str, Any]], None],
     writer: AnswerWriter,
 ) -> Response:
-    """A generation as server-sent events; raises what it fails with before it begins. As `answer_whole`.
-
-    `note_chunk`: called with each chunk.
-    """
+    """A generation as server-sent events. `note_chunk`: called with each chunk."""
     events = _Events(note_chunk, writer)
     try:
         await while_connected(receive, events.open(starting))

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.srt.config import EngineConfig, resolve
-from ebbtide.srt.entrypoints.anthropic.routes import AnthropicApi, with_own_errors
+from ebbtide.srt.entrypoints.anthropic import AnthropicApi, with_own_errors
 from ebbtide.srt.entrypoints.connection import BoundedConnection
 from ebbtide.srt.entrypoints.http_answers import DIRECT_SEND, Json, error_answer
 from ebbtide.srt.entrypoints.launch.child_process import EarlyProcesses

@@ -7,7 +7,7 @@ from typing import Any, Final, get_type_hints
 
 import msgspec
 
-from ebbtide.srt.entrypoints.anthropic.routes import AnthropicApi
+from ebbtide.srt.entrypoints.anthropic import AnthropicApi
 from ebbtide.srt.entrypoints.middleware import Access, access_of
 from ebbtide.srt.entrypoints.openai.routes import OpenAIApi
 from ebbtide.srt.entrypoints.routes import CONTROL_ROUTES, NativeApi

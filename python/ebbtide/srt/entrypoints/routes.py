@@ -16,8 +16,7 @@ from ebbtide.srt.entrypoints.http_answers import (
     AnswerWriter,
     Endpoint,
     Json,
-    answer_events,
-    answer_whole,
+    answer_generation,
     client_of,
     error_answer,
 )
@@ -96,12 +95,10 @@ class NativeApi:
         """Generate from text or token ids."""
         fields = await self._bodies.read(request.stream())
         starting = self._service.manager.prepare(fields, client=client_of(request))
-        if fields.get("stream") is True:
-            note_chunk = self._service.metrics.note_chunk
-            return await answer_events(request.receive, starting, note_chunk, AnswerWriter())
-        result = await answer_whole(request.receive, starting)
-        await self._service.metrics.note_all(result)
-        return Json(result)
+        is_stream = fields.get("stream") is True
+        return await answer_generation(
+            request.receive, starting, self._service, AnswerWriter(), is_stream=is_stream
+        )
 
     @_information("/health")
     async def health(self, request: Request) -> Response:

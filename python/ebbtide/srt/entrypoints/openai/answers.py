@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from msgspec import UNSET, Struct, UnsetType, convert
+from msgspec import UNSET, Struct, UnsetType, json
 
 from ebbtide.srt.entrypoints.http_answers import AnswerWriter, server_event
 from ebbtide.srt.entrypoints.openai.protocol import (
-    AnswerMetadata,
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -37,6 +36,11 @@ from ebbtide.srt.managers.api.output_state import Triple
 NEVER_LOGPROB: Final = -9999.0
 # This character stands for a part of one.
 REPLACEMENT = "\ufffd"
+# What answers have of an output's `meta_info`.
+METADATA: Final = (
+    *("weight_version", "weight_versions", "kv_weight_versions", "prefill_weight_versions"),
+    "precision",
+)
 
 
 class Piece(Struct, frozen=True):
@@ -80,9 +84,16 @@ class Piece(Struct, frozen=True):
         return self.finish.get("matched") if self.finish is not None else None
 
     @property
-    def metadata(self) -> AnswerMetadata | UnsetType:
-        """Versions and precision, once it has ended."""
-        return convert(self.meta, AnswerMetadata) if self.finish is not None else UNSET
+    def metadata(self) -> dict[str, str]:
+        """The weights behind it and its dtypes, see `/generate`, once it has ended.
+
+        OpenAI's `metadata` maps texts to texts: what is none is JSON in a text.
+        """
+        values = {name: self.meta[name] for name in METADATA} if self.finish is not None else {}
+        return {
+            name: value if isinstance(value, str) else json.encode(value).decode()
+            for name, value in values.items()
+        }
 
 
 def whole_pieces(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Piece]:
@@ -175,8 +186,7 @@ def _head(call: OpenAICall, piece: Piece | None = None) -> dict[str, Any]:
     head: dict[str, Any] = {"id": call.id, "created": call.created, "model": call.model}
     if piece is None:
         return head
-    if not isinstance(metadata := piece.metadata, UnsetType):
-        head["metadata"] = metadata.as_texts()
+    head["metadata"] = piece.metadata or UNSET
     if call.ignored_fields and piece.is_first:
         head["ignored_fields"] = call.ignored_fields
     return head
@@ -309,14 +319,14 @@ def token_text(triple: Triple) -> str:
 
 def _choice_fields(call: OpenAICall, piece: Piece, absent: UnsetType | None) -> dict[str, Any]:
     """What choices of both kinds have; `absent` stands for what was not asked for."""
-    metadata = piece.metadata if call.return_weight_versions else UNSET
+    has_versions = call.return_weight_versions and piece.finish is not None
     return {
         "index": piece.index,
         "matched_stop": piece.matched_stop,
         "stop_reason": stop_reason(call, piece),
         "token_ids": piece.token_ids if call.return_token_ids else absent,
         "prompt_token_ids": _prompt_token_ids(call, piece, absent),
-        "weight_versions": absent if isinstance(metadata, UnsetType) else metadata.weight_versions,
+        "weight_versions": piece.meta["weight_versions"] if has_versions else absent,
         "routed_experts": piece.meta.get("routed_experts", absent),
         "sampling_mask": piece.meta.get("output_token_sampling_mask", UNSET),
     }

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
 
+from msgspec import UNSET
+
 from ebbtide.srt.entrypoints.http_answers import AnswerWriter, server_event
 from ebbtide.srt.entrypoints.openai.answers import Piece, piece_of, whole_pieces
 from ebbtide.srt.entrypoints.openai.protocol import Fields, ToolCallBody
@@ -35,20 +37,18 @@ class ChatBuilder:
     def __init__(self) -> None:
         self.messages: list[Fields] = []
 
-    def system(self, text: str) -> None:
-        """Instructions. Templates take one such message, at the beginning."""
-        if len(self.messages) == 1 and self.messages[0]["role"] == "system":
+    def write(self, role: str, text: str) -> None:
+        """A text, of an assistant a piece of one. Templates take one system message, at the beginning."""
+        if role == "assistant":
+            self._answer()["content"] += text
+        elif role != "user" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
             self.messages[0]["content"] += f"\n\n{text}"
         else:
-            self.add("system", text)
+            self.add("user" if role == "user" else "system", text)
 
     def add(self, role: str, text: str, **fields: Any) -> None:
         """A message."""
         self.messages.append({"role": role, "content": text, **fields})
-
-    def say(self, text: str) -> None:
-        """A piece of an assistant's text."""
-        self._answer()["content"] += text
 
     def think(self, text: str) -> None:
         """A piece of an assistant's reasoning."""
@@ -158,12 +158,14 @@ class AnswerBlock:
 class BlockWriter(AnswerWriter):
     """Writes the one answer to a request as blocks. A dialect says how each is written.
 
-    `blocks`: of the answer so far. `finish_reason`: where it is known; of a stream that has failed, `abort`.
+    `ignored`: names of the request's fields. `blocks`: of the answer so far. `finish_reason`: where it is
+    known; of a stream that has failed, `abort`.
     """
 
-    def __init__(self, call: OpenAICall) -> None:
+    def __init__(self, call: OpenAICall, ignored: list[str]) -> None:
         self.blocks: list[AnswerBlock] = []
         self.finish_reason: str | None = None
+        self._call, self._ignored = call, ignored or UNSET
         self._reader = AnswerReader(call.forms[0])
         self._open: AnswerBlock | None = None
         self._is_first = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 
-from msgspec import UNSET, Struct, UnsetType, ValidationError, convert, defstruct, json, structs
+from msgspec import UNSET, Struct, UnsetType, ValidationError, convert, defstruct
 
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.errors import RequestRejected
@@ -191,23 +191,6 @@ class PromptLogprob(Struct, kw_only=True):
 PromptLogprobList: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
-class AnswerMetadata(Struct, kw_only=True):
-    """The weights behind a choice, and the dtypes that it was computed in; see `/generate`."""
-
-    weight_version: str
-    weight_versions: list[VersionSpan]
-    kv_weight_versions: list[str]
-    prefill_weight_versions: list[VersionSpan]
-    precision: dict[str, str]
-
-    def as_texts(self) -> dict[str, str]:
-        """OpenAI's `metadata` maps texts to texts: what is none is JSON in a text."""
-        return {
-            name: value if isinstance(value, str) else json.encode(value).decode()
-            for name, value in structs.asdict(self).items()
-        }
-
-
 class CompletionLogprobs(Struct, kw_only=True):
     """Per token: its text, its logprob, the most likely ones by their text, and where it begins in the text.
 
@@ -252,7 +235,10 @@ class Answer(Struct, kw_only=True):
     created: int
     model: str
     usage: Usage | UnsetType | None = UNSET
-    metadata: Annotated[dict[str, str] | UnsetType, said("See `AnswerMetadata`.")] = UNSET
+    metadata: Annotated[
+        dict[str, str] | UnsetType,
+        said("Versions of the weights and precision as in `meta_info`: texts, or JSON in a text."),
+    ] = UNSET
     ignored_fields: Annotated[
         list[str] | UnsetType,
         said("Of the request, those that nothing is known of; in a stream its first chunks have them."),

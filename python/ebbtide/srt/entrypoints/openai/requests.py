@@ -6,8 +6,8 @@ import functools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeAlias, TypeVar
 
 from msgspec import structs
 
@@ -39,7 +39,7 @@ COMPLETION_MAX_TOKENS = 16
 _OF_ONE_CHAT: Final = ("stream", "input_ids", "required_prefix_token_ids", "prompt_logprobs")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenAICall:
     """A request as `/generate` takes it, and what its answer has to know of it.
 
@@ -54,7 +54,7 @@ class OpenAICall:
 
     id: str
     model: str
-    created: int
+    created: int = field(default_factory=lambda: int(time.time()))
     generate: Fields
     num_samples: int
     stream_options: StreamOptions
@@ -203,7 +203,6 @@ def _call(
     return OpenAICall(
         id=posted_id or (rid if isinstance(rid, str) else next(iter(rid), "")),
         model=request.model if request.model is not None else default_model,
-        created=int(time.time()),
         generate={
             **generate,
             "rid": rid,
@@ -221,7 +220,10 @@ def _call(
     )
 
 
-def within_limits(call: OpenAICall, max_logprobs: int, vocab_size: int) -> OpenAICall:
+C = TypeVar("C", bound=OpenAICall)
+
+
+def within_limits(call: C, max_logprobs: int, vocab_size: int) -> C:
     """The call with -1 logprobs, which are all, in numbers; ids that it names come in their place.
 
     `max_logprobs`: -1: any number may be asked for. Raises RequestRejected: 400, it asks for more.

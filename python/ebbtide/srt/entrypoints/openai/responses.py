@@ -41,6 +41,7 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
 }
 _TEXTS: Final = ("input_text", "output_text", "text")
 _ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
+_ROLES: Final = ("user", "assistant", "system", "developer")
 
 
 class ResponsesRequest(Struct, kw_only=True):
@@ -107,11 +108,10 @@ def ignored_fields(fields: Mapping[str, Any]) -> list[str]:
 def _messages(request: ResponsesRequest) -> list[Fields]:
     conversation = ChatBuilder()
     if request.instructions:
-        conversation.system(request.instructions)
+        conversation.write("system", request.instructions)
     if isinstance(request.input, str):
-        conversation.add("user", request.input)
-        return conversation.messages
-    for index, item in enumerate(request.input):
+        conversation.write("user", request.input)
+    for index, item in enumerate(() if isinstance(request.input, str) else request.input):
         _add_item(conversation, item, f"input[{index}]")
     return conversation.messages
 
@@ -119,18 +119,10 @@ def _messages(request: ResponsesRequest) -> list[Fields]:
 def _add_item(conversation: ChatBuilder, item: Fields, where: str) -> None:
     match item.get("type", "message"):
         case "message":
-            text = text_in(item.get("content"), f"{where}.content", _TEXTS)
-            match item.get("role"):
-                case "assistant":
-                    conversation.say(text)
-                case "system" | "developer":
-                    conversation.system(text)
-                case "user":
-                    conversation.add("user", text)
-                case role:
-                    raise RequestRejected(
-                        f"{where}.role: expected user, assistant, system or developer, got {shown(role)}"
-                    )
+            text, role = text_in(item.get("content"), f"{where}.content", _TEXTS), item.get("role")
+            if role not in _ROLES:
+                raise RequestRejected(f"{where}.role: expected {', '.join(_ROLES)}, got {shown(role)}")
+            conversation.write(role, text)
         case "function_call":
             conversation.call(*(text_field(item, name, where) for name in ("call_id", "name", "arguments")))
         case "function_call_output":
@@ -273,10 +265,8 @@ class ResponseWriter(BlockWriter):
     """Writes answers of `/v1/responses`, and the events of its streams."""
 
     def __init__(self, call: OpenAICall, request: ResponsesRequest, ignored: list[str]) -> None:
-        super().__init__(call)
-        self._call = call
+        super().__init__(call, ignored)
         self._request = request
-        self._ignored = ignored
         self._num_events = 0
 
     def answer(self, piece: Piece) -> ResponseBody:
@@ -287,8 +277,7 @@ class ResponseWriter(BlockWriter):
         elif body.status == "incomplete":
             body.incomplete_details = IncompleteDetails(reason="max_output_tokens")
         body.usage = _usage(piece.meta)
-        if not isinstance(piece.metadata, UnsetType):
-            body.metadata |= piece.metadata.as_texts()
+        body.metadata |= piece.metadata
         return body
 
     def begin(self, piece: Piece | None) -> list[Fields]:
@@ -370,7 +359,7 @@ class ResponseWriter(BlockWriter):
             tool_choice=request.tool_choice or "auto",
             tools=[{"strict": None, "parameters": None, **tool} for tool in request.tools or ()],
             top_p=params.get("top_p", 1.0),
-            ignored_fields=self._ignored or UNSET,
+            ignored_fields=self._ignored,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -14,12 +14,10 @@ from starlette.responses import Response
 from ebbtide.srt.entrypoints.http_answers import (
     AnswerWriter,
     Json,
-    answer_events,
-    answer_whole,
+    answer_generation,
     client_of,
     error_answer,
 )
-from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
 from ebbtide.srt.entrypoints.openai.answers import ChatWriter, CompletionWriter
 from ebbtide.srt.entrypoints.openai.protocol import (
     ChatBatchRequest,
@@ -32,6 +30,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     ModelList,
 )
 from ebbtide.srt.entrypoints.openai.requests import (
+    C,
     OpenAICall,
     chat_call,
     completion_call,
@@ -90,29 +89,19 @@ class Calls:
 
     async def completion(self, fields: Mapping[str, Any]) -> OpenAICall:
         """The call of a completion. Raises RequestRejected: 400."""
-        manager = self._service.manager
-        manager.limits.check_given("prompt", fields.get("prompt"), fields.get("truncate_prompt_tokens"))
-        name, template = self.model_name, self.template
-        return self.within_limits(
-            await manager.worked_on(fields, lambda: completion_call(fields, name, template))
-        )
+        limits = self._service.manager.limits
+        limits.check_given("prompt", fields.get("prompt"), fields.get("truncate_prompt_tokens"))
+        return await self._made(fields, partial(completion_call, fields, self.model_name, self.template))
 
     async def chat(self, fields: Mapping[str, Any], *, is_batch: bool = False) -> OpenAICall:
         """The call of a chat, or of several. Raises RequestRejected: 400."""
         args = self._service.config.server_args
-        about = (
-            self.model_name,
-            self.template,
-            self._recommended,
-            args.tool_call_parser,
-            args.reasoning_parser,
-        )
-        return self.within_limits(
-            await self._service.manager.worked_on(
-                fields,
-                lambda: chat_call(fields, *about, is_batch=is_batch),
-            )
-        )
+        parsers = args.tool_call_parser, args.reasoning_parser
+        about = self.model_name, self.template, self._recommended, *parsers
+        return await self._made(fields, partial(chat_call, fields, *about, is_batch=is_batch))
+
+    async def _made(self, fields: Mapping[str, Any], make: Callable[[], OpenAICall]) -> OpenAICall:
+        return self.within_limits(await self._service.manager.worked_on(fields, make))
 
     def prompt_ids(self, call: OpenAICall) -> list[int]:
         """The tokens of a chat's prompt. Takes as long as it is. Raises RequestRejected: 400."""
@@ -130,7 +119,7 @@ class Calls:
         """Carry a call out; its answer, or its chunks as events, are as the writer puts them.
 
         `routed_form`: how routed experts are encoded; None: as the server's flag says. Raises
-        RequestRejected, EngineError, ClientDisconnect: as `answer_whole` and `answer_events`.
+        RequestRejected, EngineError, ClientDisconnect: as `answer_generation`.
         """
         service = self._service
         form = routed_form or service.config.server_args.routed_experts_format
@@ -148,15 +137,8 @@ class Calls:
                     client=client_of(request),
                 )
 
-        starting = start()
-        if call.generate["stream"]:
-            return await answer_events(request.receive, starting, service.metrics.note_chunk, writer)
-        result = await answer_whole(request.receive, starting)
-        await service.metrics.note_all(result)
-        if isinstance(result, list) and len(result) > OUTPUTS_AT_ONCE:
-            # The event loop has its turns between those of the thread.
-            return await service.manager.in_thread(lambda: Json(writer.whole(result)))
-        return Json(writer.whole(result))
+        is_stream = bool(call.generate["stream"])
+        return await answer_generation(request.receive, start(), service, writer, is_stream=is_stream)
 
     @property
     def model_name(self) -> str:
@@ -172,7 +154,7 @@ class Calls:
         template = read_chat_template(config.server_args.chat_template)
         return ChatTemplate(tokenizer, template, config.model.eos_token_ids)
 
-    def within_limits(self, call: OpenAICall) -> OpenAICall:
+    def within_limits(self, call: C) -> C:
         """The call, unless it asks for more than is allowed. Raises RequestRejected: 400."""
         max_logprobs = self._service.config.server_args.max_logprobs
         return within_limits(call, max_logprobs, self._service.manager.limits.vocab_size)
@@ -254,16 +236,17 @@ class OpenAIApi:
     @_openai("POST", "/tokenize", "/v1/tokenize", takes=TokenizeRequest, reply=Tokens)
     async def tokenize(self, request: Request) -> Response:
         """Token ids of texts or of a conversation."""
-        fields, tokenization = await self._bodies.read(request.stream()), self._tokenization
-        self._service.models.require(fields.get("model"))
-        return Json(await self._service.manager.in_thread(lambda: tokenization.tokenize(fields)))
+        return await self._in_thread(request, self._tokenization.tokenize)
 
     @_openai("POST", "/detokenize", "/v1/detokenize", takes=DetokenizeRequest, reply=Texts)
     async def detokenize(self, request: Request) -> Response:
         """Texts of token ids."""
-        fields, tokenization = await self._bodies.read(request.stream()), self._tokenization
+        return await self._in_thread(request, self._tokenization.detokenize)
+
+    async def _in_thread(self, request: Request, work: Callable[[Mapping[str, Any]], Any]) -> Response:
+        fields = await self._bodies.read(request.stream())
         self._service.models.require(fields.get("model"))
-        return Json(await self._service.manager.in_thread(lambda: tokenization.detokenize(fields)))
+        return Json(await self._service.manager.in_thread(lambda: work(fields)))
 
     def _cards(self) -> list[ModelCard]:
         """The base model, and its adapters."""

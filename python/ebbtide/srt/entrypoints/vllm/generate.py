@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
-import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import Struct, UnsetType, field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -143,15 +142,11 @@ _OTHER_PARAMS = (
 MAX_SUPPORT_WIDTH = 4096
 
 
-@dataclass(frozen=True)
-class TokensCall:
-    """A request as `/generate` takes it, and what its answer has to know of it.
-
-    `support_width`: places in a row of the packed supports; 0: they are not asked for.
-    """
+@dataclass(frozen=True, kw_only=True)
+class TokensCall(OpenAICall):
+    """`support_width`: places in a row of the packed supports; 0: they are not asked for."""
 
     request: TokensRequest
-    common: OpenAICall
     support_width: int = 0
 
 
@@ -176,19 +171,18 @@ class TokensApi:
         self._service.manager.limits.check_given(
             "token_ids", fields.get("token_ids"), _params_of(fields).get("truncate_prompt_tokens")
         )
-        call = tokens_call(fields, request.headers, self._service.config.model.served_model_name)
-        args = self._service.config.server_args
-        common = self._calls.within_limits(call.common)
-        writer = TokensWriter(replace(call, common=common))
+        config, manager = self._service.config, self._service.manager
+        call = tokens_call(fields, request.headers, config.model.served_model_name)
+        call = self._calls.within_limits(call)
         if call.request.continue_from is not None:
-            ended, names = self._service.manager.ended, meant_by(call.request.continue_from)
-            common.generate["continue_from"] = ended.find(names, client_of(request)) or names[0]
+            names = meant_by(call.request.continue_from)
+            call.generate["continue_from"] = manager.ended.find(names, client_of(request)) or names[0]
         # Nothing in a request asks for them: the server's flag does.
-        common.generate["return_routed_experts"] = self._service.manager.limits.records_routes
+        call.generate["return_routed_experts"] = manager.limits.records_routes
         if call.request.return_sampling_mask is None and not call.support_width:
-            common.generate["return_sampling_mask"] = args.return_sampling_mask
+            call.generate["return_sampling_mask"] = config.server_args.return_sampling_mask
         form = "canonical" if request.url.path.startswith("/skyrl") else None
-        return await self._calls.answer(request, common, writer, form)
+        return await self._calls.answer(request, call, TokensWriter(call), form)
 
 
 def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_model: str) -> TokensCall:
@@ -231,10 +225,11 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         **{name: getattr(request, name) for name in CommonFields.__struct_fields__},
         "return_sampling_mask": request.return_sampling_mask or request.return_sample_support,
     }
-    common = OpenAICall(
+    return TokensCall(
         id=f"generate-tokens-{rid}",
         model=request.model if request.model is not None else default_model,
-        created=int(time.time()),
+        request=request,
+        support_width=_support_width(request, given_params),
         generate=generate,
         num_samples=params.get("n", 1),
         stream_options=request.stream_options or NO_STREAM_OPTIONS,
@@ -246,7 +241,6 @@ def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_m
         stop_token_ids=SamplingParams(stop_token_ids=params.get("stop_token_ids")).stop_token_id_set,
         ignored_fields=[*sorted(unknown), *ignored],
     )
-    return TokensCall(request, common, _support_width(request, given_params))
 
 
 def _params_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -271,9 +265,9 @@ class TokensWriter(CallWriter):
     """Writes answers of `/inference/v1/generate`."""
 
     def __init__(self, call: TokensCall) -> None:
-        super().__init__(call.common)
+        super().__init__(call)
         self._request, self._support_width = call.request, call.support_width
-        self._head = {"request_id": call.common.id, "output_mode": call.request.output_mode}
+        self._head = {"request_id": call.id, "output_mode": call.request.output_mode}
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         call, first = self._call, pieces[0]
@@ -302,8 +296,7 @@ class TokensWriter(CallWriter):
         return {"ignored_fields": ignored} if ignored and piece.is_first else {}
 
     def _choice(self, piece: Piece) -> TokensOutput:
-        metadata, width = piece.metadata, self._support_width
-        mask = piece.meta.get("output_token_sampling_mask")
+        width, mask = self._support_width, piece.meta.get("output_token_sampling_mask")
         return TokensOutput(
             index=piece.index,
             token_ids=piece.token_ids,
@@ -314,7 +307,7 @@ class TokensWriter(CallWriter):
             routed_experts=piece.meta.get("routed_experts"),
             sampling_mask=mask if self._request.return_sampling_mask or not width else None,
             rollout_sample_support=_packed(mask, width) if width and mask is not None else None,
-            weight_versions=None if metadata is UNSET else metadata.weight_versions,
+            weight_versions=None if piece.finish is None else piece.meta["weight_versions"],
         )
 
     def _logprobs(self, piece: Piece) -> TokensLogprobs | None:

@@ -1,4 +1,4 @@
-"""Anthropic's Messages as chats: requests, answers, streams and errors of `/v1/messages`.
+"""Anthropic's Messages as chats: requests, answers, streams, errors and routes of `/v1/messages`.
 
 Source: https://docs.claude.com/en/api/messages and messages-streaming.
 """
@@ -10,7 +10,11 @@ from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, to_builtins
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Scope, Send
 
+from ebbtide.srt.entrypoints.http_answers import Json
 from ebbtide.srt.entrypoints.openai.answers import Piece
 from ebbtide.srt.entrypoints.openai.chat_dialects import (
     AnswerBlock,
@@ -27,8 +31,10 @@ from ebbtide.srt.entrypoints.openai.chat_dialects import (
     unsupported,
 )
 from ebbtide.srt.entrypoints.openai.protocol import Fields, parse
-from ebbtide.srt.entrypoints.openai.requests import OpenAICall
+from ebbtide.srt.entrypoints.openai.routes import Calls
 from ebbtide.srt.entrypoints.openai.shared_fields import refuse_fields
+from ebbtide.srt.entrypoints.routing import route
+from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import RequestRejected
 
 _UNSUPPORTED: Final[Mapping[str, str]] = {
@@ -121,11 +127,11 @@ def ignored_fields(fields: Mapping[str, Any]) -> list[str]:
 def _messages(request: CountTokensRequest) -> list[Fields]:
     conversation = ChatBuilder()
     if request.system:
-        conversation.system(text_in(request.system, "system", ("text",)))
+        conversation.write("system", text_in(request.system, "system", ("text",)))
     for index, message in enumerate(request.messages):
         where = f"messages[{index}].content"
         if isinstance(message.content, str):
-            _add_text(conversation, message.role, message.content)
+            conversation.write(message.role, message.content)
         for number, block in enumerate(() if isinstance(message.content, str) else message.content):
             _add_block(conversation, message.role, block, f"{where}[{number}]")
     last = conversation.messages[-1] if conversation.messages else {}
@@ -134,22 +140,13 @@ def _messages(request: CountTokensRequest) -> list[Fields]:
     return conversation.messages
 
 
-def _add_text(conversation: ChatBuilder, role: str, text: str) -> None:
-    if role == "assistant":
-        conversation.say(text)
-    elif role == "system":
-        conversation.system(text)
-    else:
-        conversation.add("user", text)
-
-
 def _add_block(conversation: ChatBuilder, role: str, block: Fields, where: str) -> None:
     kind = block.get("type")
     if kind not in _BLOCKS[role]:
         raise unsupported(where, block, _BLOCKS[role])
     match kind:
         case "text":
-            _add_text(conversation, role, text_field(block, "text", where))
+            conversation.write(role, text_field(block, "text", where))
         case "thinking":
             conversation.think(text_field(block, "thinking", where))
         case "tool_use":
@@ -263,19 +260,13 @@ class TokenCount(Struct, kw_only=True):
 class MessageWriter(BlockWriter):
     """Writes answers of `/v1/messages`, and the events of its streams."""
 
-    def __init__(self, call: OpenAICall, ignored: list[str]) -> None:
-        super().__init__(call)
-        self._call = call
-        self._ignored = ignored
-
     def answer(self, piece: Piece) -> MessageBody:
         """Raises RequestRejected: 503, the request was aborted."""
         message = self._message(piece)
         message.content = [_content(block, block.text) for block in self.blocks]
         message.stop_reason = self._stop_reason(piece)
         message.stop_sequence = _stop_sequence(piece)
-        if not isinstance(piece.metadata, UnsetType):
-            message.metadata = piece.metadata.as_texts()
+        message.metadata = piece.metadata
         return message
 
     def begin(self, piece: Piece) -> list[Fields]:
@@ -296,19 +287,16 @@ class MessageWriter(BlockWriter):
     def finish(self, piece: Piece) -> list[Fields]:
         """Raises RequestRejected: 503, the request was aborted."""
         delta = {"stop_reason": self._stop_reason(piece), "stop_sequence": _stop_sequence(piece)}
-        event: Fields = {"type": "message_delta", "delta": delta, "usage": _usage(piece)}
-        if not isinstance(piece.metadata, UnsetType):
-            event["metadata"] = piece.metadata.as_texts()
+        event = {"type": "message_delta", "delta": delta, "usage": _usage(piece), "metadata": piece.metadata}
         return [event, {"type": "message_stop"}]
 
     def failure(self, error: Mapping[str, Any]) -> bytes:
         return encoded([error_body(error["message"], error["code"])])
 
     def _message(self, piece: Piece) -> MessageBody:
-        call = self._call
-        ignored = self._ignored or UNSET
+        call, usage = self._call, _usage(piece)
         return MessageBody(
-            id=call.id, model=call.model, content=[], usage=_usage(piece), ignored_fields=ignored
+            id=call.id, model=call.model, content=[], usage=usage, ignored_fields=self._ignored
         )
 
     def _stop_reason(self, piece: Piece) -> StopReason:
@@ -380,3 +368,83 @@ def error_body(message: str, status: int) -> Fields:
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     body: Fields = to_builtins(ErrorResponse(error=ErrorObject(type=kind, message=message)))
     return body
+
+
+# --------------------------------------------------------------------------------------------------- routes
+
+PATH: Final = "/v1/messages"
+
+
+class AnthropicApi:
+    """What is behind `/v1/messages` and `/v1/messages/count_tokens`."""
+
+    def __init__(self, service: EngineService, calls: Calls) -> None:
+        self._service = service
+        self._calls = calls
+
+    @route(
+        *("POST", PATH),
+        tag="Anthropic",
+        takes=MessagesRequest,
+        reply=MessageBody,
+        event="Events of Anthropic's Messages.",
+        error=ErrorResponse,
+    )
+    async def messages(self, request: Request) -> Response:
+        """Answer a conversation."""
+        fields = await self._calls.fields_of(request)
+        call = await self._calls.chat(
+            await self._service.manager.worked_on(
+                fields, lambda: as_chat(fields, has_reasoning=self._has_reasoning)
+            )
+        )
+        return await self._calls.answer(request, call, MessageWriter(call, ignored_fields(fields)))
+
+    @route(
+        *("POST", f"{PATH}/count_tokens"),
+        tag="Anthropic",
+        takes=CountTokensRequest,
+        reply=TokenCount,
+        error=ErrorResponse,
+    )
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens a conversation has."""
+        fields = await self._calls.fields_of(request)
+        asked = parse(CountTokensRequest, fields)
+        call = await self._calls.chat(prompt_fields(asked, fields, has_reasoning=self._has_reasoning))
+        async with self._service.models.held(call.model):
+            tokens = await self._service.manager.in_thread(lambda: self._calls.prompt_ids(call))
+        return Json(TokenCount(input_tokens=len(tokens)))
+
+    @property
+    def _has_reasoning(self) -> bool:
+        return self._service.config.server_args.reasoning_parser is not None
+
+
+def with_own_errors(scope: Scope, send: Send) -> Send:
+    """What sends the answer to a request: errors to Anthropic's clients in their shape, all else as it is."""
+    # A proxy may have put a prefix before the path.
+    if scope["type"] != "http" or f"{PATH}/" not in f"{scope['path']}/":
+        return send
+    start: Message | None = None
+    body = bytearray()
+
+    async def send_own(message: Message) -> None:
+        nonlocal start
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            start = message
+            return
+        if start is None:
+            await send(message)
+            return
+        body.extend(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        error: dict[str, Any] = msgspec.json.decode(body or b"{}")
+        own = msgspec.json.encode(error_body(str(error.get("message", "")), start["status"])) + b"\n"
+        headers = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+        headers.append((b"content-length", str(len(own)).encode()))
+        await send({**start, "headers": headers})
+        await send({**message, "body": own})
+
+    return send_own

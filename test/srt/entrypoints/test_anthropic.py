@@ -9,8 +9,7 @@ import pytest
 from fixtures.dialects import CALL, LENGTH, STOP, Scripted, call_of
 from pydantic import TypeAdapter
 
-from ebbtide.srt.entrypoints.anthropic.messages import MessageWriter, as_chat, ignored_fields
-from ebbtide.srt.entrypoints.anthropic.routes import with_own_errors
+from ebbtide.srt.entrypoints.anthropic import MessageWriter, as_chat, ignored_fields, with_own_errors
 from ebbtide.srt.entrypoints.http_answers import AnswerWriter, error_answer
 from ebbtide.srt.entrypoints.openai.requests import OpenAICall
 from ebbtide.srt.errors import RequestRejected
