@@ -74,10 +74,10 @@ def test_what_a_template_does_not_take_is_refused(text: str) -> None:
 def test_a_tokenizer_without_a_template_needs_one() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
+    render = chat_call({"messages": [USER]}, "tide", ChatTemplate(Tokenizer(tokenizer), None), {}).render
+    assert callable(render)
     with pytest.raises(RequestRejected, match="--chat-template"):
-        ChatTemplate(Tokenizer(tokenizer), None).prompt(
-            [USER], tools=None, options={}, continue_final_message=False
-        )
+        render()
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "add_generation_prompt", "tools", "self"])

@@ -23,7 +23,7 @@ from ebbtide.srt.entrypoints.openai.protocol import (
     parse,
 )
 from ebbtide.srt.entrypoints.openai.shared_fields import grammar_params, refuse_unsupported, unknown_fields
-from ebbtide.srt.entrypoints.openai.tokenization import ChatTemplate, kept_tokens, text_of
+from ebbtide.srt.entrypoints.openai.tokenization import ChatTemplate, text_of
 from ebbtide.srt.entrypoints.openai.tool_use import AnswerForm, answer_form
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.array_forms import FlatForm, flat_form
@@ -165,23 +165,16 @@ def _render(
 ) -> Render:
     """What makes the prompt of a conversation, and then knows how its answer begins.
 
-    `messages`, `given`: the same ones: checked, and with all that the template may want to know.
+    `messages`, `given`: as for `ChatTemplate.prompt`.
     """
-    continues = bool(request.continue_final_message)
-    make = functools.partial(
-        template.prompt,
-        given,
-        tools=tools,
-        options=request.chat_template_kwargs or {},
-        continue_final_message=continues,
-        add_generation_prompt=request.add_generation_prompt,
-        kept=kept_tokens(messages, request.required_prefix_token_ids, continues=continues),
-        add_special_tokens=bool(request.add_special_tokens),
-    )
+    adds_special_tokens = bool(request.add_special_tokens)
 
     def render() -> str | list[int]:
-        prompt = make()
-        form.read_prompt(template.end_of(prompt), text_of(given[-1]) if continues else "")
+        prompt = template.prompt(
+            request, messages, given, tools=tools, add_special_tokens=adds_special_tokens
+        )
+        continued = text_of(given[-1]) if request.continue_final_message else ""
+        form.read_prompt(template.end_of(prompt), continued)
         return prompt
 
     return render

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -29,20 +29,31 @@ class KeptTokens(Struct, frozen=True):
     num_messages: int
 
 
-def kept_tokens(
-    messages: Sequence[ChatMessage], required: list[int] | None, *, continues: bool
-) -> KeptTokens | None:
+class Conversation(Protocol):
+    """A request that holds one, and how it becomes a prompt.
+
+    Attributes:
+        chat_template_kwargs: further variables of the template.
+        add_generation_prompt: whether an answer is opened; None: unless the final message goes on.
+        required_prefix_token_ids: of the messages up to the last answer; None: as the last one that has any
+            shows.
+    """
+
+    chat_template_kwargs: dict[str, Any] | None
+    continue_final_message: bool | None
+    add_generation_prompt: bool | None
+    required_prefix_token_ids: list[int] | None
+
+
+def kept_tokens(messages: Sequence[ChatMessage], asked: Conversation) -> KeptTokens | None:
     """What a prompt has to begin with, if anything: the text of an answer need not become its tokens again.
 
     NeMo-RL's servers take the tokens as `required_prefix_token_ids`, or find them in the messages, where
     NeMo-Gym leaves them. Source: wire_vllm 3.6.
 
-    Args:
-        required: those of the messages up to the last answer; None: as the last answer that has any shows.
-        continues: the final message is to go on.
-
     Raises RequestRejected: 400; they are required of a message that goes on.
     """
+    required, continues = asked.required_prefix_token_ids, asked.continue_final_message
     answers = [index for index, message in enumerate(messages, 1) if message.role == "assistant"]
     if required:
         if continues:
@@ -110,42 +121,35 @@ class ChatTemplate:
 
     def prompt(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        asked: Conversation,
+        messages: Sequence[ChatMessage],
+        given: Sequence[Mapping[str, Any]],
         *,
         tools: list[dict[str, Any]] | None,
-        options: Mapping[str, Any],
-        continue_final_message: bool,
-        add_generation_prompt: bool | None = None,
-        kept: KeptTokens | None = None,
         add_special_tokens: bool = False,
     ) -> str | list[int]:
         """The text of a conversation, up to where the assistant's answer, or the rest of it, begins.
 
-        It holds the special tokens. May be called from any thread.
+        It holds the special tokens. It is token ids if the prompt has to begin with some. May be called from
+        any thread.
 
         Args:
-            options: further variables of the template.
-            add_generation_prompt: whether an answer is opened; None: unless the final message goes on.
-            kept: what the prompt has to begin with; it is then token ids.
+            messages, given: the same ones: checked, and with all that the template may want to know.
 
         Raises RequestRejected: 400; there are no messages, or the template does not take them, or as
-        `begin_with`.
+        `kept_tokens` and `begin_with`.
         """
-        if add_generation_prompt and continue_final_message:
+        opens, continues = asked.add_generation_prompt, bool(asked.continue_final_message)
+        if opens and continues:
             raise RequestRejected("add_generation_prompt and continue_final_message exclude each other")
-        if add_generation_prompt is None:
-            add_generation_prompt = not continue_final_message
-        render = partial(self._render, tools=tools, options=options)
-        text = render(
-            messages,
-            continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt,
-        )
+        kept = kept_tokens(messages, asked)
+        render = partial(self._render, {"tools": tools, **(asked.chat_template_kwargs or {})})
+        if reserved := sorted(_NOT_OPTIONS & (asked.chat_template_kwargs or {}).keys()):
+            raise RequestRejected(f"chat_template_kwargs: {', '.join(reserved)} cannot be set")
+        text = render(given, continues=continues, opens=not continues if opens is None else opens)
         if kept is None:
             return text
-        history = render(
-            messages[: kept.num_messages], continue_final_message=False, add_generation_prompt=False
-        )
+        history = render(given[: kept.num_messages], continues=False, opens=False)
         ids, of_history = (
             self.tokenizer.encode(one, add_special_tokens=add_special_tokens) for one in (text, history)
         )
@@ -161,30 +165,25 @@ class ChatTemplate:
 
     def _render(
         self,
+        variables: Mapping[str, Any],
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: list[dict[str, Any]] | None,
-        options: Mapping[str, Any],
-        continue_final_message: bool,
-        add_generation_prompt: bool,
+        continues: bool,
+        opens: bool,
     ) -> str:
         if not messages:
             raise RequestRejected("messages: at least one is needed")
-        reserved = sorted(_NOT_OPTIONS & options.keys())
-        if reserved:
-            raise RequestRejected(f"chat_template_kwargs: {', '.join(reserved)} cannot be set")
         hf = self.tokenizer.hf
         if self._template is None and not getattr(hf, "chat_template", None):
             raise RequestRejected("the tokenizer has no chat template: start the server with --chat-template")
         try:
             rendered: str = hf.apply_chat_template(
                 [_plain(message) for message in messages],
-                tools=tools,
                 chat_template=self._template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                add_generation_prompt=opens,
+                continue_final_message=continues,
                 tokenize=False,
-                **options,
+                **variables,
             )
         except Exception as error:  # a template fails in any way it likes over messages it was not made for
             raise RequestRejected(
@@ -358,19 +357,10 @@ class Tokenization:
         if request.messages is None:
             texts = request.prompt if request.prompt is not None else request.text
             return ([texts], False) if isinstance(texts, str) else (texts or [], True)
-        continues = bool(request.continue_final_message)
-        required = request.required_prefix_token_ids
-        self._limits.check_ids("required_prefix_token_ids", required or [])
-        prompt = self._template.prompt(
-            fields["messages"],
-            tools=request.tools,
-            options=request.chat_template_kwargs or {},
-            continue_final_message=continues,
-            add_generation_prompt=request.add_generation_prompt,
-            kept=kept_tokens(request.messages, required, continues=continues),
-            add_special_tokens=adds_special_tokens,
-        )
-        return [prompt], False
+        self._limits.check_ids("required_prefix_token_ids", request.required_prefix_token_ids or [])
+        about = request, request.messages, fields["messages"]
+        make = self._template.prompt
+        return [make(*about, tools=request.tools, add_special_tokens=adds_special_tokens)], False
 
 
 def _shaped(values: list[T], is_batch: bool) -> list[T] | T:

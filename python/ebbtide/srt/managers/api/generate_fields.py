@@ -223,22 +223,12 @@ class PerPrompt:
     def split(cls, request: GenerateReqInput, num_prompts: int) -> list[PerPrompt]:
         """Of each prompt. Raises RequestRejected: 400, a list has not one entry per prompt."""
 
-        def column(name: str) -> list[Any]:
-            return per_prompt(name, getattr(request, name), num_prompts)
-
-        given = request.replay_routed_experts
-        chosen = _split_token_ids_logprob(request.token_ids_logprob, num_prompts)
-        rows = zip(
-            column("return_logprob"),
-            column("logprob_start_len"),
-            column("top_logprobs_num"),
-            chosen,
-            column("cache_salt"),
-            column("extra_key"),
-            column("lora_path"),
-            per_prompt("replay_routed_experts", None if asks_for_nothing(given) else given, num_prompts),
-            strict=True,
-        )
+        names = ("return_logprob", "logprob_start_len", "top_logprobs_num", "cache_salt", "extra_key")
+        given: dict[str, Any] = {name: getattr(request, name) for name in (*names, "lora_path")}
+        routes = request.replay_routed_experts
+        given["replay_routed_experts"] = None if asks_for_nothing(routes) else routes
+        given["token_ids_logprob"] = _split_token_ids_logprob(request.token_ids_logprob, num_prompts)
+        columns = [per_prompt(name, value, num_prompts) for name, value in given.items()]
         return [
             cls(
                 return_logprob=bool(wanted),
@@ -249,7 +239,7 @@ class PerPrompt:
                 adapter=adapter or None,
                 replay_routed_experts=routes,
             )
-            for wanted, start, top, ids, salt, key, adapter, routes in rows
+            for wanted, start, top, salt, key, adapter, routes, ids in zip(*columns, strict=True)
         ]
 
     def check(self, limits: RequestLimits, num_prompt_tokens: int) -> None:
