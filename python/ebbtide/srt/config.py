@@ -63,10 +63,8 @@ class ModelConfig:
         path, tokenizer_path: local folders.
         names_answered: what requests may call the model; with `ANY_NAME` among them, anything.
         hf_config: the fields of transformers' config, overrides merged in.
-        model_impl: "auto" or "transformers", see `models.registry`.
         context_len: tokens of prompt and output together.
         eos_token_ids: of config.json and generation_config.json; the tokenizer's own may add to them.
-        fp32_lm_head: whether logits are computed in float32, whatever the dtype.
         quantization: "fp8" (blocks), "w8a8_fp8" (rows), or None where weights keep their dtype.
         quantization_exclude: patterns of modules that keep it anyway, see `models.quantizing.Quantization`.
         adapters: None: the engine serves none.
@@ -91,10 +89,6 @@ class ModelConfig:
     load_format: str
     served_model_name: str
     names_answered: frozenset[str]
-    weight_version: str
-    skip_tokenizer_init: bool
-    model_impl: str = "auto"
-    fp32_lm_head: bool = False
     quantization: str | None = None
     quantization_exclude: tuple[str, ...] = ()
     adapters: AdapterLimits | None = None
@@ -114,14 +108,13 @@ class CacheConfig:
     least_pool_share: float
     dtype: str
     enable_prefix_cache: bool
-    prefix_cache_scope: str
     scales: str = "checkpoint"
     calibration_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """What goes into a batch and how often it is streamed. `chunked_prefill_size` None: no chunking.
+    """What goes into a batch. `chunked_prefill_size` None: no chunking.
 
     `overlap`: a step is planned and launched while the one before it runs. `waiting_timeout_s`: until a
     request's first step. `prefill_share`: of a pass's prefill tokens, what one prompt gets at most.
@@ -134,8 +127,6 @@ class ScheduleConfig:
     chunked_prefill_size: int | None
     max_prefill_tokens: int
     policy: str
-    stream_interval: int
-    incremental_streaming_output: bool
     overlap: bool
     waiting_timeout_s: float | None = None
     running_timeout_s: float | None = None
@@ -154,7 +145,6 @@ class RuntimeConfig:
         device: as torch spells it, with its index: "cpu", "cuda:0".
         attention_backend: a name of the registry of backends; None: the best that serves the model here.
         cuda_graph_bs: batch sizes of decode steps to capture, ascending; empty for none.
-        records_routes: whether every pass leaves the experts of its tokens.
         ranks_per_device: how many ranks share the memory of this one's device: on a CPU all of this machine.
     """
 
@@ -163,8 +153,6 @@ class RuntimeConfig:
     cuda_graph_bs: tuple[int, ...]
     random_seed: int
     ranks_per_device: int
-    logprobs_mode: str = "scaled"
-    records_routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +185,6 @@ class ParallelConfig(Place):
         rendezvous_port: where the ranks of replica 0 meet if they are on several nodes; None: a free one.
         base_gpu_id, gpu_id_step: the device of local rank i is `base_gpu_id + i * gpu_id_step`.
         load_balance_method: which replica takes a generation, `round_robin` or `shortest_queue`.
-        uses_peer_memory: whether ranks may add up through each other's memory.
     """
 
     nnodes: int = 1
@@ -208,7 +195,6 @@ class ParallelConfig(Place):
     base_gpu_id: int = 0
     gpu_id_step: int = 1
     load_balance_method: str = "round_robin"
-    uses_peer_memory: bool = True
 
     @property
     def ranks_per_node(self) -> int:
@@ -311,10 +297,6 @@ def _resolve_model(args: ServerArgs) -> ModelConfig:
         load_format=args.load_format,
         served_model_name=next((name for name in names_served if name != ANY_NAME), args.model_path),
         names_answered=frozenset((args.model_path, str(folder), *names_served)),
-        weight_version=args.weight_version,
-        skip_tokenizer_init=args.skip_tokenizer_init,
-        model_impl=args.model_impl,
-        fp32_lm_head=args.enable_fp32_lm_head,
         quantization=quantization,
         quantization_exclude=(*kept, *(args.quantization_exclude or ())),
         adapters=_adapter_limits(args),
@@ -369,7 +351,6 @@ def _resolve_cache(args: ServerArgs, model: ModelConfig, device: str) -> CacheCo
         least_pool_share=least_pool_share,
         dtype=dtype,
         enable_prefix_cache=not args.disable_radix_cache,
-        prefix_cache_scope=args.prefix_cache_scope,
         scales=args.kv_cache_scales,
         calibration_tokens=args.kv_cache_calibration_tokens,
     )
@@ -394,8 +375,6 @@ def _resolve_schedule(args: ServerArgs, model: ModelConfig, device: str) -> Sche
         chunked_prefill_size=chunk if chunk != -1 else None,
         max_prefill_tokens=args.max_prefill_tokens,
         policy=_policy(args),
-        stream_interval=args.stream_interval,
-        incremental_streaming_output=args.incremental_streaming_output,
         # On a CPU the host is the device: there is nothing to overlap with.
         overlap=is_cuda and not args.disable_overlap_schedule,
         waiting_timeout_s=seconds_from("SGLANG_REQ_WAITING_TIMEOUT"),
@@ -437,8 +416,6 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
         cuda_graph_bs=cuda_graph_bs if _is_cuda(device) else (),
         random_seed=seed,
         ranks_per_device=1 if _is_cuda(device) else args.tp_size * args.dp_size // args.nnodes,
-        logprobs_mode=args.logprobs_mode,
-        records_routes=args.enable_return_routed_experts,
     )
 
 
@@ -465,7 +442,6 @@ def _resolve_parallel(args: ServerArgs, device: str) -> ParallelConfig:
         base_gpu_id=args.base_gpu_id,
         gpu_id_step=args.gpu_id_step,
         load_balance_method=_LOAD_BALANCE_METHODS[args.load_balance_method],
-        uses_peer_memory=not args.disable_custom_all_reduce,
     )
     if _is_cuda(device):
         _check_devices(parallel)

@@ -390,8 +390,6 @@ def default_schedule(**changes: Any) -> ScheduleConfig:
         "chunked_prefill_size": 16,
         "max_prefill_tokens": 64,
         "policy": "fcfs",
-        "stream_interval": 1,
-        "incremental_streaming_output": False,
         "overlap": OVERLAP,
     }
     return ScheduleConfig(**{**limits, **changes})

@@ -236,7 +236,5 @@ def null_config(args: ServerArgs) -> EngineConfig:
             load_format="dummy",
             served_model_name="null",
             names_answered=frozenset({ANY_NAME}),
-            weight_version=args.weight_version,
-            skip_tokenizer_init=True,
         ),
     )

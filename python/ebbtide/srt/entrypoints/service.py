@@ -120,7 +120,7 @@ class EngineService:
         self._draining: asyncio.Task[None] | None = None
         self._on_drained: Callable[[], None] = lambda: None
         self.metrics = Metrics(
-            config.model.weight_version,
+            config.server_args.weight_version,
             config.server_args.metrics_aliases,
             model_name=config.model.served_model_name,
             page_size=config.cache.page_size,
@@ -137,11 +137,7 @@ class EngineService:
         self._processes = NodeProcesses(config, targets, early)
         try:
             # This runs while the scheduler loads the weights.
-            self._tokenizer = (
-                None
-                if config.model.skip_tokenizer_init
-                else load_tokenizer(config.model, config.server_args.revision)
-            )
+            self._tokenizer = None if config.server_args.skip_tokenizer_init else load_tokenizer(config.model)
             self._facts = self._processes.wait_ready()
             self._scheduler_s = time.monotonic() - self._started_s
         except BaseException:

@@ -106,8 +106,8 @@ def assemble_scheduler(
         parts.page_store,
         parts.windows,
         states,
-        cache_by_version=config.cache.prefix_cache_scope == "version",
-        records_routes=config.runtime.records_routes,
+        cache_by_version=config.server_args.prefix_cache_scope == "version",
+        records_routes=config.server_args.enable_return_routed_experts,
     )
     num_slots = 0 if parts.adapters is None else parts.adapters.num_slots
     book = AdapterBook(
@@ -203,7 +203,7 @@ def _control_plane(
         pace,
         inbox.wake,
         _trial_pass(config, parts, policy, inbox.ranks),
-        version=config.model.weight_version,
+        version=config.server_args.weight_version,
         model_path=config.model.path,
         load_format=config.model.load_format,
         timeout_s=config.server_args.weight_update_timeout_s,

@@ -86,7 +86,7 @@ def run_detokenizer_process(config: EngineConfig, addresses: ChannelAddresses, r
     """Run until the process ends. Says over `ready` whether the start succeeded: a dict with `status`."""
     try:
         with torch_hidden(config.model.trust_remote_code):
-            tokenizer = load_tokenizer(config.model, config.server_args.revision)
+            tokenizer = load_tokenizer(config.model)
     except ConfigurationError as error:
         ready.send({"status": "failed", "message": str(error)})
         return

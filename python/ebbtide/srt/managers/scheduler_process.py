@@ -68,7 +68,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         addresses.rendezvous,
         torch.device(device.name),
         config.parallel.dist_timeout_s,
-        uses_peer_memory=config.parallel.uses_peer_memory,
+        uses_peer_memory=not config.server_args.disable_custom_all_reduce,
     )
     runner = build_model_runner(config, device, saver, group, stages=stages)
     logger.info("%s", describe_staging(config.server_args.update_staging, runner))
@@ -161,7 +161,7 @@ def rank_parts(
         free_bytes=device.free_bytes,
         device=device.name,
         uuid=device.uuid,
-        tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(config.model),
+        tokenizer=None if config.server_args.skip_tokenizer_init else load_tokenizer(config.model),
     )
 
 

@@ -101,7 +101,7 @@ class TokenizerManager:
         self._place = place
         self._scheduler = scheduler
         self._inbox = OrderedInbox(inbox)
-        self._is_incremental = config.schedule.incremental_streaming_output
+        self._is_incremental = config.server_args.incremental_streaming_output
         self._live = LiveOutputs()
         self.ended = self._live.ended
         self.on_taken: Callable[[int, int], None] = lambda num_samples, max_new_tokens: None

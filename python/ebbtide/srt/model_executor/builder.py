@@ -95,7 +95,7 @@ def build_model_runner(
     # A page has the same id on all ranks, so they must have the same chunks.
     is_cuda = torch_device.type == "cuda"
     device_bytes = group.smallest(device.memory_info().total_bytes) if is_cuda else None
-    model = _model(of_rank.model, torch_device, group)
+    model = _model(config, torch_device, group)
     kept_of_tokens = next(spec for spec in model.cache_specs if not isinstance(spec, State))
     spec = kept_of_tokens.of_rank(group.rank, group.size)
     shape = attention_shape(model, spec, of_rank.model, cache_config)
@@ -149,20 +149,21 @@ def _kernels(config: EngineConfig, device: torch.device) -> Kernels:
     return Kernels.for_(device, DTYPES[config.model.dtype])
 
 
-def _model(config: ModelConfig, device: torch.device, group: ParallelGroup) -> CausalLM:
-    dtype = DTYPES[config.dtype]
-    model = build_model(config.architecture, config.hf_config, dtype, device, config.model_impl)
+def _model(config: EngineConfig, device: torch.device, group: ParallelGroup) -> CausalLM:
+    dtype, architecture = DTYPES[config.model.dtype], config.model.architecture
+    impl = config.server_args.model_impl
+    model = build_model(architecture, config.model.hf_config, dtype, device, impl)
     asked_for = {
         "tp_size": group.size > 1,
-        "quantization": config.quantization is not None,
-        "enable_lora": config.adapters is not None,
+        "quantization": config.model.quantization is not None,
+        "enable_lora": config.model.adapters is not None,
     }
     if not model.is_native and any(asked_for.values()):
         name = next(name for name, is_asked_for in asked_for.items() if is_asked_for)
         raise ConfigurationError(
-            f"{name}: not supported for {config.architecture}, which is served as transformers has it"
+            f"{name}: not supported for {architecture}, which is served as transformers has it"
         )
-    if config.fp32_lm_head:
+    if config.server_args.enable_fp32_lm_head:
         model.use_float32_logits()
     return model
 
@@ -241,10 +242,10 @@ def _ready(
         torch_device,
         next_tokens,
         _kernels(config, torch_device),
-        logprobs_mode=config.runtime.logprobs_mode,
+        logprobs_mode=config.server_args.logprobs_mode,
         adapters=adapters,
     )
-    if config.runtime.records_routes:
+    if config.server_args.enable_return_routed_experts:
         runner.routes_TLK = _room_for_routes(model, config, torch_device)
     if torch_device.type == "cuda":
         stages("warming up", 0, 0)

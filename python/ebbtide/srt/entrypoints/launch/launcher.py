@@ -65,7 +65,7 @@ class NodeProcesses:
         early: EarlyProcesses | None = None,
     ) -> None:
         if targets is None:
-            targets = SCHEDULER if config.model.skip_tokenizer_init else SCHEDULER | DETOKENIZER
+            targets = SCHEDULER if config.server_args.skip_tokenizer_init else SCHEDULER | DETOKENIZER
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._num_ranks = config.parallel.num_ranks

@@ -280,12 +280,24 @@ def agreement(config: EngineConfig) -> dict[str, str]:
     model, parallel = config.model, config.parallel
     slices = (config.cache, config.schedule)
     together = {name: value for part in slices for name, value in dataclasses.asdict(part).items()}
-    given = ("memory_saver_backend", "enable_weights_cpu_backup", "kv_park_bytes", "update_staging")
-    for name in (*given, "weight_update_timeout_s", "custom_weight_loader", "refuse_nonfinite"):
+    given = (
+        "memory_saver_backend",
+        "enable_weights_cpu_backup",
+        "kv_park_bytes",
+        "update_staging",
+        "prefix_cache_scope",
+    )
+    for name in (
+        *given,
+        "weight_update_timeout_s",
+        "custom_weight_loader",
+        "refuse_nonfinite",
+        "weight_version",
+    ):
         together[name] = getattr(config.server_args, name)
     together |= {name: getattr(parallel, name) for name in ("tp_size", "dp_size", "nnodes")}
     shape = ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    for name in ("architecture", "dtype", "context_len", "load_format", "weight_version", *shape):
+    for name in ("architecture", "dtype", "context_len", "load_format", *shape):
         together[name] = getattr(model, name)
     together["device"] = config.runtime.device.partition(":")[0]
     together["cuda_graph_bs"] = config.runtime.cuda_graph_bs

@@ -68,7 +68,7 @@ def vllm_sections(config: EngineConfig, config_format: str) -> dict[str, Any]:
             "dtype": f"torch.{config.model.dtype}",
             "max_model_len": config.model.context_len,
             "quantization": config.model.quantization,
-            "logprobs_mode": config.runtime.logprobs_mode,
+            "logprobs_mode": config.server_args.logprobs_mode,
         },
         "cache_config": {"cache_dtype": config.cache.dtype},
         "parallel_config": {

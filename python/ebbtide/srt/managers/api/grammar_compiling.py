@@ -262,7 +262,6 @@ class CompilerStart:
     """Settings of the process. A grammar may take `memory_bytes` to compile."""
 
     model: ModelConfig
-    revision: str | None
     has_whitespace: bool
     most_whitespace: int | None
     memory_bytes: int = MAX_COMPILE_MEMORY_BYTES
@@ -271,7 +270,7 @@ class CompilerStart:
     def of(cls, config: EngineConfig) -> Self:
         args = config.server_args
         has_whitespace = not args.constrained_json_disable_any_whitespace
-        return cls(config.model, args.revision, has_whitespace, args.constrained_json_max_whitespace_cnt)
+        return cls(config.model, has_whitespace, args.constrained_json_max_whitespace_cnt)
 
 
 class CompileJob(msgspec.Struct, frozen=True):
@@ -296,7 +295,7 @@ def main() -> None:
     parent = os.pidfd_open(int(sys.argv[1]))
     start: CompilerStart = pickle.load(sys.stdin.buffer)
     gc.disable()  # what is imported stays, and the forks have it in common
-    tokenizer = load_tokenizer(start.model, start.revision)
+    tokenizer = load_tokenizer(start.model)
     eos_token_ids = start.model.eos_token_ids | tokenizer.eos_token_ids
     vocabulary = Vocabulary(tokenizer, start.model.vocab_size, eos_token_ids)
     _ = vocabulary.info  # it takes seconds, which no fork is to spend

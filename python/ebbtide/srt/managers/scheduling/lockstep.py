@@ -424,7 +424,7 @@ def open_rank_channels(
         return FollowerInbox(ticks, leader, parallel.tp_rank, parallel.dp_rank), NoOutputs()
     manager: Sender[ManagerInput] = Sender(addresses.manager)
     outputs: Sender[DetokenizerInput] = Sender(
-        addresses.manager if config.model.skip_tokenizer_init else addresses.detokenizer
+        addresses.manager if config.server_args.skip_tokenizer_init else addresses.detokenizer
     )
     followers: list[Sender[Tick]] = [Sender(address) for address in addresses.ticks[1 : parallel.tp_size]]
     return LeaderInbox(LeaderReceiver(addresses), manager, followers, parallel.dp_rank), outputs

@@ -118,7 +118,7 @@ class Tokenizer:
         return values if letter is not None and self.decode([letter]) == "A" else {}
 
 
-def load_tokenizer(config: ModelConfig, revision: str | None = None) -> Tokenizer:
+def load_tokenizer(config: ModelConfig) -> Tokenizer:
     """Load the model's tokenizer through transformers.
 
     Raises ConfigurationError: there is none, or it cannot be read; the message names the folder.
@@ -131,7 +131,6 @@ def load_tokenizer(config: ModelConfig, revision: str | None = None) -> Tokenize
             path,
             use_fast=config.tokenizer_mode != "slow",
             trust_remote_code=config.trust_remote_code,
-            revision=revision,
         )
         if len(hf) <= len(hf.all_special_ids):
             # Where the files are missing, transformers makes a tokenizer up that knows no words.
