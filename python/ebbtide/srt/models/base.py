@@ -5,7 +5,7 @@ Shapes: T tokens, D hidden, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -61,41 +61,60 @@ class WeightTarget:
 WeightMap = dict[str, WeightTarget]
 
 
-def stacked(parameter: str, parts: Mapping[str, int], num_columns: int | None = None) -> WeightMap:
+# Of all parts of a parameter, or of each in their order.
+Splits = Split | Sequence[Split | None] | None
+
+
+def stacked(
+    parameter: str, parts: Mapping[str, int], num_columns: int | None = None, split: Splits = None
+) -> WeightMap:
     """Rows of a shard/fuse map: tensors that lie one below the other in one parameter.
 
     Args:
         parts: checkpoint name → number of rows, in the parameter's order.
         num_columns: row length; None for vectors (biases, norms).
+        split: how ranks divide them. A vector has no inputs: where those are divided every rank holds all of
+            it, and one rank adds it.
     """
     rows, start = {}, 0
-    for name, length in parts.items():
+    splits = split if isinstance(split, Sequence) else [split] * len(parts)
+    for (name, length), own in zip(parts.items(), splits, strict=True):
         shape = (length,) if num_columns is None else (length, num_columns)
-        rows[name] = WeightTarget(parameter, 0, start, length, shape)
+        is_divided = own is not None and own.dim < len(shape)
+        rows[name] = WeightTarget(parameter, 0, start, length, shape, own if is_divided else None)
         start += length
     return rows
 
 
-def projection(module: str, parts: Mapping[str, int], num_columns: int, *, bias: bool) -> WeightMap:
+def projection(
+    module: str, parts: Mapping[str, int], num_columns: int, *, bias: bool = False, split: Splits = None
+) -> WeightMap:
     """Rows of a shard/fuse map for one `Linear`: `parts` are checkpoint modules and their output sizes."""
-    weights = stacked(
-        f"{module}.weight", {f"{part}.weight": size for part, size in parts.items()}, num_columns
-    )
-    biases = stacked(f"{module}.bias", {f"{part}.bias": size for part, size in parts.items()})
-    return weights | biases if bias else weights
+    rows: WeightMap = {}
+    for name, columns in (("weight", num_columns), ("bias", None)) if bias else (("weight", num_columns),):
+        sizes = {f"{part}.{name}": size for part, size in parts.items()}
+        rows |= stacked(f"{module}.{name}", sizes, columns, split)
+    return rows
 
 
-def divided(rows: WeightMap, splits: Mapping[str, Split]) -> WeightMap:
-    """The map with what ranks divide marked: `splits` are by checkpoint module.
+def mlp_map(
+    module: str,
+    parts: Sequence[str],
+    down: str,
+    hidden_size: int,
+    inner: int,
+    *,
+    what: str = "intermediate_size",
+    bias: bool = False,
+) -> WeightMap:
+    """Shard/fuse map of an MLP: `parts`, a gate and what it is for or one alone, are its first product.
 
-    A bias has no inputs: where those are divided every rank holds all of it, and one rank adds it.
+    `what`: the inner numbers, as config.json calls them.
     """
-    marked = dict(rows)
-    for name, target in rows.items():
-        split = splits.get(name.rpartition(".")[0])
-        if split is not None and split.dim < len(target.shape):
-            marked[name] = replace(target, split=split)
-    return marked
+    outputs, inputs = Split(OUTPUTS, inner, what), Split(INPUTS, inner, what)
+    first = f"{module}.gate_up_proj" if len(parts) > 1 else f"{module}.up_proj"
+    rows = projection(first, dict.fromkeys(parts, inner), hidden_size, bias=bias, split=outputs)
+    return rows | projection(f"{module}.down_proj", {down: hidden_size}, inner, bias=bias, split=inputs)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ebbtide.srt.models.base import (
     Split,
     WeightMap,
     WeightTarget,
-    divided,
+    mlp_map,
     projection,
     stacked,
 )
@@ -378,12 +378,12 @@ class DenseCausalLM(CausalLM):
 def outer_map(config: DenseConfig) -> WeightMap:
     """Shard/fuse map of what lies outside the layers."""
     vocab, hidden = config.vocab_size, config.hidden_size
-    rows = stacked("model.embed_tokens.weight", {"model.embed_tokens.weight": vocab}, hidden)
+    tokens = Split(OUTPUTS, vocab, "vocab_size", Division.SPREAD)
+    rows = stacked("model.embed_tokens.weight", {"model.embed_tokens.weight": vocab}, hidden, tokens)
     rows |= stacked("model.norm.weight", {"model.norm.weight": hidden})
     if not config.tied:
-        rows |= stacked("lm_head.weight", {"lm_head.weight": vocab}, hidden)
-    tokens = Split(OUTPUTS, vocab, "vocab_size", Division.SPREAD)
-    return divided(rows, {"model.embed_tokens": tokens, "lm_head": tokens})
+        rows |= stacked("lm_head.weight", {"lm_head.weight": vocab}, hidden, tokens)
+    return rows
 
 
 def dense_layer_map(
@@ -395,15 +395,12 @@ def dense_layer_map(
         more_norms: further norms of hidden states.
         layer: None: any, since all are alike.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-    hidden_norms = ("input_layernorm", "post_attention_layernorm", *more_norms)
+    hidden, parts = config.hidden_size, ["mlp.gate_proj", "mlp.up_proj"]
     rows = delta_map(config) if layer in config.linear_layers else attention_map(config)
-    rows |= projection("mlp.gate_up_proj", gate_up, hidden, bias=config.mlp_bias)
-    rows |= projection("mlp.down_proj", {"mlp.down_proj": hidden}, inner, bias=config.mlp_bias)
-    for name in hidden_norms:
+    sizes = hidden, config.intermediate_size
+    rows |= mlp_map("mlp", parts, "mlp.down_proj", *sizes, bias=config.mlp_bias)
+    for name in ("input_layernorm", "post_attention_layernorm", *more_norms):
         rows |= stacked(f"{name}.weight", {f"{name}.weight": hidden})
-    rows = divided(rows, layer_splits(config))
     if config.sinks:
         by_heads = Split(0, config.num_heads, "num_attention_heads")
         name, shape = "self_attn.sinks", (config.num_heads,)
@@ -412,12 +409,16 @@ def dense_layer_map(
 
 
 def attention_map(config: DenseConfig) -> WeightMap:
-    """Shard/fuse map of a layer's attention; `layer_splits` says what ranks divide."""
+    """Shard/fuse map of a layer's attention: ranks divide heads."""
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
     q_rows = 2 * q if config.output_gate else q
     qkv = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-    rows = projection("self_attn.qkv_proj", qkv, hidden, bias=config.qkv_bias)
-    rows |= projection("self_attn.o_proj", {"self_attn.o_proj": hidden}, q, bias=config.output_bias)
+    heads = Split(OUTPUTS, config.num_heads, "num_attention_heads")
+    kv_heads = Split(OUTPUTS, config.num_kv_heads, "num_key_value_heads", Division.SHARED)
+    by_heads = heads, kv_heads, kv_heads
+    rows = projection("self_attn.qkv_proj", qkv, hidden, bias=config.qkv_bias, split=by_heads)
+    o, inputs = {"self_attn.o_proj": hidden}, replace(heads, dim=INPUTS)
+    rows |= projection("self_attn.o_proj", o, q, bias=config.output_bias, split=inputs)
     for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if config.qk_norm else ():
         rows |= stacked(name, {name: config.head_dim})
     return rows
@@ -428,21 +429,19 @@ def delta_map(config: DenseConfig) -> WeightMap:
     delta, hidden, prefix = config.delta, config.hidden_size, "linear_attn."
     assert delta is not None
     k, v, heads = delta.k_size, delta.v_size, delta.num_v_heads
-    what = "linear_num_key_heads"
-    by_head = Split(OUTPUTS, delta.num_k_heads, what)
+    by_head = Split(OUTPUTS, delta.num_k_heads, "linear_num_key_heads")
     by_kind = replace(by_head, runs=(k, k, v))
     if delta.interleaved:
         in_proj, rates = {"in_proj_qkvz": 2 * k + 2 * v}, {"in_proj_ba": 2 * heads}
     else:
         in_proj, rates = {"in_proj_qkv": 2 * k + v, "in_proj_z": v}, {"in_proj_b": heads, "in_proj_a": heads}
     parts = {prefix + name: size for name, size in in_proj.items()}
-    rows = projection("self_attn.in_proj", parts, hidden, bias=False)
+    splits = [by_kind if name == "in_proj_qkv" else by_head for name in in_proj]
+    rows = projection("self_attn.in_proj", parts, hidden, split=splits)
     parts = {prefix + name: size for name, size in rates.items()}
-    rows |= projection("self_attn.rates_proj", parts, hidden, bias=False)
-    rows |= projection("self_attn.out_proj", {prefix + "out_proj": hidden}, v, bias=False)
-    splits = {prefix + name: by_head for name in (*in_proj, *rates)}
-    splits |= {prefix + "in_proj_qkv": by_kind, prefix + "out_proj": replace(by_head, dim=INPUTS)}
-    rows = divided(rows, splits)
+    rows |= projection("self_attn.rates_proj", parts, hidden, split=by_head)
+    out, inputs = {prefix + "out_proj": hidden}, replace(by_head, dim=INPUTS)
+    rows |= projection("self_attn.out_proj", out, v, split=inputs)
     conv = (2 * k + v, 1, delta.conv_size)
     others = {
         "conv1d.weight": WeightTarget("self_attn.conv_weight", 0, 0, conv[0], conv, by_kind),
@@ -451,18 +450,3 @@ def delta_map(config: DenseConfig) -> WeightMap:
         "norm.weight": WeightTarget("self_attn.norm_weight", 0, 0, delta.v_dim, (delta.v_dim,)),
     }
     return rows | {prefix + name: target for name, target in others.items()}
-
-
-def layer_splits(config: DenseConfig) -> dict[str, Split]:
-    """What ranks divide of one layer, by checkpoint module: heads of attention, inner columns of the MLP."""
-    heads, inner = (config.num_heads, "num_attention_heads"), (config.intermediate_size, "intermediate_size")
-    kv_heads = Split(OUTPUTS, config.num_kv_heads, "num_key_value_heads", Division.SHARED)
-    return {
-        "self_attn.q_proj": Split(OUTPUTS, *heads),
-        "self_attn.k_proj": kv_heads,
-        "self_attn.v_proj": kv_heads,
-        "self_attn.o_proj": Split(INPUTS, *heads),
-        "mlp.gate_proj": Split(OUTPUTS, *inner),
-        "mlp.up_proj": Split(OUTPUTS, *inner),
-        "mlp.down_proj": Split(INPUTS, *inner),
-    }

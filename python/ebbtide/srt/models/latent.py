@@ -25,7 +25,7 @@ from ebbtide.srt.layers.norm import Addend, NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.rotary import rope_config, yarn_growth
 from ebbtide.srt.layers.step import Step
 from ebbtide.srt.mem_cache.cache_spec import Latent
-from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, divided, projection, stacked
+from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, projection, stacked
 from ebbtide.srt.models.dense import DenseConfig, dense_config
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM, is_behind_layers
 
@@ -207,19 +207,17 @@ def latent_map(hidden_size: int, sizes: LatentSizes) -> WeightMap:
     prefix = "self_attn."
     kv_a, kv_b, o = (prefix + name for name in ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
     heads = Split(OUTPUTS, sizes.num_heads, "num_attention_heads")
-    splits = {kv_b: heads, o: replace(heads, dim=INPUTS)}
     if sizes.query_rank is None:
-        q_b = prefix + "q_proj"
-        rows = projection(prefix + "qkv_a_proj", {q_b: num_queries, kv_a: width}, hidden_size, bias=False)
+        parts = {prefix + "q_proj": num_queries, kv_a: width}
+        rows = projection(prefix + "qkv_a_proj", parts, hidden_size, split=(heads, None))
     else:
         q_a, q_b, norm = (prefix + name for name in ("q_a_proj", "q_b_proj", "q_a_layernorm.weight"))
-        parts = {q_a: sizes.query_rank, kv_a: width}
-        rows = projection(prefix + "qkv_a_proj", parts, hidden_size, bias=False)
-        rows |= projection(q_b, {q_b: num_queries}, sizes.query_rank, bias=False)
+        rows = projection(prefix + "qkv_a_proj", {q_a: sizes.query_rank, kv_a: width}, hidden_size)
+        rows |= projection(q_b, {q_b: num_queries}, sizes.query_rank, split=heads)
         rows |= stacked(norm, {norm: sizes.query_rank})
-    splits[q_b] = heads
     norm = prefix + "kv_a_layernorm.weight"
     rows |= stacked(norm, {norm: rank})
-    rows |= projection(kv_b, {kv_b: sizes.num_heads * (sizes.key_dim + sizes.value_dim)}, rank, bias=False)
-    rows |= projection(o, {o: hidden_size}, sizes.num_heads * sizes.value_dim, bias=False)
-    return divided(rows, splits)
+    num_rows = sizes.num_heads * (sizes.key_dim + sizes.value_dim)
+    rows |= projection(kv_b, {kv_b: num_rows}, rank, split=heads)
+    num_columns, inputs = sizes.num_heads * sizes.value_dim, replace(heads, dim=INPUTS)
+    return rows | projection(o, {o: hidden_size}, num_columns, split=inputs)

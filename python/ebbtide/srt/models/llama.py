@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ebbtide.srt.layers.heads import MoeConfig
-from ebbtide.srt.models.base import OUTPUTS, Split, WeightMap, divided, projection
+from ebbtide.srt.models.base import OUTPUTS, Split, WeightMap, projection
 from ebbtide.srt.models.dense import DenseCausalLM, alike, dense_config, dense_layer_map
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
 
@@ -61,8 +61,7 @@ class Phi3ForCausalLM(MistralForCausalLM):
             if target.parameter.removesuffix(".weight") not in sizes
         }
         for module, size in sizes.items():
-            rows |= projection(module, {module: size}, config.hidden_size, bias=False)
-        # A rank's part of these is several runs of rows: no rank takes a part.
-        return divided(
-            rows, {module: Split(OUTPUTS, 1, f"ranks that hold {module} of Phi-3") for module in sizes}
-        )
+            # A rank's part of these is several runs of rows: no rank takes a part.
+            whole = Split(OUTPUTS, 1, f"ranks that hold {module} of Phi-3")
+            rows |= projection(module, {module: size}, config.hidden_size, split=whole)
+        return rows

@@ -17,8 +17,7 @@ from ebbtide.srt.models.base import (
     Split,
     WeightMap,
     WeightTarget,
-    divided,
-    projection,
+    mlp_map,
     stacked,
 )
 from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, GatedMLP, dense_layer_map
@@ -130,42 +129,26 @@ def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames, module: str
     Args:
         module: that holds them here; names are relative to the layer.
     """
-    outer = moe.latent_size or hidden_size
-    gate_up: dict[str, int] = {}
-    down: dict[str, int] = {}
-    splits: dict[str, Split] = {}
-    for expert in range(moe.num_experts):
-        prefix = f"{names.block}.experts.{expert}"
-        for part in (names.gate, names.up) if moe.is_gated else (names.up,):
-            gate_up[f"{prefix}.{part}.weight"] = moe.inner_size
-            splits[f"{prefix}.{part}"] = Split(OUTPUTS, moe.inner_size, _INNER)
-        down[f"{prefix}.{names.down}.weight"] = outer
-        splits[f"{prefix}.{names.down}"] = Split(INPUTS, moe.inner_size, _INNER)
+    outer, parts = moe.latent_size or hidden_size, (names.gate, names.up) if moe.is_gated else (names.up,)
+    experts = [f"{names.block}.experts.{expert}" for expert in range(moe.num_experts)]
+    gate_up = {f"{expert}.{part}.weight": moe.inner_size for expert in experts for part in parts}
+    down = {f"{expert}.{names.down}.weight": outer for expert in experts}
+    outputs, inputs = (Split(dim, moe.inner_size, _INNER) for dim in (OUTPUTS, INPUTS))
     rows = stacked(f"{module}.gate.weight", {f"{names.block}.gate.weight": moe.num_experts}, hidden_size)
     if moe.has_bias:
         bias = {f"{names.block}.gate.e_score_correction_bias": moe.num_experts}
         rows |= stacked(f"{module}.gate.bias_E", bias)
-    rows |= stacked(f"{module}.experts.gate_up_proj", gate_up, outer)
-    rows |= stacked(f"{module}.experts.down_proj", down, moe.inner_size)
-    rows = divided(rows, splits)
+    rows |= stacked(f"{module}.experts.gate_up_proj", gate_up, outer, outputs)
+    rows |= stacked(f"{module}.experts.down_proj", down, moe.inner_size, inputs)
     if not moe.shared_size:
         return rows
     prefix, size, shared = f"{names.block}.{names.shared}", moe.shared_size, f"{module}.shared_experts"
     if moe.gates_shared:
         rows |= stacked(f"{module}.shared_gate.weight", {f"{prefix}_gate.weight": 1}, hidden_size)
-    parts = [f"{prefix}.{part}" for part in (names.gate, names.up)]
-    if not moe.is_gated:
-        return rows | mlp_map(shared, "up_proj", parts[1:], f"{prefix}.{names.down}", hidden_size, size)
-    return rows | mlp_map(shared, "gate_up_proj", parts, f"{prefix}.{names.down}", hidden_size, size)
-
-
-def mlp_map(module: str, first: str, parts: list[str], down: str, hidden_size: int, inner: int) -> WeightMap:
-    """Shard/fuse map of an MLP: `parts` are fused in its first product."""
-    rows = projection(f"{module}.{first}", dict.fromkeys(parts, inner), hidden_size, bias=False)
-    rows |= projection(f"{module}.down_proj", {down: hidden_size}, inner, bias=False)
-    what = f"intermediate_size of {module}"
-    outputs = dict.fromkeys(parts, Split(OUTPUTS, inner, what))
-    return divided(rows, outputs | {down: Split(INPUTS, inner, what)})
+    shared_parts, down_proj = [f"{prefix}.{part}" for part in parts], f"{prefix}.{names.down}"
+    return rows | mlp_map(
+        shared, shared_parts, down_proj, hidden_size, size, what=f"intermediate_size of {shared}"
+    )
 
 
 def joint_expert_map(moe: MoeConfig, hidden_size: int, block: str, module: str) -> WeightMap:

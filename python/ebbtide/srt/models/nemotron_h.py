@@ -23,7 +23,7 @@ from ebbtide.srt.models.base import (
     Split,
     WeightMap,
     WeightTarget,
-    divided,
+    mlp_map,
     projection,
     stacked,
 )
@@ -33,7 +33,6 @@ from ebbtide.srt.models.dense import (
     DenseCausalLM,
     DenseConfig,
     attention_map,
-    layer_splits,
     outer_map,
 )
 from ebbtide.srt.models.moe import (
@@ -41,7 +40,6 @@ from ebbtide.srt.models.moe import (
     check_experts,
     expert_map,
     joint_expert_map,
-    mlp_map,
     routed_layers,
 )
 
@@ -160,12 +158,13 @@ class NemotronHForCausalLM(DenseCausalLM):
     def layer_map(self, layer: int) -> WeightMap:
         config, name = self.config, self.config.types[layer]
         if name == FULL:
-            rows = _in_mixer(divided(attention_map(config), layer_splits(config)), "self_attn.")
+            rows = _in_mixer(attention_map(config), "self_attn.")
         elif name == MAMBA:
             rows = mamba_map(config)
         elif name == MLP:
             sizes = config.hidden_size, config.intermediate_size
-            rows = mlp_map("mixer", "up_proj", ["mixer.up_proj"], "mixer.down_proj", *sizes)
+            what = "intermediate_size of mixer"
+            rows = mlp_map("mixer", ["mixer.up_proj"], "mixer.down_proj", *sizes, what=what)
         else:
             rows = experts_map(config)
         return rows | stacked("norm.weight", {"norm.weight": config.hidden_size})
@@ -277,9 +276,9 @@ def mamba_map(config: HybridConfig) -> WeightMap:
     by_group = Split(OUTPUTS, mamba.num_groups, "n_groups")
     of_conv = replace(by_group, runs=(inner, vectors, vectors))
     of_inputs = replace(by_group, runs=(inner, inner, vectors, vectors, heads))
-    rows = projection("mixer.in_proj", {"mixer.in_proj": sum(of_inputs.runs)}, hidden, bias=False)
-    rows |= projection("mixer.out_proj", {"mixer.out_proj": hidden}, inner, bias=False)
-    rows = divided(rows, {"mixer.in_proj": of_inputs, "mixer.out_proj": replace(by_group, dim=INPUTS)})
+    inputs, outputs = {"mixer.in_proj": sum(of_inputs.runs)}, {"mixer.out_proj": hidden}
+    rows = projection("mixer.in_proj", inputs, hidden, split=of_inputs)
+    rows |= projection("mixer.out_proj", outputs, inner, split=replace(by_group, dim=INPUTS))
     others: dict[str, tuple[str, tuple[int, ...], Split]] = {
         "conv1d.weight": ("conv_weight", (mamba.channels, 1, mamba.conv_size), of_conv),
         "conv1d.bias": ("conv_bias", (mamba.channels,), of_conv),
@@ -300,6 +299,6 @@ def experts_map(config: HybridConfig) -> WeightMap:
     rows = expert_map(moe, hidden, ExpertNames("mixer"), "mixer")
     if moe.latent_size:
         to, back = {"mixer.fc1_latent_proj": moe.latent_size}, {"mixer.fc2_latent_proj": hidden}
-        rows |= projection("mixer.to_latents", to, hidden, bias=False)
-        rows |= projection("mixer.from_latents", back, moe.latent_size, bias=False)
+        rows |= projection("mixer.to_latents", to, hidden)
+        rows |= projection("mixer.from_latents", back, moe.latent_size)
     return rows
