@@ -378,7 +378,7 @@ class _Worker:
         import torch
         import torch.distributed as dist
 
-        from ebbtide.formats.announcement import packed_slices
+        from ebbtide.formats import packed_slices
 
         tensors = [tensor for _, tensor in self._weights]
         if load_format == "packed":

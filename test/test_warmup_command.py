@@ -11,8 +11,7 @@ import torch
 from fixtures.checkpoints import make_checkpoint
 
 from ebbtide import cli
-from ebbtide.srt import config
-from ebbtide.srt.device import choose
+from ebbtide.srt import config, device
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.model_executor import builder
@@ -37,7 +36,7 @@ def test_the_model_is_built_as_it_will_be_served(
     built: list[tuple[Any, ...]] = []
     monkeypatch.setattr(config, "_resolve_device", lambda args: "cuda:0")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(choose, "open_device", lambda name: CpuDevice())
+    monkeypatch.setattr(device, "open_device", lambda name: CpuDevice())
     monkeypatch.setattr(builder, "build_model_runner", lambda *parts, rehearses: built.append(parts))
 
     given = [
@@ -69,7 +68,7 @@ def test_what_fails_in_between_is_one_line_and_a_status(
 
     monkeypatch.setattr(config, "_resolve_device", lambda args: "cuda:0")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(choose, "open_device", fail)
+    monkeypatch.setattr(device, "open_device", fail)
     assert cli.main(["warmup", "--model-path", str(checkpoint)]) == 1
     assert capsys.readouterr().err == "ebbtide warmup: cuMemCreate: the driver refuses\n"
 

@@ -81,9 +81,10 @@ def warm_up(args: ServerArgs, progress: Callable[[str, int, int], None] | None =
     ConfigurationError: an argument, the model or the machine does not do.
     """
     from ebbtide.srt.config import resolve  # seconds of imports: not for a usage error
-    from ebbtide.srt.device.choose import open_device, open_memory_saver
+    from ebbtide.srt.device import open_device
     from ebbtide.srt.distributed.parallel_group import ParallelGroup
     from ebbtide.srt.kernel_cache import keep_kernels_in
+    from ebbtide.srt.memory_saver.saver import open_memory_saver
     from ebbtide.srt.model_executor.builder import build_model_runner
 
     config = resolve(

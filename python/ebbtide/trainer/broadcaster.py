@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import torch
 
-from ebbtide.formats.announcement import Announcement
+from ebbtide.formats import Announcement
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.rendezvous import SOURCE_RANK, GroupAddress, connect, host_store
 from ebbtide.formats.weight_group import InThread, WeightGroup

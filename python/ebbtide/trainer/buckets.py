@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ebbtide.formats.announcement import ChangedTensor
+from ebbtide.formats import ChangedTensor
 from ebbtide.formats.bucket import grouped
 from ebbtide.formats.delta import (
     MAX_ELEMENTS,

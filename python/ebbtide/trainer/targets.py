@@ -25,7 +25,7 @@ from uuid import uuid4
 
 import torch
 
-from ebbtide.formats.announcement import Announcement
+from ebbtide.formats import Announcement
 from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.formats.tensor_list import Payload
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected

@@ -10,10 +10,9 @@ import pytest
 import torch
 from fixtures.budgeted_memory import BudgetedMemory
 
-from ebbtide.srt.device.base import Device
-from ebbtide.srt.device.choose import open_device
+from ebbtide.srt.device import Device, open_device
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
+from ebbtide.srt.memory_saver.virtual_memory import VirtualMemory
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.gpu
 PROCESS = """
 from contextlib import closing
 import torch
-from ebbtide.srt.device.choose import open_device, open_memory_saver
+from ebbtide.srt.device import open_device
+from ebbtide.srt.memory_saver.saver import open_memory_saver
 from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.memory_saver.tags import MemoryTag

@@ -5,10 +5,15 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 
-from ebbtide.srt.device.choose import open_device, open_memory_saver
+from ebbtide.srt.device import open_device
 from ebbtide.srt.errors import ConfigurationError, EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver import saver as savers
-from ebbtide.srt.memory_saver.saver import MARGIN_BYTES, PlainMemory, TorchMemorySaverBackend
+from ebbtide.srt.memory_saver.saver import (
+    MARGIN_BYTES,
+    PlainMemory,
+    TorchMemorySaverBackend,
+    open_memory_saver,
+)
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.slices import finish
 

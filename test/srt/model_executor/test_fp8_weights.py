@@ -29,7 +29,7 @@ from fixtures.real_rank import RealRank
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from ebbtide.formats.announcement import ChangedTensor
+from ebbtide.formats import ChangedTensor
 from ebbtide.formats.delta import encode_positions
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError

@@ -13,8 +13,7 @@ from fixtures.deadlines import wait_until
 from fixtures.servers import free_port
 from safetensors.torch import load_file, save_file
 
-from ebbtide.formats import weight_group
-from ebbtide.formats.announcement import packed_slices
+from ebbtide.formats import packed_slices, weight_group
 from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.srt.config import Place
 from ebbtide.srt.errors import RequestRejected

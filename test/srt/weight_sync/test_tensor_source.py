@@ -13,7 +13,7 @@ from fixtures.gpu_memory import UUID, Counters, Gpu
 from fixtures.payloads import open_payload
 from fixtures.trainer_process import TrainerProcess, sample_tensors
 
-from ebbtide.formats.announcement import IpcTensor
+from ebbtide.formats import IpcTensor
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import Place
 from ebbtide.srt.errors import RequestRejected

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ebbtide.srt.device.base import MemoryInfo
+from ebbtide.srt.device import MemoryInfo
 from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
 
 T = TypeVar("T")

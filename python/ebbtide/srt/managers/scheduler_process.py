@@ -11,8 +11,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from ebbtide.srt.config import EngineConfig
-from ebbtide.srt.device.base import Device
-from ebbtide.srt.device.choose import open_device, open_memory_saver
+from ebbtide.srt.device import Device, open_device
 from ebbtide.srt.distributed.parallel_group import join_parallel_group
 from ebbtide.srt.kernel_cache import keep_kernels_in
 from ebbtide.srt.layers.attention.registry import name_of
@@ -26,7 +25,7 @@ from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_store import HostPageStore
 from ebbtide.srt.memory_saver.backup import ArenaMemory, BackedUpMemory, JointMemory
-from ebbtide.srt.memory_saver.saver import MemorySaver
+from ebbtide.srt.memory_saver.saver import MemorySaver, open_memory_saver
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import ChunkArena
 from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory

@@ -22,7 +22,7 @@ from ebbtide.srt.errors import ConfigurationError, EngineError, OutOfDeviceMemor
 from ebbtide.srt.memory_saver.arena import Arena, ArenaState, round_up
 from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import ChunkPool, VirtualArena
-from ebbtide.srt.memory_saver.virtual_memory.base import VirtualMemory
+from ebbtide.srt.memory_saver.virtual_memory import VirtualMemory
 
 _PRELOAD_STEM = "torch_memory_saver_hook_mode_preload"
 # torch cuts smaller requests out of segments of this size, and pages of the driver are this large: a request
@@ -83,7 +83,7 @@ class PlainMemory:
 
     granularity = TORCH_GRANULARITY
 
-    def __init__(self, device: TorchMemory) -> None:
+    def __init__(self, device: SavedDevice) -> None:
         self._device = device
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
@@ -93,8 +93,8 @@ class PlainMemory:
         """Memory that torch allocates cannot change places."""
 
 
-class TorchMemory(Protocol):
-    """What these arenas need of the device that their memory is on."""
+class SavedDevice(Protocol):
+    """What arenas need of the device that their memory is on."""
 
     @property
     def name(self) -> str: ...
@@ -104,11 +104,13 @@ class TorchMemory(Protocol):
 
     def trim(self) -> None: ...
 
+    def virtual_memory(self) -> VirtualMemory: ...
+
 
 class TorchArena(Arena):
     """Memory that is there from the first to the last moment: released only until it is first resumed."""
 
-    def __init__(self, tag: MemoryTag, num_bytes: int, device: TorchMemory) -> None:
+    def __init__(self, tag: MemoryTag, num_bytes: int, device: SavedDevice) -> None:
         super().__init__(tag, num_bytes)
         self._state = ArenaState.RELEASED
         self._device = device
@@ -185,6 +187,17 @@ class TorchArena(Arena):
             raise OutOfDeviceMemory(self.num_bytes, self._device.free_bytes()) from error
 
 
+def open_memory_saver(backend: str, device: SavedDevice) -> MemorySaver:
+    """The backend "auto", "torch_memory_saver" or "none"; ConfigurationError if it does not work here."""
+    match backend:
+        case "auto":
+            return VirtualMemorySaver(device.virtual_memory())
+        case "torch_memory_saver":
+            return TorchMemorySaverBackend(device)
+        case _:
+            return PlainMemory(device)
+
+
 def preload_environment() -> dict[str, str]:
     """What to set for a child process so that the library is there before anything else (mode preload).
 
@@ -211,7 +224,7 @@ class TorchMemorySaverBackend(PlainMemory):
     ConfigurationError: the library is not installed, or cannot work in this process.
     """
 
-    def __init__(self, device: TorchMemory, library: Any = None) -> None:
+    def __init__(self, device: SavedDevice, library: Any = None) -> None:
         super().__init__(device)
         if library is None:
             library = _module("torch_memory_saver").torch_memory_saver
@@ -230,7 +243,7 @@ class TorchMemorySaverBackend(PlainMemory):
 class _SavedArena(TorchArena):
     """One allocation in a region of its own: two of one name would be paused together."""
 
-    def __init__(self, tag: MemoryTag, num_bytes: int, device: TorchMemory, library: Any) -> None:
+    def __init__(self, tag: MemoryTag, num_bytes: int, device: SavedDevice, library: Any) -> None:
         self._region = f"{tag}-{token_hex(4)}"
         self._library = library
         super().__init__(tag, num_bytes, device)

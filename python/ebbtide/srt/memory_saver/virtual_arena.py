@@ -19,7 +19,7 @@ import torch
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.arena import Arena, ArenaState, round_up
 from ebbtide.srt.memory_saver.tags import MemoryTag
-from ebbtide.srt.memory_saver.virtual_memory.base import Handle, VirtualMemory
+from ebbtide.srt.memory_saver.virtual_memory import Handle, VirtualMemory
 
 
 @dataclass(slots=True, eq=False)

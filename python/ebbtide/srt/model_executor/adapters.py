@@ -32,7 +32,7 @@ from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM
 from ebbtide.srt.models.sharding import Part, Placement
 
 if TYPE_CHECKING:
-    from ebbtide.srt.device.base import Device
+    from ebbtide.srt.device import Device
 
 # Elements that A and B begin at multiples of.
 ALIGNMENT = 256

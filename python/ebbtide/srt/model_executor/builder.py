@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ebbtide.srt.config import CacheConfig, EngineConfig, ModelConfig
-from ebbtide.srt.device.base import Device
+from ebbtide.srt.device import Device
 from ebbtide.srt.distributed.division import Division, part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory

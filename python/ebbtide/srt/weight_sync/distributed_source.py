@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ebbtide.formats.announcement import Announcement, packed_slices
+from ebbtide.formats import Announcement, packed_slices
 from ebbtide.formats.bucket import Places, tensors_in, without_padding
 from ebbtide.formats.delta import MAX_ELEMENTS
 from ebbtide.formats.rendezvous import GroupAddress, Member, abort, connect

@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ebbtide.formats.announcement import ChangedTensor
+from ebbtide.formats import ChangedTensor
 from ebbtide.formats.delta import BITS, ESCAPES, MAX_ELEMENTS, decode_positions
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import TensorHeader

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from ebbtide.formats import IpcTensor
 from ebbtide.formats.allowed_globals import (
     cuda_tensor,
     kind_of,
@@ -19,7 +20,6 @@ from ebbtide.formats.allowed_globals import (
     tensor_dtype,
     text,
 )
-from ebbtide.formats.announcement import IpcTensor
 from ebbtide.formats.bucket import (
     FlattenedTensorMetadata,
     check_bucket,

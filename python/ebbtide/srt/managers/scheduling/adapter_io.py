@@ -17,7 +17,7 @@ from ebbtide.formats.delta import as_hex, matrix_shape, mixed, state_sum
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.adapter_config import AdapterConfig, adapter_config
-from ebbtide.srt.device.base import Device
+from ebbtide.srt.device import Device
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.control.ports import CopyStream, Slices
 from ebbtide.srt.managers.control.weights.commit_terms import describe_nonfinite

@@ -12,10 +12,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from ebbtide.formats.announcement import Announcement
+from ebbtide.formats import Announcement
 from ebbtide.formats.rendezvous import GroupAddress, decode_id
 from ebbtide.srt.config import EngineConfig, Place
-from ebbtide.srt.device.base import Device
+from ebbtide.srt.device import Device
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
 from ebbtide.srt.managers.control.ports import CopyStream, Slices
 from ebbtide.srt.managers.control.weight_ports import Conversation, Snapshot, Staging

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.formats.stored_tensor import whole
-from ebbtide.srt.device.base import Device
+from ebbtide.srt.device import Device
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.layers.fp8 import are_scales
 from ebbtide.srt.managers.control.ports import OutOfStep, Slices

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from ebbtide.formats.announcement import ChangedTensor, IpcTensor
+from ebbtide.formats import ChangedTensor, IpcTensor
 from ebbtide.srt.managers.wire import merging as merge
 from ebbtide.srt.managers.wire.control_request import (
     POST_OR_GET,

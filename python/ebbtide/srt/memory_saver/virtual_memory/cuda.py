@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ebbtide.srt.errors import ConfigurationError, EngineError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver.virtual_memory.base import Handle, Reservation
+from ebbtide.srt.memory_saver.virtual_memory import Handle, Reservation
 
 
 class CudaVirtualMemory:
