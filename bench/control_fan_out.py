@@ -39,8 +39,8 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.assembly import assemble_scheduler
-from ebbtide.srt.managers.control.ports import Slices
-from ebbtide.srt.managers.control.weight_ports import WritePlan
+from ebbtide.srt.managers.control import Slices
+from ebbtide.srt.managers.control.weights import WritePlan
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AnyControlRequest,

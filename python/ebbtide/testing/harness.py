@@ -14,8 +14,8 @@ import msgspec
 from ebbtide.srt.config import EngineConfig, ScheduleConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.assembly import RankParts, assemble_scheduler
+from ebbtide.srt.managers.control import Slices
 from ebbtide.srt.managers.control.adapter_loads import AdapterPlan
-from ebbtide.srt.managers.control.ports import Slices
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AnyControlRequest,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.ports import Slices
-from ebbtide.srt.managers.control.weight_ports import (
+from ebbtide.srt.managers.control import Slices
+from ebbtide.srt.managers.control.weights import (
     Conversation,
     How,
     PatchSums,

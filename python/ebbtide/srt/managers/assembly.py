@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from ebbtide.srt.config import EngineConfig
+from ebbtide.srt.managers.control import HandlerTable, PageStore, TagMemory
 from ebbtide.srt.managers.control.adapter_loads import AdapterLoads, AdapterMemory
 from ebbtide.srt.managers.control.adapters import AdapterBook
 from ebbtide.srt.managers.control.control_plane import ControlPlane
@@ -18,8 +19,7 @@ from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, Wei
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pace import Pace, Ranks
 from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.ports import HandlerTable, PageStore, TagMemory
-from ebbtide.srt.managers.control.weight_ports import Weights
+from ebbtide.srt.managers.control.weights import Weights
 from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import DetokenizerInput, GetLoadReqInput, GetLoadReqOutput, RankReport

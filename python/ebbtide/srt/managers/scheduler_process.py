@@ -16,7 +16,7 @@ from ebbtide.srt.distributed.parallel_group import join_parallel_group
 from ebbtide.srt.kernel_cache import keep_kernels_in
 from ebbtide.srt.layers.attention.registry import name_of
 from ebbtide.srt.managers.assembly import RankParts, assemble_scheduler
-from ebbtide.srt.managers.control.ports import TagMemory
+from ebbtide.srt.managers.control import TagMemory
 from ebbtide.srt.managers.scheduling.adapter_io import EngineAdapters
 from ebbtide.srt.managers.scheduling.lockstep import open_rank_channels
 from ebbtide.srt.managers.scheduling.watchdog import Watchdog, end_hung_process

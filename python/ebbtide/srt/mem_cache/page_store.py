@@ -16,7 +16,7 @@ UNPINNED_PIECE_BYTES = 16 << 20
 
 
 class HostPageStore:
-    """Keeps the contents of pages in slots, and brings them back to whatever pages: see `ports.PageStore`.
+    """Keeps the contents of pages in slots, and brings them back to whatever pages: see `control.PageStore`.
 
     Host memory is taken a piece at a time. What is pinned is kept, since pinning takes seconds, and so is
     what `allocate` took; the rest is given back from the end on as its slots are dropped.

@@ -94,7 +94,7 @@ class _Conversation(Generic[Plan]):
 
 
 class IpcConversation(_Conversation[Plan]):
-    """One rank's end of an update, as `weight_ports.Conversation`."""
+    """One rank's end of an update, as `control.weights.Conversation`."""
 
     def __init__(self, plan: MakePlan[Plan], address: str, cuda: CudaIpc) -> None:
         super().__init__(plan)
@@ -259,7 +259,7 @@ def _place(item: object, num_bytes: int) -> tuple[TensorHeader, int]:
 
 
 class StateDictConversation(_Conversation[Plan]):
-    """One rank's end of an update, as `weight_ports.Conversation`: the sender itself hears no answers.
+    """One rank's end of an update, as `control.weights.Conversation`: the sender itself hears no answers.
 
     After a problem the rest is received all the same: a sender in mid-broadcast would wait for ever.
 

@@ -11,7 +11,7 @@ from fixtures.control import updating
 from fixtures.replicas_by_hand import Replicas
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.ports import OutOfStep
+from ebbtide.srt.managers.control import OutOfStep
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     AnyControlRequest,

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbtide.srt.managers.control import pace as pace_module
+from ebbtide.srt.managers.control import Activity, Slices, pace as pace_module
 from ebbtide.srt.managers.control.pace import COPY_BYTES_PER_S, SHARE, Pace, Stall
-from ebbtide.srt.managers.control.ports import Activity, Slices
 
 STEP_S = 6e-3
 

@@ -9,8 +9,8 @@ import pytest
 from fixtures.control import IN_PLACE, Harness, updating
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.ports import OutOfStep, Slices
-from ebbtide.srt.managers.control.weight_ports import How, WritePlan
+from ebbtide.srt.managers.control import OutOfStep, Slices
+from ebbtide.srt.managers.control.weights import How, WritePlan
 from ebbtide.srt.managers.io_struct import (
     PING_TIMEOUT_S,
     AnyControlRequest,

@@ -13,11 +13,7 @@ from typing import Protocol, TypeVar
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.adapters import CONTROL_CHARACTERS, AdapterBook, AdapterVersion
-from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.operations import Line, Operations, in_turn, require_timeout
-from ebbtide.srt.managers.control.pace import Pace, Ranks, Stall, at_once, guarded
-from ebbtide.srt.managers.control.ports import (
+from ebbtide.srt.managers.control import (
     Activity,
     CopyStream,
     DeadlinePassed,
@@ -28,6 +24,10 @@ from ebbtide.srt.managers.control.ports import (
     Superseded,
     Work,
 )
+from ebbtide.srt.managers.control.adapters import CONTROL_CHARACTERS, AdapterBook, AdapterVersion
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.managers.control.operations import Line, Operations, in_turn, require_timeout
+from ebbtide.srt.managers.control.pace import Pace, Ranks, Stall, at_once, guarded
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
     LoadLoRAAdapterFromTensorsReqInput,

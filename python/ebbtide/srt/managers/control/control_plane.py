@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from ebbtide.srt.managers.control import HandlerTable, Operation, OutOfStep
 from ebbtide.srt.managers.control.adapter_loads import AdapterLoads
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Operations, refusal
 from ebbtide.srt.managers.control.pace import Ranks, Stall
 from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.ports import HandlerTable, Operation, OutOfStep
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,

@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.operations import require_timeout
-from ebbtide.srt.managers.control.pace import Ranks, at_once
-from ebbtide.srt.managers.control.ports import (
+from ebbtide.srt.managers.control import (
     Activity,
     DeadlinePassed,
     HandlerTable,
@@ -25,6 +22,9 @@ from ebbtide.srt.managers.control.ports import (
     ShrinkingPlan,
     Work,
 )
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.managers.control.operations import require_timeout
+from ebbtide.srt.managers.control.pace import Ranks, at_once
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
     FlushCacheReqInput,

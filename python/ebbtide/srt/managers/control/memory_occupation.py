@@ -10,8 +10,7 @@ from typing import Final, TypeVar
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.pace import Pace, Ranks, at_once
-from ebbtide.srt.managers.control.ports import (
+from ebbtide.srt.managers.control import (
     Activity,
     DeadlinePassed,
     HandlerTable,
@@ -23,6 +22,7 @@ from ebbtide.srt.managers.control.ports import (
     TagMemory,
     Work,
 )
+from ebbtide.srt.managers.control.pace import Pace, Ranks, at_once
 from ebbtide.srt.managers.io_struct import (
     Preserve,
     ReleaseMemoryOccupationReqInput,

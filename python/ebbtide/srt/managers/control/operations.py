@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.pace import Stall, StallTally
-from ebbtide.srt.managers.control.ports import (
+from ebbtide.srt.managers.control import (
     BETWEEN_PASSES,
     Activity,
     DeadlinePassed,
@@ -20,6 +19,7 @@ from ebbtide.srt.managers.control.ports import (
     Overruled,
     Work,
 )
+from ebbtide.srt.managers.control.pace import Stall, StallTally
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
     ControlRequest,

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, nullcontext
 from typing import Final, Never, TypeAlias, TypeVar
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.ports import (
+from ebbtide.srt.managers.control import (
     BETWEEN_PASSES,
     Activity,
     CopyStream,

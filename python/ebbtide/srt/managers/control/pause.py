@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control.operations import Operations, require_timeout
-from ebbtide.srt.managers.control.ports import (
+from ebbtide.srt.managers.control import (
     Activity,
     DeadlinePassed,
     HandlerTable,
     Operation,
     Requests,
 )
+from ebbtide.srt.managers.control.operations import Operations, require_timeout
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AbortReqOutput,

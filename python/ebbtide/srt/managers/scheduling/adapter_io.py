@@ -19,7 +19,7 @@ from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.adapter_config import AdapterConfig, adapter_config
 from ebbtide.srt.device import Device
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
-from ebbtide.srt.managers.control.ports import CopyStream, Slices
+from ebbtide.srt.managers.control import CopyStream, Slices
 from ebbtide.srt.managers.control.weights.commit_terms import describe_nonfinite
 from ebbtide.srt.managers.io_struct import (
     LoadLoRAAdapterFromTensorsReqInput,

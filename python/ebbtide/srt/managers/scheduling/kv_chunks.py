@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.ports import ShrinkingPlan, Slices
+from ebbtide.srt.managers.control import ShrinkingPlan, Slices
 from ebbtide.srt.managers.io_struct import Preserve, RetractCause
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from ebbtide.srt.managers.control import ParkingPlan
 from ebbtide.srt.managers.control.adapters import AdapterVersion
-from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason, InFlight, RetractCause
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.request import Phase, Req

@@ -19,9 +19,9 @@ import msgspec
 
 from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.committee import Ballot
+from ebbtide.srt.managers.control import OutOfStep
 from ebbtide.srt.managers.control.pace import Ranks
 from ebbtide.srt.managers.control.phases import ManyRanks
-from ebbtide.srt.managers.control.ports import OutOfStep
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
     AnyReply,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbtide.srt.managers.control.ports import PageStore
+from ebbtide.srt.managers.control import PageStore
 from ebbtide.srt.managers.io_struct import RetractCause
 from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Req
 from ebbtide.srt.managers.scheduling.routes import PageRoutes, num_usable

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.control import ParkingPlan
 from ebbtide.srt.managers.control.adapters import AdapterBook
-from ebbtide.srt.managers.control.ports import ParkingPlan
 from ebbtide.srt.managers.io_struct import FinishReason, RetractCause
 from ebbtide.srt.managers.scheduling.admission import GrowthReserve, PrefillShare, WaitingRequests
 from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class SchedulerTrialPass:
     """A forward pass over tokens of nobody's request, between two passes of the scheduler.
 
-    Implements `control.weight_ports.TrialPass` with pages of the pool, and with a row of the page table.
+    Implements `control.weights.TrialPass` with pages of the pool, and with a row of the page table.
 
     Args:
         kv_scales: they do not follow what this pass computes: its weights may never serve.

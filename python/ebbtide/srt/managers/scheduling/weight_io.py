@@ -17,8 +17,8 @@ from ebbtide.formats.rendezvous import GroupAddress, decode_id
 from ebbtide.srt.config import EngineConfig, Place
 from ebbtide.srt.device import Device
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control.ports import CopyStream, Slices
-from ebbtide.srt.managers.control.weight_ports import Conversation, Snapshot, Staging
+from ebbtide.srt.managers.control import CopyStream, Slices
+from ebbtide.srt.managers.control.weights import Conversation, Snapshot, Staging
 from ebbtide.srt.managers.io_struct import (
     ChecksumAlgorithm,
     InitWeightsUpdateGroupReqInput,
@@ -63,7 +63,7 @@ LOW_32_BITS: Final = (1 << 32) - 1
 
 
 class EngineWeights:
-    """Opens updates, and finds room for them. Implements `weight_ports.Weights`."""
+    """Opens updates, and finds room for them. Implements `control.weights.Weights`."""
 
     def __init__(self, store: WeightStore, config: EngineConfig, device: Device) -> None:
         self.names, self.stored_as, self.precision_of = store.names, store.stored_as, store.precision_of
@@ -202,7 +202,7 @@ def _port(given: int | str) -> int:
 
 @dataclass
 class ParameterChecker:
-    """Implements `weight_ports.Parameters`, piece by piece on their device."""
+    """Implements `control.weights.Parameters`, piece by piece on their device."""
 
     _store: WeightStore
     _device: Device

@@ -14,8 +14,8 @@ from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.device import Device
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.layers.fp8 import are_scales
-from ebbtide.srt.managers.control.ports import OutOfStep, Slices
-from ebbtide.srt.managers.control.weight_ports import How, PatchSums, Staging
+from ebbtide.srt.managers.control import OutOfStep, Slices
+from ebbtide.srt.managers.control.weights import How, PatchSums, Staging
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.model_executor.weight_copies import Destination, NonFinite, WeightCopies
 from ebbtide.srt.model_executor.weight_store import WeightStore

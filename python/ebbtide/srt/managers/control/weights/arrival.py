@@ -10,8 +10,7 @@ from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
 
 from ebbtide.srt.errors import EngineError, RequestRejected, drop_frames, first_few
-from ebbtide.srt.managers.control.pace import Pace, Ranks, Wake, at_once, look_until
-from ebbtide.srt.managers.control.ports import (
+from ebbtide.srt.managers.control import (
     Activity,
     DeadlinePassed,
     HandlerTable,
@@ -21,7 +20,8 @@ from ebbtide.srt.managers.control.ports import (
     Superseded,
     Work,
 )
-from ebbtide.srt.managers.control.weight_ports import Conversation, Weights, WritePlan
+from ebbtide.srt.managers.control.pace import Pace, Ranks, Wake, at_once, look_until
+from ebbtide.srt.managers.control.weights import Conversation, Weights, WritePlan
 from ebbtide.srt.managers.control.weights.commit_terms import CommitTerms, check_fields, is_piecewise
 from ebbtide.srt.managers.control.weights.session import WeightSession
 from ebbtide.srt.managers.io_struct import (

@@ -15,10 +15,10 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from ebbtide.srt.errors import RequestRejected, first_few
+from ebbtide.srt.managers.control import Activity, HandlerTable, Operation, Slices, Work
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.pace import Pace, Ranks, at_once, guarded
-from ebbtide.srt.managers.control.ports import Activity, HandlerTable, Operation, Slices, Work
-from ebbtide.srt.managers.control.weight_ports import Snapshot, TrialPass, Weights
+from ebbtide.srt.managers.control.weights import Snapshot, TrialPass, Weights
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
     Canary,

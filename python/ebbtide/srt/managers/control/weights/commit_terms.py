@@ -14,10 +14,7 @@ from typing import Final, NamedTuple, TypeGuard
 from msgspec import structs
 
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
-from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.operations import Stages, described, require_timeout
-from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.ports import (
+from ebbtide.srt.managers.control import (
     Activity,
     DeadlinePassed,
     Operation,
@@ -26,6 +23,9 @@ from ebbtide.srt.managers.control.ports import (
     Requests,
     Work,
 )
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.managers.control.operations import Stages, described, require_timeout
+from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     Canary,

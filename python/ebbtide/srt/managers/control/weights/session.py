@@ -13,9 +13,7 @@ from typing import Final, TypeAlias, TypeVar
 from msgspec import UNSET
 
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
-from ebbtide.srt.managers.control.memory_occupation import WeightContent
-from ebbtide.srt.managers.control.pace import Pace, Ranks, Stall, at_once, is_burst
-from ebbtide.srt.managers.control.ports import (
+from ebbtide.srt.managers.control import (
     Activity,
     CopyStream,
     DeadlinePassed,
@@ -25,7 +23,9 @@ from ebbtide.srt.managers.control.ports import (
     Superseded,
     Work,
 )
-from ebbtide.srt.managers.control.weight_ports import How, Staging, Weights, WritePlan
+from ebbtide.srt.managers.control.memory_occupation import WeightContent
+from ebbtide.srt.managers.control.pace import Pace, Ranks, Stall, at_once, is_burst
+from ebbtide.srt.managers.control.weights import How, Staging, Weights, WritePlan
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CommitTerms,
     Counts,

@@ -16,11 +16,7 @@ from functools import partial
 from typing import Final
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.operations import Line, Operations, Stages, in_turn
-from ebbtide.srt.managers.control.pace import Pace, Ranks, Wake
-from ebbtide.srt.managers.control.pause import Generation, Paused
-from ebbtide.srt.managers.control.ports import (
+from ebbtide.srt.managers.control import (
     Activity,
     DeadlinePassed,
     HandlerTable,
@@ -31,7 +27,11 @@ from ebbtide.srt.managers.control.ports import (
     Superseded,
     Work,
 )
-from ebbtide.srt.managers.control.weight_ports import TrialPass, Weights, WritePlan
+from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.managers.control.operations import Line, Operations, Stages, in_turn
+from ebbtide.srt.managers.control.pace import Pace, Ranks, Wake
+from ebbtide.srt.managers.control.pause import Generation, Paused
+from ebbtide.srt.managers.control.weights import TrialPass, Weights, WritePlan
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, GroupRequests, Pieces
 from ebbtide.srt.managers.control.weights.checks import CanaryTrials
 from ebbtide.srt.managers.control.weights.commit_terms import (
