@@ -1,6 +1,6 @@
 """Names of memory tags."""
 
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 GPU_MEMORY_TYPE_KV_CACHE = str(MemoryTag.KV_CACHE)
 GPU_MEMORY_TYPE_WEIGHTS = str(MemoryTag.WEIGHTS)

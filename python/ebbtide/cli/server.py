@@ -17,7 +17,7 @@ from rich.table import Table
 from ebbtide.client import DEFAULT_URL, Client
 from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.managers.io_struct import PauseMode
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 Url: TypeAlias = Annotated[
     str,

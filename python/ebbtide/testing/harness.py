@@ -47,7 +47,7 @@ from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_allocator import PageTable
 from ebbtide.srt.mem_cache.state_slots import StateSlots
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 from ebbtide.testing.null_kv import NUM_WEIGHT_CHUNKS, PAGE_IDS, NullChunks, NullDevice, NullKV, NullPageStore
 from ebbtide.testing.null_runner import NullRunner, null_args, null_config

@@ -28,7 +28,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightPiece,
     WeightUpdateRequest,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.testing.null_kv import NullDevice, NullKV, NullMemory
 from ebbtide.testing.null_runner import NullRunner
 

@@ -19,7 +19,7 @@ from ebbtide.srt.managers.io_struct import (
     TagReport,
 )
 from ebbtide.srt.managers.wire.merging import merge_replicas
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 TP2 = ParallelConfig(tp_size=2)
 TWO_NODES = ParallelConfig(tp_size=2, nnodes=2)

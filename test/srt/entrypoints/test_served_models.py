@@ -11,7 +11,7 @@ from fixtures.deadlines import HANG_S
 from ebbtide.srt.entrypoints.served_models import ServedModels
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import AdapterReport
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 pytestmark = pytest.mark.unit
 

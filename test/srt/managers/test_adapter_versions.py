@@ -31,7 +31,7 @@ from ebbtide.srt.managers.io_struct import (
     UnloadLoRAAdapterReqInput,
     VersionContract,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.trainer.payload_encoding import PayloadEncoder, serialize
 
 NUM_ADAPTERS = 4

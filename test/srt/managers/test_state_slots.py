@@ -7,7 +7,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     Preserve,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.testing import NullRunner, default_schedule
 
 KV = (MemoryTag.KV_CACHE,)

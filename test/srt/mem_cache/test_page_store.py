@@ -10,7 +10,7 @@ from ebbtide.srt.mem_cache.cache_spec import Paged
 from ebbtide.srt.mem_cache.kv_pool import KVLayout, KVPool
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_store import HostPageStore
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 

@@ -7,9 +7,8 @@ import torch
 from fixtures.budgeted_memory import BudgetedMemory
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver import backup as backup_module
+from ebbtide.srt.memory_saver import MemoryTag, backup as backup_module
 from ebbtide.srt.memory_saver.backup import ArenaMemory, BackedUpMemory, JointMemory
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 

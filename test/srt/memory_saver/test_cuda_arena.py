@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ebbtide.srt.errors import OutOfDeviceMemory
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.slices import finish
 

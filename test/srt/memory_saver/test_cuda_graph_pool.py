@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 
 pytestmark = pytest.mark.gpu

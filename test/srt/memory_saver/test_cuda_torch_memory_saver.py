@@ -17,7 +17,7 @@ from ebbtide.srt.device import open_device
 from ebbtide.srt.memory_saver.saver import open_memory_saver
 from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.saver import hook_mode
 from ebbtide.srt.slices import finish
 

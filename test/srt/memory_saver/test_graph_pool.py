@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ebbtide.srt.errors import EngineError
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.graph_pool import ALIGNMENT_BYTES, BlockCutter, GraphPool
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 

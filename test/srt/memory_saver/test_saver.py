@@ -7,14 +7,13 @@ import torch
 
 from ebbtide.srt.device import open_device
 from ebbtide.srt.errors import ConfigurationError, EngineError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver import saver as savers
+from ebbtide.srt.memory_saver import MemoryTag, saver as savers
 from ebbtide.srt.memory_saver.saver import (
     MARGIN_BYTES,
     PlainMemory,
     TorchMemorySaverBackend,
     open_memory_saver,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.slices import finish
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from ebbtide.srt.adapter_config import adapter_config
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.model_executor.adapters import AdapterSlots
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec
 

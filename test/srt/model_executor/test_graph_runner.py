@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ebbtide.srt.errors import OutOfDeviceMemory
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor.graph_runner import capture_with_room
 

@@ -30,7 +30,7 @@ from ebbtide.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 TAGS = st.lists(st.sampled_from([MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]), min_size=1).map(tuple)
 PARTS = st.sampled_from([slice(None), slice(0, 9), slice(9, None, 2)])

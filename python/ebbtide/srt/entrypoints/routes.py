@@ -40,7 +40,7 @@ from ebbtide.srt.entrypoints.vllm.routes import ServerInfoQuery, vllm_sections
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 CONTROL_ROUTES: Final[dict[str, type[ControlRequest]]] = {
     kind.row.path: kind for kind in CONTROL_REQUESTS if kind.row.path is not None

@@ -15,7 +15,7 @@ import msgspec
 from ebbtide.srt.config import ANY_NAME, EngineConfig
 from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
 from ebbtide.srt.managers.io_struct import LoadLoRAAdapterReqInput, StateReport
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 # What the contents of a folder are called: others under the same name are refused.
 FOLDER_VERSION: Final = "1"

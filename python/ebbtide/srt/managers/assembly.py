@@ -39,7 +39,7 @@ from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds, PageTable
 from ebbtide.srt.mem_cache.radix_cache import RadixCache
 from ebbtide.srt.mem_cache.state_slots import Checkpoints, StateSlots
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import Runner
 
 if TYPE_CHECKING:

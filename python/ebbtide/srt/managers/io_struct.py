@@ -97,7 +97,7 @@ from ebbtide.srt.managers.wire.weight_requests import (
     WeightsUpdateGroupReqOutput as WeightsUpdateGroupReqOutput,
     WeightUpdateRequest as WeightUpdateRequest,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 # -------------------------------------------------------------------------------------------------- memory
 

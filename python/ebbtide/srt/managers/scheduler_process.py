@@ -24,9 +24,9 @@ from ebbtide.srt.managers.scheduling.weight_io import EngineWeights
 from ebbtide.srt.managers.text.tokenizer import load_tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.mem_cache.page_store import HostPageStore
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.backup import ArenaMemory, BackedUpMemory, JointMemory
 from ebbtide.srt.memory_saver.saver import MemorySaver, open_memory_saver
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import ChunkArena
 from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
 from ebbtide.srt.model_executor.builder import build_model_runner, expert_slots

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 
 class ArenaState(Enum):

@@ -10,8 +10,8 @@ from contextlib import ExitStack, suppress
 import torch
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.arena import Arena
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from ebbtide.srt.errors import ConfigurationError, EngineError, OutOfDeviceMemory
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.arena import Arena, ArenaState, round_up
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import ChunkPool, VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory import VirtualMemory
 

@@ -17,8 +17,8 @@ from functools import cached_property
 import torch
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.arena import Arena, ArenaState, round_up
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_memory import Handle, VirtualMemory
 
 

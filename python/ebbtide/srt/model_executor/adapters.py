@@ -23,9 +23,9 @@ from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.lora import ProductAdapters
 from ebbtide.srt.layers.moe import Experts
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.arena import round_up
 from ebbtide.srt.memory_saver.saver import ArenaSource
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.weight_copies import CONVERTIBLE, NonFinite, Run, RunTable, WeightCopies
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM

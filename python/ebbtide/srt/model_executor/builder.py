@@ -32,9 +32,9 @@ from ebbtide.srt.layers.step import Kernels
 from ebbtide.srt.mem_cache.cache_spec import Latent, State, TokenSpec
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_allocator import PageTable
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.adapters import AdapterSlots
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, SampleSpec
 from ebbtide.srt.model_executor.kv_sizing import (

@@ -26,9 +26,9 @@ from ebbtide.srt.mem_cache.kv_pool import (
 from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales, scale_place
 from ebbtide.srt.mem_cache.state_pool import StateLayout, StatePool
 from ebbtide.srt.mem_cache.state_slots import StateSlots
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.arena import round_up
 from ebbtide.srt.memory_saver.saver import ArenaSource, MemorySaver
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.model_executor.loader import Checkpoint
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, FP8, SCALE_LAYOUTS, dequantize
 from ebbtide.srt.mem_cache.kv_scales import scale_place
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.saver import ArenaSource
-from ebbtide.srt.memory_saver.tags import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import ChunkArena
 from ebbtide.srt.model_executor.weight_copies import (
     CONVERTIBLE,

@@ -35,7 +35,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightSessionReqOutput,
 )
 from ebbtide.srt.managers.scheduling import lockstep
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 
 WEIGHTS = (MemoryTag.WEIGHTS,)

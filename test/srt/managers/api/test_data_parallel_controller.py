@@ -48,7 +48,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightSessionReqOutput,
     WeightsUpdateGroupReqOutput,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 
 

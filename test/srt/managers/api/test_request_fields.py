@@ -20,7 +20,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput as FromDistributed,
     UpdateWeightsFromTensorReqInput as FromTensor,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 GROUP = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2}
 MOST_NAMES = ["a"] * 2**18

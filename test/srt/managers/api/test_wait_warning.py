@@ -11,7 +11,7 @@ from fixtures.scripted_engine import STATE
 
 from ebbtide.srt.managers.api.log import SILENT_S, PauseWatch
 from ebbtide.srt.managers.io_struct import PauseMode, RankReport, TagReport
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 
 class Clock:

@@ -24,7 +24,7 @@ from ebbtide.srt.managers.io_struct import (
     Verdict,
     VersionContract,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.testing import default_schedule
 
 pytestmark = pytest.mark.unit

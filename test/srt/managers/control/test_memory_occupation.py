@@ -23,7 +23,7 @@ from ebbtide.srt.managers.io_struct import (
     ResizeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.testing.null_kv import CHUNK_BYTES, NullChunks, NullMemory, NullPageStore
 
 WEIGHTS, KV_CACHE, CUDA_GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH

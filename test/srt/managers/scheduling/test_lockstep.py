@@ -34,7 +34,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.scheduling import lockstep
 from ebbtide.srt.managers.scheduling.lockstep import Demand, LeaderInbox
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.testing import NullDevice, NullWeights, default_schedule
 
 NUM_RANKS = 3

@@ -31,7 +31,7 @@ from ebbtide.srt.managers.wire.merging import (
     merge_replicas,
     merge_reports,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 
 def released(weights: int, **fields: Any) -> ReleaseMemoryOccupationReqOutput:

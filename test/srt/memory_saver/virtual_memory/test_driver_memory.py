@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.virtual_arena import ChunkPool, VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaDriver, CudaHostPinning, CudaVirtualMemory
 from ebbtide.srt.slices import finish

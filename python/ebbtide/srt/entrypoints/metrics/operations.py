@@ -25,7 +25,7 @@ from ebbtide.srt.managers.io_struct import (
     Reply,
     StateReport,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 T = TypeVar("T")
 

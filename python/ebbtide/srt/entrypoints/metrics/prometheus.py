@@ -35,7 +35,7 @@ from ebbtide.srt.managers.io_struct import (
     StallCounts,
     StateReport,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 PREFIX = "ebbtide:"
 # Seconds: from the first token of a short prompt to a long rollout.

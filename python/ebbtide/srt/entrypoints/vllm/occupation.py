@@ -32,7 +32,7 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 # What `/sleep` releases. The CUDA graphs stay: they come back by themselves whenever they are needed.
 SLEEPING_TAGS = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)

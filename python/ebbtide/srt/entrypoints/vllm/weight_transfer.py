@@ -50,7 +50,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from ebbtide.srt.managers.wire.weight_requests import STATE_DICTS
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.weight_sync.published import PulledState, read_chain, write_state
 
 GROUP: Final = "vllm"

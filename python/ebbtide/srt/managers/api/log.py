@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from ebbtide.srt.managers.api.output_state import OutputState
 from ebbtide.srt.managers.io_struct import StateReport
 from ebbtide.srt.managers.wire.generation import TokenizedGenerateReqInput
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

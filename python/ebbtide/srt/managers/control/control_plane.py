@@ -28,7 +28,7 @@ from ebbtide.srt.managers.io_struct import (
     Verdict,
 )
 from ebbtide.srt.managers.wire.control_request import Deadline
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 # A prepared update waits so much longer than its deadline for the verdict before nothing is served. All
 # replicas have answered by then.

@@ -32,7 +32,7 @@ from ebbtide.srt.managers.io_struct import (
     TagReport,
     WeightsContent,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 T = TypeVar("T")
 

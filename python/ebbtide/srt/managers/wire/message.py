@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 
 class Message(Struct, frozen=True, kw_only=True, tag=True):

@@ -7,7 +7,7 @@ from fixtures.control import Harness, updating
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import EndWeightUpdateReqInput, UpdateWeightFromDiskReqInput
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 
 @pytest.fixture(params=[1, 3], ids=lambda count: f"ranks{count}")

@@ -14,7 +14,7 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 WEIGHTS = MemoryTag.WEIGHTS
 IDS = [5, 6, 7, 8, 9]

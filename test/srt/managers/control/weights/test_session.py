@@ -12,7 +12,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
     UpdateWeightVersionReqInput,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.testing.harness import default_schedule
 
 WEIGHTS = MemoryTag.WEIGHTS

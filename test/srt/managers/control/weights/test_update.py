@@ -18,7 +18,7 @@ from ebbtide.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     UpdateWeightVersionReqInput,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.testing import NullWeights
 
 WEIGHTS = MemoryTag.WEIGHTS

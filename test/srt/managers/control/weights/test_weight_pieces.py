@@ -16,7 +16,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsReqOutput,
 )
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.testing import NullWeights
 
 FIRST = (7, ["layer.0", "layer.1"])

@@ -33,7 +33,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB
 from ebbtide.srt.managers.wire.merging import MAX_ERRORS
-from ebbtide.srt.memory_saver.tags import MemoryTag
+from ebbtide.srt.memory_saver import MemoryTag
 
 T = TypeVar("T")
 
