@@ -30,9 +30,7 @@ GPU_WORKERS ?= 2
 GPU_ALONE := test/srt/e2e/test_cuda_two_gpus.py
 GPU_BENCHMARKS := throughput occupation update_default rollout start parity
 PIP := $(BIN)/pip install -qq --no-compile --disable-pip-version-check
-# On all cores, where pip would take one. Left out is what has thousands of modules, of which few are imported.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(tests|kubernetes|transformers/models)/' $(VENV)/lib python/ebbtide
-# Hundreds of processes import the package: each would compile it again.
+# Hundreds of processes import the same modules: each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 # For all benchmarks, e.g. make bench-gpu BENCH_OPTIONS="--runs 5"
 BENCH_OPTIONS ?=
@@ -68,9 +66,9 @@ $(INSTALLED): python/pyproject.toml
 	@$(PIP) --upgrade pip || echo "pip stays as it is: an old one takes longer"
 	@$(PIP) $(TORCH)
 	@echo "torch is there; now what Ebbtide and its tests need"
-	@$(COMPILE) & $(PIP) --editable "python[dev,demo,docs,router]" \
+	@# Python compiles what it imports: most of torch's share is done while pip takes the other core.
+	@$(BIN)/python -W ignore -c "import torch.distributed.tensor" & $(PIP) --editable "python[dev,demo,docs,router]" \
 		|| { echo "without sglang-router, then: its tests are skipped"; $(PIP) --editable "python[dev,demo,docs]"; }
-	@$(COMPILE) || true
 	@touch $@
 
 install: $(INSTALLED)
@@ -115,7 +113,7 @@ processes: TIER := processes
 
 tests unit contract processes: $(INSTALLED)
 	@echo "pytest: $(TIER)"
-	@$(PYTEST) --durations=10 -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(TIER)" $(TESTS)
+	@$(PYTEST) --durations=10 --workers $(WORKERS) -m "$(TIER)" $(TESTS)
 
 $(VENV)/.installed-cuda: $(INSTALLED)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable "python[dev,demo,cuda]"

@@ -106,26 +106,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [items[index] for index in order]
 
 
+def scope_of(nodeid: str) -> str:
+    """The name of the tests that one worker runs one after the other: a module's, or a family's."""
+    file = nodeid.partition("::")[0]
+    return next((family[0] for family in FAMILIES if file.startswith(family)), file)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=0, help="how many modules run at a time, each in a fork")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from fixtures.workers import Workers
+
+    if number := config.getoption("workers"):
+        config.pluginmanager.register(Workers(number, scope_of))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, all modules of a family go to one worker.
-
-    Every third worker begins at the end, with the tests that start no process: they keep the cores busy
-    while those of the others wait for engines.
-    """
-    if config.getoption("dist") != "loadfile":
-        return None
+    """On GPUs, whose driver forks do not have, xdist starts the workers: by the same scopes."""
     from xdist.scheduler import LoadFileScheduling
 
     class LoadFamilyScheduling(LoadFileScheduling):
-        def _assign_work_unit(self, node: Any) -> None:
-            if int(node.gateway.id.removeprefix("gw")) % 3 == 1:
-                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
-            super()._assign_work_unit(node)
-
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return next((family[0] for family in FAMILIES if file.startswith(family)), file)
+            return scope_of(nodeid)
 
     return LoadFamilyScheduling(config, log)
 
