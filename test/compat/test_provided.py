@@ -288,6 +288,9 @@ def test_buckets_local_tensors_and_the_serializer() -> None:
     assert all(isinstance(entry, FlattenedTensorMetadata) for entry in metadata)
     again = FlattenedTensorBucket(flattened_tensor=bucket.get_flattened_tensor(), metadata=metadata)
     assert [name for name, _ in again.reconstruct_tensors()] == ["a", "b"]
+    for arguments in ({}, {"metadata": metadata}, {"named_tensors": [], "metadata": metadata}):
+        with pytest.raises(ValueError, match="named_tensors"):
+            FlattenedTensorBucket(**arguments)
     local = LocalSerializedTensor(
         values=[MultiprocessingSerializer.serialize(tensor) for _, tensor in tensors]
     )

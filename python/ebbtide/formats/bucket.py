@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -64,43 +64,18 @@ class FlattenedTensorMetadata:
 
 
 class FlattenedTensorBucket:
-    """A bucket, made from tensors (the trainer's side) or from the bytes and their index (the engine's side).
+    """A bucket made from (name, tensor) pairs on one device, any iterable of them; they are copied."""
 
-    Args:
-        named_tensors: (name, tensor) pairs on one device, any iterable of them; they are copied.
-        flattened_tensor: 1-D uint8 or int8, not copied. Given with `metadata`, in place of `named_tensors`.
-        metadata: where each tensor lies, in their order; checked against the bytes.
-    """
-
-    supports_multi_dtypes: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
-        flattened_tensor: torch.Tensor | None = None,
-        metadata: Sequence[FlattenedTensorMetadata] | None = None,
-    ) -> None:
-        if named_tensors is not None:
-            if flattened_tensor is not None or metadata is not None:
-                raise ValueError("give named_tensors, or flattened_tensor and metadata, not both")
-            listed = list(named_tensors)
-            self.metadata = _index([TensorHeader(name, tuple(one.shape), one.dtype) for name, one in listed])
-            self.flattened_tensor = _flatten(listed, self.metadata)
-        elif flattened_tensor is not None and metadata is not None:
-            self.metadata = list(metadata)
-            self.flattened_tensor = _checked(flattened_tensor, self.metadata)
-        else:
-            raise ValueError("give named_tensors, or both flattened_tensor and metadata")
+    def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        listed = list(named_tensors)
+        self.metadata = _index([TensorHeader(name, tuple(one.shape), one.dtype) for name, one in listed])
+        self.flattened_tensor = _flatten(listed, self.metadata)
 
     def get_flattened_tensor(self) -> torch.Tensor:
         return self.flattened_tensor
 
     def get_metadata(self) -> list[FlattenedTensorMetadata]:
         return self.metadata
-
-    def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """The (name, tensor) pairs; views of the bytes where alignment allows it, copies elsewhere."""
-        return list(tensors_in(self.flattened_tensor, [entry.place for entry in self.metadata]))
 
 
 def pack_buckets(
@@ -149,11 +124,6 @@ def _flatten(
     for (_, tensor), entry in zip(named_tensors, metadata, strict=True):
         flat[entry.start_idx : entry.end_idx] = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return flat
-
-
-def _checked(flat: torch.Tensor, metadata: Sequence[FlattenedTensorMetadata]) -> torch.Tensor:
-    check_bucket(flat.dtype, tuple(flat.shape), flat.stride(), metadata)
-    return flat.view(torch.uint8)
 
 
 def check_bucket(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -16,7 +17,9 @@ class FlattenedTensorMetadata(bucket.FlattenedTensorMetadata):
 
 
 class FlattenedTensorBucket(bucket.FlattenedTensorBucket):
-    """A bucket, of `named_tensors`, or of `flattened_tensor` and `metadata`."""
+    """A bucket, of `named_tensors`, or of `flattened_tensor` (not copied) and `metadata`."""
+
+    supports_multi_dtypes: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -24,5 +27,16 @@ class FlattenedTensorBucket(bucket.FlattenedTensorBucket):
         flattened_tensor: torch.Tensor | None = None,
         metadata: Sequence[bucket.FlattenedTensorMetadata] | None = None,
     ) -> None:
-        super().__init__(named_tensors, flattened_tensor, metadata)
+        if named_tensors is not None and flattened_tensor is None and metadata is None:
+            super().__init__(named_tensors)
+        elif named_tensors is None and flattened_tensor is not None and metadata is not None:
+            flat = flattened_tensor
+            bucket.check_bucket(flat.dtype, tuple(flat.shape), flat.stride(), metadata)
+            self.flattened_tensor, self.metadata = flat.view(torch.uint8), list(metadata)
+        else:
+            raise ValueError("give named_tensors, or flattened_tensor and metadata, and not both")
         self.metadata = [FlattenedTensorMetadata(**vars(entry)) for entry in self.metadata]
+
+    def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The (name, tensor) pairs; views of the bytes where alignment allows it, copies elsewhere."""
+        return list(bucket.tensors_in(self.flattened_tensor, [entry.place for entry in self.metadata]))
