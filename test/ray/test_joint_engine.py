@@ -142,7 +142,7 @@ class TestNodes:
     def test_ranks_of_each_node_open_what_their_own_actor_lends(self) -> None:
         """Three replicas of two ranks on two nodes: the second replica lies on both."""
         far = FarNode()
-        loans = NodeLoans(NodeLender(), [far], num_ranks=6, tp_size=2)
+        loans = NodeLoans(NodeLender(), [far], num_ranks=6)
         parts = [[("p", torch.full((3,), float(tp_rank)))] for tp_rank in range(2)]
         with loans.encode_each(parts) as payload:
             assert far.lent == [[1, 0, 1]]
@@ -155,7 +155,7 @@ class TestNodes:
 
     def test_one_that_cannot_lend_has_all_take_back(self) -> None:
         willing = FarNode()
-        loans = NodeLoans(NodeLender(), [FarNode(RequestRejected("no room")), willing], 3, 3)
+        loans = NodeLoans(NodeLender(), [FarNode(RequestRejected("no room")), willing], 3)
         with pytest.raises(RequestRejected, match="no room"):
             loans.encode([("p", torch.ones(1))])
         assert willing.lent == []

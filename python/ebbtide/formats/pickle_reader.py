@@ -281,10 +281,6 @@ class _Reader:
                 raise RequestRejected(f"the payload has a dictionary key of type {_kind(key)}, expected str")
             target[key] = value
 
-    def pop_pair(self) -> list[object]:
-        value, key = self.stack.pop(), self.stack.pop()
-        return [key, value]
-
     def stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
@@ -379,7 +375,7 @@ _HANDLERS: Final[dict[int, Callable[[_Reader], None]]] = {
     ord("a"): lambda r: r.append([r.stack.pop()]),
     ord("e"): _Reader.append_marked,
     ord("}"): _push(lambda r: {}),
-    ord("s"): lambda r: r.set_items(r.pop_pair()),
+    ord("s"): lambda r: r.set_items([r.stack.pop(-2), r.stack.pop()]),
     ord("u"): lambda r: r.set_items(r.pop_to_mark()),
     0x94: _Reader.memoize_next,
     ord("q"): lambda r: r.memoize(r.number(1)),

@@ -312,4 +312,4 @@ class JointEngine(Engine):
         from ebbtide.ray.node_loans import NodeLender, NodeLoans
 
         args = self.server_args
-        return NodeLoans(NodeLender(), self._others, args.tp_size * args.dp_size, args.tp_size)
+        return NodeLoans(NodeLender(), self._others, args.tp_size * args.dp_size)

@@ -81,32 +81,28 @@ class NodeLoans(PayloadEncoder):
         own: lends on node 0, in this process.
         others: the actors of the other nodes, in order.
         num_ranks: of all nodes, which have equally many.
-        tp_size: ranks of a replica.
     """
 
-    def __init__(self, own: NodeLender, others: Sequence[Any], num_ranks: int, tp_size: int) -> None:
-        super().__init__(["cpu"] * num_ranks, tp_size)
+    def __init__(self, own: NodeLender, others: Sequence[Any], num_ranks: int) -> None:
+        super().__init__("cpu")
         self._own = own
         self._others = list(others)
         per_node = num_ranks // (1 + len(others))
         self._ranks = [range(first, first + per_node) for first in range(0, num_ranks, per_node)]
-        self._replica_size = tp_size
 
     def encode(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
     ) -> Payload:
         """As `PayloadEncoder.encode`: the same for all. It always goes by way of the host."""
-        tensors = [(name, _on_host(tensor)) for name, tensor in named_tensors]
-        return self._lend({0: tensors}, lambda rank: 0)
+        return self.encode_each([[(name, _on_host(tensor)) for name, tensor in named_tensors]])
 
     def encode_each(self, by_tp_rank: Sequence[NamedTensors]) -> Payload:
-        """A payload in which each rank takes its own, as all replicas do."""
-        return self._lend(dict(enumerate(by_tp_rank)), lambda rank: rank % self._replica_size)
+        """A payload in which each rank takes its own, as all replicas do; or all of them the only one.
 
-    def _lend(self, tensors: Mapping[int, NamedTensors], key_of: Callable[[int], int]) -> Payload:
-        """Blocks until all nodes have lent; if one fails, none does any more."""
-        loan = uuid.uuid4().hex
-        takers = [[key_of(rank) for rank in ranks] for ranks in self._ranks]
+        Blocks until all nodes have lent; if one fails, none does any more.
+        """
+        loan, tensors = uuid.uuid4().hex, dict(enumerate(by_tp_rank))
+        takers = [[rank % len(by_tp_rank) for rank in ranks] for ranks in self._ranks]
         lending: list[Callable[[], list[bytes]]] = []
         for node, (actor, keys) in enumerate(zip(self._others, takers[1:], strict=True), 1):
             own = {key: tensors[key] for key in dict.fromkeys(keys)}

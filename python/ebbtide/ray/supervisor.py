@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from ebbtide.ray.controller import FleetController, Replica, replica_name
 from ebbtide.ray.engine import RayEngine
 from ebbtide.ray.errors import ActorDied
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
+from ebbtide.srt.managers.io_struct import AdapterReport
 
 logger = logging.getLogger(__name__)
 
@@ -255,13 +258,6 @@ async def _lives(replica: Replica) -> bool:
 # ------------------------------------------------------------------------------------------------ adapters
 
 
-class _Version(NamedTuple):
-    version: str
-    checksum: str
-    path: str
-    pinned: bool
-
-
 async def take_adapters(replica: Replica, peer: Replica) -> None:
     """Load what a living replica has, from the same folders; note in `lacks` what cannot be had.
 
@@ -293,7 +289,7 @@ async def take_adapters(replica: Replica, peer: Replica) -> None:
         )
 
 
-async def _load(replica: Replica, name: str, wanted: _Version) -> bool:
+async def _load(replica: Replica, name: str, wanted: AdapterReport) -> bool:
     """Whether it has this version now."""
     if not wanted.path:
         return False
@@ -310,12 +306,10 @@ async def _load(replica: Replica, name: str, wanted: _Version) -> bool:
     return False
 
 
-async def _adapters_of(replica: Replica) -> Mapping[str, Sequence[_Version]]:
+async def _adapters_of(replica: Replica) -> Mapping[str, Sequence[AdapterReport]]:
     """By name, the versions that it has, the one that the name means last."""
-    found: dict[str, list[_Version]] = {}
-    reports: Sequence[Mapping[str, Any]] = (await replica.ask("server_info"))["state"]["adapters"]
-    for one in reports:
-        found.setdefault(one["name"], []).append(
-            _Version(one["version"], one["checksum"], one["path"], one["pinned"])
-        )
+    found: dict[str, list[AdapterReport]] = {}
+    reports = (await replica.ask("server_info"))["state"]["adapters"]
+    for one in msgspec.convert(reports, list[AdapterReport]):
+        found.setdefault(one.name, []).append(one)
     return found

@@ -232,16 +232,10 @@ class WeightUpdates:
             yield from self._take(parts, session, terms, opened)
             session.require_complete()
             with self._conditions.draining(terms):
-                mode = yield from self._agree(session, terms, stages)
-                if isinstance(session.state, Burst):
-                    # There is no way back from its first byte on: other replicas were waited for before it.
-                    yield from session.write(session.state.plan, terms)
-                    stages.end("write")
-                message, num_paused = self._commit(session, terms, mode)
-                stages.end("commit")
+                outcome = yield from self._commit(session, terms, stages)
                 if isinstance(parts, Pieces):
                     parts.finish()
-                return (yield from self._conclude(session, message, num_paused, plan))
+                return (yield from self._conclude(session, outcome, plan))
 
     def _require_fit(self, plan: WritePlan) -> None:
         """Refuse, ahead of the first byte, a plan for other weights, or for parts of parameters alone."""
@@ -319,18 +313,17 @@ class WeightUpdates:
             if terms.canary is not None:
                 session.require_copy()
             with self._conditions.draining(terms):
-                mode = yield from self._agree(session, terms, stages)
-                message, num_paused = self._commit(session, terms, mode)
-                stages.end("commit")
+                outcome = yield from self._commit(session, terms, stages)
             self._session = None
             self._why_closed = "it was ended already"
             with closing(session):
-                return (yield from self._conclude(session, message, num_paused))
+                return (yield from self._conclude(session, outcome))
 
-    def _agree(self, session: WeightSession, terms: CommitTerms, stages: Stages) -> Work[PauseMode | None]:
-        """Make the session whole, wait for the boundary, and for the verdict of all replicas.
+    def _commit(self, session: WeightSession, terms: CommitTerms, stages: Stages) -> Work[tuple[str, int]]:
+        """Make the session whole, wait for the boundary and the verdict of all replicas, and commit it.
 
-        Returns what is to become of running requests.
+        Weights, version and cache change together. Returns what the answer says of it, and how many requests
+        it has kept waiting.
         """
         yield from session.complete()
         stages.end("stage")
@@ -344,13 +337,10 @@ class WeightUpdates:
         mode = self._conditions.mode(terms)
         yield from self._verdict()
         stages.end("vote")
-        return mode
-
-    def _commit(self, session: WeightSession, terms: CommitTerms, mode: PauseMode | None) -> tuple[str, int]:
-        """Commit at a boundary: weights, version and cache together.
-
-        Returns what the answer says of it, and how many requests it has kept waiting.
-        """
+        if isinstance(session.state, Burst):
+            # There is no way back from its first byte on: other replicas were waited for before it.
+            yield from session.write(session.state.plan, terms)
+            stages.end("write")
         version = terms.version if terms.version is not None else session.version
         folder = terms.folder or session.folder
         message = [f"Updated {session.counts.num_tensors} tensors."]
@@ -369,6 +359,7 @@ class WeightUpdates:
                 self.model_path, self.load_format = folder
             if terms.flush_cache:
                 self._requests.flush_cache()
+        stages.end("commit")
         return " ".join(message), num_paused
 
     def _verdict(self) -> Iterator[Activity]:
@@ -430,7 +421,7 @@ class WeightUpdates:
             )
 
     def _conclude(
-        self, session: WeightSession, message: str, num_paused: int, plan: WritePlan | None = None
+        self, session: WeightSession, outcome: tuple[str, int], plan: WritePlan | None = None
     ) -> Work[UpdateWeightsReqOutput]:
         """Let forward passes in between the commit and giving memory back; returns the reply.
 
@@ -452,6 +443,7 @@ class WeightUpdates:
             logger.warning("the rest of a committed update is finished without further turns: %r", error)
             yield from session.finish()
         self._operations.go_on(session.detach(plan))
+        message, num_paused = outcome
         reply = session.reply(
             self.version, message, session.counts, plan, is_committed=True, num_paused=num_paused
         )
