@@ -31,7 +31,7 @@ KV_TOKENS = 65_536 if DEVICE.is_cuda else 32_768
 # Of clients: what they read and parse takes longer than what the engine computes.
 STREAM_INTERVAL = 5
 # Where four ranks share two cores, every token takes them several times as long: so many streams will do.
-FEW_STREAMS, FEW_NEW_TOKENS = 8, 160
+FEW_STREAMS, FEW_NEW_TOKENS = 8, 80
 # Each stream's tokens; of the long ones on a GPU one in four: the reference is on the CPU.
 LOOKED_AT_CLOSELY = 4 if DEVICE.is_cuda else 1
 ALL_ROWS = 10**6
@@ -204,13 +204,12 @@ def test_3_the_order_of_miles(
 def test_4_in_flight_single_call(
     server: Server, layout: Layout, reference_a: Reference, reference_b: Reference, mode: str
 ) -> None:
+    flush = mode == "retract"
+    body = safetensors_body(reference_b.weights(), pause_mode=mode, flush_cache=flush, weight_version="b")
+
     async def run() -> None:
         async with rollout(server, layout) as streams:
             await streams.all_past(5)
-            flush = mode == "retract"
-            body = safetensors_body(
-                reference_b.weights(), pause_mode=mode, flush_cache=flush, weight_version="b"
-            )
             reply = await streams.post("/update_weights_from_tensor", body)
             assert (reply["staged"], reply["num_paused_requests"]) == (True, len(streams.prompts))
             outputs = await streams.finish()
