@@ -289,7 +289,6 @@ def test_one_joining_at_a_time_under_a_name(groups: Memberships) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": ""}, "group_name"),
         ({"host": ""}, "master_address"),
         ({"port": 0}, "master_port: expected 1..65535, got 0"),
         ({"world_size": 1}, "rank_offset"),

@@ -17,7 +17,7 @@ from ebbtide.srt.entrypoints.vllm.generate import TokensApi
 from ebbtide.srt.entrypoints.vllm.parameters import FetchInfo, InitInfo, LendingInfo
 from ebbtide.srt.entrypoints.vllm.routes import PARTS_OF_VLLM
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
-from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest, Reply
+from ebbtide.srt.managers.io_struct import ControlRequest, Reply
 from ebbtide.srt.sampling_params import FIELDS as SAMPLING_FIELDS, SamplingParams
 from ebbtide.version import __version__
 
@@ -193,16 +193,9 @@ def _query(schema: Mapping[str, Any]) -> list[Schema]:
 
 # Keywords that go with a field's type: each is about values of one type, and says nothing of null.
 FROM_0: Final[Schema] = {"minimum": 0}
-FROM_1: Final[Schema] = {"minimum": 1}
-ABOVE_0: Final[Schema] = {"exclusiveMinimum": 0}
 NOT_EMPTY: Final[Schema] = {"minLength": 1}
 PORT: Final[Schema] = {"minimum": 1, "maximum": 65535, "pattern": "^[0-9]+$"}
-ONE_MODEL: Final[Schema] = {"enum": ["target", "all", None]}
 
-_GROUP: Final[dict[str, Schema]] = {
-    "rank_offset": FROM_1,
-    "world_size": {"minimum": 2},
-}
 _IDS: Final[Schema] = {"type": "array", "items": {"type": "integer"} | FROM_0}
 _LISTS_OF_IDS: Final[Schema] = {"type": "array", "items": _IDS}
 
@@ -220,19 +213,6 @@ FIELD_SCHEMAS: Final[dict[str, dict[str, Schema]]] = {
         },
     },
     "DetokenizeRequest": {"tokens": {"anyOf": [_IDS, _LISTS_OF_IDS]}},
-    "PauseGenerationReqInput": {"timeout_s": FROM_0},
-    "FlushCacheReqInput": {"timeout_s": FROM_0},
-    "BeginWeightUpdateReqInput": {"timeout_s": FROM_0, "selector": ONE_MODEL},
-    "EndWeightUpdateReqInput": {"timeout_s": FROM_0},
-    **{
-        kind.__name__: {"timeout_s": FROM_0, "selector": ONE_MODEL}
-        for kind in CONTROL_REQUESTS
-        if kind.__name__.startswith("UpdateWeight") and "selector" in kind.__struct_fields__
-    },
-    "InitWeightsUpdateGroupReqInput": {**_GROUP, "group_name": NOT_EMPTY, "timeout_s": ABOVE_0},
-    "InitInfo": _GROUP,
-    "GetWeightsByNameReqInput": {"name": NOT_EMPTY, "truncate_size": FROM_0},
-    "Canary": {"input_ids": {"minItems": 2, "items": FROM_0}, "atol": FROM_0},
 }
 
 

@@ -60,6 +60,7 @@ from ebbtide.srt.managers.wire.message import (
     Refusal as Refusal,
     Reply as Reply,
     RetractCause as RetractCause,
+    Seconds,
     SessionReport as SessionReport,
     StallCounts as StallCounts,
     StateReport as StateReport,
@@ -253,7 +254,7 @@ class PauseGenerationReqInput(ControlRequest, frozen=True):
     )
 
     mode: PauseMode = PauseMode.ABORT
-    timeout_s: float | None = None
+    timeout_s: Seconds | None = None
 
     def undo(self, outcome: Outcome) -> Mapping[int, ContinueGenerationReqInput]:
         # The other modes are never refused for the state of one replica.
@@ -308,7 +309,7 @@ class FlushCacheReqInput(ControlRequest, frozen=True):
         deadline=Deadline.OWN,
     )
 
-    timeout_s: float = 0.0
+    timeout_s: Seconds = 0.0
     retract_running: bool = False
 
 

@@ -342,7 +342,7 @@ class Memberships:
         RequestRejected: an address that cannot be (400); another one of that name is just being joined (409).
         Later (400): it was not joined in time, or is to be left.
         """
-        self._check(address, timeout_s)
+        self._check(address)
         if address.name in self._joining:
             raise RequestRejected(
                 f"a group {address.name!r} is just being joined: wait, or destroy_weights_update_group first",
@@ -396,9 +396,7 @@ class Memberships:
             return None if joining is None else Leaving(name, lambda: None)
         return group.close(why)
 
-    def _check(self, address: GroupAddress, timeout_s: float) -> None:
-        if not address.name:
-            raise RequestRejected("group_name: expected a name, got an empty one")
+    def _check(self, address: GroupAddress) -> None:
         is_met_by_id = address.unique_id is not None
         if not address.host and not is_met_by_id:
             raise RequestRejected("master_address: expected an address, got an empty one")
@@ -411,8 +409,6 @@ class Memberships:
                 f"rank_offset: expected 1..{address.world_size - num_ranks} (rank 0 is the trainer's, the "
                 f"engine has {num_ranks}, world_size is {address.world_size}), got {rank_offset}"
             )
-        if not timeout_s > 0:
-            raise RequestRejected(f"timeout_s: expected more than 0 seconds, got {timeout_s}")
         if address.backend != "gloo" and self._device.type != "cuda":
             raise RequestRejected(
                 f"backend {address.backend!r}: this engine runs on the CPU, expected 'gloo'"

@@ -40,6 +40,9 @@ def nested() -> list[Any]:
         (PauseGenerationReqInput, {"mode": "hard"}, ["'hard'", "$.mode", *PauseMode]),
         (PauseGenerationReqInput, {"timeout_s": "soon"}, ["float", "str", "$.timeout_s"]),
         (FlushCacheReqInput, {"timeout_s": [1]}, ["float", "array", "$.timeout_s"]),
+        (FlushCacheReqInput, {"timeout_s": -1}, ["`float` >= 0.0", "$.timeout_s"]),
+        (InitWeightsUpdateGroupReqInput, {**GROUP, "timeout_s": 0}, ["`float` > 0.0", "$.timeout_s"]),
+        (FromDisk, {"model_path": "a", "canary": {"input_ids": [1]}}, ["length >= 2", "$.canary"]),
         (FromTensor, {}, ["serialized_named_tensors"]),
         (FromTensor, {"serialized_named_tensors": ["!"]}, ["base64"]),
         (
@@ -50,7 +53,7 @@ def nested() -> list[Any]:
         (
             FromTensor,
             {"serialized_named_tensors": [], "selector": "half"},
-            ["'half'", "target", "draft", "all"],
+            ["'half'", "target", "all"],
         ),
         (InitWeightsUpdateGroupReqInput, {**GROUP, "backend": "mpi"}, ["expected one of nccl, gloo"]),
         # Numbers that neither JSON nor the messages between processes have room for.
@@ -67,7 +70,7 @@ def nested() -> list[Any]:
         ),
         (FromDisk, {"model_path": "a", "manifest": nested()}, ["nested too deeply"]),
     ],
-    ids=range(17),
+    ids=range(20),
 )
 def test_what_does_not_fit_says_what_was_expected(
     kind: type[ControlRequest], fields: dict[str, Any], parts: list[str]

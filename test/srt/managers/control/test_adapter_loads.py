@@ -475,7 +475,7 @@ def test_a_canary_is_held_against_a_version_before_it_means_anything() -> None:
     assert "finite" in harness.do(loading("a", 4, canary=canary)).message
     expected = Canary(input_ids=[1, 2, 3], logprobs=[-1.0, -1.0], atol=0.1)
     assert harness.refuse(loading("a", 6, canary=expected)).status == 400
-    assert harness.refuse(loading("a", 6, canary=Canary(input_ids=[1]))).status == 400
+    assert harness.refuse(loading("a", 6, canary=Canary(input_ids=[1, 1000]))).status == 400
     harness.run_until_idle()
     assert harness.labels(rid) == ["a@1"]
     assert harness.loaded == ["a@1", "a@2"]

@@ -172,8 +172,8 @@ class InitInfo(Struct, kw_only=True):
     gloo where the engine runs on a CPU.
     """
 
-    rank_offset: int
-    world_size: int
+    rank_offset: Annotated[int, said(minimum=1)]
+    world_size: Annotated[int, said(minimum=2)]
     master_address: str | None = None
     master_port: int | None = None
     nccl_unique_id_b64: str | None = None

@@ -26,7 +26,7 @@ from ebbtide.srt.managers.control import (
 )
 from ebbtide.srt.managers.control.adapters import CONTROL_CHARACTERS, AdapterBook, AdapterVersion
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.operations import Line, Operations, in_turn, require_timeout
+from ebbtide.srt.managers.control.operations import Line, Operations, in_turn
 from ebbtide.srt.managers.control.pace import Pace, Ranks, Stall, at_once, guarded
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
@@ -160,7 +160,6 @@ class AdapterLoads:
     def unload(self, request: UnloadLoRAAdapterReqInput) -> Operation:
         """Have a name, or a version of it, mean nothing any more."""
         self._require_enabled()
-        require_timeout(request.timeout_s)
         version = None if request.lora_version is None else str(request.lora_version)
         with self._line.turn() as has_come:
             yield from in_turn(has_come, f"{request.lora_name} stays loaded", 409)
@@ -287,7 +286,6 @@ class AdapterLoads:
 
     def _check(self, request: LoadRequest) -> None:
         self.book.check_name(request.lora_name)
-        require_timeout(request.timeout_s)
         version = request.version
         if version is not None and (not 0 < len(version) <= 256 or CONTROL_CHARACTERS.search(version)):
             raise RequestRejected(

@@ -23,7 +23,6 @@ from ebbtide.srt.managers.control import (
     Work,
 )
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.operations import require_timeout
 from ebbtide.srt.managers.control.pace import Ranks, at_once
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
@@ -188,7 +187,6 @@ class CacheFlush:
         self.handlers: HandlerTable = {FlushCacheReqInput: self.flush}
 
     def flush(self, request: FlushCacheReqInput) -> AnyReply | Operation:
-        require_timeout(request.timeout_s)
         if request.retract_running:
             self._requests.retract_all(RetractCause.FLUSH)
         if self._requests.num_running == 0 or request.timeout_s == 0:

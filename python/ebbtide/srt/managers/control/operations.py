@@ -215,12 +215,6 @@ class Operations:
             self._reply(call_id, reply)
 
 
-def require_timeout(timeout_s: float | None) -> None:
-    """Refuse a time limit below 0. None: the request has none of its own."""
-    if timeout_s is not None and not timeout_s >= 0:
-        raise RequestRejected(f"timeout_s: expected 0 or more seconds, got {timeout_s}")
-
-
 class Line:
     """Operations that wait for each other."""
 

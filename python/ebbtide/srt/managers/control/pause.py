@@ -14,7 +14,7 @@ from ebbtide.srt.managers.control import (
     Operation,
     Requests,
 )
-from ebbtide.srt.managers.control.operations import Operations, require_timeout
+from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     AbortReqOutput,
@@ -64,7 +64,6 @@ class Generation:
         }
 
     def pause(self, request: PauseGenerationReqInput) -> AnyReply | Operation:
-        require_timeout(request.timeout_s)
         if request.mode is PauseMode.WAIT:
             return self._pause_when_drained(request)
         self._operations.cancel(

@@ -15,7 +15,7 @@ from ebbtide.srt.managers.wire.control_request import (
     Outcome,
     Turn,
 )
-from ebbtide.srt.managers.wire.message import TotalsReply
+from ebbtide.srt.managers.wire.message import Seconds, TotalsReply
 from ebbtide.srt.managers.wire.weight_requests import AbortWeightUpdateReqInput, Canary
 
 # What becomes of requests that run on the version before: they stay on it; they go on with the new one, with
@@ -55,7 +55,7 @@ class LoadRequest(ControlRequest, frozen=True, kw_only=True):
     lora_version: str | int | None = None
     pinned: bool = False
     in_flight: InFlight = "stay"
-    timeout_s: float | None = None
+    timeout_s: Seconds | None = None
     session_id: str | None = None
     canary: Canary | None = None
     lora_id: Any = None
@@ -142,7 +142,7 @@ class UnloadLoRAAdapterReqInput(ControlRequest, frozen=True, kw_only=True):
 
     lora_name: str
     lora_version: str | int | None = None
-    timeout_s: float | None = None
+    timeout_s: Seconds | None = None
     lora_id: Any = None
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from ebbtide.srt.memory_saver import MemoryTag
 
@@ -98,6 +98,8 @@ class Verdict(Message, frozen=True, kw_only=True):
     refusal: str | None = None
 
 
+# A time limit of a control request.
+Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
 ChecksumAlgorithm: TypeAlias = Literal["sum64", "sha256"]
 # Seconds, of `StallCounts`: the largest of each bucket; one more has what is longer.
 STALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

@@ -17,8 +17,17 @@ from ebbtide.srt.managers.wire.control_request import (
     Outcome,
     Turn,
 )
-from ebbtide.srt.managers.wire.message import ChecksumAlgorithm, PauseMode, RankChecksums, Reply, TotalsReply
+from ebbtide.srt.managers.wire.message import (
+    ChecksumAlgorithm,
+    PauseMode,
+    RankChecksums,
+    Reply,
+    Seconds,
+    TotalsReply,
+)
 
+# Which model an update is for: there is one.
+Selector: TypeAlias = Literal["target", "all"]
 # A weight update group has this name where none is given.
 DEFAULT_GROUP = "weight_update_group"
 # The format of broadcasts that say by themselves what they are: names, dtypes and shapes are not given then.
@@ -66,9 +75,9 @@ class Canary(Struct, frozen=True, kw_only=True):
         atol: by how much any of them may differ.
     """
 
-    input_ids: list[int]
+    input_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=2)]
     logprobs: list[float | None] | None = None
-    atol: float = 0.5
+    atol: Annotated[float, Meta(ge=0)] = 0.5
 
 
 class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
@@ -83,8 +92,8 @@ class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
     abort_all_requests: bool = False
     pause_mode: PauseMode | None = None
     weight_version: str | int | None = None
-    timeout_s: float | None = None
-    selector: Literal["target", "draft", "all"] = "all"
+    timeout_s: Seconds | None = None
+    selector: Selector = "all"
     torch_empty_cache: bool = False
     session_id: str | None = None
     canary: Canary | None = None
@@ -197,12 +206,12 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, frozen=True, kw_only=True):
 
     master_address: str
     master_port: int | str
-    rank_offset: int
-    world_size: int
-    group_name: str = DEFAULT_GROUP
+    rank_offset: Annotated[int, Meta(ge=1)]
+    world_size: Annotated[int, Meta(ge=2)]
+    group_name: Annotated[str, Meta(min_length=1)] = DEFAULT_GROUP
     backend: Literal["nccl", "gloo", "raw_nccl"] = "nccl"
     nccl_unique_id: str | None = None
-    timeout_s: float = 300.0
+    timeout_s: Annotated[float, Meta(gt=0)] = 300.0
     pp_rank: Any = None
 
     @property
@@ -243,8 +252,8 @@ class BeginWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
         settles=False,
     )
 
-    selector: Literal["target", "draft", "all"] = "all"
-    timeout_s: float | None = None
+    selector: Selector = "all"
+    timeout_s: Seconds | None = None
     session_id: str | None = None
 
     def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
@@ -270,7 +279,7 @@ class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
     weight_version: str | int | None = None
     flush_cache: bool | None = None
     pause_mode: PauseMode | None = None
-    timeout_s: float | None = None
+    timeout_s: Seconds | None = None
     session_id: str | None = None
     allow_incomplete: bool = False
     canary: Canary | None = None
@@ -340,8 +349,8 @@ class GetWeightsByNameReqInput(ControlRequest, frozen=True, kw_only=True):
 
     row = ControlRow(GetWeightsByNameReqOutput, "/get_weights_by_name", POST_OR_GET, body_field="values")
 
-    name: str
-    truncate_size: int = 100
+    name: Annotated[str, Meta(min_length=1)]
+    truncate_size: Annotated[int, Meta(ge=0)] = 100
 
 
 class WeightPiece(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from ebbtide.srt.managers.control import (
 )
 from ebbtide.srt.managers.control.pace import Pace, Ranks, Wake, at_once, look_until
 from ebbtide.srt.managers.control.weights import Conversation, Weights, WritePlan
-from ebbtide.srt.managers.control.weights.commit_terms import CommitTerms, check_fields, is_piecewise
+from ebbtide.srt.managers.control.weights.commit_terms import CommitTerms, is_piecewise
 from ebbtide.srt.managers.control.weights.session import WeightSession
 from ebbtide.srt.managers.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
@@ -104,7 +104,6 @@ class Arrivals:
         return Pieces(sender, self._ranks, self._pace, self._wake)
 
     def _check_request(self, request: WeightUpdateRequest) -> None:
-        check_fields(request)
         self._check(request)
 
 

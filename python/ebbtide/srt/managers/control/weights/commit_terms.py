@@ -24,12 +24,10 @@ from ebbtide.srt.managers.control import (
     Work,
 )
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
-from ebbtide.srt.managers.control.operations import Stages, described, require_timeout
+from ebbtide.srt.managers.control.operations import Stages, described
 from ebbtide.srt.managers.control.pause import Generation, Paused
 from ebbtide.srt.managers.io_struct import (
-    BeginWeightUpdateReqInput,
     Canary,
-    EndWeightUpdateReqInput,
     PauseMode,
     PiecewiseRequest,
     RetractCause,
@@ -107,15 +105,6 @@ class RefusedUpdates:
             ],
             num_refusals=len(reasons),
         )
-
-
-def check_fields(
-    request: WeightUpdateRequest | BeginWeightUpdateReqInput | EndWeightUpdateReqInput,
-) -> None:
-    """Refuse values that no state allows."""
-    if not isinstance(request, EndWeightUpdateReqInput) and request.selector == "draft":
-        raise RequestRejected("selector 'draft': there is one model, expected 'target' or 'all'")
-    require_timeout(request.timeout_s)
 
 
 def is_piecewise(request: WeightUpdateRequest) -> TypeGuard[PiecewiseRequest]:

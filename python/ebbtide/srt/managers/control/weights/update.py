@@ -39,7 +39,6 @@ from ebbtide.srt.managers.control.weights.commit_terms import (
     CommitTerms,
     Counts,
     announced_names,
-    check_fields,
     require_base,
 )
 from ebbtide.srt.managers.control.weights.session import Burst, InPlace, WeightSession
@@ -138,7 +137,6 @@ class WeightUpdates:
 
     def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         """Open a session, behind the updates that came before."""
-        check_fields(request)
         self._refuse_second_session()
         with self._line.turn() as has_come:
             yield from in_turn(has_come, "no session was opened", 409)
@@ -151,7 +149,6 @@ class WeightUpdates:
 
     def end(self, request: EndWeightUpdateReqInput) -> Operation:
         """Commit the open session."""
-        check_fields(request)
         self._require_session()
         self._require_named(request, 409)
         return self._conditions.guarded(partial(self._end, request))
