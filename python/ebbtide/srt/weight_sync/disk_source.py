@@ -5,7 +5,6 @@ Source: wire_api section 3.3, wire_vllm section 5.2.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from ebbtide.srt.weight_sync.published import (
     names_of,
     open_files,
     read_chain,
+    read_json,
     read_state,
 )
 from ebbtide.srt.weight_sync.source import WeightSource
@@ -78,13 +78,8 @@ def _check_architecture(path: Path, architecture: str) -> None:
     if not path.is_dir():
         raise RequestRejected(f"{path} is not a folder; expected a Hugging Face checkpoint folder")
     file = path / "config.json"
-    if not file.is_file():
-        raise RequestRejected(f"{file} cannot be read: there is no such file")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RequestRejected(f"{file} cannot be read: {error}") from error
-    found = config.get("architectures") if isinstance(config, dict) else None
+    with read_json(file) as config:
+        found = config.get("architectures") if isinstance(config, dict) else None
     if not isinstance(found, list) or architecture not in found:
         raise RequestRejected(
             f"{file} names the architectures {found!r:.200}, the engine runs {architecture}"

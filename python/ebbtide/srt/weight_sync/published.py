@@ -115,7 +115,7 @@ def read_state(local_dir: Path) -> PulledState | None:
     file = local_dir / STATE
     if not file.is_file():
         return None
-    with _read(file) as found:
+    with read_json(file) as found:
         if "source_dir" not in found:
             return None  # Another engine wrote it, into a whole copy.
         return PulledState(
@@ -159,7 +159,7 @@ def checksum_of(data: memoryview, checksum_format: str) -> str:
 def _read_index(source_dir: Path, version: int) -> PublishedDelta:
     file = version_folder(source_dir, version) / INDEX
     _require_ready(file, "source_dir", version)
-    with _read(file) as index:
+    with read_json(file) as index:
         metadata, weight_map = index["metadata"], index["weight_map"]
         encoding = metadata.get("delta_encoding")
         if encoding is None:
@@ -183,7 +183,7 @@ def _read_index(source_dir: Path, version: int) -> PublishedDelta:
 def _read_manifest(file: Path, version: int) -> PublishedDelta:
     """SkyRL's index. Source: wire_vllm section 5.3."""
     _require_ready(file, "sync_dir", version)
-    with _read(file) as manifest:
+    with read_json(file) as manifest:
         found = int(manifest["version"]), int(manifest["base_version"])
         records = {record["name"]: record for record in manifest["tensors"]}
         kinds = {str(record.get("checksum_algorithm", "sha256")) for record in records.values()}
@@ -209,11 +209,11 @@ def _require_ready(file: Path, field_name: str, version: int) -> None:
 
 
 @contextmanager
-def _read(file: Path) -> Iterator[Any]:
+def read_json(file: Path) -> Iterator[Any]:
     """What a file of JSON says; refused where it cannot be read, or does not say what is asked for within."""
     try:
         yield json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RequestRejected(f"{file} cannot be read: {error!r}") from error
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory, RequestRejected
@@ -83,7 +84,8 @@ class KVSize:
             self._ranks.certainly(lambda: self._pool.withdraw(plan))
             moved_bytes = -(yield from self._give(-num_added))
         elif num_added > 0:
-            moved_bytes = yield from self._grow(num_added)
+            moved_bytes = yield from self._or_undone(self._add(num_added), self._pool.unadd)
+            self._pool.restore()
         return ResizeMemoryOccupationReqOutput(
             changed=num_added != 0,
             num_tokens=self._pool.num_tokens,
@@ -104,17 +106,19 @@ class KVSize:
         """Keep the KV of requests that are parked, on all ranks; returns the bytes."""
         if not plan.parked:
             return 0
-
-        def save() -> int:
-            try:
-                return self._pool.save(plan)
-            except OutOfDeviceMemory as error:
-                raise error.refusal(
-                    f"no room to keep the KV of running requests: {error}. Nothing was changed"
-                ) from error
-
-        saving = self._ranks.phase(Activity.ALONE, at_once(save))
+        saving = self._take(lambda: self._pool.save(plan), "no room to keep the KV of running requests")
         return (yield from self._or_undone(saving, self._pool.discard))
+
+    def _take(self, act: Callable[[], int], problem: str) -> Work[int]:
+        """Do this on all ranks at once. A lack of memory is refused as this problem."""
+
+        def attempt() -> int:
+            try:
+                return act()
+            except OutOfDeviceMemory as error:
+                raise error.refusal(f"{problem}: {error}. Nothing was changed") from error
+
+        return self._ranks.phase(Activity.ALONE, at_once(attempt))
 
     def _or_undone(self, work: Work[T], undo: Callable[[], None]) -> Work[T]:
         """Do what all ranks do, or undo it where one of them cannot or is late."""
@@ -131,34 +135,19 @@ class KVSize:
         while True:
             part = self._part_of(num_chunks)
             num_chunks -= part
-            moved_bytes += self._ranks.certainly(lambda part=part: self._pool.remove(part))  # type: ignore[misc]
+            moved_bytes += self._ranks.certainly(partial(self._pool.remove, part))
             if num_chunks == 0:
                 return moved_bytes
             yield from self._let_pass_run()
 
-    def _grow(self, num_chunks: int) -> Work[int]:
-        """Take memory for these chunks, on all ranks or on none; returns the bytes."""
-        moved_bytes = yield from self._or_undone(self._add(num_chunks), self._pool.unadd)
-        self._pool.restore()
-        return moved_bytes
-
     def _add(self, num_chunks: int) -> Work[int]:
+        """Take memory for these chunks, on all ranks or on none; returns the bytes."""
         moved_bytes = 0
-
-        def add(part: int) -> int:
-            try:
-                return self._pool.add(part)
-            except OutOfDeviceMemory as error:
-                raise error.refusal(
-                    f"no memory for a larger KV cache: {error}. Nothing was changed"
-                ) from error
-
         while True:
             part = self._part_of(num_chunks)
             num_chunks -= part
-            moved_bytes += yield from self._ranks.phase(
-                Activity.ALONE,
-                at_once(lambda part=part: add(part)),  # type: ignore[misc]
+            moved_bytes += yield from self._take(
+                partial(self._pool.add, part), "no memory for a larger KV cache"
             )
             if num_chunks == 0:
                 return moved_bytes

@@ -61,40 +61,27 @@ class CudaVirtualMemory:
         self.held_bytes = 0
 
     def reserve(self, num_bytes: int) -> Reservation:
-        try:
-            address = self._driver.call("cuMemAddressReserve", num_bytes, self.granularity, 0, 0)
-        except DriverError as error:
-            raise self._refusal(error, num_bytes) from error
+        address = self._take(num_bytes, "cuMemAddressReserve", num_bytes, self.granularity, 0, 0)
         return Reservation(int(address), num_bytes)
 
     def free_reservation(self, reservation: Reservation) -> None:
         self._driver.call("cuMemAddressFree", reservation.address, reservation.num_bytes)
 
     def create(self, num_bytes: int) -> Handle:
+        creation = "cuMemCreate", num_bytes, self._properties, 0
         try:
-            key = self._create(num_bytes)
-        except DriverError as error:
-            if not error.is_out_of_memory:
-                raise
+            key = self._take(num_bytes, *creation)
+        except OutOfDeviceMemory:
             self._trim()
-            try:
-                key = self._create(num_bytes)
-            except DriverError as second:
-                raise self._refusal(second, num_bytes) from second
+            key = self._take(num_bytes, *creation)
         self.held_bytes += num_bytes
-        return Handle(key, num_bytes)
+        return Handle(int(key), num_bytes)
 
     def map(self, at: Reservation, offset: int, handle: Handle) -> None:
-        try:
-            self._driver.call("cuMemMap", at.address + offset, handle.num_bytes, 0, handle.key, 0)
-        except DriverError as error:
-            raise self._refusal(error, handle.num_bytes) from error
+        self._take(handle.num_bytes, "cuMemMap", at.address + offset, handle.num_bytes, 0, handle.key, 0)
 
     def make_accessible(self, at: Reservation, offset: int, num_bytes: int) -> None:
-        try:
-            self._driver.call("cuMemSetAccess", at.address + offset, num_bytes, [self._access], 1)
-        except DriverError as error:
-            raise self._refusal(error, num_bytes) from error
+        self._take(num_bytes, "cuMemSetAccess", at.address + offset, num_bytes, [self._access], 1)
 
     def drain(self) -> None:
         # The driver unmaps at once: a kernel or a graph replay that still reads the pages would fault.
@@ -115,11 +102,14 @@ class CudaVirtualMemory:
         flat = torch.empty(0, dtype=torch.uint8, device=self._device)
         return flat.set_(storage, 0, (reservation.num_bytes,), (1,))
 
-    def _create(self, num_bytes: int) -> int:
-        return int(self._driver.call("cuMemCreate", num_bytes, self._properties, 0))
-
-    def _refusal(self, error: DriverError, needed_bytes: int) -> Exception:
-        return OutOfDeviceMemory(needed_bytes, self._free_bytes()) if error.is_out_of_memory else error
+    def _take(self, num_bytes: int, call: str, *arguments: Any) -> Any:
+        """Call what takes memory, addresses, or tables of the driver for them."""
+        try:
+            return self._driver.call(call, *arguments)
+        except DriverError as error:
+            if not error.is_out_of_memory:
+                raise
+            raise OutOfDeviceMemory(num_bytes, self._free_bytes()) from error
 
 
 class CudaHostPinning:
