@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.version import SOURCE_ROOT
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -59,6 +61,15 @@ def local_folder(argument: str, given: str, revision: str | None, *, with_weight
         raise ConfigurationError(
             f"{argument}: {given!r} is not a folder, and the hub did not deliver it: {_first_line(error)}"
         ) from error
+
+
+@contextmanager
+def read_json(file: Path) -> Iterator[Any]:
+    """What a file of JSON says; refused where it cannot be read, or does not say what is asked for within."""
+    try:
+        yield json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RequestRejected(f"{file} cannot be read: {error!r}") from error
 
 
 def has_weights(folder: Path) -> bool:

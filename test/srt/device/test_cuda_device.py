@@ -6,8 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from ebbtide.srt.device import open_device
-from ebbtide.srt.device.memory import process_bytes
+from ebbtide.srt.device import open_device, process_bytes
 from ebbtide.srt.errors import ConfigurationError, EngineError
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbtide.srt.device.memory import host_memory_info, process_bytes
+from ebbtide.srt.device import host_memory_info, process_bytes
 
 
 class NVMLError(Exception):

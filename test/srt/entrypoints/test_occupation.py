@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from ebbtide.srt.config import ParallelConfig
-from ebbtide.srt.device.memory import device_memory_bytes
+from ebbtide.srt.device import device_memory_bytes
 from ebbtide.srt.entrypoints import occupation
 from ebbtide.srt.entrypoints.occupation import count_devices_once, memory_occupation, num_gpus
 from ebbtide.srt.errors import EngineError

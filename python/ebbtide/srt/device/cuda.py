@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.srt.device import MemoryInfo
-from ebbtide.srt.device.memory import process_bytes
+from ebbtide.srt.device import MemoryInfo, process_bytes
 from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning, CudaVirtualMemory
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from ebbtide.srt.config import ParallelConfig
-from ebbtide.srt.device.memory import device_memory_bytes, host_memory_info, process_bytes
+from ebbtide.srt.device import device_memory_bytes, host_memory_info, process_bytes
 from ebbtide.srt.entrypoints.bodies import AnswerBody
 from ebbtide.srt.entrypoints.launch.placement import node_of
 from ebbtide.srt.errors import EngineError

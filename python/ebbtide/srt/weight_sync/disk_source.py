@@ -16,7 +16,7 @@ from torch import Tensor
 from ebbtide.formats.delta import BITS
 from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
-from ebbtide.srt.hf_folder import folder_of
+from ebbtide.srt.hf_folder import folder_of, read_json
 from ebbtide.srt.model_executor.loader import Checkpoint
 from ebbtide.srt.weight_sync.patch import Patch, PatchKind
 from ebbtide.srt.weight_sync.published import (
@@ -27,7 +27,6 @@ from ebbtide.srt.weight_sync.published import (
     names_of,
     open_files,
     read_chain,
-    read_json,
     read_state,
 )
 from ebbtide.srt.weight_sync.source import WeightSource

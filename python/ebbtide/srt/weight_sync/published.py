@@ -10,14 +10,14 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.hf_folder import read_json
 
 if TYPE_CHECKING:
     from ebbtide.srt.model_executor.loader import CheckpointFile
@@ -206,15 +206,6 @@ def _read_manifest(file: Path, version: int) -> PublishedDelta:
 def _require_ready(file: Path, field_name: str, version: int) -> None:
     if not file.is_file():
         raise RequestRejected(f"{field_name}: version {version} is not ready: there is no {file}")
-
-
-@contextmanager
-def read_json(file: Path) -> Iterator[Any]:
-    """What a file of JSON says; refused where it cannot be read, or does not say what is asked for within."""
-    try:
-        yield json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise RequestRejected(f"{file} cannot be read: {error!r}") from error
 
 
 def _check_versions(file: Path, version: int, found: tuple[int, int]) -> None:
