@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 # What a process that its watchdog ended exits with: the others are asked where they stand before they end.
 HUNG_EXIT_STATUS: Final = 70
@@ -18,7 +18,23 @@ class ConfigurationError(EbbtideError):
     """The engine cannot start with these arguments, this checkpoint or this machine."""
 
 
-class RequestRejected(EbbtideError):
+class _Told(EbbtideError):
+    """What a request is answered with in the place of a reply."""
+
+    status: int = 500
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON error body, the same over HTTP and in Python."""
+        return error_body(self.message, self.status, **self.fields)
+
+
+class RequestRejected(_Told):
     """A request that was refused: it is malformed, or the state does not allow it. Nothing was changed.
 
     Args:
@@ -30,18 +46,11 @@ class RequestRejected(EbbtideError):
     """
 
     def __init__(self, message: str, status: int = 400, **fields: Any) -> None:
-        super().__init__(message)
-        self.message = message
+        super().__init__(message, **fields)
         self.status = status
-        self.fields = fields
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON error body, the same over HTTP and in Python."""
-        return error_body(self.message, self.status, **self.fields)
 
 
-class EngineError(EbbtideError):
+class EngineError(_Told):
     """The engine itself failed: a process died, or a handler raised. The message names the rank.
 
     Args:
@@ -51,12 +60,6 @@ class EngineError(EbbtideError):
     Attributes:
         status: the HTTP status.
     """
-
-    status: ClassVar = 500
-
-    def __init__(self, message: str, **fields: Any) -> None:
-        super().__init__(message)
-        self.fields = fields
 
 
 class EngineDown(EngineError):

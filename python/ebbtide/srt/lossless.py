@@ -11,10 +11,12 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Final, get_args, get_origin
+from typing import Annotated, Any, Final, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
+
+from ebbtide.srt.errors import RequestRejected
 
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,18}(\.0{0,18})?")
 _NUMBER: Final = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,3})?")
@@ -57,6 +59,20 @@ def reader_of(annotation: Any) -> Callable[[Any], Any] | None:
     return next(
         (read for kind, read in ((bool, as_bool), (int, as_int), (float, as_float)) if kind in kinds), None
     )
+
+
+K = TypeVar("K", bound=Struct)
+
+
+def read(kind: type[K], fields: Mapping[str, Any], param: str | None = None) -> K:
+    """A request of this type, of its fields.
+
+    Raises RequestRejected: 400, with the field's path and what was expected; `param` is what that calls it.
+    """
+    try:
+        return msgspec.convert(read_losslessly(fields, kind), kind)
+    except msgspec.ValidationError as error:
+        raise RequestRejected(str(error), param=param) from None
 
 
 def read_losslessly(fields: Mapping[str, Any], kind: type[Struct]) -> dict[str, Any]:

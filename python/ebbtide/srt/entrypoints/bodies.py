@@ -10,6 +10,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from ebbtide.srt.managers.api.output_state import Triple
+from ebbtide.srt.managers.wire.message import Seconds
 
 Body = dict[str, Any]
 Positions = list[list[Triple] | None]
@@ -37,7 +38,7 @@ class Error(AnswerBody, kw_only=True):
 class DrainRequest(Struct, kw_only=True):
     """`timeout_s`: what has not ended by then is answered with 503; null: there is no limit."""
 
-    timeout_s: float | None = None
+    timeout_s: Seconds | None = None
 
 
 class DrainReply(AnswerBody, kw_only=True):

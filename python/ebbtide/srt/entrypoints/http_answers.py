@@ -172,10 +172,8 @@ class _Events(Response):
             while await generation.has_next():
                 await send(_part(self._next_event(generation)))
             last = self._writer.end()
-        except RequestRejected as error:
+        except (RequestRejected, EngineError) as error:
             last = self._writer.failure(error.body["error"])
-        except EngineError as error:
-            last = self._writer.failure(error_body(str(error), error.status)["error"])
         except Exception:  # a fault of ours: the stream ends as every other does, and the log has the rest
             logger.exception("a stream has failed")
             last = self._writer.failure(error_body("internal error", 500)["error"])

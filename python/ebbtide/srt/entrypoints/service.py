@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -221,8 +220,6 @@ class EngineService:
 
         `timeout_s`: how long; None without limit.
         """
-        if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 0):
-            raise RequestRejected(f"timeout_s: expected a number of seconds from 0 on, got {timeout_s}")
         if self._draining is not None:
             self._draining.cancel()
         self._draining = asyncio.create_task(self._drained(timeout_s))

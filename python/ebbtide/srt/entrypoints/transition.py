@@ -17,7 +17,8 @@ import msgspec
 from msgspec import Struct, field
 
 from ebbtide.srt.entrypoints.bodies import AnswerBody, Body
-from ebbtide.srt.errors import EngineError, RequestRejected, error_body
+from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.lossless import read
 from ebbtide.srt.managers.api.request_fields import MAX_CHARACTERS, build_request
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
 
@@ -123,10 +124,8 @@ class Transitions:
             reply = await self._control(STEPS[step["op"]], _step_fields(step))
             # A flush that is not full is an answer, and yet no reason to go on.
             status = 200 if reply["success"] else 400
-        except RequestRejected as error:
+        except (RequestRejected, EngineError) as error:
             reply, status = error.body, error.status
-        except EngineError as error:
-            reply, status = error_body(str(error), error.status), error.status
         duration_ms = (time.perf_counter() - started) * 1e3
         return StepOutcome(op=step["op"], status=status, duration_ms=duration_ms, reply=reply)
 
@@ -140,10 +139,7 @@ class Transitions:
 
 
 def _request(fields: Mapping[str, Any]) -> TransitionRequest:
-    try:
-        request = msgspec.convert(fields, TransitionRequest)
-    except msgspec.ValidationError as error:
-        raise RequestRejected(f"transition: {error}") from None
+    request = read(TransitionRequest, fields)
     for number, step in enumerate(request.steps, 1):
         op = step.get("op")
         if not isinstance(op, str) or op not in STEPS:

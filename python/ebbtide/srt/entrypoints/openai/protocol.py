@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 
-from msgspec import UNSET, Struct, UnsetType, ValidationError, convert, defstruct
+from msgspec import UNSET, Struct, UnsetType, defstruct
 
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.lossless import read_losslessly
+from ebbtide.srt.lossless import read
 from ebbtide.srt.managers.api.generate_fields import PromptFields, said
 from ebbtide.srt.sampling_params import OPENAI_FIELDS
 
@@ -149,12 +149,11 @@ def parse(kind: type[R], fields: Mapping[str, Any]) -> R:
     Raises RequestRejected: 400, with the field's path and what was expected.
     """
     try:
-        given = {name: value for name, value in fields.items() if value is not None}
-        return convert(read_losslessly(given, kind), kind)
-    except ValidationError as error:
-        is_of_part = ".content[" in str(error)
+        return read(kind, {name: value for name, value in fields.items() if value is not None})
+    except RequestRejected as error:
+        is_of_part = ".content[" in error.message
         hint = "; in a message, only parts with text are supported" if is_of_part else ""
-        raise RequestRejected(f"{error}{hint}") from None
+        raise RequestRejected(f"{error.message}{hint}") from None
 
 
 # -------------------------------------------------------------------------------------------------- answers

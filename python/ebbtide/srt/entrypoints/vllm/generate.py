@@ -33,7 +33,7 @@ from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import meant_by
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.lossless import as_int, read_losslessly
+from ebbtide.srt.lossless import as_int, read
 from ebbtide.srt.managers.api.generate_fields import CommonFields
 from ebbtide.srt.managers.api.output_state import Triple
 from ebbtide.srt.sampling_params import VLLM_FIELDS, SamplingParams, params_of
@@ -188,11 +188,8 @@ class TokensApi:
 def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_model: str) -> TokensCall:
     """A request of `/inference/v1/generate`. Raises RequestRejected: 400."""
     _refuse_unsupported(fields, _UNSUPPORTED, "body")
-    try:
-        given = {name: value for name, value in with_headers(fields, headers).items() if value is not None}
-        request = msgspec.convert(read_losslessly(given, TokensRequest), TokensRequest)
-    except msgspec.ValidationError as error:
-        raise RequestRejected(str(error), param="body") from None
+    given = {name: value for name, value in with_headers(fields, headers).items() if value is not None}
+    request = read(TokensRequest, given, param="body")
     given_params = request.sampling_params or {}
     if request.sampling_params is None and request.continue_from is None:
         raise RequestRejected("sampling_params: is needed", param="body.sampling_params")

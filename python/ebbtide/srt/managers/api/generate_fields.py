@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
+from msgspec import Meta
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.lossless import read_losslessly
+from ebbtide.srt.lossless import read
 from ebbtide.srt.managers.api.array_forms import decoded
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.io_struct import RoutedExperts
@@ -34,15 +34,14 @@ UNSUPPORTED_FIELDS = frozenset(
 )
 
 # What a message between processes has room for; JSON and Python have more.
-Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+INT64_MAX: Final = 2**63 - 1
+Int64: TypeAlias = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
+MAX_TIMEOUT_S: Final = 1e9
 
 
-def said(description: str | None = None, expected: str = "", **schema: Any) -> msgspec.Meta:
-    """What is declared of a field in addition to its type: words and bounds for the OpenAPI document.
-
-    `expected`: what a refusal says that was; bounds that have it are checked by `check_bounds`.
-    """
-    return msgspec.Meta(description=description, extra_json_schema=schema, extra={"expected": expected})
+def said(description: str | None = None, **schema: Any) -> Meta:
+    """What the OpenAPI document says of a field in addition to its type."""
+    return Meta(description=description, extra_json_schema=schema)
 
 
 class CommonFields(msgspec.Struct, kw_only=True):
@@ -54,8 +53,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
     routed_dp_rank: Annotated[int | None, said("The replica that runs it.", minimum=0)] = None
     priority: Int64 | None = None
     max_version_lag: Annotated[
-        Int64 | None,
-        said("Updates that may be committed while it runs.", "a number of updates from 0", minimum=0),
+        Annotated[int, Meta(ge=0, le=INT64_MAX)] | None, said("Updates that may be committed while it runs.")
     ] = None
     min_weight_version: Annotated[
         str | Int64 | None, said("It waits until this version serves, or a later one.")
@@ -75,12 +73,8 @@ class PromptFields(CommonFields, kw_only=True):
 
     add_special_tokens: Annotated[bool | None, said("False for a text that has them already.")] = None
     truncate_prompt_tokens: Annotated[
-        Int64 | None,
-        said(
-            "How many tokens of a prompt are kept; -1: as many as fit; 0: all.",
-            "a number of tokens, or -1 for as many as fit",
-            minimum=-1,
-        ),
+        Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None,
+        said("How many tokens of a prompt are kept; -1: as many as fit; 0: all."),
     ] = None
     truncation_side: Annotated[
         Literal["left", "right"] | None,
@@ -93,9 +87,7 @@ class PromptFields(CommonFields, kw_only=True):
         str | list[str | None] | None, said("The name of a loaded adapter, or `name@version`.")
     ] = None
     data_parallel_rank: int | None = None
-    timeout_s: Annotated[float | None, said(expected="a number of seconds above 0", exclusiveMinimum=0)] = (
-        None
-    )
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
     sampling_logprobs_mode: Annotated[str | None, said(enum=["selected", None])] = None
@@ -123,25 +115,6 @@ class GenerateReqInput(PromptFields, kw_only=True):
     continue_from: str | None = None
 
 
-_BOUNDS = tuple(
-    (field.name, meta.extra["expected"], meta.extra_json_schema)
-    for field in msgspec.structs.fields(GenerateReqInput)
-    for meta in getattr(field.type, "__metadata__", ())
-    if meta.extra["expected"]
-)
-
-
-def check_bounds(request: GenerateReqInput) -> None:
-    """Refuse numbers outside the bounds that their fields declare. Raises RequestRejected: 400."""
-    for name, expected, bounds in _BOUNDS:
-        value = getattr(request, name)
-        if value is None:
-            continue
-        is_above = value >= bounds.get("minimum", value) and value > bounds.get("exclusiveMinimum", -math.inf)
-        if not is_above or value == math.inf:
-            raise RequestRejected(f"{name}: expected {expected}, got {value}")
-
-
 def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
     """Check the types of a request's fields.
 
@@ -154,10 +127,7 @@ def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
     for name in UNSUPPORTED_FIELDS & fields.keys():
         if not asks_for_nothing(fields[name]):
             raise RequestRejected(f"{name}: not supported in this version")
-    try:
-        request = msgspec.convert(read_losslessly(fields, GenerateReqInput), GenerateReqInput)
-    except msgspec.ValidationError as error:
-        raise RequestRejected(str(error)) from None
+    request = read(GenerateReqInput, fields)
     if request.sampling_logprobs_mode not in (None, "selected"):
         raise RequestRejected(
             "sampling_logprobs_mode: expected null or 'selected', since of the tokens that could have been "

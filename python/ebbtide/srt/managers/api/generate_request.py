@@ -17,7 +17,6 @@ from ebbtide.srt.managers.api.ended_outputs import NOBODY, Caller, EndedOutput, 
 from ebbtide.srt.managers.api.generate_fields import (
     GenerateReqInput,
     PerPrompt,
-    check_bounds,
     parse,
     per_prompt,
     rids_of_outputs,
@@ -153,7 +152,6 @@ class RequestNormalizer:
     def _check(self, request: GenerateReqInput) -> None:
         if request.return_text_in_logprobs:
             self._need_tokenizer("return_text_in_logprobs")
-        check_bounds(request)
         if request.min_weight_version is not None and request.exact_weight_version is not None:
             raise RequestRejected("min_weight_version and exact_weight_version: expected one of them")
         rank = _pinned_to(request)
