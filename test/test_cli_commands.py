@@ -12,8 +12,7 @@ from fixtures.servers import Server, null_server, running_server, url_of
 from safetensors.torch import load_file
 
 from ebbtide import Client, cli
-from ebbtide.cli.talk import ColouredAnswer
-from ebbtide.cli.watch import Picture
+from ebbtide.cli.server import ColouredAnswer, Picture
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.hf_folder import folder_of
 

@@ -8,7 +8,7 @@ from importlib import import_module
 
 import typer
 
-from ebbtide.cli import measure, server, talk, watch
+from ebbtide.cli import measure, server
 from ebbtide.version import __version__
 
 ON_THIS_MACHINE = "Run it on this machine"
@@ -71,10 +71,10 @@ _add_own(
     "Train a small model by reinforcement learning, with Ebbtide for the rollouts.",
     "ebbtide.demo.run",
 )
-app.command("chat", rich_help_panel=ASK)(talk.chat)
-app.command("generate", rich_help_panel=ASK)(talk.generate)
+app.command("chat", rich_help_panel=ASK)(server.chat)
+app.command("generate", rich_help_panel=ASK)(server.generate)
 app.command("bench", rich_help_panel=ASK)(measure.bench)
-app.command("top", rich_help_panel=ASK)(watch.top)
+app.command("top", rich_help_panel=ASK)(server.top)
 app.command("status", rich_help_panel=ASK)(server.status)
 app.command("pause", rich_help_panel=CONTROL)(server.pause)
 app.command("continue", rich_help_panel=CONTROL)(server.go_on)

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ebbtide.cli.server import DEFAULT_URL, AsJson, Key, Url, asking, console
-from ebbtide.client import Client
+from ebbtide.cli.server import AsJson, Key, Url, asking, console, table_of
+from ebbtide.client import DEFAULT_URL, Client
 
 Count = Annotated[int, typer.Option(min=1)]
 
@@ -155,10 +155,7 @@ async def _read(
 
 def _table(rows: dict[str, list[Figures]]) -> Table:
     """The median of each figure, with the least and the most."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for name in rows:
-        table.add_column(name, justify="right")
+    table = table_of("", *rows, right=rows)
     for figure in Figures.__dataclass_fields__:
         cells = []
         for figures in rows.values():

@@ -1,18 +1,22 @@
-"""The server that commands ask, and those that look at its memory, weights and requests, and change them."""
+"""The commands that ask a server: about its memory, weights and requests, to change them, to generate."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Generator
+import time
+from collections import deque
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from ebbtide.client import DEFAULT_URL, Client
 from ebbtide.srt.errors import EbbtideError
@@ -35,6 +39,7 @@ Key: TypeAlias = Annotated[
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 console = Console(highlight=False)
+_SIZES = ("resident", "in host memory")
 
 
 @contextmanager
@@ -65,14 +70,19 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} GB"
 
 
+def table_of(*headings: str, right: Collection[str] = ()) -> Table:
+    """An empty table; the columns of some headings are aligned on the right."""
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left")
+    return table
+
+
 def sizes(by_tag: dict[str, Any]) -> str:
     """Bytes of each tag, and nothing of those that have none."""
     return (
         ", ".join(f"{tag} {size(num_bytes)}" for tag, num_bytes in by_tag.items() if num_bytes) or "nothing"
     )
-
-
-__all__ = ["DEFAULT_URL", "AsJson", "Key", "Url", "asking", "console", "fail", "size", "sizes"]
 
 
 Tags = Annotated[list[MemoryTag] | None, typer.Argument(help="Which memory; none: all of it.")]
@@ -95,11 +105,7 @@ def status(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> 
         totals = loads["loads"]
         running, waiting = (sum(one[f"num_{kind}_reqs"] for one in totals) for kind in ("running", "waiting"))
         console.print(f"requests {running} running, {waiting} waiting")
-        table = Table(box=None, pad_edge=False)
-        for heading in ("memory", "state", "resident", "in host memory"):
-            table.add_column(
-                heading, justify="right" if heading in ("resident", "in host memory") else "left"
-            )
+        table = table_of("memory", "state", "resident", "in host memory", right=_SIZES)
         for tag, report in memory["tags"].items():
             resident = report["resident_bytes"]
             state = "resident" if resident else "released" if report["virtual_bytes"] else "none"
@@ -191,3 +197,179 @@ def update(
             f"{line}, {size(answer['num_bytes'])}; requests stalled {answer['stall_ms']:.1f} ms",
             as_json,
         )
+
+
+# ---------------------------------------------------------------------------------------- chat and generate
+
+# One for each version of the weights, in the order in which they are met.
+COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0.0)]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; `-` reads it from standard input.")],
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+    as_json: AsJson = False,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 1.0,
+) -> None:
+    """Continue a text."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    params = {"max_new_tokens": max_tokens, "temperature": temperature}
+    with asking(url, key) as client:
+        if as_json:
+            console.print_json(json.dumps(client.generate(text, params)))
+        else:
+            ColouredAnswer().show(client.generate(text, params, stream=True))
+
+
+def chat(
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
+) -> None:
+    """Talk with the model. Each colour is a version of the weights; Ctrl-D ends it."""
+    said: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+    with asking(url, key) as client:
+        model = client.model_info()
+        server = f"{model['served_model_name']}, weights {model['weight_version']}"
+        # Not where the answers go.
+        note = Console(stderr=True, highlight=False)
+        note.print(f"{server}. Ctrl-C ends an answer, Ctrl-D the conversation.", style="dim")
+        answer = ColouredAnswer()
+        while (question := _ask()) is not None:
+            if not question:
+                continue
+            said.append({"role": "user", "content": question})
+            params = {"max_new_tokens": max_tokens, "temperature": temperature}
+            try:
+                prompt_ids = client.tokenize(messages=said)
+                text = answer.show(client.generate(input_ids=prompt_ids, sampling_params=params, stream=True))
+            except KeyboardInterrupt:
+                console.print()
+                text = answer.text
+            said.append({"role": "assistant", "content": text})
+
+
+def _ask() -> str | None:
+    try:
+        return console.input("[bold]> [/]" if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+class ColouredAnswer:
+    """Shows a stream, each token in the colour of the weights that sampled it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._colours: dict[str, str] = {}
+
+    def show(self, chunks: Iterator[Any]) -> str:
+        """Print the chunks as they come; returns the whole text."""
+        self.text, met = "", []
+        for chunk in chunks:
+            meta = chunk["meta_info"]
+            new, self.text = chunk["text"][len(self.text) :], chunk["text"]
+            version = meta["weight_versions"][-1]["version"] if meta["weight_versions"] else ""
+            if version not in self._colours:
+                self._colours[version] = COLOURS[len(self._colours) % len(COLOURS)]
+            if version not in met:
+                met.append(version)
+            console.print(Text(new, style=self._colours[version]), end="", soft_wrap=True)
+        console.print()
+        legend = Text("weights ", style="dim")
+        for version in met:
+            legend.append(f"{version} ", style=self._colours[version])
+        Console(stderr=True).print(legend)
+        return self.text
+
+
+# --------------------------------------------------------------------------------------------------- top
+
+NUM_OPERATIONS = 12
+BAR_WIDTH = 30
+
+
+def top(
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture, and end.")] = False,
+) -> None:
+    """Watch a server live: requests, memory by tag, versions, the last operations. Ctrl-C ends it."""
+    picture = Picture()
+    with asking(url, key) as client, Live(console=console, screen=not once, auto_refresh=False) as live:
+        for event in client.events():
+            picture.take(event)
+            if picture.sample:
+                live.update(picture.draw(client.url), refresh=True)
+                if once:
+                    return
+        fail("the server has ended")
+
+
+class Picture:
+    """What the events of the dashboard have come to. `sample`: the latest; empty as long as there is none."""
+
+    def __init__(self) -> None:
+        self.sample: dict[str, Any] = {}
+        self._largest: dict[str, int] = {}
+        self._operations: deque[dict[str, Any]] = deque(maxlen=NUM_OPERATIONS)
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take an event of `/dashboard/events`."""
+        history = event.get("history", {})
+        self._operations.extend(history.get("operations", ()))
+        for sample in (*history.get("samples", ())[-1:], *filter(None, [event.get("sample")])):
+            self.sample = sample
+            for tag, num_bytes in sample["resident_bytes"].items():
+                self._largest[tag] = max(num_bytes, self._largest.get(tag, 1))
+        if "operation" in event:
+            self._operations.append(event["operation"])
+
+    def draw(self, url: str) -> Group:
+        """The whole screen."""
+        sample = self.sample
+        load, reason = sample["load"], sample["reason"]
+        state = Text("serving", "green") if not reason else Text(f"waiting: {reason}", "yellow")
+        head = Text.assemble((f"{url}  ", "bold"), state, f"  weights {sample['weight_version']}")
+        requests = (
+            f"requests {load['num_running_reqs']} running, {load['num_waiting_reqs']} waiting, "
+            f"{load['num_paused_reqs']} paused   {load['gen_throughput']:.0f} tokens/s   "
+            f"KV {load['num_used_tokens']} of {load['max_total_num_tokens']} tokens"
+            if load
+            else "the ranks do not answer"
+        )
+        tokens = sample["tokens_by_version"]
+        versions = ", ".join(f"{version}: {count}" for version, count in tokens.items()) or "none"
+        return Group(
+            head,
+            requests,
+            f"tokens of outputs that ended, by version  {versions}",
+            self._memory(),
+            self._past(),
+        )
+
+    def _memory(self) -> Table:
+        table = table_of("memory", "", "resident", "in host memory", right=_SIZES)
+        for tag, num_bytes in self.sample["resident_bytes"].items():
+            width = round(BAR_WIDTH * num_bytes / self._largest[tag])
+            bar = Text("█" * width, "cyan") + Text("░" * (BAR_WIDTH - width), "dim")
+            table.add_row(tag, bar, size(num_bytes), size(self.sample["backup_bytes"][tag]))
+        return table
+
+    def _past(self) -> Table:
+        table = table_of("ago", "operation", "took", "stall", "outcome", right=("ago", "took", "stall"))
+        for one in reversed(self._operations):
+            ago_s = max(0.0, time.time() - one["started_s"])
+            stall = f"{one['stall_ms']:.1f} ms" if "stall_ms" in one else ""
+            outcome = one["outcome"] if one["outcome"] == "done" else f"{one['outcome']}: {one['message']}"
+            table.add_row(
+                f"{ago_s:.0f} s", one["operation"], f"{1000 * one['duration_s']:.1f} ms", stall, outcome
+            )
+        return table

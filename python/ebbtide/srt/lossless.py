@@ -7,6 +7,7 @@ is, and is refused by whoever checks the type.
 
 from __future__ import annotations
 
+import enum
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,7 @@ def read(kind: type[K], fields: Mapping[str, Any], param: str | None = None) -> 
     try:
         return msgspec.convert(read_losslessly(fields, kind), kind)
     except msgspec.ValidationError as error:
-        raise RequestRejected(str(error), param=param) from None
+        raise RequestRejected(_explained(error, kind), param=param) from None
 
 
 def read_losslessly(fields: Mapping[str, Any], kind: type[Struct]) -> dict[str, Any]:
@@ -96,3 +97,24 @@ def _kinds(annotation: Any) -> list[Any]:
         return [origin]
     members = get_args(annotation)
     return [kind for member in members for kind in _kinds(member)] if members else [annotation]
+
+
+def _explained(error: msgspec.ValidationError, kind: type[Struct]) -> str:
+    """The validation message, with the valid values where an enumeration was expected."""
+    message = str(error)
+    if message.startswith("Invalid base64"):
+        return f"{message}; expected the standard alphabet, with padding"
+    field = re.search(r"`\$\.(\w+)", message)
+    if field is None or not message.startswith("Invalid enum value"):
+        return message
+    types = {known.name: known.type for known in msgspec.structs.fields(kind)}
+    return f"{message}; expected one of {', '.join(valid_values(types[field[1]]))}"
+
+
+def valid_values(annotation: Any) -> list[str]:
+    """What a type of a field has a list of: members of an enumeration, words."""
+    if isinstance(annotation, enum.EnumType):
+        return list(map(str, annotation.__members__.values()))
+    if isinstance(annotation, str):
+        return [annotation]
+    return [value for argument in get_args(annotation) for value in valid_values(argument)]

@@ -296,7 +296,7 @@ def test_what_cannot_be_kept_is_refused_by_name(kinds: list[str], fields: dict[s
         ("completion", {"prompt": ["a", [1]]}, "got a mixture"),
         ("completion", {"suffix": "x"}, "suffix: not supported"),
         ("completion", {"best_of": 2}, "best_of: expected null or n"),
-        ("completion", {"logprobs": -2}, "logprobs: expected a number of tokens from 0"),
+        ("completion", {"logprobs": -2}, "`int` >= -1 - at `..logprobs`"),
         ("chat", {"messages": []}, "messages: at least one is needed"),
         ("chat", {"messages": None}, "messages: at least one is needed"),
         ("chat", {"messages": [{"content": "a"}]}, "missing required field `role`"),

@@ -323,7 +323,8 @@ def test_what_could_be_sampled_is_told_where_it_is_bounded() -> None:
 
 def test_of_what_could_be_sampled_only_the_sampled_tokens_logprob_is_told() -> None:
     assert plan(input_ids=[1], sampling_logprobs_mode="selected")
-    assert "sampling_logprobs_mode: expected" in refusal(input_ids=[1], sampling_logprobs_mode="support")
+    said = refusal(input_ids=[1], sampling_logprobs_mode="support")
+    assert "at `$.sampling_logprobs_mode`; expected one of selected" in said
 
 
 # These limits are of a model without experts.

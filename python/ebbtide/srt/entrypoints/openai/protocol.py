@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 
-from msgspec import UNSET, Struct, UnsetType, defstruct
+from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 
 from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.errors import RequestRejected
@@ -18,6 +18,8 @@ from ebbtide.srt.sampling_params import OPENAI_FIELDS
 
 R = TypeVar("R", bound=Struct)
 Fields: TypeAlias = dict[str, Any]
+# How many of the most likely tokens are listed; -1: all.
+NumTop: TypeAlias = Annotated[int, Meta(ge=-1)]
 
 # ------------------------------------------------------------------------------------------------- requests
 
@@ -61,7 +63,7 @@ class OpenAIRequest(PromptFields, kw_only=True):
     return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_weight_versions: bool | None = None
-    prompt_logprobs: Annotated[int | None, said(minimum=-1)] = None
+    prompt_logprobs: NumTop | None = None
     request_id: str | None = None
 
 
@@ -85,7 +87,7 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     max_tokens: Annotated[int | None, said(minimum=0)] = None
     echo: bool | None = None
-    logprobs: Annotated[int | None, said(minimum=-1)] = None
+    logprobs: NumTop | None = None
     suffix: Annotated[str | None, said(enum=["", None])] = None
     best_of: Annotated[int | None, said(minimum=1)] = None
 
@@ -123,7 +125,7 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     max_completion_tokens: Annotated[int | None, said(minimum=0)] = None
     max_tokens: int | None = None
     logprobs: bool | Literal[0, 1] | None = None
-    top_logprobs: Annotated[int | None, said(minimum=-1)] = None
+    top_logprobs: NumTop | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -262,9 +262,6 @@ def _logprob_fields(request: OpenAIRequest, num_logprobs: int | None, *, with_pr
     num_prompt = request.prompt_logprobs
     if request.logprob_token_ids and num_logprobs is None:
         raise RequestRejected("logprob_token_ids: needs logprobs")
-    for name, number in (("logprobs", num_logprobs), ("prompt_logprobs", num_prompt)):
-        if number is not None and number < -1:
-            raise RequestRejected(f"{name}: expected a number of tokens from 0, or -1 for all, got {number}")
     if num_prompt is not None and request.stream:
         raise RequestRejected("prompt_logprobs: not in a stream")
     is_wanted = num_logprobs is not None or num_prompt is not None

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final, TypeVar, get_args
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.lossless import read_losslessly
+from ebbtide.srt.lossless import read
 from ebbtide.srt.managers.io_struct import ControlRequest
 
 R = TypeVar("R", bound=ControlRequest)
@@ -45,9 +43,9 @@ def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str
     ignored = [name[:MAX_CHARACTERS] for name in sorted(set(fields) - set(known))[:MAX_IGNORED]]
     refuse_misspelt(kind, given, ignored)
     try:
-        return msgspec.convert({"type": kind.__name__, **read_losslessly(given, kind)}, kind), ignored
-    except msgspec.ValidationError as error:
-        raise RequestRejected(f"{kind.__name__}: {explain(error, kind)}") from None
+        return read(kind, {"type": kind.__name__, **given}), ignored
+    except RequestRejected as error:
+        raise RequestRejected(f"{kind.__name__}: {error.message}") from None
 
 
 def refuse_misspelt(kind: type[Struct], given: Collection[str], unknown: Iterable[str]) -> None:
@@ -114,24 +112,3 @@ def _check_sizes(kind: type[Struct], path: str, value: Any) -> None:
         case list() | tuple():
             for index, member in enumerate(value):
                 _check_sizes(kind, f"{path}[{index}]", member)
-
-
-def explain(error: msgspec.ValidationError, kind: type[Struct]) -> str:
-    """The validation message, with the valid values where an enumeration was expected."""
-    message = str(error)
-    if message.startswith("Invalid base64"):
-        return f"{message}; expected the standard alphabet, with padding"
-    field = re.search(r"`\$\.(\w+)", message)
-    if field is None or not message.startswith("Invalid enum value"):
-        return message
-    types = {known.name: known.type for known in msgspec.structs.fields(kind)}
-    return f"{message}; expected one of {', '.join(valid_values(types[field[1]]))}"
-
-
-def valid_values(annotation: Any) -> list[str]:
-    """What a type of a field has a list of: members of an enumeration, words."""
-    if isinstance(annotation, enum.EnumType):
-        return list(map(str, annotation.__members__.values()))
-    if isinstance(annotation, str):
-        return [annotation]
-    return [value for argument in get_args(annotation) for value in valid_values(argument)]
