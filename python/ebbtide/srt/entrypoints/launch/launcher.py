@@ -163,68 +163,52 @@ class NodeProcesses:
                 )
 
     def _gather_facts(self, stages: StageLine) -> list[dict[str, Any]]:
-        """The facts of every leader among the ranks that this node waits for: its own, on node 0 all."""
+        """The facts of every leader among the ranks that this node waits for: its own, on node 0 all.
+
+        A rank that cannot start so, or is killed, makes those fail that wait for it, and may be seen later.
+        """
         facts: list[dict[str, Any]] = []
         starting: dict[Any, ChildProcess] = {child.pipe: child for child in self._children}
         links = self._links.connections
         unready = set(links) if self._is_main_node else set()
         pulses = PulseWatch(self._children, *self._start_limit)
-        while starting or unready:
+        failure: EbbtideError | None = None
+        deadline_s = math.inf
+        # Another node may know what it failed of.
+        while starting or unready or (failure is not None and links):
             pulses.look()
             if pulses.lost is not None:
                 raise EngineError(f"the start failed: {pulses.lost}")
-            for ready in multiprocessing.connection.wait([*starting, *links], pulses.left_s):
-                if ready in starting:
-                    child = starting[ready]
-                    try:
-                        report = child.receive_report(stages)
-                    except EbbtideError as error:
-                        del starting[ready]
-                        raise self._first_error(child, error, starting, stages) from None
-                    if report is not None:
-                        del starting[ready]
-                        facts.append(report)
+            left_s = min(pulses.left_s, max(0.0, deadline_s - time.monotonic()))
+            for ready in multiprocessing.connection.wait([*starting, *links], left_s):
+                if ready not in starting:
+                    assert isinstance(ready, multiprocessing.connection.Connection)
+                    message = self._links.receive(ready)
+                    if isinstance(message, Ended):
+                        self._links.pass_on(message)
+                        raise _error_of(message)
+                    facts.extend(message.facts)
+                    unready.discard(ready)
                     continue
-                assert isinstance(ready, multiprocessing.connection.Connection)
-                message = self._links.receive(ready)
-                if isinstance(message, Ended):
-                    self._links.pass_on(message)
-                    raise _error_of(message)
-                facts.extend(message.facts)
-                unready.discard(ready)
+                child = starting[ready]
+                try:
+                    report = child.receive_report(stages)
+                except EbbtideError as error:
+                    del starting[ready]
+                    is_cause = isinstance(error, ConfigurationError) or child.was_ended_by_signal(0)
+                    if self._num_ranks == 1 or is_cause:
+                        raise error from None
+                    failure = failure or error
+                    deadline_s = min(deadline_s, time.monotonic() + CAUSE_TIMEOUT_S)
+                    continue
+                if report is not None:
+                    del starting[ready]
+                    facts.append(report)
+            if failure is not None and time.monotonic() >= deadline_s:
+                raise failure
+        if failure is not None:
+            raise failure
         return facts
-
-    def _first_error(
-        self,
-        child: ChildProcess,
-        error: EbbtideError,
-        starting: Mapping[Any, ChildProcess],
-        stages: StageLine,
-    ) -> EbbtideError:
-        """What the start failed with, when `error` of `child` was seen first.
-
-        A rank that cannot start so, or is killed, makes those fail that wait for it.
-        """
-        if self._num_ranks == 1 or isinstance(error, ConfigurationError) or child.was_ended_by_signal(0):
-            return error
-        links = self._links.connections
-        others = {pipe: one for pipe, one in starting.items() if one.name not in DETOKENIZER}
-        deadline_s = time.monotonic() + CAUSE_TIMEOUT_S
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            for happened in multiprocessing.connection.wait([*others, *links], left_s):
-                if happened in others:
-                    other = others[happened]
-                    try:
-                        if other.receive_report(stages) is not None:
-                            del others[happened]
-                    except EbbtideError as cause:
-                        del others[happened]
-                        if isinstance(cause, ConfigurationError) or other.was_ended_by_signal(0):
-                            return cause
-                elif isinstance(message := self._links.receive(happened), Ended):  # type: ignore[arg-type]
-                    self._links.pass_on(message)
-                    return _error_of(message)
-        return error
 
     def _end_others(self, error: BaseException) -> None:
         """Tell the other nodes why this one does not start; a signal is no reason, but an end."""
