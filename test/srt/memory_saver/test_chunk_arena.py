@@ -100,10 +100,10 @@ class PoolStates(RuleBasedStateMachine):
         self.shadows.append((shadow, value))
 
     @precondition(lambda self: self.shadows and self.value is not None)
-    @rule(maps_former=st.booleans())
-    def swap(self, maps_former: bool) -> None:
+    @rule()
+    def swap(self) -> None:
         shadow, value = self.shadows.pop()
-        self.rank.weights.swap(shadow, maps_former=maps_former)
+        self.rank.weights.swap(shadow)
         self.shadows.append((shadow, self.value))
         self.value = value
 

@@ -95,7 +95,7 @@ class Arena(ABC):
         """A second, released arena of the same size."""
 
     @abstractmethod
-    def _exchange(self, other: Arena, *, maps_former: bool) -> None:
+    def _exchange(self, other: Arena) -> None:
         """Change contents with a whole twin, after all that was launched has run."""
 
     # ------------------------------------------------------------------------------------------- what all do
@@ -150,14 +150,11 @@ class Arena(ABC):
         twin._live = self
         return twin
 
-    def swap(self, shadow: Arena, *, maps_former: bool = True) -> None:
+    def swap(self, shadow: Arena) -> None:
         """Exchange physical memory with a shadow under the live addresses, or the bytes of torch's memory.
 
-        If it fails, both are as they were. What was launched on a device is waited for first.
-
-        Args:
-            maps_former: False: the shadow's tensors may not be touched afterwards, which saves the driver
-                half its work.
+        If it fails, both are as they were. What was launched on a device is waited for first. The shadow's
+        tensors may not be touched afterwards, which saves the driver half its work.
 
         Raises:
             EngineError: the arena is released, or the shadow is closed.
@@ -169,7 +166,7 @@ class Arena(ABC):
         self.require_resident()
         if not shadow.is_whole:
             raise EngineError(f"the shadow is {shadow.state.name.lower()}")
-        self._exchange(shadow, maps_former=maps_former)
+        self._exchange(shadow)
 
     def repay(self) -> None:
         """Of a shadow, give up as many chunks as were lent for it; after that it may only be closed."""

@@ -163,7 +163,7 @@ class TorchArena(Arena):
         """Memory of torch's own, also of an arena that is released in another way."""
         return TorchArena(self.tag, self.num_bytes, self._device)
 
-    def _exchange(self, other: Arena, *, maps_former: bool) -> None:
+    def _exchange(self, other: Arena) -> None:
         assert isinstance(other, TorchArena)
         try:
             # All memory that is needed is taken before the first byte moves.

@@ -159,11 +159,10 @@ class VirtualArena(Arena):
     def _twin(self) -> VirtualArena:
         return VirtualArena(self.tag, self.num_bytes, self._vm, self._chunk_bytes)
 
-    def _exchange(self, other: Arena, *, maps_former: bool) -> None:
+    def _exchange(self, other: Arena) -> None:
         assert isinstance(other, VirtualArena)
         self._vm.drain()
         pairs = list(zip(self._slots, other._slots, strict=True))
-        mapped = [self, other] if maps_former else [self]
         with ExitStack() as undo:
             for arena in (self, other):
                 # It comes after the handles are back: what is put on the stack first is undone last.
@@ -175,11 +174,7 @@ class VirtualArena(Arena):
                 assert theirs.handle is not None
                 self._map(mine, theirs.handle)
                 undo.callback(self._unmap, mine)
-                if maps_former:
-                    other._map(theirs, mine.handle)
-                    undo.callback(other._unmap, theirs)
-            for arena in mapped:
-                arena._make_accessible(arena._slots)
+            self._make_accessible(self._slots)
             undo.pop_all()
         for mine, theirs in pairs:
             mine.handle, theirs.handle = theirs.handle, mine.handle

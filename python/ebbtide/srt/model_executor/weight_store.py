@@ -374,7 +374,7 @@ class WeightStore:
 
         The shadow then holds the former weights: not to be read, but to be made live again.
         """
-        self.arena.swap(shadow, maps_former=False)
+        self.arena.swap(shadow)
         self.note_write()
 
     def stored_as(self, name: str) -> str:
