@@ -18,6 +18,7 @@ from ebbtide.srt.model_executor.batch_plan import (
     BeforeMasks,
     LogprobArrays,
     LogprobSpec,
+    PassOutOfMemory,
     SampleSpec,
     StepResult,
 )
@@ -43,6 +44,7 @@ class NullRunner:
         adapters: what the slots hold; None: nothing whole.
         num_steps: forward passes so far.
         under_way: those that nobody has waited for.
+        faults: what the next passes fail with, each once, when they have changed all that they may.
         follows_passes: what is launched now runs after the passes under way, as copies on a stream do.
     """
 
@@ -56,6 +58,7 @@ class NullRunner:
         self.num_steps = 0
         self.follows_passes = False
         self.under_way: list[NullStep] = []
+        self.faults: list[PassOutOfMemory] = []
         self._sampled_by_row: dict[int, int] = {}
 
     def change(self, value: int | None) -> None:
@@ -86,6 +89,8 @@ class NullRunner:
         self.num_steps += 1
         if before_masks is not None and any(spec.mask is not None for spec in plan.specs):
             before_masks()
+        if self.faults:
+            raise self.faults.pop()
         tokens = [
             self._choose(spec, num_outputs, value) if samples else -1
             for spec, num_outputs, samples, value in zip(

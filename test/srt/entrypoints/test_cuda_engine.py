@@ -4,12 +4,16 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fixtures.checkpoints import make_checkpoint
+from fixtures.deadlines import HANG_S, wait_until
+from fixtures.gpu_device import device_memory_exhausted
 from safetensors.torch import load_file
 
 from ebbtide import Engine
@@ -145,3 +149,56 @@ def test_expandable_segments_are_copied(
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
     assert engine.get_weights_by_name("model.norm.weight", 1) == [0.25]
     assert sum("expandable segment" in record.message for record in caplog.records) == 1
+
+
+def test_a_long_prompt_is_answered_though_others_have_taken_all_memory_beside_the_engine(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Of 3,000 tokens a layer has 800 MB of activations.
+    shape = {"intermediate_size": 32_768, "max_position_embeddings": 4096}
+    request: dict[str, Any] = {
+        "input_ids": [index * 7 % 250 for index in range(3000)],
+        "sampling_params": {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True},
+    }
+    logged = ""
+
+    def has_failed() -> bool:
+        nonlocal logged
+        logged += capfd.readouterr().err
+        return "a forward pass found too little device memory" in logged
+
+    with (
+        Engine(
+            model_path=str(make_checkpoint(tmp_path / "model", "Qwen3ForCausalLM", **shape)),
+            device="cuda",
+            attention_backend="torch_native",
+            max_total_tokens=8192,
+            disable_radix_cache=True,
+            skip_tokenizer_init=True,
+            log_level="warning",
+        ) as engine,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        expected = engine.generate(**request)["output_ids"]
+        # What passes have left in torch's allocator goes back with the cache.
+        engine.release_memory_occupation(["kv_cache"])
+        engine.resume_memory_occupation(["kv_cache"])
+        with device_memory_exhausted(64 << 20), all_taken(4 << 20):
+            answer = thread.submit(engine.generate, **request)
+            wait_until(has_failed)
+        assert answer.result(HANG_S)["output_ids"] == expected
+        assert engine.generate(**request)["output_ids"] == expected
+
+
+@contextmanager
+def all_taken(piece_bytes: int) -> Iterator[None]:
+    """Within, no such piece of device memory is left."""
+    pieces = []
+    with suppress(torch.OutOfMemoryError):
+        while True:
+            pieces.append(torch.empty(piece_bytes, dtype=torch.uint8, device="cuda"))
+    try:
+        yield
+    finally:
+        pieces.clear()
+        torch.cuda.empty_cache()

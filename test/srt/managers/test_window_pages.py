@@ -90,7 +90,7 @@ def test_requests_many_windows_long_have_transformers_tokens_whatever_happens_to
     rank = Rank(path)
     allocator, windows = rank.scheduler.policy.allocator, rank.runner.kv_pool.groups.windows
     assert set(windows) <= {None, WINDOW}
-    first = Conversations(rank, reference, PROMPTS, 90)
+    first = Conversations(rank, reference, PROMPTS, 100)
     first.disturb(*disturbances)
     rank.turn(10)
     assert any(held_pages(rank, rid) for rid in first.rids)

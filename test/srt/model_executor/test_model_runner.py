@@ -1,5 +1,6 @@
 """The model runner against transformers, and against itself under every way of cutting up the work."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,20 @@ from typing import Any
 import pytest
 import torch
 from fixtures.checkpoints import GEMMA2, GEMMA3, LLAMA3_ROPE, make_checkpoint
+from fixtures.line_faults import raised_at_line
 from fixtures.logprobs import PositionLogprobs
 from fixtures.model_runs import Run, RunnerDriver
 from fixtures.references import Reference
 
 from ebbtide.srt.model_executor import model_runner
-from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, LogprobSpec
+from ebbtide.srt.model_executor.batch_plan import (
+    SAMPLED_BEFORE,
+    BatchPlan,
+    LogprobSpec,
+    PassOutOfMemory,
+    PendingStep,
+)
+from ebbtide.srt.sampling_params import SamplingParams
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
@@ -335,3 +344,37 @@ def test_a_step_may_be_launched_before_the_token_it_continues_is_known(qwen3: Pa
             run.output_ids[: len(before)] = before
 
     assert [run.output_ids for run in runs] == [alone(prompt, 12).output_ids for prompt in prompts]
+
+
+@pytest.mark.parametrize("first_line", range(2, 55, 9))
+def test_a_pass_that_finds_no_memory_wherever_that_is_may_be_launched_again(
+    qwen3: Path, first_line: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generated(driver: RunnerDriver) -> list[Run]:
+        penalties = SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.2)
+        some = SamplingParams(logit_bias={7: 2.0}, min_new_tokens=4, top_p=0.9)
+        runs = [
+            driver.start(PROMPT[:30], penalties, logprobs=LogprobSpec(start=0, top=2)),
+            driver.start(PROMPT[:30], some, seed=5, stop_ids=frozenset({9}), logprobs=LogprobSpec()),
+        ]
+        driver.generate(runs, 12, chunk=11)
+        return runs
+
+    driver, places = RunnerDriver(qwen3), itertools.count(first_line, 55)
+    launch = driver.runner.launch
+
+    def launch_twice(plan: BatchPlan) -> PendingStep:
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity")
+        with (
+            raised_at_line(next(places) % 700, error, "/srt/model_executor/", "/srt/layers/"),
+            pytest.raises(PassOutOfMemory, match=r"to allocate 2.00 GiB; \d+ bytes are free$") as raised,
+        ):
+            launch(plan)
+        assert raised.value.__context__ is None, "nothing holds its tensors"
+        return launch(plan)
+
+    monkeypatch.setattr(driver.runner, "launch", launch_twice)
+    disturbed = generated(driver)
+    for run, expected in zip(disturbed, generated(RunnerDriver(qwen3)), strict=True):
+        assert_same(run, expected)
+        assert run.prompt_logprobs == expected.prompt_logprobs

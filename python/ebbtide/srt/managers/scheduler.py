@@ -7,9 +7,11 @@ the same messages, and so makes the same forward passes.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.control_plane import ControlPlane
@@ -27,6 +29,7 @@ from ebbtide.srt.managers.io_struct import (
     Verdict,
     WeightUpdateRequest,
 )
+from ebbtide.srt.managers.scheduling.admission import PassLimit
 from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, TimeLimits
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.lockstep import Demand, RankInbox
@@ -39,7 +42,20 @@ from ebbtide.srt.managers.text.tokenizer import IncrementalDetokenizer, StopStri
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.managers.wire.generation import MASKS_AT_ONCE
 from ebbtide.srt.managers.wire.message import Decision
-from ebbtide.srt.model_executor.batch_plan import LogprobSpec, PendingStep, Runner, SampleSpec
+from ebbtide.srt.model_executor.batch_plan import (
+    LogprobSpec,
+    PassOutOfMemory,
+    PendingStep,
+    Runner,
+    SampleSpec,
+)
+
+logger = logging.getLogger(__name__)
+
+# How long the loop waits for memory, time after time, when there is none for a pass of one token: a minute.
+MEMORY_WAITS_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, *[1.6] * 36)
+# The deadline that ends such a wait.
+MEMORY_WAIT: Final = "memory-wait"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +116,7 @@ class Scheduler:
         self._meter = meter
         self.activity: tuple[str, float] | None = None
         self._in_flight: _Launched | None = None
+        self._waits_for_memory = False
         self._committed_s = 0.0
         self._num_arrived = 0
 
@@ -117,7 +134,7 @@ class Scheduler:
         if messages is not None:
             for message in messages:
                 self._handle(message)
-            if self.control.allows_forward:
+            if self._allows_forward:
                 self._forward()
                 if self.policy.adapters.wanted is not None:
                     self.control.adapters.fetch_wanted()
@@ -145,10 +162,14 @@ class Scheduler:
     @property
     def demand(self) -> Demand:
         """What there is to do without any further message."""
-        can_forward = self.control.allows_forward and self.policy.has_work
+        can_forward = self._allows_forward and self.policy.has_work
         if can_forward or self._in_flight is not None or self.control.operations.is_working:
             return Demand.TURN
         return Demand.WORK if self.control.ranks.is_working else Demand.NOTHING
+
+    @property
+    def _allows_forward(self) -> bool:
+        return self.control.allows_forward and not self._waits_for_memory
 
     @property
     def is_runnable(self) -> bool:
@@ -174,6 +195,8 @@ class Scheduler:
                 self._settle()
                 self.control.decide(message)
                 self.answer()
+            case Expire() if message.id == MEMORY_WAIT:
+                self._waits_for_memory = False
             case Expire():
                 self._settle()
                 if not self._limits.expire(message.id):
@@ -191,7 +214,7 @@ class Scheduler:
             self._in_flight, launched = launched, self._in_flight
         self._commit(launched)
 
-    def _launch(self, batch: ScheduledBatch) -> _Launched:
+    def _launch(self, batch: ScheduledBatch) -> _Launched | None:
         if self.control.memory.restore_cuda_graph():
             self.answer()
         self._begin(f"a forward pass (requests={len(batch.requests)})")
@@ -200,8 +223,37 @@ class Scheduler:
             if req.started_s is None:
                 req.started_s = now
                 self._limits.note_started(req)
-        # The tokens of the step in flight say which ones may follow; meanwhile the device has enough to do.
-        return _Launched(batch, self._runner.launch(batch.plan, before_masks=self._settle), now)
+        try:
+            # The tokens of the step in flight say which may follow; meanwhile the device has enough to do.
+            step = self._runner.launch(batch.plan, before_masks=self._settle)
+        except PassOutOfMemory as error:
+            if not self._inbox.ranks.is_one:
+                raise  # The others are in the middle of this pass.
+            self._undo(batch, error)
+            return None
+        self.policy.pass_limit.note_fitting()
+        return _Launched(batch, step, now)
+
+    def _undo(self, batch: ScheduledBatch, error: PassOutOfMemory) -> None:
+        """Take back a pass that found too little memory. Smaller ones follow; behind the smallest, waits.
+
+        The request ends that has had no room for one token through all of them, and no other.
+        """
+        self._settle()
+        self.policy.undo(batch)
+        num_waits = self.policy.pass_limit.num_waits
+        logger.warning(
+            "a forward pass found too little device memory: tokens=%d requests=%d waits=%d: %s. Give memory "
+            "back that others hold, or start with a smaller mem_fraction_static or chunked_prefill_size",
+            *(len(batch.plan.input_ids_T), len(batch.requests), num_waits, error),
+        )
+        if num_waits > len(MEMORY_WAITS_S):
+            self.policy.pass_limit = PassLimit()
+            message = f"Aborted: for a minute one token of it found too little device memory: {error}"
+            self._requests.abort([req.rid for req in batch.requests], message)
+        elif num_waits:
+            self._waits_for_memory = True
+            self._inbox.set_deadline(MEMORY_WAIT, MEMORY_WAITS_S[num_waits - 1])
 
     def _settle(self) -> None:
         """Commit the step in flight: nobody but the loop ever sees one."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ebbtide.srt.errors import EngineError
 from ebbtide.srt.sampling_params import SamplingParams
 
 
@@ -254,6 +255,10 @@ class PendingStep(Protocol):
         ...
 
 
+class PassOutOfMemory(EngineError):
+    """The device has too little memory for a forward pass. What was launched of it has run."""
+
+
 # What to do between the forward pass and the masks of its requests.
 BeforeMasks: TypeAlias = Callable[[], None] | None
 
@@ -267,5 +272,8 @@ class Runner(Protocol):
         Args:
             before_masks: if any request has a mask, it is asked for when the forward pass has been launched,
                 and this is called before.
+
+        PassOutOfMemory: states of its requests may have changed, and KV from their starts on. Nothing else
+        has, and the step may be launched again, whole or in parts.
         """
         ...

@@ -239,7 +239,7 @@ def _ready(
         ),
         attention,
         config.model.vocab_size,
-        torch_device,
+        device,
         next_tokens,
         _kernels(config, torch_device),
         logprobs_mode=config.server_args.logprobs_mode,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ebbtide.srt.errors import drop_frames
 from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionStep
 from ebbtide.srt.layers.lora import StepAdapters
 from ebbtide.srt.layers.state.base import StateStep
@@ -25,6 +26,7 @@ from ebbtide.srt.model_executor.batch_plan import (
     BeforeMasks,
     LogprobArrays,
     LogprobSpec,
+    PassOutOfMemory,
     PendingStep,
     StepResult,
 )
@@ -49,6 +51,7 @@ from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
 
 if TYPE_CHECKING:
+    from ebbtide.srt.device import Device
     from ebbtide.srt.model_executor.graph_runner import DecodeGraphs
 
 # Positions whose logits prompt logprobs hold at a time: 300 MiB of bfloat16 with 150,000 ids.
@@ -168,7 +171,7 @@ class ModelRunner:
         page_table: PageTable,
         attention: AttentionBackend,
         vocab_size: int,
-        device: torch.device,
+        device: Device,
         next_tokens: Tensor,
         kernels: Kernels,
         logprobs_mode: str = "scaled",
@@ -179,20 +182,31 @@ class ModelRunner:
         self.kv_pool = kv_pool
         self.page_table = page_table
         self.graphs: DecodeGraphs | None = None
-        self.sampler = Sampler(vocab_size, device, logprobs_mode=logprobs_mode)
+        self._memory, self._device = device, torch.device(device.name)
+        self.sampler = Sampler(vocab_size, self._device, logprobs_mode=logprobs_mode)
         self.attention = attention
         self.kernels = kernels
         self.adapters = adapters
         self.routes_TLK: Tensor | None = None
-        self._device = device
         self._next_tokens = next_tokens
 
-    @torch.inference_mode()
     def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> PendingStep:
         """Write the new tokens' KV and sample; returns at once on CUDA, and with the step done on a CPU.
 
         Where requests have masks it waits for what `before_masks` waits for, while the device computes.
         """
+        try:
+            return self._launch(plan, before_masks)
+        except torch.OutOfMemoryError as error:
+            asked = ". ".join(str(error).split(". ")[:2])
+            drop_frames(error)
+        self.sampler.forget()
+        self._memory.synchronize()
+        self._memory.trim()
+        raise PassOutOfMemory(f"{asked}; {self._memory.free_bytes()} bytes are free")
+
+    @torch.inference_mode()
+    def _launch(self, plan: BatchPlan, before_masks: BeforeMasks) -> PendingStep:
         states = self.kv_pool.states
         if states is not None:
             states.copy(plan.copies_before)

@@ -32,10 +32,11 @@ from ebbtide.srt.managers.io_struct import (
     ResizeMemoryOccupationReqInput,
     UpdateWeightVersionReqInput,
 )
+from ebbtide.srt.managers.scheduler import MEMORY_WAIT
 from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.mem_cache.cache_spec import Windows
 from ebbtide.srt.memory_saver import MemoryTag
-from ebbtide.srt.model_executor.batch_plan import BatchPlan
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, PassOutOfMemory
 from ebbtide.testing import SchedulerHarness, default_schedule
 from ebbtide.testing.harness import NullRank
 
@@ -184,6 +185,14 @@ class ControlMachine(Clients):
             self.harness.abort(live[number % len(live)])
             self.go_on()
 
+    @rule(count=st.sampled_from([0, 0, 1, 2, 9]))
+    def run_short_of_memory(self, count: int) -> None:
+        """So many passes find none on the device, from now on, or after a wait. Several ranks would end."""
+        if len(self.ranks) == 1:
+            self.harness.deliver(Expire(id=MEMORY_WAIT))
+            self.harness.runner.faults += [PassOutOfMemory(f"no memory: {BROKEN}") for _ in range(count)]
+            self.go_on()
+
     @rule(num_tokens=st.integers(60, 170), preserve=st.sampled_from(list(Preserve)))
     def resize(self, num_tokens: int, preserve: Preserve) -> None:
         self.call(ResizeMemoryOccupationReqInput(num_tokens=num_tokens, preserve=preserve))
@@ -307,6 +316,9 @@ class ControlMachine(Clients):
         """Everything that was accepted ends once all ranks are whole again and may run."""
         harness = self.harness
         self.make_whole()
+        harness.runner.faults.clear()
+        if len(self.ranks) == 1:
+            harness.deliver(Expire(id=MEMORY_WAIT))
         # What waits may begin a session, or become a pause, once it gets its turn: so more than once.
         for number in range(3):
             most = harness.scheduler.policy.tokens_of(harness.num_pages)

@@ -1,13 +1,15 @@
-"""The order in which waiting requests are tried, and what one adapter's leave to others and to the base."""
+"""Which waiting requests are tried first, what one adapter leaves to others, and how large a pass may be."""
 
 import itertools
+import sys
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from fixtures.adapter_control import AdapterHarness, loading
 
-from ebbtide.srt.managers.scheduling.admission import WaitingRequests
+from ebbtide.srt.managers.scheduling.admission import PassLimit, WaitingRequests
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.model_executor.batch_plan import SampleSpec
 from ebbtide.srt.sampling_params import SamplingParams
@@ -186,3 +188,43 @@ def test_each_policy_has_its_order_and_retracted_requests_come_first(policy: str
     ]
     pages = {"a": [7], "b": [4, 5], "c": [4, 6, 8]}
     assert order(policy, waiting, pages) == expected
+
+
+def test_a_pass_that_finds_no_memory_is_halved_and_doubled_after_ever_more_that_fit() -> None:
+    limit = PassLimit()
+
+    def sizes(most: int, count: int) -> list[int]:
+        """Of so many passes, where there is memory for `most` tokens and 16 want to run."""
+        tried = []
+        for _ in range(count):
+            tried.append(min(16, limit.num_tokens))
+            if tried[-1] > most:
+                limit.note_failed(np.array([tried[-1]]))
+            else:
+                limit.note_fitting()
+        return tried
+
+    assert sizes(16, 1000) == [16] * 1000
+    assert sizes(4, 61) == [16, 8, *[4] * 8, 8, *[4] * 16, 8, *[4] * 32, 8]
+    assert sizes(16, 150) == [*[4] * 64, *[8] * 64, *[16] * 22]
+    assert sizes(4, 21) == [16, 8, *[4] * 16, 8, *[4] * 2]
+
+
+def test_prompts_give_way_before_requests_that_decode() -> None:
+    limit, sizes = PassLimit(), []
+    num_decoding, num_prompt = 5, 9
+    for _ in range(7):
+        decoding = min(num_decoding, limit.num_tokens)
+        rest = min(num_prompt, limit.num_tokens - decoding)
+        sizes.append((decoding, rest))
+        limit.note_failed(np.array([1] * decoding + [rest] * (rest > 0)))
+    assert sizes == [(5, 9), (5, 4), (5, 2), (5, 1), (3, 0), (1, 0), (1, 0)]
+
+
+def test_after_waits_for_memory_passes_are_whole_at_once() -> None:
+    limit = PassLimit()
+    for size in (5, 2, 1, 1, 1):
+        limit.note_failed(np.array([size]))
+    assert (limit.num_tokens, limit.num_waits) == (1, 3)
+    limit.note_fitting()
+    assert (limit.num_tokens, limit.num_waits) == (sys.maxsize, 0)

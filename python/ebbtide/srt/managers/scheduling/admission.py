@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ebbtide.srt.managers.scheduling.request import Req
 
@@ -189,7 +193,7 @@ class PrefillShare:
         self._has_stepped_aside = False
 
     def of_running(
-        self, prefilling: Sequence[Req], upcoming: Sequence[Req], num_streams: int
+        self, prefilling: Sequence[Req], upcoming: Sequence[Req], num_streams: int, room: int
     ) -> tuple[dict[Req, int], int]:
         """How many tokens a pass computes of each prompt that is being prefilled, where it computes any.
 
@@ -199,8 +203,9 @@ class PrefillShare:
             upcoming: those that wait and may be admitted: a share is left to them. Retracted ones come
                 first.
             num_streams: requests that decode and are streamed.
+            room: tokens that `PassLimit` leaves to prompts.
         """
-        budget = self._of_pass(prefilling, upcoming, num_streams)
+        budget = min(self._of_pass(prefilling, upcoming, num_streams), room)
         left = self.tokens if upcoming and 2 * self.tokens <= budget else 0
         budget -= left
         chunks: dict[Req, int] = {}
@@ -231,9 +236,51 @@ class PrefillShare:
         self._has_stepped_aside = steps_aside and not self._has_stepped_aside
         return ending if self._has_stepped_aside else chunks
 
-    def of_admitted(self, req: Req, budget: int) -> int:
+    def of_admitted(self, req: Req, budget: int, room: int) -> int:
         """How many tokens a pass computes of a prompt that it begins with."""
-        return min(req.num_missing, budget, self.tokens) if self._is_chunked else req.num_missing
+        return min(req.num_missing, budget, self.tokens) if self._is_chunked else min(req.num_missing, room)
+
+
+class PassLimit:
+    """How many tokens a pass has at most, because one of more has found too little memory on the device.
+
+    Twice as many are tried after some passes that fitted, and later each time that this was in vain.
+
+    Attributes:
+        num_tokens: at most; `sys.maxsize`: none has failed.
+        num_waits: passes of one token that have failed since one has not. None can be smaller.
+    """
+
+    LEAST_PATIENCE, MOST_PATIENCE = 8, 512
+
+    def __init__(self) -> None:
+        self.num_tokens = sys.maxsize
+        self.num_waits = self._num_fitting = 0
+        self._patience, self._has_grown = self.LEAST_PATIENCE, False
+
+    def note_failed(self, num_new_R: NDArray[np.int32]) -> None:
+        """A pass of so many tokens of each request has failed. Less of the prompts may fit, and in the end
+        half of what comes token by token."""
+        if self._has_grown:
+            self._patience = min(2 * self._patience, self.MOST_PATIENCE)
+        self._num_fitting, self._has_grown = 0, False
+        num_single = int((num_new_R == 1).sum())
+        num_others = int(num_new_R.sum()) - num_single
+        if num_single + num_others == 1:
+            self.num_waits += 1
+        else:
+            self.num_tokens = num_single + num_others // 2 if num_others else num_single // 2
+
+    def note_fitting(self) -> None:
+        """A pass was launched. Where even one token had no room, somebody has given memory back."""
+        if self.num_waits:
+            self.num_tokens, self.num_waits = sys.maxsize, 0
+        self._num_fitting += 1
+        if self._num_fitting == self._patience and self.num_tokens < sys.maxsize:
+            if self._has_grown:
+                self._patience = self.LEAST_PATIENCE
+            self.num_tokens = min(2 * self.num_tokens, sys.maxsize)
+            self._num_fitting, self._has_grown = 0, True
 
 
 class GrowthReserve:

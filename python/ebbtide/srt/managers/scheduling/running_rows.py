@@ -174,6 +174,12 @@ class RunningRows(KVCounts):
         self.in_flight[rows_R] += samples_R
         return plan
 
+    def undo(self, plan: BatchPlan) -> None:
+        """The batch planned last counts as launched no more."""
+        self.launched[plan.page_rows_R] -= plan.num_new_R
+        self.planned[plan.page_rows_R] -= plan.samples_R
+        self.in_flight[plan.page_rows_R] -= plan.samples_R
+
     def _input_ids(
         self, requests: Sequence[Req], rows_R: Column, starts_R: Column, num_new_R: Column
     ) -> NDArray[np.int64]:

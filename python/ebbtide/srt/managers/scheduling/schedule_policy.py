@@ -17,7 +17,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control import ParkingPlan
 from ebbtide.srt.managers.control.adapters import AdapterBook
 from ebbtide.srt.managers.io_struct import FinishReason, RetractCause
-from ebbtide.srt.managers.scheduling.admission import GrowthReserve, PrefillShare, WaitingRequests
+from ebbtide.srt.managers.scheduling.admission import GrowthReserve, PassLimit, PrefillShare, WaitingRequests
 from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
 from ebbtide.srt.managers.scheduling.request_pages import RequestPages
 from ebbtide.srt.managers.scheduling.running_rows import ScheduledBatch
@@ -54,6 +54,7 @@ class SchedulePolicy:
         self.num_groups = len(pages.windows)
         self.holds_admission = False
         self.held: list[Req] = []
+        self.pass_limit = PassLimit()
         self.waiting = WaitingRequests(config.policy, config.max_running_per_adapter)
         self.running: list[Req] = []
         self._versions = ServedVersions("")
@@ -304,22 +305,22 @@ class SchedulePolicy:
         rows_R = self._running_rows()
         missing_R = self.rows.missing(rows_R)
         # Rows of one token come first, so that those of a kind lie together.
-        decoding = np.flatnonzero(missing_R == 1)
+        decoding = np.flatnonzero(missing_R == 1)[: self.pass_limit.num_tokens]
         requests = [self.running[index] for index in decoding.tolist()]
         prefilling = [self.running[index] for index in np.flatnonzero(missing_R > 1).tolist()]
         num_streams = self.rows.num_streamed(rows_R[decoding])
-        chunks, budget = self._share.of_running(prefilling, upcoming, num_streams)
+        room = self.pass_limit.num_tokens - len(decoding)
+        chunks, budget = self._share.of_running(prefilling, upcoming, num_streams, room)
         admitted: list[Req] = []
         for req in self._admissible() if budget > 0 and upcoming else ():
             admitted.append(req)
-            chunks[req] = self._share.of_admitted(req, budget)
+            chunks[req] = self._share.of_admitted(req, budget, room)
             budget -= chunks[req]
             if budget <= 0:
                 break
         self._reserve.note_step()
         chunks = self._share.short_first(chunks)
-        if self.pages.states is not None:
-            chunks = {req: self.pages.up_to_checkpoint(req, chunk) for req, chunk in chunks.items()}
+        chunks = {req: self.pages.up_to_checkpoint(req, chunk) for req, chunk in chunks.items()}
         requests += chunks
         if not requests:
             return None
@@ -337,6 +338,15 @@ class SchedulePolicy:
     def note_committed(self) -> None:
         """The oldest batch in flight has run."""
         self._num_in_flight -= 1
+
+    def undo(self, batch: ScheduledBatch) -> None:
+        """The only batch in flight found too little memory: it counts for nothing, the next is smaller."""
+        self.note_committed()
+        self.rows.undo(batch.plan)
+        self.pass_limit.note_failed(batch.plan.num_new_R)
+        # States have changed in some layers, and would change twice.
+        for req in [] if self.pages.states is None else list(self.running):
+            self.retract(req, RetractCause.MEMORY)
 
     def note_computed(self, req: Req) -> None:
         """A step has computed more of its KV. A complete prompt is shared at once."""
@@ -361,8 +371,7 @@ class SchedulePolicy:
     def _running_rows(self) -> NDArray[np.int64]:
         """The rows of the running requests, in their order."""
         if self._rows_R is None:
-            rows = [req.kv.row for req in self.running if req.kv is not None]
-            self._rows_R = np.array(rows, dtype=np.int64)
+            self._rows_R = np.array([req.kv.row for req in self.running if req.kv], dtype=np.int64)
         return self._rows_R
 
     def _grow_running(self) -> bool:

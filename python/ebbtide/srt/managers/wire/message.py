@@ -221,6 +221,7 @@ class RetractCause(StrEnum):
     RELEASE = "release"
     RESIZE = "resize"
     FLUSH = "flush"
+    MEMORY = "memory"  # a forward pass found too little, and had changed states
 
 
 class StallCounts(Struct, frozen=True, kw_only=True):

@@ -145,6 +145,10 @@ class Sampler:
         for scores_SV in (logits_SV, logits_SV.float()):
             token_ids_S = torch.zeros(1, dtype=torch.int64, device=self._device)
             position_logprobs(scores_SV, token_ids_S, [LogprobSpec()])
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep nothing of the batch before: a launch that failed may have left half of it."""
         self._batch = None
 
 

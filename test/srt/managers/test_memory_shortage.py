@@ -1,0 +1,320 @@
+"""Forward passes that find too little device memory: nothing is lost, and smaller ones follow.
+
+On null parts every pass of many fails in turn, one before it has done anything, the next when it has changed
+all that it may. Pages, states and adapters are checked by the null runner itself.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import pytest
+from fixtures.adapter_control import AdapterHarness
+from fixtures.control import IN_PLACE, Harness
+from numpy.typing import NDArray
+
+from ebbtide.srt.managers import scheduler
+from ebbtide.srt.managers.io_struct import Expire, FinishReason, PauseGenerationReqInput, PauseMode, Preserve
+from ebbtide.srt.memory_saver import MemoryTag
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, PassOutOfMemory
+from ebbtide.testing import NullRunner, default_schedule
+
+KV = (MemoryTag.KV_CACHE,)
+# Whether a pass fails, by its number and its tokens.
+Fails = Callable[[int, int], bool]
+
+
+class Passes:
+    """The forward passes of a harness, some of which fail.
+
+    Args:
+        is_late: they fail when they have changed all that they may; else before anything.
+
+    Attributes:
+        sizes: tokens of each, those that failed among them.
+        num_failed: how many have.
+    """
+
+    def __init__(self, harness: Harness, fails: Fails, *, is_late: bool = False) -> None:
+        self.sizes: list[int] = []
+        self.num_failed = 0
+        self.fails, self._is_late = fails, is_late
+        self._runner, self._launch = harness.runner, harness.runner.launch
+        harness.runner.launch = self._launch_or_fail  # type: ignore[method-assign]
+
+    def _launch_or_fail(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> Any:
+        number, num_tokens = len(self.sizes), len(plan.input_ids_T)
+        self.sizes.append(num_tokens)
+        if self.fails(number, num_tokens):
+            self.num_failed += 1
+            fault = PassOutOfMemory(f"Tried to allocate {num_tokens} pages; 7 bytes are free")
+            if not self._is_late:
+                raise fault
+            self._runner.faults.append(fault)
+        return self._launch(plan, before_masks)
+
+
+def end_wait(harness: Harness) -> None:
+    """The loop has waited for memory."""
+    harness.turn_until(lambda: not harness.scheduler.is_runnable)
+    harness.deliver(Expire(id=scheduler.MEMORY_WAIT))
+    harness.turn()
+
+
+def assert_nothing_is_held(harness: Harness) -> None:
+    """All pages, rows and slots are free again, but for what the prefix cache has."""
+    policy = harness.scheduler.policy
+    assert (policy.running, policy.queued, harness.runner.under_way) == ([], [], [])
+    assert not policy.rows.in_flight[policy.rows.serial > 0].any()
+    assert not (policy.rows.serial > 0).any()
+    policy.flush_cache()
+    assert policy.allocator.num_free == harness.num_pages
+    if (states := policy.pages.states) is not None:
+        slots = states.slots
+        assert not states.attached
+        assert all(states.take() is not None for _ in range(slots.num_checkpoints))
+        assert states.take() is None
+
+
+# ------------------------------------------------------------------------------ what is run, pass by pass
+
+
+def mixed(harness: Harness, ask: Callable[..., Any] | None = None, **fields: Any) -> None:
+    """Prompts in chunks beside requests that decode; a prefix that is found; samples of one prompt."""
+    ask = ask or harness.generate
+    ask(prompt=range(1, 40), seed=1, max_new_tokens=14, **fields)
+    harness.turn(5)
+    for seed in range(2, 5):
+        ask(prompt=range(100, 121), seed=seed, max_new_tokens=6, **fields)
+    ask(prompt=range(5), seed=5, max_new_tokens=0, **fields)
+    harness.turn(4)
+    ask(prompt=[*range(1, 30), 7, 7], seed=6, max_new_tokens=9, **fields)
+    ask(prompt=range(300, 309), seed=7, frequency_penalty=0.5, stream_interval=3, **fields)
+    ask(prompt=range(300, 309), seed=8, stream=False, stop_token_ids=[NullRunner().token(8, 3, 0)])
+
+
+class Counting:
+    """Allows one token at each place: its number."""
+
+    has_ended = False
+
+    def __init__(self) -> None:
+        self.num_accepted = 0
+
+    def fill(self, others: Sequence[Self], words_MW: NDArray[np.int32]) -> None:
+        words_MW.fill(0)
+        words_MW.view(np.uint32)[0, self.num_accepted // 32] = 1 << self.num_accepted % 32
+
+    def accept(self, token_id: int) -> bool:
+        self.num_accepted += 1
+        return token_id == self.num_accepted - 1
+
+
+class Shelf:
+    def mask(self, key: str, note_slow: object) -> Counting:
+        return Counting()
+
+
+def masked(harness: Harness) -> None:
+    """Tokens are awaited in the middle of the next pass."""
+    harness.scheduler.grammars = Shelf()  # type: ignore[assignment]
+    mixed(harness, grammar="any")
+
+
+def with_adapters(harness: Harness) -> None:
+    """Other adapters beside the base; other weights come between two passes."""
+    assert isinstance(harness, AdapterHarness)
+    harness.load("a", 3)
+    harness.load("b", 5)
+    mixed(harness, partial(harness.ask, "a"))
+    for adapter in ("b", None):
+        harness.ask(adapter, seed=20)
+    harness.turn()
+    harness.update(3, weight_version="3", **IN_PLACE)
+
+
+def parked(harness: Harness) -> None:
+    mixed(harness)
+    harness.turn(2)
+    harness.release(*KV, preserve=Preserve.LIVE)
+    harness.resume(*KV)
+
+
+SCENARIOS: dict[str, tuple[Callable[[Harness], None], Callable[[], Harness]]] = {
+    "chunks": (mixed, Harness),
+    "chunks-of-one": (mixed, lambda: Harness(schedule=default_schedule(chunked_prefill_size=1))),
+    "whole-prompts": (mixed, lambda: Harness(schedule=default_schedule(chunked_prefill_size=None))),
+    "small-pool": (mixed, lambda: Harness(num_pages=16)),
+    "pages-of-one": (mixed, lambda: Harness(num_pages=256, page_size=1)),
+    "windows": (mixed, lambda: Harness(num_pages=256, page_size=1, windows=(None, 9))),
+    "states": (mixed, lambda: Harness(num_checkpoints=5)),
+    "states-in-small-pool": (mixed, lambda: Harness(num_pages=18, num_checkpoints=2)),
+    "without-prefix-cache": (mixed, lambda: Harness(enable_prefix_cache=False)),
+    "masks": (masked, Harness),
+    "adapters": (with_adapters, AdapterHarness),
+    "parked": (parked, Harness),
+    "parked-states": (parked, lambda: Harness(num_checkpoints=5)),
+}
+
+
+def run(name: str, fails: Fails, is_late: bool = True) -> tuple[Harness, Passes]:
+    scenario, make = SCENARIOS[name]
+    harness = make()
+    passes = Passes(harness, fails, is_late=is_late)
+    scenario(harness)
+    harness.run_until_idle()
+    return harness, passes
+
+
+def ends(harness: Harness) -> dict[str, tuple[Any, ...]]:
+    """What has come of each request. Where weights change, tokens are those of the weights named for them."""
+    if isinstance(harness, AdapterHarness):
+        harness.assert_true()
+        return {rid: (output.finish, harness.labels(rid)) for rid, output in harness.outputs.items()}
+    return {
+        rid: (output.token_ids, output.finish, output.version_starts, output.kv_versions)
+        for rid, output in harness.outputs.items()
+    }
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_whichever_pass_fails_all_requests_have_their_tokens(name: str) -> None:
+    undisturbed, passes = run(name, lambda number, size: False)
+    for failing in [number for number, size in enumerate(passes.sizes) if size > 1]:
+        harness, failed = run(name, lambda number, size, failing=failing: number == failing, failing % 2 > 0)
+        assert failed.num_failed == 1
+        assert ends(harness) == ends(undisturbed), failing
+        assert_nothing_is_held(harness)
+
+
+@pytest.mark.parametrize("most", [1, 5])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_passes_become_as_small_as_what_fits(name: str, most: int) -> None:
+    undisturbed, _ = run(name, lambda number, size: False)
+    harness, passes = run(name, lambda number, size: size > most)
+    assert ends(harness) == ends(undisturbed)
+    assert_nothing_is_held(harness)
+    assert passes.num_failed < len(passes.sizes) / 4, "few try more again"
+
+
+class Waiting(Harness):
+    """Requests that run, one that waits, and no memory for a single token of them."""
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
+        self.rids = [self.generate(range(seed, seed + 30), seed=seed, max_new_tokens=20) for seed in range(3)]
+        self.turn(9)
+        self.passes = Passes(self, lambda number, size: True, is_late=True)
+        self.rids.append(self.generate(range(50, 90), seed=3, max_new_tokens=20))
+        self.turn_until(lambda: not self.scheduler.is_runnable)
+        assert self.passes.sizes[-1] == 1
+
+    def end(self) -> None:
+        """There is memory again."""
+        self.passes.fails = lambda number, size: False
+        end_wait(self)
+        self.run_until_idle()
+
+
+@pytest.fixture(params=[None, 5], ids=["kv", "states"])
+def waiting(request: pytest.FixtureRequest) -> Waiting:
+    return Waiting(num_checkpoints=request.param)
+
+
+def tokens(seed: int, count: int = 20, value: int = 0) -> list[int]:
+    return [NullRunner().token(seed, position, value) for position in range(count)]
+
+
+def test_without_memory_for_one_token_the_loop_sleeps_and_tries_again(waiting: Waiting) -> None:
+    before = {rid: waiting.num_tokens(rid) for rid in waiting.rids}
+    for number in range(5):
+        num_passes = len(waiting.passes.sizes)
+        waiting.turn(7)
+        assert len(waiting.passes.sizes) == num_passes, "the loop waits"
+        end_wait(waiting)
+        assert waiting.passes.sizes[num_passes:] == [1], number
+    assert {rid: waiting.num_tokens(rid) for rid in waiting.rids} == before
+    waiting.end()
+    for seed, rid in enumerate(waiting.rids):
+        assert waiting.outputs[rid].token_ids == tokens(seed)
+    assert max(waiting.passes.sizes[-20:]) > 1, "all of them run in one pass at once"
+    assert_nothing_is_held(waiting)
+
+
+def test_only_the_request_ends_that_has_no_memory_for_a_minute_and_it_has_its_tokens(
+    waiting: Waiting, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in scheduler.MEMORY_WAITS_S[:-1]:
+        end_wait(waiting)
+    assert not any(waiting.outputs[rid].finish for rid in waiting.rids)
+    caplog.clear()
+    waiting.deliver(Expire(id=scheduler.MEMORY_WAIT))
+    waiting.turn()
+    refused, *others = waiting.rids
+    finish = waiting.outputs[refused].finish
+    assert finish is not None
+    assert finish.kind == "abort"
+    assert "for a minute one token of it found too little device memory" in finish.message
+    assert "7 bytes are free" in finish.message
+    assert "Give memory back" in caplog.text
+    assert waiting.outputs[refused].token_ids == tokens(0)[: waiting.num_tokens(refused)]
+    waiting.turn_until(lambda: not waiting.scheduler.is_runnable)
+    assert not any(waiting.outputs[rid].finish for rid in others), "they have a minute of their own"
+    waiting.end()
+    assert [waiting.outputs[rid].token_ids for rid in others] == [tokens(seed) for seed in (1, 2, 3)]
+    assert_nothing_is_held(waiting)
+
+
+CONTROL: dict[str, Callable[[Waiting], Any]] = {
+    "pause-in-place": lambda harness: (harness.pause(PauseMode.IN_PLACE), harness.proceed()),
+    "pause-retract": lambda harness: (harness.pause(PauseMode.RETRACT), harness.proceed()),
+    "release": lambda harness: (harness.release(*KV), harness.resume(*KV)),
+    "park": lambda harness: (harness.release(*KV, preserve=Preserve.LIVE), harness.resume(*KV)),
+    "flush": lambda harness: harness.flush(retract_running=True),
+    "update": lambda harness: harness.update(0, weight_version="b", **IN_PLACE),
+}
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_control_requests_are_carried_out_while_it_waits(waiting: Waiting, name: str) -> None:
+    before = [waiting.num_tokens(rid) for rid in waiting.rids]
+    CONTROL[name](waiting)
+    assert [waiting.num_tokens(rid) for rid in waiting.rids] == before
+    waiting.end()
+    for seed, rid in enumerate(waiting.rids):
+        assert waiting.outputs[rid].token_ids == tokens(seed)
+        own = {0: "default", before[seed]: "b" if name == "update" else "default"}
+        assert waiting.versions(rid) == list(dict.fromkeys(own.values()))
+    assert_nothing_is_held(waiting)
+
+
+def test_requests_may_be_aborted_while_it_waits(waiting: Waiting) -> None:
+    first, *others = waiting.rids
+    waiting.abort(first)
+    waiting.turn()
+    assert waiting.outputs[first].finish == FinishReason("abort", message="Aborted: the client went away")
+    waiting.pause(PauseMode.ABORT)
+    assert all(waiting.outputs[rid].finish.kind == "abort" for rid in others)  # type: ignore[union-attr]
+    assert_nothing_is_held(waiting)
+    waiting.proceed()
+    rid = waiting.generate(range(5), seed=9, max_new_tokens=20)
+    waiting.end()
+    assert waiting.outputs[rid].token_ids == tokens(9)
+
+
+def test_a_pause_that_waits_for_requests_waits_for_memory_too() -> None:
+    waiting = Waiting()
+    call = waiting.call(PauseGenerationReqInput(mode=PauseMode.WAIT))
+    waiting.turn(5)
+    assert call not in waiting.replies
+    waiting.end()
+    assert waiting.reply(call).mode is PauseMode.WAIT
+
+
+def test_several_ranks_end_with_the_one_that_has_no_memory() -> None:
+    harness = Harness(num_ranks=2)
+    harness.generate(range(9))
+    harness.ranks[1].runner.faults.append(PassOutOfMemory("none"))
+    with pytest.raises(PassOutOfMemory):
+        harness.turn(3)
