@@ -44,7 +44,7 @@ from ebbtide.srt.managers.scheduling.lockstep import (
     RankInbox,
 )
 from ebbtide.srt.managers.wire.channel import SendEnd
-from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
+from ebbtide.srt.mem_cache import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_allocator import PageTable
 from ebbtide.srt.mem_cache.state_slots import StateSlots
 from ebbtide.srt.memory_saver import MemoryTag

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ebbtide.srt.errors import OutOfDeviceMemory
-from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows, first_needed
+from ebbtide.srt.mem_cache import WHOLE, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageIds, PageTable
 from ebbtide.srt.mem_cache.state_slots import StateSlots
 

@@ -32,7 +32,7 @@ from ebbtide.srt.layers.attention.decode_choice import serves_few, suits_few
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, LATENT_BACKENDS, choose_backend
 from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Pages
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rotate
-from ebbtide.srt.mem_cache.cache_spec import Latent
+from ebbtide.srt.mem_cache import Latent
 from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
 
 NUM_LAYERS, PAGE_SIZE, HEAD_DIM, NUM_Q_HEADS = 2, 4, 8, 4

@@ -26,7 +26,7 @@ from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, backends_f
 from ebbtide.srt.layers.attention.shared_runs import NO_RUNS, SharedRuns
 from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Rope
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding
-from ebbtide.srt.mem_cache.cache_spec import Latent
+from ebbtide.srt.mem_cache import Latent
 from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")]

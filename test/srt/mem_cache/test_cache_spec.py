@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from ebbtide.srt.mem_cache.cache_spec import CacheGroups, Latent, Paged, first_needed
+from ebbtide.srt.mem_cache import CacheGroups, Latent, Paged, first_needed
 
 FULL, SLIDING = Paged(2, 8), Paged(2, 8, window=512)
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ebbtide.srt.mem_cache import kv_pool
-from ebbtide.srt.mem_cache.cache_spec import Latent, Paged
+from ebbtide.srt.mem_cache import Latent, Paged, kv_pool
 from ebbtide.srt.mem_cache.kv_pool import KVLayout, KVPool, cuda_chunk_bytes
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.memory_saver import MemoryTag

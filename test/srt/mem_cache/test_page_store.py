@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ebbtide.srt.mem_cache import page_store
-from ebbtide.srt.mem_cache.cache_spec import Paged
+from ebbtide.srt.mem_cache import Paged, page_store
 from ebbtide.srt.mem_cache.kv_pool import KVLayout, KVPool
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_store import HostPageStore

@@ -10,7 +10,7 @@ from fixtures.fuzz import fuzzed
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ebbtide.srt.mem_cache.cache_spec import Windows, first_needed
+from ebbtide.srt.mem_cache import Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds
 from ebbtide.srt.mem_cache.radix_cache import Namespace, PrefixLease, RadixCache
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from ebbtide.srt.config import resolve
 from ebbtide.srt.device.cpu import CpuDevice
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
-from ebbtide.srt.mem_cache.cache_spec import Paged
+from ebbtide.srt.mem_cache import Paged
 from ebbtide.srt.mem_cache.kv_pool import KVLayout
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory

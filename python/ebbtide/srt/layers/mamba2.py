@@ -24,7 +24,7 @@ from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.state import reference
 from ebbtide.srt.layers.state.base import StateLayer
 from ebbtide.srt.layers.step import Step
-from ebbtide.srt.mem_cache.cache_spec import State
+from ebbtide.srt.mem_cache import State
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from ebbtide.srt.managers.scheduling.trial_pass import SchedulerTrialPass
 from ebbtide.srt.managers.text.grammar import GrammarShelf, Vocabulary
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import SendEnd
-from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows
+from ebbtide.srt.mem_cache import WHOLE, Windows
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageIds, PageTable
 from ebbtide.srt.mem_cache.radix_cache import RadixCache
 from ebbtide.srt.mem_cache.state_slots import Checkpoints, StateSlots

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ebbtide.srt.mem_cache.cache_spec import WHOLE, Windows, first_needed
+from ebbtide.srt.mem_cache import WHOLE, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.state_slots import Checkpoints
 from ebbtide.srt.mem_cache.window_pages import MISSING, WindowPages

@@ -29,7 +29,7 @@ from ebbtide.srt.layers.attention.registry import choose_backend
 from ebbtide.srt.layers.fp8 import SCALE_LAYOUTS, Fp8Experts
 from ebbtide.srt.layers.kernels.launch import card, compute_capability
 from ebbtide.srt.layers.step import Kernels
-from ebbtide.srt.mem_cache.cache_spec import Latent, State, TokenSpec
+from ebbtide.srt.mem_cache import Latent, State, TokenSpec
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_allocator import PageTable
 from ebbtide.srt.memory_saver import MemoryTag

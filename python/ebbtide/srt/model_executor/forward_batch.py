@@ -16,7 +16,7 @@ from ebbtide.srt.layers.attention.base import GroupPages, PagedBatch
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns, runs_of_neighbours
 from ebbtide.srt.layers.heads import Pages
 from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
-from ebbtide.srt.mem_cache.state_pool import StatePool
+from ebbtide.srt.mem_cache.kv_pool import StatePool
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan
 from ebbtide.srt.model_executor.host_copies import upload
 

@@ -15,16 +15,17 @@ from ebbtide.srt.config import CacheConfig, EngineConfig, ModelConfig, ScheduleC
 from ebbtide.srt.distributed.division import Division, part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory, first_few
-from ebbtide.srt.mem_cache.cache_spec import CacheGroups, CacheSpec, Paged, State, TokenSpec
+from ebbtide.srt.mem_cache import CacheGroups, CacheSpec, Paged, State, TokenSpec
 from ebbtide.srt.mem_cache.kv_pool import (
     CUDA_MIN_RUN_BYTES,
     MIN_CHUNK_PAGES,
     KVLayout,
     KVPool,
+    StateLayout,
+    StatePool,
     cuda_chunk_bytes,
 )
 from ebbtide.srt.mem_cache.kv_scales import FP8, KVScales, scale_place
-from ebbtide.srt.mem_cache.state_pool import StateLayout, StatePool
 from ebbtide.srt.mem_cache.state_slots import StateSlots
 from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.arena import round_up

@@ -29,8 +29,8 @@ from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.lora import StepAdapters
 from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateLayer, StateStep
 from ebbtide.srt.layers.step import Kernels, Step
-from ebbtide.srt.mem_cache.cache_spec import State
-from ebbtide.srt.mem_cache.state_pool import StateLayout
+from ebbtide.srt.mem_cache import State
+from ebbtide.srt.mem_cache.kv_pool import StateLayout
 from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.models.base import CausalLM
 

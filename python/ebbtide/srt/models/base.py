@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ebbtide.srt.distributed.division import Division
 from ebbtide.srt.layers.attention.base import LayerAttention
 from ebbtide.srt.layers.step import Kernels, Step
-from ebbtide.srt.mem_cache.cache_spec import CacheSpec
+from ebbtide.srt.mem_cache import CacheSpec
 
 # Dimensions of a projection's weight in a checkpoint.
 OUTPUTS, INPUTS = 0, 1

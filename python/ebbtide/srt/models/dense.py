@@ -23,7 +23,7 @@ from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import Activation, Addend, NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rope_config
 from ebbtide.srt.layers.step import Kernels, Step
-from ebbtide.srt.mem_cache.cache_spec import CacheSpec, Paged
+from ebbtide.srt.mem_cache import CacheSpec, Paged
 from ebbtide.srt.models.base import (
     INPUTS,
     OUTPUTS,

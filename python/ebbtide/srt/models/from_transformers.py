@@ -32,7 +32,7 @@ from ebbtide.srt.layers.embedding import VocabEmbedding
 from ebbtide.srt.layers.heads import AttentionKind, Rope
 from ebbtide.srt.layers.linear import Inputs, Linear
 from ebbtide.srt.layers.step import Kernels, Step
-from ebbtide.srt.mem_cache.cache_spec import CacheSpec, Paged
+from ebbtide.srt.mem_cache import CacheSpec, Paged
 from ebbtide.srt.models.base import CausalLM, WeightMap, WeightTarget
 
 # Attention by us; masks, which transformers makes for names that it knows, are asked for in a trial alone.

@@ -24,7 +24,7 @@ from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import Addend, NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.rotary import rope_config, yarn_growth
 from ebbtide.srt.layers.step import Step
-from ebbtide.srt.mem_cache.cache_spec import Latent
+from ebbtide.srt.mem_cache import Latent
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, projection, stacked
 from ebbtide.srt.models.dense import DenseConfig, dense_config
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM, is_behind_layers

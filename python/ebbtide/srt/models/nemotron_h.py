@@ -16,7 +16,7 @@ from ebbtide.srt.layers.moe import MoeMLP
 from ebbtide.srt.layers.norm import Addend, NormedResidual, Residual, squared_relu
 from ebbtide.srt.layers.rotary import RopeConfig
 from ebbtide.srt.layers.step import Step
-from ebbtide.srt.mem_cache.cache_spec import CacheSpec, Paged
+from ebbtide.srt.mem_cache import CacheSpec, Paged
 from ebbtide.srt.models.base import (
     INPUTS,
     OUTPUTS,

@@ -34,7 +34,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.scheduler import MEMORY_WAIT
 from ebbtide.srt.managers.wire.generation import VersionContract
-from ebbtide.srt.mem_cache.cache_spec import Windows
+from ebbtide.srt.mem_cache import Windows
 from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, PassOutOfMemory
 from ebbtide.testing import SchedulerHarness, default_schedule

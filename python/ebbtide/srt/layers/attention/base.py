@@ -20,7 +20,7 @@ from torch import Tensor
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Pages, Rope
 from ebbtide.srt.layers.kernels.launch import compute_capability
-from ebbtide.srt.mem_cache.cache_spec import Latent
+from ebbtide.srt.mem_cache import Latent
 from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales
 
 # What the step is, its number and how many there are.

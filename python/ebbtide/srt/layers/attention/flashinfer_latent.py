@@ -33,7 +33,7 @@ from ebbtide.srt.layers.attention.flashinfer_kernels import Workspace, compile_k
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
-from ebbtide.srt.mem_cache.cache_spec import Latent
+from ebbtide.srt.mem_cache import Latent
 
 # What the kernels are written for.
 _LATENT = Latent(rank=512, rope=64)

@@ -14,7 +14,7 @@ from ebbtide.srt.managers.scheduling.request import KVHold, ParkedKV, Req
 from ebbtide.srt.managers.scheduling.routes import PageRoutes, num_usable
 from ebbtide.srt.managers.scheduling.running_rows import RunningRows
 from ebbtide.srt.managers.scheduling.versions import Commit, KVVersions
-from ebbtide.srt.mem_cache.cache_spec import Windows, first_needed
+from ebbtide.srt.mem_cache import Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator, PageTable
 from ebbtide.srt.mem_cache.radix_cache import Namespace, PrefixLease, RadixCache
 from ebbtide.srt.mem_cache.state_slots import Checkpoints
