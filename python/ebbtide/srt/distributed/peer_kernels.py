@@ -179,6 +179,55 @@ def one_shot(
 
 
 @triton.jit
+def two_shot(
+    x_ptr,
+    out_ptr,
+    memories_ptr,
+    count,
+    rank,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+) -> None:
+    """As `one_shot`: each rank adds up its share of every block's part, and pushes the sums to all."""
+    at = tl.arange(0, TILE)
+    counter = _counter(memories_ptr, rank, SIZE)
+    flags_there, flags_here = _flags(memories_ptr, rank, SIZE, LANES)
+    mine = tl.load(memories_ptr + rank)
+    _await_predecessor(OVERLAPPED)
+    step = tl.load(counter)
+    first = tl.program_id(0) * SIZE * TILE
+    while first < count:
+        step += 1
+        for other in tl.static_range(SIZE):
+            here = first + other * TILE + at
+            x = tl.load(x_ptr + here, mask=here < count)
+            slot = _slot(tl.load(memories_ptr + other), step, rank, x_ptr, SIZE)
+            tl.store(slot + at, x, mask=here < count)
+        own = first + rank * TILE + at
+        if ADD:
+            before = tl.load(out_ptr + own, mask=own < count).to(tl.float32)
+        _meet(flags_there, flags_here, step, SIZE, LANES)
+        total = _pushed(memories_ptr, rank, step, x_ptr, at, own < count, SIZE, TILE)
+        if ADD:
+            total += before
+        step += 1
+        for other in tl.static_range(SIZE):
+            slot = _slot(tl.load(memories_ptr + other), step, rank, x_ptr, SIZE)
+            tl.store(slot + at, total.to(x_ptr.dtype.element_ty), mask=own < count)
+        _meet(flags_there, flags_here, step, SIZE, LANES)
+        for source in tl.static_range(SIZE):
+            here = first + source * TILE + at
+            part = _slot(mine, step, source, x_ptr, SIZE)
+            total_there = tl.load(part + at, mask=here < count, cache_modifier=".cg")
+            tl.store(out_ptr + here, total_there, mask=here < count)
+        first += tl.num_programs(0) * SIZE * TILE
+    tl.store(counter, step)
+
+
+@triton.jit
 def _push_words(addresses, words, step) -> None:
     """Each word of 8 bytes as two of 4, and each of those with the step's number in one store of 8."""
     tl.inline_asm_elementwise(
