@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
+from ebbtide.srt.memory_saver.virtual_memory import read_host_memory
 
 if TYPE_CHECKING:
     from ebbtide.srt.memory_saver.virtual_memory import VirtualMemory

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from ebbtide.srt.device import MemoryInfo, host_memory_info
+from ebbtide.srt.memory_saver.virtual_memory import read_host_memory
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
-from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
 
 
 class CpuDevice:

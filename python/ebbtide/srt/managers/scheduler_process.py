@@ -28,7 +28,7 @@ from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.backup import ArenaMemory, BackedUpMemory, JointMemory
 from ebbtide.srt.memory_saver.saver import MemorySaver, open_memory_saver
 from ebbtide.srt.memory_saver.virtual_arena import ChunkArena
-from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
+from ebbtide.srt.memory_saver.virtual_memory import read_host_memory
 from ebbtide.srt.model_executor.builder import build_model_runner, expert_slots
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.this_process import GcClock, freeze_heap, raise_file_limit

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.srt.memory_saver.virtual_memory.host_memory import HostMemory, read_host_memory
+from ebbtide.srt.memory_saver.virtual_memory import HostMemory, read_host_memory
 
 MEMINFO = (
     "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600 kB\nHugePages_Total:       0\n"

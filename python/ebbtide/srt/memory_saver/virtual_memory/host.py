@@ -23,8 +23,7 @@ from itertools import count
 import torch
 
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
-from ebbtide.srt.memory_saver.virtual_memory import Handle, Reservation
-from ebbtide.srt.memory_saver.virtual_memory.host_memory import read_host_memory
+from ebbtide.srt.memory_saver.virtual_memory import Handle, Reservation, read_host_memory
 
 # A huge page on x86-64 and arm64, and a page of the CUDA driver: a host arena rounds as one on a GPU does.
 GRANULARITY = 2 << 20
