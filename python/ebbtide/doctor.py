@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
+from ebbtide.srt.argument_checks import sees_cuda
 from ebbtide.version import __version__
 
 GIB = 1 << 30
@@ -166,13 +167,9 @@ def _shared_memory(mount: Path) -> Finding:
 def _visible_gpus() -> int:
     """CUDA devices that torch can use; asked without starting a context on any."""
     try:
-        import torch
-    except ImportError:
+        return import_module("torch").accelerator.device_count() if sees_cuda() else 0
+    except (ImportError, AttributeError):  # not there, or too old, which is found with the packages
         return 0
-    if not hasattr(torch, "accelerator"):  # too old, which is found with the packages
-        return 0
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.accelerator.device_count() if accelerator is not None and accelerator.type == "cuda" else 0
 
 
 def _gpus(num_visible: int, devices: Path, nvml: Any = None) -> Finding:

@@ -203,12 +203,10 @@ class _Batch:
     Attributes:
         ids_RS: token ids [R, S].
         mask_RT: 1 where the token predicted is an output token.
-        prompt_lens: tokens in each prompt.
     """
 
     ids_RS: Tensor
     mask_RT: Tensor
-    prompt_lens: list[int]
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> _Batch:
@@ -220,7 +218,7 @@ class _Batch:
             end = len(prompt) + len(output)
             ids[row, :end] = torch.tensor(prompt + output)
             mask[row, len(prompt) - 1 : end - 1] = 1.0
-        return cls(ids, mask, [len(prompt) for prompt, _ in pairs])
+        return cls(ids, mask)
 
     @classmethod
     def of_samples(cls, samples: Sequence[Sample]) -> _Batch:

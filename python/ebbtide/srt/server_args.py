@@ -8,11 +8,10 @@ import difflib
 import functools
 import ipaddress
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self, get_type_hints
 
 from ebbtide.srt.arguments import (
-    Arg,
     ArgumentSpec,
     SglangArgument,
     SglangArguments,
@@ -46,10 +45,10 @@ class ServerArgs(SglangArguments):
     Source: wire_api section 7.
     """
 
-    model_path: str = field(
-        metadata={
-            "arg": Arg("Folder of a Hugging Face checkpoint, or the id of a model on the hub.", ("--model",))
-        }
+    model_path: str = arg(
+        dataclasses.MISSING,
+        "Folder of a Hugging Face checkpoint, or the id of a model on the hub.",
+        aliases=("--model",),
     )
     model_impl: str = arg(
         "auto",

@@ -648,13 +648,8 @@ class EngineMethods(ABC):
         """Every sample of `GET /metrics`, by `name{label="value"}`."""
         return await self._read("metrics")
 
-    async def async_get_model_info(self) -> dict[str, Any]:
-        """`model_info` under SGLang's name."""
-        return await self.async_model_info()
-
-    async def async_get_server_info(self) -> dict[str, Any]:
-        """`server_info` under SGLang's name."""
-        return await self.async_server_info()
+    # Under SGLang's names.
+    async_get_model_info, async_get_server_info = async_model_info, async_server_info
 
     # ---------------------------------------------------------------------------------------- blocking twins
 

@@ -41,7 +41,7 @@ from ebbtide.srt.entrypoints.launch.console import (
 from ebbtide.srt.entrypoints.launch.launcher import launch_node
 from ebbtide.srt.entrypoints.launch.placement import bind, cannot_listen
 from ebbtide.srt.entrypoints.metrics.observers import TraceContext
-from ebbtide.srt.entrypoints.middleware import FRAMED_BY_NONE, BrowserCheck, KeyCheck, OneSpelling, RequestIds
+from ebbtide.srt.entrypoints.middleware import FRAMED_BY_NONE, AccessCheck, OneSpelling, RequestIds
 from ebbtide.srt.entrypoints.openai.routes import Calls, OpenAIApi
 from ebbtide.srt.entrypoints.openai.tokenization import read_chat_template
 from ebbtide.srt.entrypoints.pages import Dashboard, StaticPages
@@ -113,7 +113,7 @@ def create_app(service: EngineService) -> FastAPI:
     app.add_exception_handler(Exception, _answer_bug)
     # The last one is the first that a request passes.
     app.add_middleware(TraceContext, tracing=lambda: service.tracing)
-    for layer in (KeyCheck, BrowserCheck, OneSpelling, RequestIds):
+    for layer in (AccessCheck, OneSpelling, RequestIds):
         app.add_middleware(layer, service=service)
     return app
 

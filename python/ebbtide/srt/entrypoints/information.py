@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, convert, field
@@ -18,6 +18,8 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_fields import said
 from ebbtide.srt.managers.io_struct import Load, StateReport, TagReport
 from ebbtide.version import __version__
+
+S = TypeVar("S", bound=Struct)
 
 _SUMMABLE = (
     "num_running_reqs",
@@ -107,6 +109,13 @@ class Loads(Struct, kw_only=True):
     aggregate: TotalLoad
 
 
+def _filled(kind: type[S], *sources: object, **own: Any) -> S:
+    """A body whose fields are its own, and those of these, of the last that has one of the name."""
+    names = kind.__struct_fields__
+    found = {name: getattr(one, name) for one in sources for name in names if hasattr(one, name)}
+    return kind(**{**found, **own})
+
+
 def load_summaries(loads: Sequence[Load]) -> list[LoadSummary]:
     """The body of `/get_load`."""
     return [convert(load, LoadSummary, from_attributes=True) for load in loads]
@@ -165,9 +174,8 @@ def loads_body(loads: Sequence[Load], sections: frozenset[str], config: EngineCo
 def _replica(load: Load, sections: frozenset[str]) -> ReplicaLoad:
     memory = LoadMemory(used_tokens=load.num_used_tokens, token_capacity=load.max_total_num_tokens)
     queues = LoadQueues(waiting=load.num_waiting_reqs, paused=load.num_paused_reqs)
-    names = ReplicaLoad.__struct_fields__
-    return ReplicaLoad(
-        **{name: getattr(load, name) for name in names if hasattr(load, name)},
+    return _filled(
+        *(ReplicaLoad, load),
         timestamp=time.time(),
         num_total_reqs=load.num_reqs,
         utilization=load.num_running_reqs / load.max_running_requests,
@@ -250,22 +258,12 @@ class ServerInfo(AnswerBody, kw_only=True):
 
 def model_info(config: EngineConfig, state: StateReport, reports: Sequence[StateReport]) -> ModelInfo:
     """The body of `GET /model_info`. `reports`: the replicas' own, by dp_rank."""
-    model = config.model
-    return ModelInfo(
-        model_path=state.model_path,
-        served_model_name=model.served_model_name,
-        tokenizer_path=model.tokenizer_path,
-        weight_version=state.weight_version,
+    return _filled(
+        *(ModelInfo, config.model, state),
         weight_versions=[report.weight_version for report in reports] if len(reports) > 1 else UNSET,
-        load_format=state.load_format,
         reasoning_parser=config.server_args.reasoning_parser,
         tool_call_parser=config.server_args.tool_call_parser,
-        model_type=model.model_type,
-        architectures=model.architectures,
-        context_len=model.context_len,
-        dtype=model.dtype,
         precision=config.precision,
-        vocab_size=model.vocab_size,
     )
 
 
@@ -287,14 +285,10 @@ def server_info(
         max_req_input_len=facts["max_req_input_len"],
         num_gpus=num_gpus(state.ranks),
         internal_states=[
-            ReplicaState(
-                dp_rank=report.dp_rank,
-                last_gen_throughput=load.last_gen_throughput,
+            _filled(
+                *(ReplicaState, load, report),
                 memory_usage=_memory_usage(total_tags(report.ranks), num_tokens),
                 effective_max_running_requests_per_dp=load.max_running_requests,
-                weight_version=report.weight_version,
-                can_run=report.can_run,
-                reason=report.reason,
             )
             for report, load in zip(reports, loads, strict=True)
         ],

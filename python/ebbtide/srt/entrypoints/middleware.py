@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ebbtide.srt.entrypoints.http_answers import Json, error_answer
@@ -82,25 +82,33 @@ class _Middleware:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request, or pass it on."""
-        answer = self._refusal(scope)
-        await (self._app if answer is None else answer)(scope, receive, send)
+        raise NotImplementedError
 
-    def _refusal(self, scope: Scope) -> Response | None:
+
+class AccessCheck(_Middleware):
+    """Answers, before a body is read, what has no right to ask.
+
+    401 to a request without its key. 403 to what a browser sends for the page of another site, whose user has
+    not asked for it: such a page has no key, but reaches whatever its browser does: this machine, its
+    network. Its requests say where they come from, unless the name of its own site leads here (DNS
+    rebinding): then `Host` says it.
+    """
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = None if scope["path"] in _PROBES else _browser_refusal(scope, self._args)
+        answer = refusal or _key_refusal(scope, self._args) or self._app
+        await answer(scope, receive, send)
+
+
+def _key_refusal(scope: Scope, args: ServerArgs) -> Json | None:
+    path = scope["path"]
+    key = required_key(args, path)
+    if key is None or _brings(Headers(scope=scope), key):
         return None
-
-
-class KeyCheck(_Middleware):
-    """Answers 401 to a request without its key, before its body is read."""
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        path = scope["path"]
-        key = required_key(self._args, path)
-        if key is None or _brings(Headers(scope=scope), key):
-            return None
-        name = "API key" if key is self._args.api_key else "admin key"
-        answer = error_answer(f"{path} needs the {name}: Authorization: Bearer KEY", 401)
-        answer.headers["WWW-Authenticate"] = "Bearer"
-        return answer
+    name = "API key" if key is args.api_key else "admin key"
+    answer = error_answer(f"{path} needs the {name}: Authorization: Bearer KEY", 401)
+    answer.headers["WWW-Authenticate"] = "Bearer"
+    return answer
 
 
 def _brings(headers: Headers, key: str) -> bool:
@@ -120,17 +128,6 @@ _REQUEST_ID: Final = "X-Request-Id"
 _PROBES = frozenset({"/health", "/ready"})
 # SGLang's clients ask for these by GET, which should change nothing.
 _ASKED_BY_GET = frozenset(kind.row.path for kind in CONTROL_REQUESTS if "GET" in kind.row.methods)
-
-
-class BrowserCheck(_Middleware):
-    """Answers 403 to what a browser sends for the page of another site, whose user has not asked for it.
-
-    Such a page has no key, but reaches whatever its browser does: this machine, its network. Its requests
-    say where they come from, unless the name of its own site leads here (DNS rebinding): then `Host` says it.
-    """
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        return None if scope["path"] in _PROBES else _browser_refusal(scope, self._args)
 
 
 def _browser_refusal(scope: Scope, args: ServerArgs) -> Json | None:

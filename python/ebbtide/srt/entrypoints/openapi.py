@@ -86,9 +86,7 @@ class _Schemas:
         # Deeper in a body null is what the type says.
         for kind in dict.fromkeys(requests):
             _accept_null(incoming[kind.__name__])
-        for name, schema in incoming.items():
-            _drop_tag(name, schema)
-        for name, schema in outgoing.items():
+        for name, schema in (*incoming.items(), *outgoing.items()):
             _drop_tag(name, schema)
         self.components = outgoing | incoming
         self._refine()

@@ -319,7 +319,9 @@ class TokenizerManager:
             is_incremental=bool(request.stream) and is_incremental,
             return_prompt_token_ids=bool(request.return_prompt_token_ids),
             token_text=self._token_text if request.return_text_in_logprobs else None,
-            flat_top=flat_form(request),
+            flat_top=flat_form(
+                request.return_flat_raw_output_top_logprobs, request.return_flat_raw_top_logprobs_b64
+            ),
             routed_form=routed_form,
             precision=self._config.precision,
         )

@@ -136,7 +136,8 @@ def chat_call(
     generate |= _logprob_fields(request, num_logprobs)
     generate["sampling_params"] = params
     ignored_fields = unknown_fields(kind, fields, is_chat=True)
-    about = {"flat_top": flat_form(request), "ignored_fields": ignored_fields}
+    is_flat, is_base64 = request.return_flat_raw_output_top_logprobs, request.return_flat_raw_top_logprobs_b64
+    about = {"flat_top": flat_form(is_flat, is_base64), "ignored_fields": ignored_fields}
     make = functools.partial(_call, request, generate, default_model, "chatcmpl-", num_logprobs, **about)
     if request.input_ids is not None:
         generate["input_ids"] = request.input_ids

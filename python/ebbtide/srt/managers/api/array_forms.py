@@ -11,7 +11,7 @@ import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,16 +134,9 @@ def _base64(data: memoryview) -> str:
 FlatForm: TypeAlias = Literal["numbers", "base64"]
 
 
-class _Request(Protocol):
-    return_flat_raw_output_top_logprobs: bool | None
-    return_flat_raw_top_logprobs_b64: bool | None
-
-
-def flat_form(request: _Request) -> FlatForm | None:
+def flat_form(is_flat: bool | None, is_base64: bool | None) -> FlatForm | None:
     """The form that a request asks for; None: the usual lists of triples."""
-    if not request.return_flat_raw_output_top_logprobs:
-        return None
-    return "base64" if request.return_flat_raw_top_logprobs_b64 else "numbers"
+    return None if not is_flat else "base64" if is_base64 else "numbers"
 
 
 def flat_top_logprobs(positions_TK: Sequence[Sequence[Any]], form: FlatForm) -> dict[str, Any]:
