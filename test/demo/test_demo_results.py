@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.demo.loop import Results, Stage, StageRecord, StepRecord
-from ebbtide.demo.memory import ElasticRecord, LentTime, MemorySample
+from ebbtide.demo.loop import ElasticRecord, LentTime, MemorySample, Results, Stage, StageRecord, StepRecord
 from ebbtide.demo.report import write_report
 from ebbtide.demo.trainer import DemoFailed, Ratios
 

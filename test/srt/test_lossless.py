@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from ebbtide.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, parse
 from ebbtide.srt.lossless import read_losslessly
 from ebbtide.srt.managers.api import generate_fields
-from ebbtide.srt.managers.api.request_fields import build_request
+from ebbtide.srt.managers.api.control_client import build_request
 from ebbtide.srt.managers.io_struct import EndWeightUpdateReqInput
 
 

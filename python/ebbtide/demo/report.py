@@ -23,11 +23,12 @@ from ebbtide.demo.loop import (
     LAST_REWARD_ABOVE,
     MAX_LOGPROB_DIFFERENCE,
     MB,
+    ElasticRecord,
+    MemorySample,
     Results,
     Stage,
     StepRecord,
 )
-from ebbtide.demo.memory import ElasticRecord, MemorySample
 from ebbtide.demo.trainer import LARGEST_WEIGHT
 
 _INK, _FAINT, _GRID = "#1b2733", "#66788a", "#e3e8ee"

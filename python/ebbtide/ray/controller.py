@@ -16,7 +16,7 @@ from ebbtide.ray.engine import RayEngine
 from ebbtide.ray.errors import ActorDied
 from ebbtide.ray.joint_engine import TENSORS, Answered
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
-from ebbtide.srt.managers.api.request_fields import build_request
+from ebbtide.srt.managers.api.control_client import build_request
 from ebbtide.srt.managers.committee import Closed, Committee
 from ebbtide.srt.managers.io_struct import (
     AnyReply,

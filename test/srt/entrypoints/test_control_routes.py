@@ -15,7 +15,7 @@ from ebbtide.srt.entrypoints.routes import (
 )
 from ebbtide.srt.entrypoints.service import ControlAnswer
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.request_fields import build_request
+from ebbtide.srt.managers.api.control_client import build_request
 from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.server_args import ServerArgs
 

@@ -18,7 +18,7 @@ from ebbtide.srt.entrypoints.request_body import (
     decode_in_pieces,
 )
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.request_fields import build_request
+from ebbtide.srt.managers.api.control_client import build_request
 from ebbtide.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
 FIELD = "serialized_named_tensors"

@@ -38,9 +38,8 @@ from ebbtide.srt.entrypoints.occupation import (
 from ebbtide.srt.entrypoints.served_models import ServedModels
 from ebbtide.srt.entrypoints.transition import Transitions
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
-from ebbtide.srt.managers.api.control_client import Vote
+from ebbtide.srt.managers.api.control_client import Vote, build_request
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
-from ebbtide.srt.managers.api.request_fields import build_request
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.io_struct import (
     ContinueGenerationReqInput,

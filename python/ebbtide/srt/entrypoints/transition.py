@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from ebbtide.srt.entrypoints.bodies import AnswerBody, Body
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.lossless import read
-from ebbtide.srt.managers.api.request_fields import MAX_CHARACTERS, build_request
+from ebbtide.srt.managers.api.control_client import MAX_CHARACTERS, build_request
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
 
 STEPS: Final[dict[str, type[ControlRequest]]] = {

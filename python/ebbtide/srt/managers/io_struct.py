@@ -1,7 +1,7 @@
 """Every control request with its reply, and what the processes send each other. One tagged union per channel.
 
 A control request is its struct, and in it its row: where it is asked, how long it may take, and what replicas
-do about it. The structs are the HTTP bodies and the arguments of the Python API too; `request_fields` builds
+do about it. The structs are the HTTP bodies and the arguments of the Python API too; `control_client` builds
 them from loose fields. Source: wire_api sections 2 and 3.
 """
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.api.request_fields import build_request
+from ebbtide.srt.managers.api.control_client import build_request
 from ebbtide.srt.managers.io_struct import (
     ControlRequest,
     FlushCacheReqInput,

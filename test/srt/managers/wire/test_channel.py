@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import uvloop
+from fixtures.scripted_engine import channel_pair
 
 from ebbtide.srt.managers.io_struct import (
     ControlCall,
@@ -18,7 +19,7 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from ebbtide.srt.managers.wire.channel import MAX_AT_ONCE, Receiver, Sender, channel_pair
+from ebbtide.srt.managers.wire.channel import MAX_AT_ONCE, Receiver, Sender
 from ebbtide.srt.sampling_params import SamplingParams
 
 LARGE = bytes(range(256)) * (1 << 17)  # 32 MiB

@@ -13,8 +13,8 @@ from ebbtide.srt.entrypoints.request_body import BodyReader, of_query
 from ebbtide.srt.entrypoints.routing import route
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import reader_of, valid_values
+from ebbtide.srt.managers.api.control_client import refuse_misspelt
 from ebbtide.srt.managers.api.generate_fields import said
-from ebbtide.srt.managers.api.request_fields import refuse_misspelt
 from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, PauseMode
 
 P = TypeVar("P", bound=Struct)

@@ -78,9 +78,8 @@ class EndedOutputs:
     Who has made a request under the same key, and knows its rid, may continue it, and read its prompt.
     """
 
-    def __init__(self, is_live: Callable[[str], bool], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, is_live: Callable[[str], bool]) -> None:
         self._is_live = is_live
-        self._clock = clock
         self._kept: dict[tuple[str, str], EndedOutput] = {}
         self._num_tokens = 0
 
@@ -102,7 +101,7 @@ class EndedOutputs:
             params=request.sampling_params,
             seed=request.seed,
             namespace=request.cache_namespace,
-            ended_s=self._clock(),
+            ended_s=time.monotonic(),
             adapter=request.adapter if adapter is None else adapter,
         )
         self._num_tokens += ended.num_tokens
@@ -123,13 +122,13 @@ class EndedOutputs:
 
     def find(self, rids: Sequence[str], client: Caller = NOBODY) -> str | None:
         """The first of these rids that an output is kept under."""
-        oldest_s = self._clock() - KEPT_S
+        oldest_s = time.monotonic() - KEPT_S
         kept = ((rid, self._kept.get((client.key, rid))) for rid in rids)
         return next((rid for rid, ended in kept if ended is not None and ended.ended_s > oldest_s), None)
 
     def _too_much(self) -> Iterator[tuple[str, str]]:
         """What is too old, or one too many, the oldest first."""
-        oldest_s = self._clock() - KEPT_S
+        oldest_s = time.monotonic() - KEPT_S
         num_left, num_tokens = len(self._kept), self._num_tokens
         for name, ended in self._kept.items():
             if num_left <= MAX_KEPT and num_tokens <= MAX_KEPT_TOKENS and ended.ended_s > oldest_s:

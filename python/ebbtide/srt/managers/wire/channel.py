@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -159,13 +158,6 @@ class Receiver(Generic[T]):
             yield readable
         finally:
             loop.remove_reader(self._socket.fileno())
-
-
-def channel_pair(union: Any) -> tuple[Sender[Any], Receiver[Any]]:
-    """A channel within this process: the same ends, with nothing on the file system. For tests."""
-    address = f"inproc://{uuid.uuid4().hex}"
-    receiver: Receiver[Any] = Receiver(address, union)
-    return Sender(address), receiver
 
 
 def _socket(kind: int, address: str) -> zmq.Socket[bytes]:
