@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Final, Literal, Protocol, TypeAlias
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -244,7 +244,6 @@ class ServerTarget(Target):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ValueError(f"expected a URL as http://HOST:PORT, got {url!r}")
-        check_transport(transport)
         location = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         super().__init__(url.rstrip("/"), location, keep_mapped=keep_mapped)
         self._host = parts.hostname
@@ -354,11 +353,6 @@ def outcomes_of(calls: Mapping[str, Future[Any]]) -> Outcomes:
 
 def failures_in(outcomes: Outcomes) -> dict[str, EbbtideError]:
     return {name: one for name, one in outcomes.items() if isinstance(one, EbbtideError)}
-
-
-def check_transport(transport: str) -> None:
-    if transport not in get_args(Transport):
-        raise ValueError(f"transport: expected one of {get_args(Transport)}, got {transport!r}")
 
 
 def _as_error(answer: urllib.error.HTTPError) -> EbbtideError:

@@ -33,7 +33,6 @@ from ebbtide.trainer.targets import (
     Target,
     Transport,
     UpdatableEngine,
-    check_transport,
     failures_in,
     outcomes_of,
 )
@@ -148,7 +147,8 @@ class WeightSender:
         keep_mapped: bool = False,
         delta: bool = False,
     ) -> None:
-        check_transport(transport)
+        if transport not in get_args(Transport):
+            raise ValueError(f"transport: expected one of {get_args(Transport)}, got {transport!r}")
         if delta and transport == "broadcast":
             raise ValueError("delta: changes are not broadcast; expected another transport")
         if backend not in (None, *get_args(Backend)):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ebbtide.srt.mem_cache import Latent, Paged, kv_pool
+from ebbtide.srt.mem_cache import CacheGroups, Latent, Paged, kv_pool
 from ebbtide.srt.mem_cache.kv_pool import KVLayout, KVPool, cuda_chunk_bytes
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.memory_saver import MemoryTag
@@ -30,7 +30,7 @@ def pool(request):
         MemoryTag.KV_CACHE, made.arena_bytes(NUM_PAGES), HostVirtualMemory(), made.chunk_bytes
     )
     arena.resume()
-    yield KVPool(arena, made, NUM_PAGES)
+    yield KVPool(arena, made, NUM_PAGES, CacheGroups.of([made.spec] * made.num_layers))
     arena.close()
 
 
@@ -55,7 +55,7 @@ def test_the_values_of_latents_lie_behind_what_is_rotated():
     made = layout(spec=LATENT)
     arena = VirtualArena(MemoryTag.KV_CACHE, made.arena_bytes(2), HostVirtualMemory(), made.chunk_bytes)
     arena.resume()
-    pool = KVPool(arena, made, 2)
+    pool = KVPool(arena, made, 2, CacheGroups.of([made.spec] * made.num_layers))
     pool.k(1)[1, 2] = torch.arange(768.0)
     assert pool.v(1)[1, 2].tolist() == [list(range(64, 768))]
     arena.close()

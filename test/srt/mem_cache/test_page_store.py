@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ebbtide.srt.mem_cache import Paged, page_store
+from ebbtide.srt.mem_cache import CacheGroups, Paged, page_store
 from ebbtide.srt.mem_cache.kv_pool import KVLayout, KVPool
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.mem_cache.page_store import HostPageStore
@@ -22,7 +22,7 @@ NUM_PAGES = 9
 def pool() -> Iterator[KVPool]:
     arena = VirtualArena(MemoryTag.KV_CACHE, LAYOUT.arena_bytes(NUM_PAGES), HostVirtualMemory())
     arena.resume()
-    yield KVPool(arena, LAYOUT, NUM_PAGES)
+    yield KVPool(arena, LAYOUT, NUM_PAGES, CacheGroups.of([LAYOUT.spec] * LAYOUT.num_layers))
     arena.close()
 
 

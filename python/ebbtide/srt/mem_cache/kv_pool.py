@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.srt.mem_cache import WHOLE, CacheGroups, Latent, State, TokenSpec
+from ebbtide.srt.mem_cache import CacheGroups, Latent, State, TokenSpec
 from ebbtide.srt.mem_cache.kv_scales import HeadScales, KVScales
 from ebbtide.srt.mem_cache.page_allocator import PageIds
 from ebbtide.srt.mem_cache.state_slots import StateSlots
@@ -233,7 +233,7 @@ class KVPool:
         arena: at least `layout.arena_bytes(num_pages)` bytes; it may be released, now and later.
         layout: what is stored, and where.
         num_pages: pages that may be used.
-        groups: whose pages these are; None: all layers are one.
+        groups: whose pages these are.
         scales: of keys and values in FP8; None: what is stored is what it stands for.
         states: what layers without keys and values keep of requests; their pages can be read and written.
 
@@ -246,7 +246,7 @@ class KVPool:
         arena: Arena,
         layout: KVLayout,
         num_pages: int,
-        groups: CacheGroups | None = None,
+        groups: CacheGroups,
         scales: KVScales | None = None,
         states: StatePool | None = None,
     ) -> None:
@@ -255,9 +255,6 @@ class KVPool:
         self.scales, self.states = scales, states
         self.num_pages = num_pages
         self.page_size = layout.page_size
-        if groups is None:
-            places = tuple((0, layer) for layer in range(layout.num_layers))
-            groups = CacheGroups(layout.num_layers, WHOLE, places)
         self.groups = groups
         numbers = [number for _, number in groups.places]
         self._k_BSNH = [layout.plane(arena, num_pages, number, 0) for number in numbers]

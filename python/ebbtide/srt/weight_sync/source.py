@@ -203,7 +203,7 @@ class WeightSource:
         base_version: of the weights that it changes; None: it says nothing of that.
     """
 
-    is_sent = False
+    is_sent = direct = False
     digest: Hashable = None
     base_version: str | None = None
 
@@ -212,13 +212,11 @@ class WeightSource:
         entries: Sequence[TensorHeader],
         read: Callable[[], Iterable[NamedTensor]],
         *,
-        direct: bool = False,
         memory: BorrowedMemory | None = None,
         is_on_device: bool = False,
     ) -> None:
         self.entries = entries
         self._is_on_device = is_on_device
-        self.direct = direct
         self._read: Callable[[], Iterable[NamedTensor]] | None = read
         self._memory = BorrowedMemory() if memory is None else memory
 
@@ -344,8 +342,8 @@ class TableSource(WeightSource):
         def read() -> Iterator[NamedTensor]:
             return ((name, memory.tensor(ref)) for name, ref in table.refs())
 
-        super().__init__(table.form.headers, read, direct=direct, memory=memory)
-        self.table = table
+        super().__init__(table.form.headers, read, memory=memory)
+        self.table, self.direct = table, direct
         self.digest = table.form.digest, direct
         self._packed = packed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 from msgspec import structs
@@ -163,10 +164,7 @@ class MemoryOccupation:
             for end in self.on_weights_release:
                 end()
         num_retracted = self._give_up_kv(plan) if gives_up_kv else 0
-        freed_bytes = {
-            tag: self._ranks.certainly(lambda tag=tag: self._release(tag))  # type: ignore[misc]
-            for tag in to_release
-        }
+        freed_bytes = {tag: self._ranks.certainly(partial(self._release, tag)) for tag in to_release}
         self._forget_what_nobody_holds()  # Requests may have ended while their pages were saved.
         return ReleaseMemoryOccupationReqOutput(
             changed=bool(to_release),
@@ -252,7 +250,7 @@ class MemoryOccupation:
             if num_releases == self._num_kv_releases:
                 self._give_up_kv(NOTHING_PARKED)
                 self._failed_at = self._num_kv_releases
-                self._ranks.certainly(lambda: self._release(MemoryTag.KV_CACHE))
+                self._ranks.certainly(partial(self._release, MemoryTag.KV_CACHE))
             if isinstance(error, DeadlinePassed):
                 raise RequestRejected(
                     "not all of kv_cache was there in time: it is released again", 409
