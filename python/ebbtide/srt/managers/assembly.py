@@ -18,7 +18,7 @@ from ebbtide.srt.managers.control.kv_cache import CacheFlush, KVSize
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation, WeightContent
 from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.control.pace import Pace, Ranks
-from ebbtide.srt.managers.control.pause import Generation, Paused
+from ebbtide.srt.managers.control.pause import Generation
 from ebbtide.srt.managers.control.weights import Weights
 from ebbtide.srt.managers.control.weights.checks import WeightChecks
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
@@ -250,7 +250,7 @@ def _load_reports(
     def report(request: GetLoadReqInput) -> GetLoadReqOutput:
         load = structs.replace(
             # Running requests of a generation that is paused count as paused.
-            meter.load(inbox.dp_rank, is_paused=isinstance(generation.state, Paused)),
+            meter.load(inbox.dp_rank, is_paused=generation.paused is not None),
             lent_bytes=chunks.lent_bytes,
             gc_pause_s=parts.gc_pause_s(),
             stalls=operations.stalls.report(),

@@ -14,7 +14,7 @@ from ebbtide.srt.managers.control.adapter_loads import AdapterLoads
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Operations, refusal
 from ebbtide.srt.managers.control.pace import Ranks, Stall
-from ebbtide.srt.managers.control.pause import Generation, Paused
+from ebbtide.srt.managers.control.pause import Generation
 from ebbtide.srt.managers.control.weights.update import WeightUpdates
 from ebbtide.srt.managers.io_struct import (
     AnyControlRequest,
@@ -69,7 +69,7 @@ class ControlPlane:
     @property
     def can_run(self) -> bool:
         """Whether the state machines allow forward passes."""
-        is_held = isinstance(self.generation.state, Paused) or self.operations.is_fenced
+        is_held = self.paused is not None or self.operations.is_fenced
         return not is_held and self.memory.allows_forward
 
     @property
@@ -145,8 +145,7 @@ class ControlPlane:
 
     @property
     def paused(self) -> PauseMode | None:
-        state = self.generation.state
-        return state.mode if isinstance(state, Paused) else None
+        return self.generation.paused
 
     @property
     def reason(self) -> str:

@@ -1,4 +1,4 @@
-"""Whether generation runs: `Running | Paused(mode)`. Source: control_semantics section 1.1."""
+"""Whether generation runs, or in which mode it is paused. Source: control_semantics section 1.1."""
 
 from __future__ import annotations
 
@@ -35,28 +35,20 @@ _ABORTED = {
 }
 
 
-@dataclass(frozen=True)
-class Running:
-    """Forward passes may run."""
-
-
-@dataclass(frozen=True)
-class Paused:
-    """No forward pass until `continue`."""
-
-    mode: PauseMode
-
-
 @dataclass
 class Generation:
-    """Pausing, continuing and aborting; and drains, which hold the admission of new requests."""
+    """Pausing, continuing and aborting; and drains, which hold the admission of new requests.
+
+    Attributes:
+        paused: in which mode no forward pass runs until `continue`; None: they may run.
+    """
 
     _requests: Requests
     _operations: Operations
     _num_drains: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.state: Running | Paused = Running()
+        self.paused: PauseMode | None = None
         self.handlers: HandlerTable = {
             PauseGenerationReqInput: self.pause,
             ContinueGenerationReqInput: self.resume,
@@ -70,13 +62,13 @@ class Generation:
             PauseGenerationReqInput,
             RequestRejected(f"superseded: a pause in mode {request.mode.value!r} came in between", 409),
         )
-        before = self.state
-        if isinstance(before, Paused) and ESCALATION.index(request.mode) < ESCALATION.index(before.mode):
-            return self._paused(before.mode, changed=False)
+        before = self.paused
+        if before is not None and ESCALATION.index(request.mode) < ESCALATION.index(before):
+            return self._reply(before, changed=False)
         num_retracted, num_aborted = self.stop_requests(request.mode)
-        self.state = Paused(request.mode)
-        changed = self.state != before or num_retracted > 0 or num_aborted > 0
-        return self._paused(
+        self.paused = request.mode
+        changed = self.paused != before or num_retracted > 0 or num_aborted > 0
+        return self._reply(
             request.mode, changed=changed, num_retracted=num_retracted, num_aborted=num_aborted
         )
 
@@ -84,8 +76,8 @@ class Generation:
         self._operations.cancel(
             PauseGenerationReqInput, RequestRejected("generation was continued in between", 409)
         )
-        changed = isinstance(self.state, Paused)
-        self.state = Running()
+        changed = self.paused is not None
+        self.paused = None
         return ContinueGenerationReqOutput(
             changed=changed,
             message="Generation continues." if changed else "Generation was not paused.",
@@ -126,7 +118,7 @@ class Generation:
     def _pause_when_drained(self, request: PauseGenerationReqInput) -> Operation:
         with self.drain():
             try:
-                while isinstance(self.state, Running) and self._requests.num_running > 0:
+                while self.paused is None and self._requests.num_running > 0:
                     yield Activity.WAITING
             except DeadlinePassed:
                 left = self._requests.num_running
@@ -137,12 +129,12 @@ class Generation:
                     num_running=left,
                 ) from None
             yield Activity.BOUNDARY
-        changed = isinstance(self.state, Running)
-        if isinstance(self.state, Running):
-            self.state = Paused(PauseMode.WAIT)
-        return self._paused(self.state.mode, changed=changed)
+        changed = self.paused is None
+        if self.paused is None:
+            self.paused = PauseMode.WAIT
+        return self._reply(self.paused, changed=changed)
 
-    def _paused(
+    def _reply(
         self, mode: PauseMode, *, changed: bool, num_retracted: int = 0, num_aborted: int = 0
     ) -> PauseGenerationReqOutput:
         return PauseGenerationReqOutput(

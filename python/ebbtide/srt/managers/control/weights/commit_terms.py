@@ -25,7 +25,7 @@ from ebbtide.srt.managers.control import (
 )
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Stages, described
-from ebbtide.srt.managers.control.pause import Generation, Paused
+from ebbtide.srt.managers.control.pause import Generation
 from ebbtide.srt.managers.io_struct import (
     Canary,
     PauseMode,
@@ -160,7 +160,7 @@ class CommitConditions:
     @property
     def nobody_waits(self) -> bool:
         """Whether a commit holds no forward pass up, however long it takes."""
-        return isinstance(self._generation.state, Paused) or self._requests.num_running == 0
+        return self._generation.paused is not None or self._requests.num_running == 0
 
     def draining(self, terms: CommitTerms) -> AbstractContextManager[None]:
         """Within, nothing is admitted, if running requests are to end first."""
@@ -182,7 +182,7 @@ class CommitConditions:
 
     def mode(self, terms: CommitTerms) -> PauseMode | None:
         """What is to become of running requests; None where they are paused, and it is not ours to say."""
-        return None if isinstance(self._generation.state, Paused) else terms.mode
+        return None if self._generation.paused is not None else terms.mode
 
     def stop_requests(self, terms: CommitTerms, mode: PauseMode | None) -> None:
         """Have requests out of the way of a commit.

@@ -30,7 +30,7 @@ from ebbtide.srt.managers.control import (
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Line, Operations, Stages, in_turn
 from ebbtide.srt.managers.control.pace import Pace, Ranks, Wake
-from ebbtide.srt.managers.control.pause import Generation, Paused
+from ebbtide.srt.managers.control.pause import Generation
 from ebbtide.srt.managers.control.weights import TrialPass, Weights, WritePlan
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, GroupRequests, Pieces
 from ebbtide.srt.managers.control.weights.checks import CanaryTrials
@@ -426,7 +426,7 @@ class WeightUpdates:
         first. The driver takes milliseconds to end a sender's mappings, which happens behind the reply. What
         is committed stays so, whatever deadline, cancellation or failure comes.
         """
-        is_waited_for = not isinstance(self._generation.state, Paused) and self._requests.num_running > 0
+        is_waited_for = self._generation.paused is None and self._requests.num_running > 0
         try:
             if is_waited_for:
                 # A pass is launched ahead of all that is left.
