@@ -103,11 +103,9 @@ class MemoryOccupation:
     is_enabled: bool
     # What is on its way into the memory of the weights has lost its destination.
     on_weights_release: list[Callable[[], None]] = field(default_factory=list, init=False)
-    # Pages whose contents are in the store while the KV cache is released, and their slots there.
-    _parked_pages: list[int] = field(default_factory=list, init=False)
+    # What is in the store while the KV cache is released, and in which slots its pages are there.
+    _parked: ParkingPlan = field(default=NOTHING_PARKED, init=False)
     _parked_slots: list[int] = field(default_factory=list, init=False)
-    # Whether the prefix cache is among them.
-    _parks_cache: bool = field(default=False, init=False)
     # Counts the times that the KV cache was released: a resume that still takes memory is then void.
     _num_kv_releases: int = field(default=0, init=False)
     # The number of the last release that was made because a resume did not get the rest of its memory.
@@ -214,7 +212,7 @@ class MemoryOccupation:
         """Take the memory of these tags, of the KV cache the first part; adds to `mapped_bytes`."""
         has_kv = MemoryTag.KV_CACHE in tags
         if has_kv:
-            self._kv.hold_back(self._parked_pages)
+            self._kv.hold_back(self._parked.pages)
         try:
             yield from self._on_all_ranks(lambda: mapped_bytes.update(self._map_all(tags)))
         except (RequestRejected, EngineError):
@@ -317,13 +315,13 @@ class MemoryOccupation:
 
     def _drop_parked(self) -> None:
         self._page_store.drop(self._parked_slots)
-        self._parked_pages, self._parked_slots = [], []
+        self._parked, self._parked_slots = NOTHING_PARKED, []
 
     def _forget_what_nobody_holds(self) -> None:
         """Give parked KV up once requests have ended or lost it, and the prefix cache, if kept, is empty."""
         if not self._parked_slots or not self.is_kv_released or self._requests.num_running > 0:
             return
-        if not self._parks_cache:
+        if not self._parked.keeps_cache:
             # Of a prefix cache that was not to be kept, requests have left what they shared.
             self._requests.park(NOTHING_PARKED)
         if not self._requests.holds_pages:
@@ -339,8 +337,7 @@ class MemoryOccupation:
         try:
             if plan.pages:
                 (self._parked_slots,) = self._page_store.save([plan.pages])
-                self._parked_pages = plan.pages
-                self._parks_cache = plan.keeps_cache
+                self._parked = plan
             if keeps_weights is not None:
                 self._memories[MemoryTag.WEIGHTS].prepare_release(keeps_weights)
         except OutOfDeviceMemory as error:
@@ -369,7 +366,7 @@ class MemoryOccupation:
                 if tag is MemoryTag.KV_CACHE and is_short:
                     mapped_bytes[tag] += sum(self._kv.map())
                 if tag is MemoryTag.KV_CACHE:
-                    self._page_store.restore(self._parked_slots, self._parked_pages)
+                    self._page_store.restore(self._parked_slots, self._parked.pages)
         except Exception as error:
             for tag in tags:
                 self._memories[tag].release()

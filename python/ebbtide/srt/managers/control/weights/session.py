@@ -97,7 +97,6 @@ class WeightSession:
         names: the checkpoint names that have been written whole.
         nonfinite: which of the tensors hold NaN or Inf, on any rank.
         version, flush_cache, folder: what its updates asked for, see `CommitTerms`.
-        canary_message: how a trial of it went.
         joined, held: what else is committed in the same turn, and what is given back at the session's end.
     """
 
@@ -118,7 +117,6 @@ class WeightSession:
     version: str | None = field(default=None, init=False)
     flush_cache: bool = field(default=False, init=False)
     folder: tuple[str, str] | None = field(default=None, init=False)
-    canary_message: str = field(default="", init=False)
     joined: list[Callable[[], object]] = field(default_factory=list, init=False)
     held: ExitStack = field(default_factory=ExitStack, init=False)
     _unmap: list[Slices[None]] = field(default_factory=list, init=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -328,11 +328,17 @@ class WeightUpdates:
         if not isinstance(session.state, Burst):
             yield Activity.BOUNDARY
         stages.end("drain")
+        tried: list[str] = []
         if terms.canary is not None:
-            session.canary_message = yield from self.trials.run(terms.canary, session.trial)
+            tried.append((yield from self.trials.run(terms.canary, session.trial)))
             stages.end("canary")
         mode = self._conditions.mode(terms)
-        yield from self._verdict()
+        # Nothing is refused from here on. Where several replicas commit together, all are waited for.
+        self._awaits_verdict = True
+        try:
+            yield Activity.PREPARED
+        finally:
+            self._awaits_verdict = False
         stages.end("vote")
         if isinstance(session.state, Burst):
             # There is no way back from its first byte on: other replicas were waited for before it.
@@ -343,8 +349,6 @@ class WeightUpdates:
         message = [f"Updated {session.counts.num_tensors} tensors."]
         if version is not None:
             message.append(f"Weight version updated to {version}.")
-        if session.canary_message:
-            message.append(session.canary_message)
         with session.stall.measure():
             num_paused = self._requests.num_running
             self._conditions.stop_requests(terms, mode)
@@ -357,15 +361,7 @@ class WeightUpdates:
             if terms.flush_cache:
                 self._requests.flush_cache()
         stages.end("commit")
-        return " ".join(message), num_paused
-
-    def _verdict(self) -> Iterator[Activity]:
-        """Refuse nothing from here on. Where several replicas commit together, wait until all are ready."""
-        self._awaits_verdict = True
-        try:
-            yield Activity.PREPARED
-        finally:
-            self._awaits_verdict = False
+        return " ".join([*message, *tried]), num_paused
 
     def _terms(
         self, request: WeightUpdateRequest | EndWeightUpdateReqInput, flush_cache: bool
