@@ -102,9 +102,9 @@ def create_app(service: EngineService) -> FastAPI:
         app.add_route(path, _not_implemented, methods=ALL_METHODS)
 
     async def answer_failure(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EngineError)
         # 503 when the engine is down or going down.
-        status, fields = (error.status, error.fields) if isinstance(error, EngineError) else (500, {})
-        return error_answer(str(error), 503 if service.is_down else status, **fields)
+        return error_answer(str(error), 503 if service.is_down else error.status, **error.fields)
 
     app.add_exception_handler(RequestRejected, _answer_rejection)
     app.add_exception_handler(EngineError, answer_failure)

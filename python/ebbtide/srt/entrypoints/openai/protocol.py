@@ -14,6 +14,7 @@ from ebbtide.srt.entrypoints.bodies import VersionSpan
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.lossless import read
 from ebbtide.srt.managers.api.generate_fields import PromptFields, said
+from ebbtide.srt.managers.text.tool_calls import ToolCall
 from ebbtide.srt.sampling_params import OPENAI_FIELDS
 
 R = TypeVar("R", bound=Struct)
@@ -270,20 +271,13 @@ class ChatLogprobs(Struct, kw_only=True):
     refusal: None = None
 
 
-class ToolCallFunction(Struct, kw_only=True):
-    """`arguments`: a JSON object as text."""
-
-    name: str
-    arguments: str
-
-
 class ToolCallBody(Struct, kw_only=True):
     """A call of a tool, whole in streams too."""
 
     index: int
     id: str
     type: Literal["function"] = "function"
-    function: ToolCallFunction
+    function: ToolCall
 
 
 class AssistantMessage(Struct, kw_only=True):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.srt.entrypoints.openai.protocol import ChatCompletionRequest, ToolCallBody, ToolCallFunction
+from ebbtide.srt.entrypoints.openai.protocol import ChatCompletionRequest, ToolCallBody
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.text.answer_scanner import REASONING_FORMATS, AnswerScanner
 from ebbtide.srt.managers.text.tool_calls import ToolCall, ToolSpec, calls_schema, json_calls, tool_specs
@@ -126,7 +126,6 @@ class AnswerReader:
             # Templates of this family read the place of a call from its id.
             of_kimi = f"functions.{call.name}:{self.num_calls}"
             call_id = of_kimi if self._form.parser == "kimi_k2" else f"call_{uuid.uuid4().hex[:24]}"
-            function = ToolCallFunction(name=call.name, arguments=call.arguments)
-            bodies.append(ToolCallBody(index=self.num_calls, id=call_id, function=function))
+            bodies.append(ToolCallBody(index=self.num_calls, id=call_id, function=call))
             self.num_calls += 1
         return bodies

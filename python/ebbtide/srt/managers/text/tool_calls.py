@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
+from msgspec import Struct
+
 # Deeper schemas of parameters are refused. No use of them is known, and each level costs a Python frame.
 MAX_SCHEMA_DEPTH: Final = 100
 
@@ -21,8 +23,7 @@ class ToolSpec:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ToolCall:
+class ToolCall(Struct, frozen=True):
     """A call: `arguments` is the JSON text of an object."""
 
     name: str
