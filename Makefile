@@ -73,9 +73,9 @@ $(INSTALLED): python/pyproject.toml
 
 install: $(INSTALLED)
 
-# What reads the sources runs beside the tests: much of a test's time is waiting. Nothing is installed meanwhile.
+# What reads the sources runs beside the tests: these are collected on one core, and wait much of their time.
 test: $(INSTALLED)
-	@$(MAKE) --no-print-directory --jobs=2 static tests
+	@$(MAKE) --no-print-directory --jobs=2 tests static
 	@echo "all good"
 
 static: format-check lint types imports docs
