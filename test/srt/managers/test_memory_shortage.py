@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from fixtures.adapter_control import AdapterHarness
 from fixtures.control import IN_PLACE, Harness
+from fixtures.deadlines import HANG_S
 from numpy.typing import NDArray
 
 from ebbtide.srt.managers import scheduler
@@ -218,7 +219,9 @@ class Waiting(Harness):
 
 
 @pytest.fixture(params=[None, 5], ids=["kv", "states"])
-def waiting(request: pytest.FixtureRequest) -> Waiting:
+def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    # Waits end when the test says so, however slow it is.
+    monkeypatch.setattr(scheduler, "MEMORY_WAITS_S", (HANG_S,) * len(scheduler.MEMORY_WAITS_S))
     return Waiting(num_checkpoints=request.param)
 
 
