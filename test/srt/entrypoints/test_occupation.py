@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from fixtures.scripted_engine import STATE
+from msgspec.structs import replace
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.device import device_memory_bytes
@@ -50,15 +52,7 @@ def rank(tp_rank: int = 0, dp_rank: int = 0, uuid: str | None = None, **weights:
 
 
 def state(*ranks: RankReport) -> StateReport:
-    return StateReport(
-        paused=PauseMode.RETRACT,
-        can_run=False,
-        reason="paused(retract)",
-        ranks=list(ranks),
-        weight_version="1",
-        model_path="",
-        load_format="auto",
-    )
+    return replace(STATE, paused=PauseMode.RETRACT, can_run=False, ranks=list(ranks))
 
 
 def body_of(state: StateReport, parallel: ParallelConfig) -> dict[str, Any]:

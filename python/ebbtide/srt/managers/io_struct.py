@@ -111,16 +111,21 @@ class Preserve(StrEnum):
     ALL = "all"
 
 
-class ReleaseMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
+class KVGivenUpReply(TotalsReply, frozen=True, kw_only=True):
+    """What became of the requests that held KV, and of the device's memory."""
+
     changed: Annotated[bool, merge.ANY]
-    tags: Annotated[list[MemoryTag], merge.SAME]
-    freed_bytes: Annotated[dict[MemoryTag, int], merge.SUM_PER_TAG]
     num_retracted: Annotated[int, merge.PER_REPLICA]
     num_parked: Annotated[int, merge.PER_REPLICA] = 0
     parked_bytes: Annotated[int, merge.SUM] = 0
     device_free_bytes_before: Annotated[int | None, merge.DEVICE_LEAST]
     device_free_bytes_after: Annotated[int | None, merge.DEVICE_MOST]
     duration_ms: Annotated[float, merge.MAX]
+
+
+class ReleaseMemoryOccupationReqOutput(KVGivenUpReply, frozen=True, kw_only=True):
+    tags: Annotated[list[MemoryTag], merge.SAME]
+    freed_bytes: Annotated[dict[MemoryTag, int], merge.SUM_PER_TAG]
 
 
 class ReleaseMemoryOccupationReqInput(ControlRequest, frozen=True):
@@ -189,24 +194,17 @@ class ResumeMemoryOccupationReqInput(ControlRequest, frozen=True):
         return undoing
 
 
-class ResizeMemoryOccupationReqOutput(TotalsReply, frozen=True, kw_only=True):
+class ResizeMemoryOccupationReqOutput(KVGivenUpReply, frozen=True, kw_only=True):
     """What the pool has now; `moved_bytes` below 0 have gone to the device.
 
     `chunk_tokens`, `chunk_bytes`: what sizes are rounded to, of a replica and of a rank.
     """
 
-    changed: Annotated[bool, merge.ANY]
     num_tokens: Annotated[int, merge.PER_REPLICA]
     num_bytes: Annotated[int, merge.SUM]
     chunk_tokens: Annotated[int, merge.SAME]
     chunk_bytes: Annotated[int, merge.SAME]
     moved_bytes: Annotated[int, merge.SUM]
-    num_retracted: Annotated[int, merge.PER_REPLICA]
-    num_parked: Annotated[int, merge.PER_REPLICA] = 0
-    parked_bytes: Annotated[int, merge.SUM] = 0
-    device_free_bytes_before: Annotated[int | None, merge.DEVICE_LEAST]
-    device_free_bytes_after: Annotated[int | None, merge.DEVICE_MOST]
-    duration_ms: Annotated[float, merge.MAX]
 
 
 class ResizeMemoryOccupationReqInput(ControlRequest, frozen=True):

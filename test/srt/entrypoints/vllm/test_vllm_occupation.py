@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
+from fixtures.scripted_engine import STATE
+from msgspec.structs import replace
 
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.entrypoints.vllm.occupation import VllmOccupation
@@ -31,15 +33,7 @@ class ScriptedEngine:
 
     @property
     def state(self) -> StateReport:
-        return StateReport(
-            paused=self.paused,
-            can_run=self.paused is None,
-            reason="",
-            ranks=[],
-            weight_version="default",
-            model_path="",
-            load_format="auto",
-        )
+        return replace(STATE, paused=self.paused, can_run=self.paused is None)
 
     async def control(self, kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         if kind in self._errors:

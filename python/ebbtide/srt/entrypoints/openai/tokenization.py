@@ -7,11 +7,11 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from msgspec import Struct
 
-from ebbtide.srt.entrypoints.openai.protocol import ChatMessage, parse
+from ebbtide.srt.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, parse
 from ebbtide.srt.entrypoints.openai.shared_fields import refuse_unsupported
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.managers.api.generate_fields import split_ids
@@ -22,27 +22,35 @@ from ebbtide.srt.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 
+class TokenizeRequest(Struct, kw_only=True):
+    """`prompt` or `text`, one or a list, or `messages`, which the chat template makes a text.
+
+    `add_special_tokens`: true unless given, and false for messages. `add_generation_prompt`: null: unless the
+    final message goes on.
+    """
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    text: str | list[str] | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    required_prefix_token_ids: list[int] | None = None
+
+
+# What holds a conversation, and how it becomes a prompt.
+Conversation: TypeAlias = ChatCompletionRequest | TokenizeRequest
+
+
 class KeptTokens(Struct, frozen=True):
     """The tokens, and the number of messages that they are, the answer that they end with among them."""
 
     ids: list[int]
     num_messages: int
-
-
-class Conversation(Protocol):
-    """A request that holds one, and how it becomes a prompt.
-
-    Attributes:
-        chat_template_kwargs: further variables of the template.
-        add_generation_prompt: whether an answer is opened; None: unless the final message goes on.
-        required_prefix_token_ids: of the messages up to the last answer; None: as the last one that has any
-            shows.
-    """
-
-    chat_template_kwargs: dict[str, Any] | None
-    continue_final_message: bool | None
-    add_generation_prompt: bool | None
-    required_prefix_token_ids: list[int] | None
 
 
 def kept_tokens(messages: Sequence[ChatMessage], asked: Conversation) -> KeptTokens | None:
@@ -255,25 +263,6 @@ def recommended_sampling(folder: str) -> dict[str, Any]:
 
 
 T = TypeVar("T")
-
-
-class TokenizeRequest(Struct, kw_only=True):
-    """`prompt` or `text`, one or a list, or `messages`, which the chat template makes a text.
-
-    `add_special_tokens`: true unless given, and false for messages.
-    """
-
-    model: str | None = None
-    prompt: str | list[str] | None = None
-    text: str | list[str] | None = None
-    messages: list[ChatMessage] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    required_prefix_token_ids: list[int] | None = None
 
 
 class Tokens(Struct, kw_only=True):

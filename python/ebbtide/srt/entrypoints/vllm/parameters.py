@@ -184,13 +184,16 @@ class InitInfo(Struct, kw_only=True):
     timeout_s: float = 300.0
 
 
-class UpdateInfo(Struct, kw_only=True):
-    """What rank 0 is going to broadcast; three empty lists: as in the update before."""
-
+class NamedTensors(Struct, kw_only=True):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     packed: bool | None = None
+
+
+class UpdateInfo(NamedTensors, kw_only=True):
+    """What rank 0 is going to broadcast; three empty lists: as in the update before."""
+
     packed_buffer_size_bytes: int | None = None
     packed_num_buffers: int | None = None
     num_updates_list: list[int] | None = None
@@ -202,19 +205,15 @@ class LendingInfo(Struct, kw_only=True):
     packed: bool = False
 
 
-class LentInfo(Struct, kw_only=True):
+class LentInfo(NamedTensors, kw_only=True):
     """What is behind handles, of each tensor or of one buffer.
 
     `tensor_sizes`: in bytes, of the tensors in a buffer; `sizes`: SkyRL's word, in elements.
     """
 
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
     ipc_handles_pickled: str
     tensor_sizes: list[int] | None = None
     sizes: list[int] | None = None
-    packed: bool | None = None
 
 
 H = TypeVar("H", bound=Callable[..., Any])

@@ -26,6 +26,7 @@ from ebbtide.srt.entrypoints.vllm.parameters import (
     InitParameters,
     LendingInfo,
     LentInfo,
+    NamedTensors,
     Nothing,
     PullParameters,
     ReceiveParameters,
@@ -434,7 +435,7 @@ def _step_of(folder: str | None) -> str | None:
     return None if step is None else str(int(step[0]))
 
 
-def _check_lengths(info: UpdateInfo | LentInfo) -> None:
+def _check_lengths(info: NamedTensors) -> None:
     if not len(info.names) == len(info.dtype_names) == len(info.shapes):
         raise RequestRejected(
             f"update_info: expected lists of one length, got {len(info.names)} names, "
