@@ -87,11 +87,6 @@ class WaitingRequests:
         if not self.lines[name]:
             del self.lines[name], self._served[name]
 
-    def clear(self) -> None:
-        """Nobody waits any more."""
-        self.lines.clear()
-        self._served.clear()
-
     def begin(self, req: Req) -> None:
         """It leaves its line, and runs."""
         name = req.adapter_name

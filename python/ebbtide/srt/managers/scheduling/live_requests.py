@@ -79,16 +79,11 @@ class LiveRequests:
         return num_retracted
 
     def abort_all(self, message: str) -> int:
-        ended, reason = self._policy.finish_all(), FinishReason("abort", message=message)
-        self.on_kv_given_up()
-        self._send_ended([(req, reason) for req in ended])
-        return len(ended)
+        return self._finish(self._policy.live, FinishReason("abort", message=message))
 
     def abort(self, rids: Iterable[str], message: str) -> int:
         found = [req for rid in dict.fromkeys(rids) if (req := self._policy.find(rid)) is not None]
-        self._finish(found, FinishReason("abort", message=message))
-        self.on_kv_given_up()
-        return len(found)
+        return self._finish(found, FinishReason("abort", message=message))
 
     def flush_cache(self) -> int:
         freed_tokens = self._policy.flush_cache()
@@ -100,26 +95,22 @@ class LiveRequests:
         commit = Commit(self._policy.commit.number + 1, version)
         if is_update and self._calibration is not None:
             self._calibration.weights_changed()
-        ended = self._policy.serve(commit, is_update=is_update)
-        self.on_kv_given_up()
-        self._send_ended(ended)
+        self._send_ended(self._policy.serve(commit, is_update=is_update))
 
     def moves_running(self, name: str, in_flight: InFlight) -> bool:
         return any(req.first_update is not None for req, _ in self._to_move(name, in_flight))
 
     def move_to(self, version: AdapterVersion, in_flight: InFlight) -> int:
-        num_moved = 0
+        to_move = list(self._to_move(version.name, in_flight))
         reason = FinishReason("abort", message="Aborted by a new version of its adapter (on_update)")
-        for req, how in list(self._to_move(version.name, in_flight)):
-            if how == "abort":
-                self._finish([req], reason)
-                continue
+        num_ended = self._finish([req for req, how in to_move if how == "abort"], reason)
+        for req, how in to_move:
             if how == "recompute":
                 self._policy.give_up_kv(req)
-            self._move(req, version)
-            num_moved += 1
+            if how != "abort":
+                self._move(req, version)
         self.on_kv_given_up()
-        return num_moved
+        return len(to_move) - num_ended
 
     def _to_move(self, name: str, in_flight: InFlight) -> Iterator[tuple[Req, str]]:
         """The requests that do not stay where they are, and what becomes of each."""
@@ -151,18 +142,18 @@ class LiveRequests:
     def end_on(self, version: AdapterVersion, message: str) -> None:
         ended = [req for req in self._policy.live if req.adapter is version]
         self._finish(ended, FinishReason("abort", message=message, status_code=500))
-        self.on_kv_given_up()
 
-    def _finish(self, requests: list[Req], reason: FinishReason) -> None:
-        for req in requests:
-            self._policy.finish(req)
+    def _finish(self, requests: list[Req], reason: FinishReason) -> int:
+        self._policy.finish(requests)
         self._send_ended([(req, reason) for req in requests])
+        return len(requests)
 
     def _settle_if_empty(self) -> None:
         if self._calibration is not None and not self._policy.holds_kv:
             self._calibration.settle()
 
     def _send_ended(self, ended: list[tuple[Req, FinishReason]]) -> None:
+        self.on_kv_given_up()
         if ended:
             self._outputs.send(self._processor.end(ended))
 

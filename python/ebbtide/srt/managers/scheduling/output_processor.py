@@ -172,7 +172,7 @@ class OutputProcessor:
     def _finish(self, ended: list[Req]) -> None:
         nonfinite = [req.kv for req in ended if req.num_nonfinite and req.kv]
         dropped = {page for kv in nonfinite for pages in kv.pages for page in pages}
-        self._policy.finish_running(ended)
+        self._policy.finish(ended)
         if dropped:
             # NaN in a page would be in the logits of all who go on from it, whatever weights serve then.
             self._policy.cache.drop(dropped)

@@ -220,6 +220,11 @@ class Req:
         return None if self.adapter is None else self.adapter.name
 
     @property
+    def has_kv(self) -> bool:
+        """Whether any of its tokens has KV, in the pool or in host memory."""
+        return self.kv is not None or self.parked is not None
+
+    @property
     def was_retracted(self) -> bool:
         """Whether its KV was taken away: it is admitted again ahead of those that never had any."""
         return self.num_retractions > 0 or self.parked is not None

@@ -72,8 +72,9 @@ class RequestPages:
         lease.release()
         return lease.pages[0]
 
-    def lease(self, req: Req, tokens: list[int]) -> PrefixLease:
+    def lease(self, req: Req) -> PrefixLease:
         """Cached pages for a request to begin with."""
+        tokens = req.tokens(0, req.num_tokens)
         lease = self.cache.match(self._namespace(req), tokens, req.reusable_tokens)
         return self._with_routes(req, tokens, lease)
 
@@ -286,10 +287,9 @@ class RequestPages:
 
     # ------------------------------------------------------------------------------------------ in between
 
-    def next_key(self, req: Req) -> tuple[object, ...]:
-        """What identifies the first page that a prefilling request computes itself."""
-        assert req.kv is not None
-        start = len(req.kv.lease) * self.page_size
+    def next_key(self, req: Req, lease: PrefixLease) -> tuple[object, ...]:
+        """What identifies the first page that a request computes itself, behind those of its lease."""
+        start = len(lease) * self.page_size
         return (start, req.cache_namespace, *req.tokens(start, min(start + self.page_size, req.num_tokens)))
 
     def held(self, req: Req, end: int | None = None) -> list[int]:

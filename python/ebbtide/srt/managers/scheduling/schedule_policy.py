@@ -6,7 +6,7 @@ Nothing here reads a clock or the device: ranks that get the same messages decid
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +22,7 @@ from ebbtide.srt.managers.scheduling.request import KVHold, Phase, Req
 from ebbtide.srt.managers.scheduling.request_pages import RequestPages
 from ebbtide.srt.managers.scheduling.running_rows import ScheduledBatch
 from ebbtide.srt.managers.scheduling.versions import Commit, ServedVersions, Standing
+from ebbtide.srt.mem_cache.radix_cache import PrefixLease
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
@@ -146,58 +147,36 @@ class SchedulePolicy:
         self._versions.note(commit.version, is_update=is_update)
         ended: list[tuple[Req, FinishReason]] = []
         for req in self.live:
-            has_kv = req.phase is Phase.RUNNING or req.parked is not None
-            reason = self._versions.why_ended(req.contract, req.first_update, loses_kv=is_update and has_kv)
+            loses_kv = is_update and req.has_kv
+            reason = self._versions.why_ended(req.contract, req.first_update, loses_kv=loses_kv)
             if reason is not None:
-                self.finish(req)
                 ended.append((req, reason))
             elif is_update and req.contract.on_update == "recompute":
                 self.give_up_kv(req)
+        self.finish([req for req, _ in ended])
         ready = [req for req in self.held if self._versions.standing(req.contract) is Standing.HOLDS]
         for req in ready:
             self.held.remove(req)
             self._enqueue(req)
         return ended
 
-    def finish(self, req: Req) -> None:
-        """A request ends, wherever it stands. Its KV goes to the prefix cache as far as that wants it."""
-        match req.phase:
-            case Phase.HELD:
-                self.held.remove(req)
-            case Phase.WAITING:
-                self.waiting.remove(req)
-                self.pages.drop_parked(req)
-            case _:
-                self._release(req, publish=True)
-                self.running.remove(req)
-                self._rows_R = None
-        self._forget(req)
-
-    def finish_all(self) -> list[Req]:
-        """Every running and waiting request ends; returns them."""
-        queued = self.queued
-        ended = self.running + queued
-        self.held = []
-        self.waiting.clear()
-        for req in queued:
-            self.pages.drop_parked(req)
-            self._forget(req)
-        self.finish_running(list(self.running))
-        return ended
-
-    def finish_running(self, finished: list[Req]) -> None:
-        """End several running requests at once: the usual end of a step."""
-        for req in finished:
-            self._release(req, publish=True)
-            self._forget(req)
+    def finish(self, requests: Sequence[Req]) -> None:
+        """Requests end, wherever they stand. The prefix cache gets of their KV what it wants."""
+        for req in requests:
+            match req.phase:
+                case Phase.HELD:
+                    self.held.remove(req)
+                case Phase.WAITING:
+                    self.waiting.remove(req)
+                    self.pages.drop_parked(req)
+                case _:
+                    self._release(req, publish=True)
+            req.phase = Phase.FINISHED
+            del self._live[req.rid]
+            if req.adapter is not None:
+                self.adapters.leave(req.adapter)
         self.running = [req for req in self.running if req.phase is Phase.RUNNING]
         self._rows_R = None
-
-    def _forget(self, req: Req) -> None:
-        req.phase = Phase.FINISHED
-        del self._live[req.rid]
-        if req.adapter is not None:
-            self.adapters.leave(req.adapter)
 
     def _release(self, req: Req, *, publish: bool) -> None:
         self.pages.release(req, publish=publish)
@@ -217,7 +196,7 @@ class SchedulePolicy:
 
     def give_up_kv(self, req: Req) -> None:
         """What a request has of KV was computed by weights that serve no more."""
-        if req.phase is Phase.RUNNING or req.parked is not None:
+        if req.has_kv:
             self.retract(req, RetractCause.UPDATE)
 
     def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
@@ -394,7 +373,8 @@ class SchedulePolicy:
         """Admit waiting requests one by one, in order, as long as the pool and the batch have room."""
         rows_R = self._running_rows()
         in_prefill = np.flatnonzero(~self.rows.is_decoding(rows_R)).tolist()
-        prefilling = {self.pages.next_key(self.running[index]) for index in in_prefill}
+        holds = [(req, req.kv.lease) for req in map(self.running.__getitem__, in_prefill) if req.kv]
+        prefilling = {self.pages.next_key(*hold) for hold in holds}
         num_to_come = sum(self.rows.num_to_come(rows_R, window) for window in self.pages.windows)
         num_deferred = 0
         if self.adapters.num_slots:
@@ -402,15 +382,17 @@ class SchedulePolicy:
         for req in self.waiting.candidates(self.pages.matched, self._is_ready):
             if len(self.running) >= self.config.max_running_requests:
                 return
-            hold = self._take_pages(req, prefilling, num_to_come)
-            if hold is _DEFERRED:
+            lease = self.pages.lease(req)
+            if self._is_computed(req, lease, prefilling):
+                lease.release()
                 num_deferred += 1
                 if num_deferred == MAX_DEFERRED:
                     return
                 continue
+            hold = self._take_pages(req, lease, num_to_come)
             if hold is None:
+                lease.release()
                 return
-            assert isinstance(hold, KVHold)
             self.waiting.begin(req)
             insort(self.running, req, key=lambda running: running.arrival)
             self._rows_R = None
@@ -421,49 +403,37 @@ class SchedulePolicy:
             self.pages.begin(req, hold)
             if req.adapter is not None:
                 self.adapters.start(req.adapter)
-            prefilling.add(self.pages.next_key(req))
+            prefilling.add(self.pages.next_key(req, hold.lease))
             num_to_come += sum(req.num_to_come_within(window) for window in self.pages.windows)
             yield req
 
     def _is_ready(self, req: Req) -> bool:
         return req.adapter is None or self.adapters.admits(req.adapter)
 
-    def _take_pages(
-        self, req: Req, prefilling: set[tuple[object, ...]], num_to_come: int
-    ) -> KVHold | _Deferred | None:
+    def _is_computed(self, req: Req, lease: PrefixLease, prefilling: set[tuple[object, ...]]) -> bool:
+        """Whether another request just computes its next page. It waits for that: a group of samples of one
+        prompt prefills it once."""
+        end = (len(lease) + 1) * self.page_size
+        can_share = self.cache.is_enabled and req.parked is None and end <= req.reusable_tokens
+        return can_share and self.pages.next_key(req, lease) in prefilling
+
+    def _take_pages(self, req: Req, lease: PrefixLease, num_to_come: int) -> KVHold | None:
         """Pages for all tokens of a waiting request: cached ones first, then free ones. None: no room.
 
         Args:
             num_to_come: tokens that running requests may still generate, counted in each group of layers: in
                 one with a window, until that is full.
-
-        A request whose next page is just being computed by another one waits for it: a group of samples of
-        one prompt prefills it once.
         """
-        tokens = req.tokens(0, req.num_tokens)
-        lease = self.pages.lease(req, tokens)
-        num_cached = len(lease) * self.page_size
-        next_page = tokens[num_cached : num_cached + self.page_size]
-        is_shareable = (
-            self.cache.is_enabled
-            and req.parked is None
-            and num_cached + self.page_size <= req.reusable_tokens
-        )
-        if is_shareable and (num_cached, req.cache_namespace, *next_page) in prefilling:
-            lease.release()
-            return _DEFERRED
-        num_pages = -(-len(tokens) // self.page_size)
+        num_pages = -(-req.num_tokens // self.page_size)
         num_needed = (num_pages - len(lease)) * self.num_groups
         num_free = self.allocator.num_free + self.cache.num_evictable_pages
         if self.running and num_needed + self._reserve.pages(num_to_come) > num_free:
-            lease.release()
             return None
         pages = self.pages.take(lease, num_pages)
         if pages is None:
-            lease.release()
             return None
         hold = KVHold(lease, pages, lease.firsts.copy(), self.table.allocate_row(), self.rows)
-        room = num_pages * self.page_size
+        num_cached, room = len(lease) * self.page_size, num_pages * self.page_size
         self.rows.open(hold.row, req, num_computed=num_cached, num_pages_tokens=room)
         return hold
 
@@ -491,10 +461,3 @@ class SchedulePolicy:
     def _enqueue(self, req: Req) -> None:
         req.phase = Phase.WAITING
         self.waiting.add(req)
-
-
-class _Deferred:
-    """Marks a request that had better wait a step: its prefix is being computed."""
-
-
-_DEFERRED = _Deferred()
