@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.layers.attention.base import AttentionShape
-from ebbtide.srt.layers.embedding import VocabEmbedding
-from ebbtide.srt.layers.linear import Inputs, Linear
+from ebbtide.srt.layers.linear import Inputs, Linear, VocabEmbedding
 from ebbtide.srt.layers.step import Kernels
 from ebbtide.srt.model_executor import rehearsal
 from ebbtide.srt.models.dense import DenseCausalLM

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ebbtide.srt.layers import parameter
 from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.linear import Gated, Inputs, Linear
 from ebbtide.srt.layers.moe import AdaptedExperts, Experts, run_experts
 from ebbtide.srt.layers.norm import Activation
-from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels
 
 if TYPE_CHECKING:

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebbtide.srt.layers import parameter, state as reference
 from ebbtide.srt.layers.heads import Rope
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.norm import Addend, NormedResidual, tensor_of
-from ebbtide.srt.layers.parameters import parameter
-from ebbtide.srt.layers.state import reference
-from ebbtide.srt.layers.state.base import StateLayer
+from ebbtide.srt.layers.state import StateLayer
 from ebbtide.srt.layers.step import Step
 from ebbtide.srt.mem_cache import State
 

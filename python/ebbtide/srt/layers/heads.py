@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ebbtide.srt.layers.parameters import parameter
+from ebbtide.srt.layers import parameter
 
 
 class Rope(NamedTuple):

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
+from ebbtide.srt.layers import parameter
 from ebbtide.srt.layers.heads import BiasedWeights, Clamp, MoeConfig, RoutedTokens
 from ebbtide.srt.layers.linear import Inputs, Linear
 from ebbtide.srt.layers.lora import ProductAdapters, StepAdapters
 from ebbtide.srt.layers.norm import Addend, NormedResidual, gated, squared_relu, tensor_of
-from ebbtide.srt.layers.parameters import parameter
 from ebbtide.srt.layers.step import Kernels, Step
 
 if TYPE_CHECKING:

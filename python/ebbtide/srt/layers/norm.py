@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ebbtide.srt.layers.parameters import parameter
+from ebbtide.srt.layers import parameter
 
 Activation = Literal["silu", "gelu_tanh"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.attention.base import AttentionStep
 from ebbtide.srt.layers.lora import StepAdapters
-from ebbtide.srt.layers.state.base import StateStep
+from ebbtide.srt.layers.state import StateStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ebbtide.srt.distributed.division import Division, part_of
+from ebbtide.srt.distributed import Division, part_of
 
 
 @dataclass(frozen=True, slots=True)

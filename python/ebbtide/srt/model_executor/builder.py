@@ -15,7 +15,7 @@ import torch
 
 from ebbtide.srt.config import CacheConfig, EngineConfig, ModelConfig
 from ebbtide.srt.device import Device
-from ebbtide.srt.distributed.division import Division, part_of
+from ebbtide.srt.distributed import Division, part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.layers.attention.base import (

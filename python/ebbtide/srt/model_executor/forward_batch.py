@@ -15,7 +15,7 @@ from torch import Tensor
 from ebbtide.srt.layers.attention.base import GroupPages, PagedBatch
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns, runs_of_neighbours
 from ebbtide.srt.layers.heads import Pages
-from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
+from ebbtide.srt.layers.state import PIECE_TOKENS, StateStep
 from ebbtide.srt.mem_cache.kv_pool import StatePool
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan
 from ebbtide.srt.model_executor.host_copies import upload

@@ -29,7 +29,7 @@ from ebbtide.srt.layers.attention.base import (
     no_progress,
 )
 from ebbtide.srt.layers.attention.shared_runs import SharedRuns
-from ebbtide.srt.layers.state.base import StateStep
+from ebbtide.srt.layers.state import StateStep
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.memory_saver.graph_pool import GraphPool
 from ebbtide.srt.model_executor.batch_plan import BatchPlan

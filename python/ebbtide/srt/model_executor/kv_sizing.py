@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.config import CacheConfig, EngineConfig, ModelConfig, ScheduleConfig
-from ebbtide.srt.distributed.division import Division, part_of
+from ebbtide.srt.distributed import Division, part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory, first_few
 from ebbtide.srt.mem_cache import CacheGroups, CacheSpec, Paged, State, TokenSpec

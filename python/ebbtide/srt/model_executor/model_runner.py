@@ -16,7 +16,7 @@ from torch import Tensor
 from ebbtide.srt.errors import drop_frames
 from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionStep
 from ebbtide.srt.layers.lora import StepAdapters
-from ebbtide.srt.layers.state.base import StateStep
+from ebbtide.srt.layers.state import StateStep
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.mem_cache.page_allocator import PageTable

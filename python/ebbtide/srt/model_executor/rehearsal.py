@@ -27,7 +27,7 @@ from ebbtide.srt.layers.attention.base import AttentionShape, DecodeBuffers, Lay
 from ebbtide.srt.layers.attention.decode_choice import FewRequests, serves_few
 from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.lora import StepAdapters
-from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateLayer, StateStep
+from ebbtide.srt.layers.state import PIECE_TOKENS, StateLayer, StateStep
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache import State
 from ebbtide.srt.mem_cache.kv_pool import StateLayout

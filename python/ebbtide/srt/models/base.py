@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ebbtide.srt.distributed.division import Division
+from ebbtide.srt.distributed import Division
 from ebbtide.srt.layers.attention.base import LayerAttention
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache import CacheSpec

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebbtide.srt.distributed.division import Division
+from ebbtide.srt.distributed import Division
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention.base import LayerAttention
-from ebbtide.srt.layers.embedding import VocabEmbedding
 from ebbtide.srt.layers.gated_delta_net import DeltaConfig, GatedDeltaNet
 from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Rope, Sinks
-from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.linear import Linear, VocabEmbedding
 from ebbtide.srt.layers.norm import Activation, Addend, NormedResidual, Residual, RMSNorm
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rope_config
 from ebbtide.srt.layers.step import Kernels, Step

@@ -28,9 +28,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.attention.base import LayerAttention
-from ebbtide.srt.layers.embedding import VocabEmbedding
 from ebbtide.srt.layers.heads import AttentionKind, Rope
-from ebbtide.srt.layers.linear import Inputs, Linear
+from ebbtide.srt.layers.linear import Inputs, Linear, VocabEmbedding
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache import CacheSpec, Paged
 from ebbtide.srt.models.base import CausalLM, WeightMap, WeightTarget

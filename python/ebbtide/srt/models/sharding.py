@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ebbtide.srt.distributed.division import part_of
+from ebbtide.srt.distributed import part_of
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.layers.heads import Sinks
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.moe import Experts
-from ebbtide.srt.layers.state.base import StateLayer
+from ebbtide.srt.layers.state import StateLayer
 from ebbtide.srt.models.base import CausalLM, WeightTarget
 
 

@@ -5,8 +5,8 @@ import torch
 from fixtures.kernels import DEVICE, HAS_GPU, ON_BOTH
 from torch import Tensor
 
-from ebbtide.srt.layers.state import reference
-from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
+from ebbtide.srt.layers import state as reference
+from ebbtide.srt.layers.state import PIECE_TOKENS, StateStep
 
 pytest.importorskip("triton")
 from ebbtide.srt.layers.kernels import convolution, gated_delta, mamba2

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
+from ebbtide.srt.layers.state import PIECE_TOKENS, StateStep
 
 CHANNELS, TOKENS = 128, 16
 # Where the prompts of a pass begin among its requests is no reason to compile a kernel once more.

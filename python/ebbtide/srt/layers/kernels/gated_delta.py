@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.convolution import OF_PROMPTS
-from ebbtide.srt.layers.state.base import KEY_EPS, PIECE_TOKENS, StateStep
+from ebbtide.srt.layers.state import KEY_EPS, PIECE_TOKENS, StateStep
 
 # Columns of a matrix that a program holds. It stays in registers then; a token alone reads longer runs of
 # memory with more of them, while pieces one after the other, of few prompts, need the programs.

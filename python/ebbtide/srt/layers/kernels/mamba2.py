@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels.convolution import OF_PROMPTS
-from ebbtide.srt.layers.state.base import PIECE_TOKENS, StateStep
+from ebbtide.srt.layers.state import PIECE_TOKENS, StateStep
 
 # Rows of a matrix that a program holds: few requests then fill a GPU, and they stay in registers.
 ROWS = 32

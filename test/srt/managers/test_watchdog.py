@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.srt.managers.scheduling import watchdog as module
-from ebbtide.srt.managers.scheduling.watchdog import Watchdog
+from ebbtide.srt.managers import scheduler_process as module
+from ebbtide.srt.managers.scheduler_process import Watchdog
 
 
 class Watched:

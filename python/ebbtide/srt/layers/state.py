@@ -1,18 +1,67 @@
-"""Layers with a state in torch, for devices without kernels of ours: what the kernels are tested against.
+"""Layers that keep a state of each request: what they are handed with a pass, and what they do, in torch.
 
-Shapes: T tokens, R requests, C channels, K key heads, V value heads, N heads, H head_dim, G groups of heads,
-S numbers of a state for each of a head, L tokens of a piece.
+That is for devices without kernels of ours, and what the kernels are tested against.
+
+Shapes: T tokens, R requests, P prompts, or pieces of them, C channels, K key heads, V value heads, N heads,
+H head_dim, G groups of heads, S numbers of a state for each of a head, L tokens of a piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ebbtide.srt.layers.state.base import KEY_EPS, PIECE_TOKENS, StateStep
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
+
+# Tokens that a layer with a state takes at once.
+PIECE_TOKENS = 64
+# Added to the sum of squares of a key or a query before it is made a unit vector.
+KEY_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """The requests of a pass, as layers that keep a state see them.
+
+    A request's state is that behind all tokens before its first new one; before position 0 it is zero,
+    whatever its slot holds. Layers leave there the state behind the last new token.
+
+    Attributes:
+        layers: of each such layer its tensors, [slots, *shape]: see `StatePool`.
+        slots_R: int64, the slot of each request.
+        num_decoding: requests with one new token, which come first, as many tokens.
+        indptr_P1: int32, first new token of each of the other requests, and the end.
+        lens_P: how many those are.
+        pieces_P3: int32, those tokens in pieces of at most `PIECE_TOKENS` of one request: first token, count,
+            number of the request.
+    """
+
+    layers: Sequence[tuple[Tensor, ...]]
+    slots_R: Tensor
+    num_decoding: int
+    indptr_P1: Tensor | None = None
+    lens_P: Sequence[int] = ()
+    pieces_P3: Tensor | None = None
+
+
+class StateLayer(nn.Module):
+    """A layer that keeps a state of each request.
+
+    Args:
+        number: of the layer, among those with states.
+
+    Attributes:
+        group: the ranks that divide the heads among them.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.group = ParallelGroup()
 
 
 def convolve(
