@@ -57,7 +57,7 @@ class HeapHold:
 
 
 class GcClock:
-    """How long the collector has stopped this process since `start`.
+    """How long the collector stops this process, from `start` to `stop`. No two collections run at once.
 
     `paused_s`: in seconds, all pauses together.
     """
@@ -67,14 +67,22 @@ class GcClock:
         self._began_s = 0.0
 
     def start(self) -> None:
-        """Count from here on, to the end of the process."""
         gc.callbacks.append(self._note)
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._note in gc.callbacks:
+            gc.callbacks.remove(self._note)
+
+    def add(self, generation: int, pause_s: float) -> None:
+        """A collection is over. It may have run wherever something is allocated: this must take no lock."""
+        self.paused_s += pause_s
 
     def _note(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._began_s = time.perf_counter()
         else:
-            self.paused_s += time.perf_counter() - self._began_s
+            self.add(info["generation"], time.perf_counter() - self._began_s)
 
 
 # The kernel refuses any limit above this one, also a hard limit from before it was lowered.

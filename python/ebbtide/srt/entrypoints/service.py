@@ -153,7 +153,7 @@ class EngineService:
         that waited has its error; `on_drained` at the end of a drain.
         """
         self._on_drained = on_drained
-        self.metrics.gc_pauses.install()
+        self.metrics.gc_pauses.start()
         self._manager = self._connect()
         self._manager.on_taken = self.metrics.note_taken
         self._manager.start()
@@ -200,7 +200,7 @@ class EngineService:
 
     async def close(self) -> None:
         """As `fail`, and close the channels. The processes are `shutdown`'s."""
-        self.metrics.gc_pauses.remove()
+        self.metrics.gc_pauses.stop()
         self.heap.thaw()
         self.timeline.close()
         for end in self.at_close:

@@ -250,9 +250,9 @@ def test_pauses_for_garbage_collection_are_counted_while_they_are_watched() -> N
     def count() -> float | None:
         return registry.get_sample_value("pauses_count", {"generation": "2"})
 
-    pauses.install()
+    pauses.start()
     gc.collect()
-    pauses.remove()
+    pauses.stop()
     counted = count()
     gc.collect()
     assert counted == count() == 1

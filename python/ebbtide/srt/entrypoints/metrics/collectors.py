@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -13,6 +11,8 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+
+from ebbtide.srt.this_process import GcClock
 
 # Seconds: a young generation takes microseconds, a full collection of a large heap seconds.
 GC_BUCKETS_S: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
@@ -61,38 +61,24 @@ class WeightedHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._help_text, buckets=buckets, sum_value=self._counts.sum)
 
 
-class GcPauses(Collector):
-    """How long Python's garbage collector held this process up, from `install` to `remove`.
+class GcPauses(GcClock, Collector):
+    """How long Python's garbage collector held this process up, while its clock runs.
 
-    The collector may run wherever something is allocated, in prometheus-client under its locks too: a
-    `Histogram` would deadlock there, and so these counts have no lock. No two collections run at once.
+    A `Histogram` of prometheus-client would deadlock where the collector runs under its locks.
     """
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
         self._counts = [BucketCounts(GC_BUCKETS_S) for _ in range(NUM_GENERATIONS)]
-        self._started_s: float | None = None
 
-    def install(self) -> None:
-        """Time collections from now on."""
-        gc.callbacks.append(self._note)
-
-    def remove(self) -> None:
-        """Stop timing them. Idempotent."""
-        if self._note in gc.callbacks:
-            gc.callbacks.remove(self._note)
+    def add(self, generation: int, pause_s: float) -> None:
+        self._counts[generation].add(pause_s)
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         help_text = "Pauses of the API process for Python's garbage collector."
         rows = ((str(generation), counts) for generation, counts in enumerate(self._counts))
         yield histograms(self._name, help_text, "generation", rows)
-
-    def _note(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._started_s = time.perf_counter()
-        elif self._started_s is not None:
-            self._counts[info["generation"]].add(time.perf_counter() - self._started_s)
-            self._started_s = None
 
 
 SGLANG: Final = {
