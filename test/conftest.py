@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import gc
 import os
 import sys
@@ -147,7 +148,8 @@ def _quicken_interpreter() -> None:
     """Where kernels are interpreted, have Triton replace its language once for each launch.
 
     Its interpreter looks through the language again at every call of a function of a kernel by another, which
-    took half of the time of these tests.
+    took half of the time of these tests. It also computes whether sums of integers overflow, which took a
+    third of the rest, and tells nobody but in its debug mode.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if not hasattr(interpreter, "_patch_lang"):
@@ -161,6 +163,8 @@ def _quicken_interpreter() -> None:
         return interpreter._LangPatchScope() if is_replaced else replace(everything)
 
     interpreter._patch_lang = replace_once
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture(scope="session")
