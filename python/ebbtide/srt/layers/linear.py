@@ -101,11 +101,7 @@ class Linear(nn.Module):
 
     def addend(self, x: Tensor | Gated, step: Step) -> Addend:
         """The product, [T, O], for the residual. Each rank holds some of the inputs, and all of the bias."""
-        return (
-            AdaptedProduct(self, tensor_of(x), step)
-            if self.is_adapted(step)
-            else Product(self, x, step.kernels)
-        )
+        return Product(self, x, step)
 
     def adapted(self, x_TD: Tensor, bias_O: Tensor | None, onto_TO: Tensor | None, step: Step) -> Tensor:
         """The product with what adapters add to it, or what both are added to in place."""
@@ -276,36 +272,29 @@ class Gated:
 
 @dataclass(slots=True)
 class Product:
-    """A product that is computed when it is added to the residual. An `Addend`."""
+    """A product that is computed when it is added to the residual. An `Addend`.
+
+    Each rank adds what adapters make of its inputs to what it adds to the sum.
+    """
 
     linear: Linear
     x: Tensor | Gated
-    kernels: Kernels
-
-    def add_to(self, residual_TD: Tensor) -> None:
-        self.linear.add_to(residual_TD, self.x, self.kernels)
-
-    def tensor(self) -> Tensor:
-        return self.linear.group.all_reduce_(self.linear.part(tensor_of(self.x), self.kernels))
-
-
-@dataclass(slots=True)
-class AdaptedProduct:
-    """A `Product` with adapters. Each rank adds what they make of its inputs to what it adds to the sum."""
-
-    linear: Linear
-    x_TD: Tensor
     step: Step
 
     def add_to(self, residual_TD: Tensor) -> None:
-        if self.linear.group.size > 1:
-            self.linear.group.add_reduced_(self._part(), residual_TD)
+        linear = self.linear
+        if not linear.is_adapted(self.step):
+            linear.add_to(residual_TD, self.x, self.step.kernels)
+        elif linear.group.size > 1:
+            linear.group.add_reduced_(self._part(), residual_TD)
         else:
-            self.linear.adapted(self.x_TD, self.linear.bias, residual_TD, self.step)
+            linear.adapted(tensor_of(self.x), linear.bias, residual_TD, self.step)
 
     def tensor(self) -> Tensor:
         return self.linear.group.all_reduce_(self._part())
 
     def _part(self) -> Tensor:
-        bias_O = self.linear.bias if self.linear.group.rank == 0 else None
-        return self.linear.adapted(self.x_TD, bias_O, None, self.step)
+        linear, x_TD = self.linear, tensor_of(self.x)
+        if not linear.is_adapted(self.step):
+            return linear.part(x_TD, self.step.kernels)
+        return linear.adapted(x_TD, linear.bias if linear.group.rank == 0 else None, None, self.step)

@@ -30,7 +30,13 @@ from ebbtide.srt.managers.io_struct import (
     WeightUpdateRequest,
 )
 from ebbtide.srt.managers.scheduling.admission import PassLimit
-from ebbtide.srt.managers.scheduling.live_requests import LiveRequests, TimeLimits
+from ebbtide.srt.managers.scheduling.live_requests import (
+    RUNNING,
+    SLOW_MASKS,
+    WAITING,
+    LiveRequests,
+    TimeLimits,
+)
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.lockstep import Demand, RankInbox
 from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, OutputProcessor
@@ -222,7 +228,7 @@ class Scheduler:
         for req in batch.admitted:
             if req.started_s is None:
                 req.started_s = now
-                self._limits.note_started(req)
+                self._limits.note(RUNNING, req.arrival)
         try:
             # The tokens of the step in flight say which may follow; meanwhile the device has enough to do.
             step = self._runner.launch(batch.plan, before_masks=self._settle)
@@ -274,7 +280,7 @@ class Scheduler:
             self._outputs.send(output)
 
     def _rules(self, message: TokenizedGenerateReqInput) -> TokenRules | None:
-        note_slow = partial(self._limits.note_slow_masks, self._num_arrived)
+        note_slow = partial(self._limits.note, SLOW_MASKS, self._num_arrived)
         grammar = None if message.grammar is None else self._shelf().mask(message.grammar, note_slow)
         banned = BannedSequences(message.banned) if message.banned else None
         return None if grammar is None and banned is None else TokenRules(grammar, banned)
@@ -290,7 +296,7 @@ class Scheduler:
                 req.adapter = self.policy.adapters.resolve(message.adapter)
             req.pass_over(message.continued_ids)
             self.policy.admit(req)
-            self._limits.note_queued(req)
+            self._limits.note(WAITING, req.arrival)
         except RequestRejected as error:
             reason = FinishReason("abort", message=error.message, status_code=error.status)
             self._outputs.send(self._processor.end([(req, reason)]))

@@ -141,6 +141,20 @@ class BatchPlan:
     copies_before: Sequence[tuple[int, int]] = ()
     copies_after: Sequence[tuple[int, int]] = ()
 
+    @classmethod
+    def of_prompt(cls, spec: SampleSpec, row: int = 0, adapter_slot: int | None = None) -> Self:
+        """A pass over one whole prompt, in this row of the page table."""
+        return cls(
+            input_ids_T=np.array(spec.prompt_ids, dtype=np.int64),
+            page_rows_R=np.full(1, row, dtype=np.int32),
+            starts_R=np.zeros(1, dtype=np.int32),
+            num_new_R=np.full(1, len(spec.prompt_ids), dtype=np.int32),
+            samples_R=np.full(1, spec.params.max_new_tokens != 0),
+            num_outputs_R=np.zeros(1, dtype=np.int64),
+            specs=[spec],
+            adapters_R=None if adapter_slot is None else np.full(1, adapter_slot, dtype=np.int32),
+        )
+
     @property
     def is_decode(self) -> bool:
         """Whether every request adds exactly one token and samples."""

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ebbtide.srt.config import CacheConfig, EngineConfig, ModelConfig
@@ -389,19 +388,10 @@ def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
     longest = runner.page_table.array.shape[1] * runner.kv_pool.page_size
     runner.sampler.warm_up(dtype)
     runner.kv_pool.warm_up()
-    adapters = [None] if runner.adapters is None else [None, np.zeros(1, dtype=np.int32)]
-    for count, adapters_R in itertools.product(_warm_up_lens(num_tokens, longest), adapters):
-        plan = BatchPlan(
-            input_ids_T=np.zeros(count, dtype=np.int64),
-            page_rows_R=np.zeros(1, dtype=np.int32),
-            starts_R=np.zeros(1, dtype=np.int32),
-            num_new_R=np.array([count], dtype=np.int32),
-            samples_R=np.ones(1, dtype=np.bool_),
-            num_outputs_R=np.zeros(1, dtype=np.int64),
-            specs=[SampleSpec(SamplingParams(temperature=0.0), 0, frozenset(), [0] * count, [])],
-            adapters_R=adapters_R,
-        )
-        runner.launch(plan).wait()
+    adapters = [None] if runner.adapters is None else [None, 0]
+    for count, slot in itertools.product(_warm_up_lens(num_tokens, longest), adapters):
+        spec = SampleSpec(SamplingParams(temperature=0.0), 0, frozenset(), [0] * count, [])
+        runner.launch(BatchPlan.of_prompt(spec, adapter_slot=slot)).wait()
 
 
 def capture_graphs(

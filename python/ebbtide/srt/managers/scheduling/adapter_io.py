@@ -54,10 +54,7 @@ class EngineAdapters:
         self._refuses_nonfinite = refuses_nonfinite
         self._reader = reader
         self._device = device
-
-    @property
-    def copies(self) -> CopyStream:
-        return self._device
+        self.copies: CopyStream = device
 
     def open(self, request: LoadRequest, *, with_digest: bool) -> Slices[AdapterPlan]:
         config, source = yield from self._source(request)

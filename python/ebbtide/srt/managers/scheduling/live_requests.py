@@ -183,46 +183,40 @@ class TimeLimits:
         requests: LiveRequests,
         set_deadline: Callable[[str, float], None],
     ) -> None:
-        self._waiting_s = config.waiting_timeout_s
-        self._running_s = config.running_timeout_s
+        self._limits_s: dict[str, float | None] = {
+            WAITING: config.waiting_timeout_s,
+            RUNNING: config.running_timeout_s,
+            SLOW_MASKS: 0.0,  # Whoever notes it has measured.
+        }
         self._policy = policy
         self._requests = requests
         self._set_deadline = set_deadline
 
-    def note_queued(self, req: Req) -> None:
-        """A request has been queued."""
-        if self._waiting_s is not None:
-            self._set_deadline(f"{WAITING}-{req.arrival}", self._waiting_s)
-
-    def note_started(self, req: Req) -> None:
-        """A request begins to run, for the first time."""
-        if self._running_s is not None:
-            self._set_deadline(f"{RUNNING}-{req.arrival}", self._running_s)
-
-    def note_slow_masks(self, arrival: int) -> None:
-        """The masks of the request that arrived as this one have taken longer than they may."""
-        self._set_deadline(f"{SLOW_MASKS}-{arrival}", 0.0)
+    def note(self, kind: str, arrival: int) -> None:
+        """The request that arrived as this one is queued, runs, or has had slow masks, for the first time."""
+        limit_s = self._limits_s[kind]
+        if limit_s is not None:
+            self._set_deadline(f"{kind}-{arrival}", limit_s)
 
     def expire(self, deadline_id: str) -> bool:
         """Whether this was a limit of a request; ends it, if it still waits for its first step, or runs."""
         kind, _, arrival = deadline_id.rpartition("-")
-        if kind not in (WAITING, RUNNING, SLOW_MASKS):
+        if kind not in self._limits_s:
             return False
         # Another live request may have its rid by now.
         req = next((req for req in self._policy.live if str(req.arrival) == arrival), None)
-        if req is None:
+        if req is None or (kind == WAITING and (req.phase is Phase.RUNNING or req.was_retracted)):
             return True
-        grammar = req.spec.params.grammar
+        limit_s, grammar = self._limits_s[kind], req.spec.params.grammar
         if kind == RUNNING:
-            self._end(req, f"Aborted: it has run {self._running_s:g} s (SGLANG_REQ_RUNNING_TIMEOUT)")
-        elif kind == SLOW_MASKS and grammar is not None:
-            self._end(req, f"Aborted: sampling_params.{grammar.kind}: {TOO_SLOW}")
-        elif kind == WAITING and req.phase is not Phase.RUNNING and not req.was_retracted:
-            self._end(req, f"Aborted: it has waited {self._waiting_s:g} s (SGLANG_REQ_WAITING_TIMEOUT)")
+            why = f"it has run {limit_s:g} s (SGLANG_REQ_RUNNING_TIMEOUT)"
+        elif kind == WAITING:
+            why = f"it has waited {limit_s:g} s (SGLANG_REQ_WAITING_TIMEOUT)"
+        else:
+            assert grammar is not None, "masks that are slow are a grammar's"
+            why = f"sampling_params.{grammar.kind}: {TOO_SLOW}"
+        self._requests.abort([req.rid], f"Aborted: {why}")
         return True
-
-    def _end(self, req: Req, message: str) -> None:
-        self._requests.abort([req.rid], message)
 
 
 @dataclass
@@ -248,7 +242,8 @@ class SchedulerTrialPass:
         ids = list(input_ids)
         unrecorded = self.kv_scales.paused() if self.kv_scales is not None else nullcontext()
         with unrecorded, self._pages(self._policy.pages_of(len(ids))):
-            plan = _plan(ids, self._table.spare_row, adapter_slot)
+            spec = SampleSpec(SamplingParams(max_new_tokens=0), 0, frozenset(), ids, [], LogprobSpec(start=0))
+            plan = BatchPlan.of_prompt(spec, self._table.spare_row, adapter_slot)
             # The others would wait in the middle of it for one that has failed.
             result = self._ranks.certainly(lambda: self._runner.launch(plan).wait())
         logprobs: list[float] = result.input_logprobs[0].tokens_N.tolist()
@@ -268,18 +263,3 @@ class SchedulerTrialPass:
             yield
         finally:
             self._policy.allocator.free(pages)
-
-
-def _plan(ids: list[int], row: int, adapter_slot: int | None) -> BatchPlan:
-    """The logprobs of a prompt, and no token behind it."""
-    spec = SampleSpec(SamplingParams(max_new_tokens=0), 0, frozenset(), ids, [], LogprobSpec(start=0))
-    return BatchPlan(
-        input_ids_T=np.array(ids, dtype=np.int64),
-        page_rows_R=np.full(1, row, dtype=np.int32),
-        starts_R=np.zeros(1, dtype=np.int32),
-        num_new_R=np.array([len(ids)], dtype=np.int32),
-        samples_R=np.zeros(1, dtype=np.bool_),
-        num_outputs_R=np.zeros(1, dtype=np.int64),
-        specs=[spec],
-        adapters_R=None if adapter_slot is None else np.full(1, adapter_slot, dtype=np.int32),
-    )

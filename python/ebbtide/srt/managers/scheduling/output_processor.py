@@ -137,13 +137,12 @@ class OutputProcessor:
 
     def _note_first_sampled(self, req: Req, commit: Commit) -> None:
         """A request samples for the first time since its prefill, or under these weights."""
-        assert req.kv is not None
         req.note_sampled(commit.version)
         if len(req.spec.output_ids) == req.num_continued:
             req.first_token_s = time.monotonic()
         if not req.spec.params.ignore_eos:
             self._stop_ids |= req.spec.stop_ids
-        self._policy.rows.settled[req.kv.row] = commit.number
+        self._policy.rows.settled[req.hold.row] = commit.number
 
     def _find_ended(
         self,
@@ -170,8 +169,8 @@ class OutputProcessor:
         return ended
 
     def _finish(self, ended: list[Req]) -> None:
-        nonfinite = [req.kv for req in ended if req.num_nonfinite and req.kv]
-        dropped = {page for kv in nonfinite for pages in kv.pages for page in pages}
+        nonfinite = [req.hold.pages for req in ended if req.num_nonfinite]
+        dropped = {page for groups in nonfinite for pages in groups for page in pages}
         self._policy.finish(ended)
         if dropped:
             # NaN in a page would be in the logits of all who go on from it, whatever weights serve then.

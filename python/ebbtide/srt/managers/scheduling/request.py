@@ -220,6 +220,12 @@ class Req:
         return None if self.adapter is None else self.adapter.name
 
     @property
+    def hold(self) -> KVHold:
+        """What it holds. AssertionError: it does not run."""
+        assert self.kv is not None, "a request that does not run holds nothing"
+        return self.kv
+
+    @property
     def has_kv(self) -> bool:
         """Whether any of its tokens has KV, in the pool or in host memory."""
         return self.kv is not None or self.parked is not None
@@ -255,8 +261,7 @@ class Req:
     @property
     def num_missing(self) -> int:
         """Tokens of a request that begins to run whose KV is not computed yet."""
-        assert self.kv is not None
-        return self.num_tokens - self.kv.num_launched
+        return self.num_tokens - self.hold.num_launched
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids [start, end) of prompt and output together."""
@@ -297,9 +302,9 @@ class Req:
 
     def note_kv(self, commit: Commit, first_token: int) -> None:
         """KV from `first_token` on is being computed by these weights."""
-        assert self.kv is not None
-        if not self.kv.commit_starts or self.kv.commit_starts[-1][0] != commit:
-            self.kv.commit_starts.append((commit, first_token))
+        starts = self.hold.commit_starts
+        if not starts or starts[-1][0] != commit:
+            starts.append((commit, first_token))
         self.note_kv_used(commit.version)
 
     def note_kv_used(self, version: str) -> None:

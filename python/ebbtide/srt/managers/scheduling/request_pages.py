@@ -104,8 +104,7 @@ class RequestPages:
 
         False: there are too few.
         """
-        kv = req.kv
-        assert kv is not None
+        kv = req.hold
         if self.cache.windowed:
             self.slide(req)
         new = self.allocate(len(self.windows))
@@ -122,8 +121,7 @@ class RequestPages:
 
         What the prefix cache has of them may be evicted from now on; the request's own are free at once.
         """
-        kv = req.kv
-        assert kv is not None
+        kv = req.hold
         if not self.cache.windowed or not kv.is_prefilled:
             return
         # A page more: of what is launched, less may come to be its output, and be of use to who goes on.
@@ -168,8 +166,7 @@ class RequestPages:
 
     def _restore(self, req: Req) -> None:
         """Bring KV back from host memory, but for pages that are cached."""
-        kv, parked = req.kv, req.parked
-        assert kv is not None
+        kv, parked = req.hold, req.parked
         if parked is None:
             return
         num_cached = len(kv.lease)
@@ -200,10 +197,9 @@ class RequestPages:
 
     def _take_routes(self, req: Req) -> None:
         """The experts of the cached tokens that a request begins with."""
-        assert req.kv is not None
         if self.routes is None:
             return
-        lease = req.kv.lease
+        lease = req.hold.lease
         tokens = req.tokens(0, len(lease) * self.page_size)
         for index, rows in enumerate(self.routes.found(tokens, lease.pages[0], lease.runs)):
             if rows is not None and (index + 1) * self.page_size > req.routes.end:
@@ -213,8 +209,7 @@ class RequestPages:
 
     def _begin_state(self, req: Req, states: Checkpoints) -> None:
         """A request begins behind the state of its prefix, or of what it has in host memory."""
-        kv = req.kv
-        assert kv is not None
+        kv = req.hold
         num_parked = 0 if req.parked is None else req.parked.num_computed
         if kv.lease.checkpoint is not None and len(kv.lease) * self.page_size >= num_parked:
             states.note_used(kv.lease.checkpoint)
@@ -225,8 +220,7 @@ class RequestPages:
 
     def up_to_checkpoint(self, req: Req, num_new: int) -> int:
         """How many of `num_new` tokens a pass may compute, so that it ends where a state is to be kept."""
-        kv, states = req.kv, self.states
-        assert kv is not None
+        kv, states = req.hold, self.states
         if states is None or not self.cache.is_enabled:
             return num_new
         start, interval = kv.num_launched, states.slots.interval
@@ -241,8 +235,7 @@ class RequestPages:
         assert states is not None
         before, self._copies, after = self._copies, [], []
         for index in np.flatnonzero(ends_R % self.page_size == 0).tolist() if self.cache.is_enabled else ():
-            kv, end = requests[index].kv, int(ends_R[index])
-            assert kv is not None
+            kv, end = requests[index].hold, int(ends_R[index])
             if kv.is_mixed or (end % states.slots.interval and end not in kv.ends):
                 continue
             if kv.is_prefilled and kv.checkpoints:
@@ -256,7 +249,7 @@ class RequestPages:
     def state_slots(self, requests: Sequence[Req]) -> list[int]:
         """The slots that hold something, with those of these running requests."""
         assert self.states is not None
-        holds = [req.kv for req in requests if req.kv is not None]
+        holds = [req.hold for req in requests]
         pending = [slot for kv in holds for slot in kv.checkpoints.values()]
         return [*self.states.attached, *(kv.row for kv in holds), *pending]
 
@@ -264,7 +257,7 @@ class RequestPages:
         """The contents of all checkpoints will be lost, of those too that these running requests hold."""
         assert self.states is not None
         self.states.detach_all()
-        for kv in [req.kv for req in requests if req.kv is not None]:
+        for kv in [req.hold for req in requests]:
             for slot in kv.checkpoints.values():
                 self.states.give_back(slot)
             kv.checkpoints.clear()
@@ -294,21 +287,19 @@ class RequestPages:
 
     def held(self, req: Req, end: int | None = None) -> list[int]:
         """All pages of a running request, one group after the other; or those of each before `end`."""
-        kv = req.kv
-        assert kv is not None
+        kv = req.hold
         return [page for pages, first in zip(kv.pages, kv.firsts, strict=True) for page in pages[first:end]]
 
     def computed(self, req: Req) -> list[int]:
         """The pages that hold KV of a running request, one group after the other, then those of its state."""
-        kv = req.kv
-        assert kv is not None
+        kv = req.hold
         pages = self.held(req, -(-kv.num_computed // self.page_size))
         return pages if self.states is None else [*pages, *self.states.slots.pages(kv.row)]
 
     def prefill_starts(self, req: Req) -> list[tuple[str, int]]:
         """Each version behind the KV of its prompt, with the token from which on it is that."""
-        assert req.kv is not None
-        starts = self.versions.prefill_starts(req.kv.lease.runs, req.kv.commit_starts, self.page_size)
+        kv = req.hold
+        starts = self.versions.prefill_starts(kv.lease.runs, kv.commit_starts, self.page_size)
         return [(version, start) for version, start in starts if start < len(req.spec.prompt_ids)]
 
     def relocate(self, kv: KVHold, target_of: Mapping[int, int]) -> None:
@@ -320,8 +311,7 @@ class RequestPages:
 
     def publish(self, req: Req) -> None:
         """Hand the request's whole pages to the prefix cache, one run of commits at a time."""
-        kv = req.kv
-        assert kv is not None
+        kv = req.hold
         if kv.is_mixed:
             return
         end_page = kv.num_computed // self.page_size
@@ -363,8 +353,7 @@ class RequestPages:
         Args:
             publish: leave it to the prefix cache, as far as that wants it.
         """
-        kv = req.kv
-        assert kv is not None
+        kv = req.hold
         if publish:
             self.publish(req)
         for slot in kv.checkpoints.values():
@@ -384,8 +373,7 @@ class RequestPages:
         Args:
             slots: of the pages that are `computed`.
         """
-        kv = req.kv
-        assert kv is not None
+        kv = req.hold
         starts = self.versions.spans(kv.lease.runs, kv.commit_starts, self.page_size)
         end = -(-kv.num_computed // self.page_size)
         of_group, start = [], 0
@@ -411,7 +399,7 @@ class RequestPages:
     def tokens_by_version(self, requests: Sequence[Req]) -> dict[str, int]:
         """KV tokens of running requests by the version that computed them; of a page of two, the newer."""
         tokens: Counter[str] = Counter()
-        holds = [req.kv for req in requests if req.kv is not None]
+        holds = [req.hold for req in requests]
         ends = self.rows.computed[[kv.row for kv in holds]].tolist()
         for kv, end in zip(holds, ends, strict=True):
             spans = self.versions.spans(kv.lease.runs, kv.commit_starts, self.page_size)

@@ -259,8 +259,7 @@ class OutputLogprobs:
 
     def empty(self, req: Req) -> None:
         """A running request takes over what is in its row."""
-        assert req.kv is not None
-        row = req.kv.row
+        row = req.hold.row
         if self._num_used[row]:
             req.unsent_logprobs.append(self._numbers[row, : self._num_used[row]].tobytes())
             self._num_used[row] = 0

@@ -246,8 +246,7 @@ class SchedulePolicy:
         self.allocator.move(target_of)
         self.cache.relocate(target_of)
         for req in self.running:
-            assert req.kv is not None
-            self.pages.relocate(req.kv, target_of)
+            self.pages.relocate(req.hold, target_of)
 
     def borrow_pages(self, num_pages: int) -> list[int] | None:
         """Pages for what is no request, to be freed by the caller; None: the pool has too few.
@@ -303,7 +302,7 @@ class SchedulePolicy:
         requests += chunks
         if not requests:
             return None
-        others = [req.kv.row for req in requests[len(decoding) :] if req.kv is not None]
+        others = [req.hold.row for req in requests[len(decoding) :]]
         batch_rows_R = np.concatenate([rows_R[decoding], np.array(others, dtype=np.int64)])
         num_new_R = np.ones(len(requests), dtype=np.int64)
         num_new_R[len(decoding) :] = list(chunks.values())
@@ -329,8 +328,7 @@ class SchedulePolicy:
 
     def note_computed(self, req: Req) -> None:
         """A step has computed more of its KV. A complete prompt is shared at once."""
-        kv = req.kv
-        assert kv is not None
+        kv = req.hold
         if kv.is_prefilled:
             return
         if kv.num_computed == req.num_tokens:
@@ -350,7 +348,7 @@ class SchedulePolicy:
     def _running_rows(self) -> NDArray[np.int64]:
         """The rows of the running requests, in their order."""
         if self._rows_R is None:
-            self._rows_R = np.array([req.kv.row for req in self.running if req.kv], dtype=np.int64)
+            self._rows_R = np.array([req.hold.row for req in self.running], dtype=np.int64)
         return self._rows_R
 
     def _grow_running(self) -> bool:
@@ -373,8 +371,8 @@ class SchedulePolicy:
         """Admit waiting requests one by one, in order, as long as the pool and the batch have room."""
         rows_R = self._running_rows()
         in_prefill = np.flatnonzero(~self.rows.is_decoding(rows_R)).tolist()
-        holds = [(req, req.kv.lease) for req in map(self.running.__getitem__, in_prefill) if req.kv]
-        prefilling = {self.pages.next_key(*hold) for hold in holds}
+        begun = [self.running[index] for index in in_prefill]
+        prefilling = {self.pages.next_key(req, req.hold.lease) for req in begun}
         num_to_come = sum(self.rows.num_to_come(rows_R, window) for window in self.pages.windows)
         num_deferred = 0
         if self.adapters.num_slots:

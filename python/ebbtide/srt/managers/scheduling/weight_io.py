@@ -74,6 +74,7 @@ class EngineWeights:
         self._store = store
         self._config = config
         self._device = device
+        self.copies: CopyStream = device
         self._groups = Memberships(torch.device(device.name), config.parallel)
         self._cuda: CudaIpc | None = None
         if device.uuid is not None:
@@ -86,10 +87,6 @@ class EngineWeights:
         self._cache = PlanCache()
         keeper = None if self._cuda is None else KeptMemory(self._cuda)
         self.reader = PayloadReader(config.parallel, self._cuda, self._cache, keeper)
-
-    @property
-    def copies(self) -> CopyStream:
-        return self._device
 
     def open(self, request: WeightUpdateRequest) -> Slices[TensorPlan]:
         loader = self._loader(request)
