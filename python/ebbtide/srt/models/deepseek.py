@@ -1,15 +1,226 @@
-"""DeepSeek-V2 and V3, and what is built of the same parts: R1, Kimi-K2, Moonlight, GLM-4.5 to 4.7."""
+"""DeepSeek-V2 and V3, and what is built of the same parts: R1, Kimi-K2, Moonlight, GLM-4.5 to 4.7.
 
-from dataclasses import replace
+Heads share one latent of a token, which is all that is kept of it. A head's key and value are products of the
+latent: instead of those, its query is multiplied by the key's matrix, and what it reads of the latents by the
+value's. Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434.
+
+Shapes: T tokens, N heads, C numbers of a latent, R of a head that are rotated, V of a value, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ebbtide.srt.errors import ConfigurationError
-from ebbtide.srt.layers.heads import MoeConfig
-from ebbtide.srt.models.dense import dense_config
-from ebbtide.srt.models.latent import LatentMoeCausalLM
+from ebbtide.srt.layers.attention.base import LayerAttention
+from ebbtide.srt.layers.heads import AttentionKind, MoeConfig, Rope
+from ebbtide.srt.layers.linear import Linear
+from ebbtide.srt.layers.norm import Addend, NormedResidual, Residual, RMSNorm
+from ebbtide.srt.layers.rotary import rope_config, yarn_growth
+from ebbtide.srt.layers.step import Step
+from ebbtide.srt.mem_cache import Latent
+from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, projection, stacked
+from ebbtide.srt.models.dense import DenseConfig, dense_config
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM, is_behind_layers
+
+# The norms inside attention have an epsilon of their own, which no config says.
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of latent attention.
+
+    Attributes:
+        num_heads: of all ranks.
+        query_rank: numbers of what queries are made of; None: they are made of hidden states.
+        latent: what is kept of a token.
+        key_dim: numbers of a key that are not rotated.
+        value_dim: of a value.
+        is_interleaved: whether what is rotated comes as pairs (2i, 2i + 1), instead of (i, i + R / 2).
+    """
+
+    num_heads: int
+    query_rank: int | None
+    latent: Latent
+    key_dim: int
+    value_dim: int
+    is_interleaved: bool
+
+    @property
+    def query_dim(self) -> int:
+        return self.key_dim + self.latent.rope
+
+
+def latent_sizes(hf_config: Any) -> LatentSizes:
+    """Sizes from a Hugging Face config.
+
+    Raises ConfigurationError for biases, which no published model has.
+    """
+    if getattr(hf_config, "attention_bias", False):
+        raise ConfigurationError("attention_bias is not supported with latent attention")
+    return LatentSizes(
+        num_heads=hf_config.num_attention_heads,
+        query_rank=hf_config.q_lora_rank,
+        latent=Latent(hf_config.kv_lora_rank, hf_config.qk_rope_head_dim),
+        key_dim=hf_config.qk_nope_head_dim,
+        value_dim=hf_config.v_head_dim,
+        is_interleaved=bool(getattr(hf_config, "rope_interleave", True)),
+    )
+
+
+def latent_config(hf_config: Any, sizes: LatentSizes) -> DenseConfig:
+    """The sizes of everything else. What is called a head's size is what is rotated of it.
+
+    Raises ConfigurationError where only a part of that is rotated.
+    """
+    scale = sizes.query_dim**-0.5
+    rope = rope_config(hf_config)
+    if rope.share != 1.0:
+        raise ConfigurationError(
+            f"partial_rotary_factor {rope.share} is not supported with latent attention; expected 1"
+        )
+    if rope.kind != "default":
+        settings = getattr(hf_config, "rope_parameters", None) or hf_config.rope_scaling
+        scale *= yarn_growth(rope.factor, settings.get("mscale_all_dim") or 0.0) ** 2
+    config = dense_config(hf_config, kind=AttentionKind(scale))
+    return replace(config, head_dim=sizes.latent.rope)
+
+
+class LatentAttention(nn.Module):
+    """Attention whose queries and outputs are those of latents.
+
+    Attributes:
+        qkv_a_proj: what queries are made of (or queries), then the latent and what of it is rotated.
+        kv_b_proj: each head's matrix for keys and then that for values, both by the latent.
+    """
+
+    def __init__(self, config: DenseConfig, sizes: LatentSizes, dtype: torch.dtype, layer: int) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.attention = LayerAttention(layer, config.kinds[layer])
+        rank, num_heads = sizes.latent.rank, sizes.num_heads
+        linear = partial(Linear, bias=False, dtype=dtype)
+        num_queries = num_heads * sizes.query_dim
+        width = num_queries if sizes.query_rank is None else sizes.query_rank
+        self.qkv_a_proj = linear(config.hidden_size, width + rank + sizes.latent.rope)
+        # A latent and what is rotated, 576 rows as a rule, do not fill blocks of 128.
+        self.qkv_a_proj.may_be_ragged = True
+        self.q_a_layernorm = self.q_b_proj = None
+        if sizes.query_rank is not None:
+            self.q_a_layernorm = RMSNorm(sizes.query_rank, eps=_EPS, dtype=dtype)
+            self.q_b_proj = linear(sizes.query_rank, num_queries)
+        self.kv_a_layernorm = RMSNorm(rank, eps=_EPS, dtype=dtype)
+        self.kv_b_proj = linear(rank, num_heads * (sizes.key_dim + sizes.value_dim))
+        self.kv_b_proj.may_be_adapted = False
+        self.o_proj = linear(num_heads * sizes.value_dim, config.hidden_size)
+
+    def forward(self, x: NormedResidual, rope: Rope, step: Step) -> Addend:
+        rank, num_rotated, key_dim = self.sizes.latent.rank, self.sizes.latent.rope, self.sizes.key_dim
+        a_TO = self.qkv_a_proj(x, step)
+        q_TO, latents_TH = a_TO[:, : -rank - num_rotated], a_TO[:, -rank - num_rotated :]
+        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+            # One token's norm is part of its product.
+            is_one = q_TO.is_contiguous()
+            normed = Residual(q_TO).normed(self.q_a_layernorm) if is_one else self.q_a_layernorm(q_TO)
+            q_TO = self.q_b_proj(normed, step)
+        up_NOC = self.kv_b_proj.wide_weight(a_TO.dtype).view(-1, key_dim + self.sizes.value_dim, rank)
+        num_heads = len(up_NOC)
+        q_TNO = q_TO.view(len(q_TO), num_heads, -1)
+        heads_TNH = q_TO.new_empty(len(q_TO), num_heads + 1, num_rotated + rank)
+        self._fill(heads_TNH, q_TNO, latents_TH)
+        multiply_heads(q_TNO[..., :key_dim], up_NOC[:, :key_dim], heads_TNH[:, :-1, num_rotated:])
+        read_TNC = self.attention(heads_TNH, rope, None, step.attention)
+        values_TNV = q_TO.new_empty(len(q_TO), num_heads, self.sizes.value_dim)
+        multiply_heads(read_TNC, up_NOC[:, key_dim:].transpose(1, 2), values_TNV)
+        return self.o_proj.addend(values_TNV.flatten(1), step)
+
+    def _fill(self, heads_TNH: Tensor, q_TNO: Tensor, latents_TH: Tensor) -> None:
+        """What is rotated of queries and latents goes first, the normalised latents behind."""
+        norm, rank, num_rotated = self.kv_a_layernorm, self.sizes.latent.rank, self.sizes.latent.rope
+        if heads_TNH.is_cuda:
+            from ebbtide.srt.layers.kernels.latent import fill_heads
+
+            is_interleaved = self.sizes.is_interleaved
+            fill_heads(q_TNO, latents_TH, norm.weight, norm.eps, heads_TNH, is_interleaved=is_interleaved)
+            return
+        heads_TNH[:, :-1, :num_rotated] = self._halves(q_TNO[..., self.sizes.key_dim :])
+        heads_TNH[:, -1, :num_rotated] = self._halves(latents_TH[:, rank:])
+        heads_TNH[:, -1, num_rotated:] = norm(latents_TH[:, :rank])
+
+    def _halves(self, x: Tensor) -> Tensor:
+        """With the first numbers of all pairs in front of the second ones."""
+        if not self.sizes.is_interleaved:
+            return x
+        return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+
+
+def multiply_heads(x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor) -> None:
+    """Each head's x by its own matrix."""
+    torch.bmm(x_TNK.transpose(0, 1), weight_NKM, out=out_TNM.transpose(0, 1))
+
+
+class LatentMoeCausalLM(MoeCausalLM):
+    """A decoder with latent attention, and experts in the layers that have them."""
+
+    def __init__(
+        self,
+        hf_config: Any,
+        moe: MoeConfig,
+        sparse_layers: Collection[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        sizes = latent_sizes(hf_config)
+        config = latent_config(hf_config, sizes)
+        make_attention = partial(LatentAttention, config, sizes, dtype)
+        super().__init__(config, moe, ExpertNames(), sparse_layers, dtype, device, make_attention)
+        self.sizes = sizes
+
+    @property
+    def rotates_all(self) -> bool:
+        return False
+
+    @property
+    def cache_specs(self) -> Sequence[Latent]:
+        return [self.sizes.latent] * self.config.num_layers
+
+    def layer_map(self, layer: int) -> WeightMap:
+        rows = super().layer_map(layer)
+        others = {name: target for name, target in rows.items() if not name.startswith("self_attn.")}
+        return others | latent_map(self.config.hidden_size, self.sizes)
+
+    def ignored(self, name: str) -> bool:
+        return super().ignored(name) or is_behind_layers(name, self.config.num_layers)
+
+
+def latent_map(hidden_size: int, sizes: LatentSizes) -> WeightMap:
+    """Shard/fuse map of one layer's attention, names relative to the layer: ranks divide heads alone."""
+    rank, width = sizes.latent.rank, sizes.latent.rank + sizes.latent.rope
+    num_queries = sizes.num_heads * sizes.query_dim
+    prefix = "self_attn."
+    kv_a, kv_b, o = (prefix + name for name in ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+    heads = Split(OUTPUTS, sizes.num_heads, "num_attention_heads")
+    if sizes.query_rank is None:
+        parts = {prefix + "q_proj": num_queries, kv_a: width}
+        rows = projection(prefix + "qkv_a_proj", parts, hidden_size, split=(heads, None))
+    else:
+        q_a, q_b, norm = (prefix + name for name in ("q_a_proj", "q_b_proj", "q_a_layernorm.weight"))
+        rows = projection(prefix + "qkv_a_proj", {q_a: sizes.query_rank, kv_a: width}, hidden_size)
+        rows |= projection(q_b, {q_b: num_queries}, sizes.query_rank, split=heads)
+        rows |= stacked(norm, {norm: sizes.query_rank})
+    norm = prefix + "kv_a_layernorm.weight"
+    rows |= stacked(norm, {norm: rank})
+    num_rows = sizes.num_heads * (sizes.key_dim + sizes.value_dim)
+    rows |= projection(kv_b, {kv_b: num_rows}, rank, split=heads)
+    num_columns, inputs = sizes.num_heads * sizes.value_dim, replace(heads, dim=INPUTS)
+    return rows | projection(o, {o: hidden_size}, num_columns, split=inputs)
 
 
 class DeepseekV2ForCausalLM(LatentMoeCausalLM):
