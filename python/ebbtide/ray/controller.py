@@ -130,7 +130,7 @@ class FleetController:
     def __init__(self, replicas: list[Replica]) -> None:
         self.replicas = replicas
         self.has_committed = False
-        self._committee = Committee(range(len(replicas)), self._broadcast, self._send, self._answer)
+        self._committee = Committee(set(range(len(replicas))), self._broadcast, self._send, self._answer)
         self._calls: dict[str, _Call] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._load_numbers = itertools.count(1)

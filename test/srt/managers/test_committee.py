@@ -27,7 +27,7 @@ class Scripted:
         self.proposed: list[str] = []
         self.verdicts: dict[int, list[str | None]] = {0: [], 1: [], 2: []}
         self.closed: dict[str, Closed] = {}
-        self.committee = Committee(range(3), self._broadcast, self._send, self._answer)
+        self.committee = Committee({0, 1, 2}, self._broadcast, self._send, self._answer)
 
     def call(self, call_id: str, request: AnyControlRequest = UPDATE) -> None:
         self.committee.call(ControlCall(id=call_id, request=request))

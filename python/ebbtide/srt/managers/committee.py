@@ -105,6 +105,7 @@ class _Proposal:
     refusal: Refusal | None = None
 
 
+@dataclass(eq=False)
 class Committee:
     """Has all members carry out control requests, in the same order.
 
@@ -124,18 +125,13 @@ class Committee:
         has_session: of each member, whether a weight update session is open there.
     """
 
-    def __init__(
-        self,
-        members: Iterable[int],
-        broadcast: Callable[[ControlCall], None],
-        send: Callable[[int, ControlCall | Verdict], None],
-        answer: Callable[[str, Prepared | Closed], None],
-    ) -> None:
-        self.members = set(members)
+    members: set[int]
+    _broadcast: Callable[[ControlCall], None]
+    _send: Callable[[int, ControlCall | Verdict], None]
+    _answer: Callable[[str, Prepared | Closed], None]
+
+    def __post_init__(self) -> None:
         self.has_session = dict.fromkeys(self.members, False)
-        self._broadcast = broadcast
-        self._send = send
-        self._answer = answer
         self._proposals: dict[str, _Proposal] = {}
         # What waits for its turn about a subject, and the last call that was to change it.
         self._held: defaultdict[str, deque[tuple[Turn, Callable[[], None]]]] = defaultdict(deque)

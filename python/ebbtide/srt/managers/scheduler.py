@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Final
 
@@ -73,6 +73,7 @@ class _Launched:
     at_s: float
 
 
+@dataclass(eq=False)
 class Scheduler:
     """One rank's loop.
 
@@ -88,38 +89,23 @@ class Scheduler:
     `activity`: what the loop is doing, and since when; None: it waits for messages. Its watchdog reads it.
     """
 
-    def __init__(
-        self,
-        inbox: RankInbox,
-        outputs: SendEnd[DetokenizerInput],
-        policy: SchedulePolicy,
-        processor: OutputProcessor,
-        requests: LiveRequests,
-        limits: TimeLimits,
-        runner: Runner,
-        control: ControlPlane,
-        pace: Pace,
-        meter: LoadMeter,
-        *,
-        tokenizer: Tokenizer | None,
-        eos_token_ids: frozenset[int],
-        overlap: bool = False,
-        grammars: GrammarShelf | None = None,
-    ) -> None:
-        self._inbox = inbox
-        self._outputs = outputs
-        self.policy = policy
-        self._processor = processor
-        self._requests = requests
-        self._limits = limits
-        self._runner = runner
-        self.control = control
-        self._tokenizer = tokenizer
-        self.grammars = grammars
-        self._eos_token_ids = eos_token_ids
-        self._overlap = overlap
-        self._pace = pace
-        self._meter = meter
+    _inbox: RankInbox
+    _outputs: SendEnd[DetokenizerInput]
+    policy: SchedulePolicy
+    _processor: OutputProcessor
+    _requests: LiveRequests
+    _limits: TimeLimits
+    _runner: Runner
+    control: ControlPlane
+    _pace: Pace
+    _meter: LoadMeter
+    _: KW_ONLY
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    overlap: bool = False
+    grammars: GrammarShelf | None = None
+
+    def __post_init__(self) -> None:
         self.activity: tuple[str, float] | None = None
         self._in_flight: _Launched | None = None
         self._waits_for_memory = False
@@ -216,7 +202,7 @@ class Scheduler:
         if batch is None:
             self._pace.note_idle()
         launched = self._launch(batch) if batch is not None else None
-        if self._overlap:
+        if self.overlap:
             self._in_flight, launched = launched, self._in_flight
         self._commit(launched)
 
@@ -309,9 +295,9 @@ class Scheduler:
         stop_strings = None
         if params.stop_strings:
             # The API process has refused stop strings where there is no tokenizer.
-            assert self._tokenizer is not None
+            assert self.tokenizer is not None
             detokenizer = IncrementalDetokenizer(
-                self._tokenizer,
+                self.tokenizer,
                 message.input_ids[-PROMPT_TAIL:],
                 params.skip_special_tokens,
                 params.spaces_between_special_tokens,
@@ -324,7 +310,7 @@ class Scheduler:
             spec=SampleSpec(
                 params=params,
                 seed=message.seed,
-                stop_ids=self._eos_token_ids | params.stop_token_id_set,
+                stop_ids=self.eos_token_ids | params.stop_token_id_set,
                 prompt_ids=message.input_ids,
                 output_ids=[],
                 logprobs=logprobs,

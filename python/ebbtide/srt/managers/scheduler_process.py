@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Final
 
@@ -100,7 +101,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
         lambda: scheduler.activity,
         args.watchdog_timeout,
         args.soft_watchdog_timeout,
-        end=lambda message: end_hung_process(lambda said: _say_last(ready, said), message),
+        lambda message: end_hung_process(lambda said: _say_last(ready, said), message),
     ).start()
     scheduler.run()
 
@@ -125,6 +126,7 @@ class StageReports:
                 self._ready.send({"status": "stage", "what": what, "number": number, "total": total})
 
 
+@dataclass(eq=False)
 class Watchdog:
     """A thread that looks at what a loop is doing.
 
@@ -137,19 +139,14 @@ class Watchdog:
         soft_limit_s: when it takes longer, that is logged once with the stacks of all threads; None: never.
     """
 
-    def __init__(
-        self,
-        activity: Callable[[], tuple[str, float] | None],
-        limit_s: float,
-        soft_limit_s: float | None,
-        end: Callable[[str], None],
-    ) -> None:
-        self._activity = activity
-        self._limit_s = limit_s
-        self._soft_limit_s = soft_limit_s
-        self._end = end
+    _activity: Callable[[], tuple[str, float] | None]
+    _limit_s: float
+    _soft_limit_s: float | None
+    _end: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._reported: tuple[str, float] | None = None
-        self._interval_s = min(limit_s, soft_limit_s or limit_s) / _LOOKS_PER_LIMIT
+        self._interval_s = min(self._limit_s, self._soft_limit_s or self._limit_s) / _LOOKS_PER_LIMIT
         self._looked_s = time.monotonic()
         self._seen: tuple[str, float] | None = None
         self._stood_still_s = 0.0

@@ -223,6 +223,7 @@ class StatePool:
             self._slots[target].copy_(self._slots[source])
 
 
+@dataclass(eq=False)
 class KVPool:
     """Keys and values of all layers in one arena.
 
@@ -241,22 +242,17 @@ class KVPool:
         ValueError: the arena is too small.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        layout: KVLayout,
-        num_pages: int,
-        groups: CacheGroups,
-        scales: KVScales | None = None,
-        states: StatePool | None = None,
-    ) -> None:
-        self.arena = arena
-        self.layout = layout
-        self.scales, self.states = scales, states
-        self.num_pages = num_pages
+    arena: Arena
+    layout: KVLayout
+    num_pages: int
+    groups: CacheGroups
+    scales: KVScales | None = None
+    states: StatePool | None = None
+
+    def __post_init__(self) -> None:
+        arena, layout, num_pages = self.arena, self.layout, self.num_pages
         self.page_size = layout.page_size
-        self.groups = groups
-        numbers = [number for _, number in groups.places]
+        numbers = [number for _, number in self.groups.places]
         self._k_BSNH = [layout.plane(arena, num_pages, number, 0) for number in numbers]
         if isinstance(layout.spec, Latent):
             self._v_BSNH = [latents[..., layout.spec.rope :] for latents in self._k_BSNH]

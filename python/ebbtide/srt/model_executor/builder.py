@@ -237,12 +237,11 @@ def _ready(
             num_rows, -(-config.model.context_len // config.cache.page_size), len(kv_pool.groups.windows)
         ),
         attention,
-        config.model.vocab_size,
+        Sampler(config.model.vocab_size, torch_device, logprobs_mode=config.server_args.logprobs_mode),
         device,
         next_tokens,
         _kernels(config, torch_device),
-        logprobs_mode=config.server_args.logprobs_mode,
-        adapters=adapters,
+        adapters,
     )
     if config.server_args.enable_return_routed_experts:
         runner.routes_TLK = _room_for_routes(model, config, torch_device)

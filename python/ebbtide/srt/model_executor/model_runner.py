@@ -6,7 +6,7 @@ Shapes: T tokens, R requests, S requests that sample, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -145,6 +145,7 @@ class LaunchedStep:
         return result
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """A model, its weights, its KV pool and what turns plans into tokens.
 
@@ -155,7 +156,6 @@ class ModelRunner:
         device: where all of it is.
         next_tokens: int64, the token sampled last for each row of the page table, and one row more.
         kernels: which products take kernels of ours.
-        logprobs_mode: what the logprobs of outputs are of; see `Sampler`.
         adapters: None: plans have none.
 
     Attributes:
@@ -163,32 +163,21 @@ class ModelRunner:
         routes_TLK: where the experts of a pass's tokens are left, at an address that stays; None: nowhere.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        weight_store: WeightStore,
-        kv_pool: KVPool,
-        page_table: PageTable,
-        attention: AttentionBackend,
-        vocab_size: int,
-        device: Device,
-        next_tokens: Tensor,
-        kernels: Kernels,
-        logprobs_mode: str = "scaled",
-        adapters: AdapterSlots | None = None,
-    ) -> None:
-        self.model = model
-        self.weight_store = weight_store
-        self.kv_pool = kv_pool
-        self.page_table = page_table
-        self.graphs: DecodeGraphs | None = None
-        self._memory, self._device = device, torch.device(device.name)
-        self.sampler = Sampler(vocab_size, self._device, logprobs_mode=logprobs_mode)
-        self.attention = attention
-        self.kernels = kernels
-        self.adapters = adapters
-        self.routes_TLK: Tensor | None = None
-        self._next_tokens = next_tokens
+    model: CausalLM
+    weight_store: WeightStore
+    kv_pool: KVPool
+    page_table: PageTable
+    attention: AttentionBackend
+    sampler: Sampler
+    device: Device
+    _next_tokens: Tensor
+    kernels: Kernels
+    adapters: AdapterSlots | None = None
+    graphs: DecodeGraphs | None = field(default=None, init=False)
+    routes_TLK: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._device = torch.device(self.device.name)
 
     def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> PendingStep:
         """Write the new tokens' KV and sample; returns at once on CUDA, and with the step done on a CPU.
@@ -201,9 +190,9 @@ class ModelRunner:
             asked = ". ".join(str(error).split(". ")[:2])
             drop_frames(error)
         self.sampler.forget()
-        self._memory.synchronize()
-        self._memory.trim()
-        raise PassOutOfMemory(f"{asked}; {self._memory.free_bytes()} bytes are free")
+        self.device.synchronize()
+        self.device.trim()
+        raise PassOutOfMemory(f"{asked}; {self.device.free_bytes()} bytes are free")
 
     @torch.inference_mode()
     def _launch(self, plan: BatchPlan, before_masks: BeforeMasks) -> PendingStep:

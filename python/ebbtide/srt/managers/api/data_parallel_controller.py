@@ -63,7 +63,7 @@ class DataParallelController:
         # Every output that has not ended, by rid: its replica, and the tokens that it counts for.
         self._placed: dict[str, tuple[int, int]] = {}
         self._replies: list[ManagerInput] = []
-        self._committee = Committee(range(len(replicas)), self._broadcast, self._send, self._answer)
+        self._committee = Committee(set(range(len(replicas))), self._broadcast, self._send, self._answer)
         self._can_run = [True] * len(replicas)
         self._encoder = msgspec.msgpack.Encoder()
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +38,7 @@ TENSORS_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 MAX_CONFIG_BYTES: Final = 1 << 20
 
 
+@dataclass(eq=False)
 class EngineAdapters:
     """Opens loads of adapters, and moves what slots hold.
 
@@ -44,25 +46,23 @@ class EngineAdapters:
         refuses_nonfinite: loads that hold NaN or Inf are refused.
     """
 
-    def __init__(
-        self, slots: AdapterSlots, reader: PayloadReader, device: Device, *, refuses_nonfinite: bool
-    ) -> None:
-        self.num_slots = slots.num_slots
-        self._slots = slots
+    _slots: AdapterSlots
+    _reader: PayloadReader
+    _device: Device
+    _: KW_ONLY
+    refuses_nonfinite: bool
+
+    def __post_init__(self) -> None:
+        self.num_slots = self._slots.num_slots
+        self.copies: CopyStream = self._device
         # A trainer sends an adapter of the same names and shapes again and again.
         self._fits: Recent[tuple[Hashable, AdapterConfig], AdapterFit] = Recent(MAX_FIT_BYTES)
-        self._refuses_nonfinite = refuses_nonfinite
-        self._reader = reader
-        self._device = device
-        self.copies: CopyStream = device
 
     def open(self, request: LoadRequest, *, with_digest: bool) -> Slices[AdapterPlan]:
         config, source = yield from self._source(request)
         try:
             fit = self._fit(adapter_config(config), source)
-            adapter = AdapterPlan(
-                self._slots, fit, source, self._device, refuses_nonfinite=self._refuses_nonfinite
-            )
+            adapter = AdapterPlan(self._slots, fit, source, self._device, self.refuses_nonfinite)
             yield from source.open()
             if with_digest:
                 adapter.digest = yield from _digest(config, source, self._device)
@@ -109,6 +109,7 @@ class EngineAdapters:
         self._slots.restore(slot, copy)
 
 
+@dataclass(eq=False)
 class AdapterPlan:
     """An adapter that fits the slots.
 
@@ -116,23 +117,16 @@ class AdapterPlan:
         refuses_nonfinite: `write` refuses it where it holds NaN or Inf.
     """
 
-    def __init__(
-        self,
-        slots: AdapterSlots,
-        fit: AdapterFit,
-        source: WeightSource,
-        device: Device,
-        *,
-        refuses_nonfinite: bool,
-    ) -> None:
-        self.digest = ""
-        self.num_tensors, self.num_bytes = len(source.entries), source.num_bytes
-        self._slots = slots
-        self._fit = fit
-        self._source = source
-        self._device = device
-        self._refuses_nonfinite = refuses_nonfinite
-        self._is_read = False
+    _slots: AdapterSlots
+    _fit: AdapterFit
+    _source: WeightSource
+    _device: Device
+    _refuses_nonfinite: bool
+    digest: str = ""
+    _is_read: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tensors, self.num_bytes = len(self._source.entries), self._source.num_bytes
 
     def write(self, slot: int) -> Slices[None]:
         self._is_read = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, Protocol
 
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
@@ -52,6 +53,7 @@ class ChunkMemory(Protocol):
         """Take memory for removed chunks now, all or none; returns the bytes. Raises OutOfDeviceMemory."""
 
 
+@dataclass(eq=False)
 class KVChunks:
     """Takes chunks out of the pool of pages and puts them back, with the memory under them.
 
@@ -64,13 +66,14 @@ class KVChunks:
         may_retract: whether requests may be retracted for a copy, the youngest first.
     """
 
-    def __init__(
-        self, policy: SchedulePolicy, memory: ChunkMemory | None, num_wanted: int, *, may_retract: bool
-    ) -> None:
-        self._policy, self._allocator = policy, policy.allocator
-        self._memory = memory
-        self._num_wanted = num_wanted
-        self._may_retract = may_retract
+    _policy: SchedulePolicy
+    _memory: ChunkMemory | None
+    _num_wanted: int
+    _: KW_ONLY
+    may_retract: bool
+
+    def __post_init__(self) -> None:
+        self._allocator = self._policy.allocator
         self._lent: list[int] = []
         # Of a resize: given up; out of the pool and about to be; with memory again, and not in the pool yet.
         self._removed: list[int] = []
@@ -94,7 +97,7 @@ class KVChunks:
         if self._memory is None or not self._memory.is_resident:
             return False
         if hard:
-            if self._may_retract:
+            if self.may_retract:
                 self._retract_for_copy()
             if self._num_lendable() < self._num_wanted:
                 return False

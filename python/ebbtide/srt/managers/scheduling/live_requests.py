@@ -33,6 +33,7 @@ RUNNING: Final = "running-request"
 SLOW_MASKS: Final = "slow-masks"
 
 
+@dataclass(eq=False)
 class LiveRequests:
     """Implements `Requests` of the control plane; aborted requests get their last output.
 
@@ -40,17 +41,12 @@ class LiveRequests:
         calibration: of a KV cache whose scales follow what was seen; None where they stay.
     """
 
-    def __init__(
-        self,
-        policy: SchedulePolicy,
-        processor: OutputProcessor,
-        outputs: SendEnd[DetokenizerInput],
-        calibration: KVScales | None = None,
-    ) -> None:
-        self._policy = policy
-        self._calibration = calibration
-        self._processor = processor
-        self._outputs = outputs
+    _policy: SchedulePolicy
+    _processor: OutputProcessor
+    _outputs: SendEnd[DetokenizerInput]
+    _calibration: KVScales | None = None
+
+    def __post_init__(self) -> None:
         self.on_kv_given_up: Callable[[], None] = lambda: None
 
     @property
@@ -166,6 +162,7 @@ class LiveRequests:
             self._outputs.send(self._processor.end(ended))
 
 
+@dataclass(eq=False)
 class TimeLimits:
     """Ends requests that wait too long for their first step, that run too long, or whose masks take too long.
 
@@ -176,21 +173,17 @@ class TimeLimits:
         set_deadline: has an `Expire` of this id come after this number of seconds.
     """
 
-    def __init__(
-        self,
-        config: ScheduleConfig,
-        policy: SchedulePolicy,
-        requests: LiveRequests,
-        set_deadline: Callable[[str, float], None],
-    ) -> None:
+    _config: ScheduleConfig
+    _policy: SchedulePolicy
+    _requests: LiveRequests
+    _set_deadline: Callable[[str, float], None]
+
+    def __post_init__(self) -> None:
         self._limits_s: dict[str, float | None] = {
-            WAITING: config.waiting_timeout_s,
-            RUNNING: config.running_timeout_s,
+            WAITING: self._config.waiting_timeout_s,
+            RUNNING: self._config.running_timeout_s,
             SLOW_MASKS: 0.0,  # Whoever notes it has measured.
         }
-        self._policy = policy
-        self._requests = requests
-        self._set_deadline = set_deadline
 
     def note(self, kind: str, arrival: int) -> None:
         """The request that arrived as this one is queued, runs, or has had slow masks, for the first time."""

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
+from dataclasses import dataclass
 
 from ebbtide.srt.managers.io_struct import STEP_BOUNDS, Load
 from ebbtide.srt.managers.scheduling.request import Req
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 STRETCH_S = 1.0
 
 
+@dataclass(eq=False)
 class LoadMeter:
     """Counts what comes out of the steps, and logs it; the rest is the policy's.
 
@@ -26,9 +28,10 @@ class LoadMeter:
         log_interval: `--decode-log-interval`, forward passes from one line to the next; 0: no lines at all.
     """
 
-    def __init__(self, policy: SchedulePolicy, log_interval: int) -> None:
-        self._policy = policy
-        self._log_interval = log_interval
+    _policy: SchedulePolicy
+    _log_interval: int
+
+    def __post_init__(self) -> None:
         self._logged_s = time.monotonic()
         self._num_unlogged_steps = self._num_unlogged_tokens = 0
         self._is_blocked = False

@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -154,14 +155,14 @@ class RankInbox(ABC):
         return [Expire(id=call_id) for call_id in self._deadlines.take_due()]
 
 
+@dataclass(eq=False)
 class _Tally:
     """The votes on the phases that the leader has come to: no follower comes to one first."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._num_opened = 0
-        self._ballots: dict[int, Ballot] = {}
-        self._decisions: list[Decision] = []
+    _num_ranks: int
+    _num_opened: int = field(default=0, init=False)
+    _ballots: dict[int, Ballot] = field(default_factory=dict, init=False)
+    _decisions: list[Decision] = field(default_factory=list, init=False)
 
     def open(self, phase: int) -> None:
         self._num_opened = phase + 1
@@ -341,12 +342,12 @@ class LeaderInbox(RankInbox):
         )
 
 
+@dataclass(eq=False)
 class _SentVotes:
     """A follower's votes, on their way to the leader."""
 
-    def __init__(self, leader: SendEnd[RankMessage], tp_rank: int) -> None:
-        self._leader = leader
-        self._tp_rank = tp_rank
+    _leader: SendEnd[RankMessage]
+    _tp_rank: int
 
     def open(self, phase: int) -> None: ...
     def close(self, phase: int) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ NOTHING_ALLOWED = FinishReason(
 PROMPT_TAIL = 8
 
 
+@dataclass(eq=False)
 class OutputProcessor:
     """Applies step results to requests, and builds the outputs that the API process is owed.
 
@@ -47,13 +49,12 @@ class OutputProcessor:
         num_aborts: messages with aborted requests so far.
     """
 
-    def __init__(self, policy: SchedulePolicy, meter: LoadMeter, dp_rank: int = 0) -> None:
-        self.num_aborts = 0
-        # Those of all requests that came here: so few that to look for them costs next to nothing.
-        self._stop_ids: set[int] = set()
-        self._policy = policy
-        self._meter = meter
-        self._dp_rank = dp_rank
+    _policy: SchedulePolicy
+    _meter: LoadMeter
+    _dp_rank: int
+    num_aborts: int = field(default=0, init=False)
+    # Those of all requests that came here: so few that to look for them costs next to nothing.
+    _stop_ids: set[int] = field(default_factory=set, init=False)
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> TokenOutput | None:
         """Advance every request of the batch by the step that has run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from ebbtide.srt.mem_cache.radix_cache import Namespace, PrefixLease, RadixCache
 from ebbtide.srt.mem_cache.state_slots import Checkpoints
 
 
+@dataclass(eq=False)
 class RequestPages:
     """What a request's KV lies in, and what of it others may use. Which request gets pages is the policy's.
 
@@ -35,33 +37,24 @@ class RequestPages:
         recomputed: tokens whose KV is computed once more, by why it was given up.
     """
 
-    def __init__(
-        self,
-        allocator: PageAllocator,
-        cache: RadixCache,
-        table: PageTable,
-        page_size: int,
-        page_store: PageStore,
-        windows: Windows,
-        states: Checkpoints | None = None,
-        *,
-        cache_by_version: bool,
-        records_routes: bool,
-    ) -> None:
-        self.allocator = allocator
-        self.cache = cache
-        self.table = table
-        self.page_size = page_size
-        self.page_store = page_store
+    allocator: PageAllocator
+    cache: RadixCache
+    table: PageTable
+    page_size: int
+    page_store: PageStore
+    windows: Windows
+    states: Checkpoints | None
+    _: KW_ONLY
+    cache_by_version: bool
+    records_routes: bool
+
+    def __post_init__(self) -> None:
         self.versions = KVVersions()
         self.commit = Commit(0, "")
-        self.rows = RunningRows(len(table.array))
-        self.routes = PageRoutes(page_size) if records_routes else None
+        self.rows = RunningRows(len(self.table.array))
+        self.routes = PageRoutes(self.page_size) if self.records_routes else None
         self.recomputed: Counter[RetractCause] = Counter()
-        self.windows = windows
-        self.states = states
         self._copies: list[tuple[int, int]] = []
-        self._is_shared_by_version = cache_by_version
 
     # ---------------------------------------------------------------------------------------------- taking
 
@@ -343,7 +336,7 @@ class RequestPages:
 
     def _is_by_version(self, req: Req) -> bool:
         """Whether it shares KV of the same weights only. One that wants new KV must not find the old."""
-        return self._is_shared_by_version or req.contract.on_update == "recompute"
+        return self.cache_by_version or req.contract.on_update == "recompute"
 
     # ------------------------------------------------------------------------------------------ giving back
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +35,7 @@ NEXT_TURN_OVERTAKES: Final = 256
 MAX_DEFERRED: Final = 128
 
 
+@dataclass(eq=False)
 class SchedulePolicy:
     """The waiting queue, the running requests, and the pages they share.
 
@@ -46,10 +48,12 @@ class SchedulePolicy:
     Invariant: the pages that are free, cached, and held by running requests on their own add up to the pool.
     """
 
-    def __init__(self, config: ScheduleConfig, pages: RequestPages, adapters: AdapterBook) -> None:
-        self.config = config
-        self.adapters = adapters
-        self.pages = pages
+    config: ScheduleConfig
+    pages: RequestPages
+    adapters: AdapterBook
+
+    def __post_init__(self) -> None:
+        pages, config = self.pages, self.config
         self.allocator, self.cache, self.table = pages.allocator, pages.cache, pages.table
         self.page_size, self.page_store, self.rows = pages.page_size, pages.page_store, pages.rows
         self.num_groups = len(pages.windows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, TypeVar
 
@@ -31,6 +32,7 @@ T = TypeVar("T")
 PLANNED_AT_ONCE: Final = 64
 
 
+@dataclass(eq=False)
 class WeightStaging:
     """Where plans are written: a second copy of the weights, or the live ones.
 
@@ -42,15 +44,16 @@ class WeightStaging:
         is_complete: whether the copy holds everything.
     """
 
-    def __init__(self, store: WeightStore, device: Device, shadow: Arena | None = None) -> None:
-        self.shadow = shadow
-        self.is_staged = shadow is not None
-        self.unpaired: dict[str, str] = {}
-        self.is_complete = False
-        self._store = store
-        self._device = device
+    _store: WeightStore
+    _device: Device
+    shadow: Arena | None = None
+    unpaired: dict[str, str] = field(default_factory=dict, init=False)
+    is_complete: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.is_staged = self.shadow is not None
         # What is not written is copied from the live weights, whose sums hold until somebody writes to them.
-        self._generation, self._sums = store.generation, store.sums
+        self._generation, self._sums = self._store.generation, self._store.sums
 
     def sums(self) -> Mapping[str, int]:
         """The known sums of the weights that are there, see `WeightStore.sums`."""
