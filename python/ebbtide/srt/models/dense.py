@@ -146,6 +146,12 @@ def dense_config(
     )
 
 
+def attention_biases(hf_config: Any) -> dict[str, Any]:
+    """Switches of `DenseConfig`: all four projections of attention have biases, or none has."""
+    has_bias = bool(getattr(hf_config, "attention_bias", False))
+    return {"qkv_bias": has_bias, "output_bias": has_bias}
+
+
 def layer_types(hf_config: Any) -> list[str]:
     """Each layer's type. Raises ConfigurationError for one that is not implemented."""
     types = getattr(hf_config, "layer_types", None) or [FULL] * hf_config.num_hidden_layers

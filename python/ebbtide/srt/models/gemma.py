@@ -15,7 +15,14 @@ from ebbtide.srt.layers.norm import Residual
 from ebbtide.srt.layers.rotary import rope_from
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.models.base import WeightMap
-from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, dense_config, dense_layer_map
+from ebbtide.srt.models.dense import (
+    Block,
+    DenseCausalLM,
+    DenseConfig,
+    attention_biases,
+    dense_config,
+    dense_layer_map,
+)
 
 
 class GemmaBlock(Block):
@@ -61,14 +68,12 @@ class GemmaCausalLM(DenseCausalLM):
 
 def gemma_config(hf_config: Any, soft_cap: float | None, **switches: Any) -> DenseConfig:
     """What both config files say. Weights of norms are added to one, and embeddings made longer."""
-    bias = bool(hf_config.attention_bias)
     return dense_config(
         hf_config,
         kind=AttentionKind(hf_config.query_pre_attn_scalar**-0.5, soft_cap=soft_cap),
-        qkv_bias=bias,
-        output_bias=bias,
         norm_offset=1.0,
         embedding_scale=hf_config.hidden_size**0.5,
+        **attention_biases(hf_config),
         **switches,
     )
 

@@ -7,7 +7,7 @@ import torch
 from ebbtide.srt.layers.attention.base import LayerAttention
 from ebbtide.srt.layers.heads import Clamp, MoeConfig
 from ebbtide.srt.models.base import Split, WeightMap, WeightTarget, stacked
-from ebbtide.srt.models.dense import Attention, dense_config
+from ebbtide.srt.models.dense import Attention, attention_biases, dense_config
 from ebbtide.srt.models.moe import MoeCausalLM
 
 # Of versions of transformers whose config says nothing of it.
@@ -18,8 +18,7 @@ class GptOssForCausalLM(MoeCausalLM):
     """The best experts of a token are weighted among themselves; everything but norms has a bias."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        bias = bool(hf_config.attention_bias)
-        config = dense_config(hf_config, qkv_bias=bias, output_bias=bias, sinks=True)
+        config = dense_config(hf_config, **attention_biases(hf_config), sinks=True)
         clamp = Clamp(getattr(hf_config, "swiglu_alpha", _SLOPE), getattr(hf_config, "swiglu_limit", _LIMIT))
         moe = MoeConfig(
             num_experts=hf_config.num_local_experts,

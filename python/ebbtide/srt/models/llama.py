@@ -6,7 +6,7 @@ import torch
 
 from ebbtide.srt.layers.heads import MoeConfig
 from ebbtide.srt.models.base import OUTPUTS, Split, WeightMap, projection
-from ebbtide.srt.models.dense import DenseCausalLM, alike, dense_config, dense_layer_map
+from ebbtide.srt.models.dense import DenseCausalLM, alike, attention_biases, dense_config, dense_layer_map
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
 
 
@@ -14,13 +14,8 @@ class LlamaForCausalLM(DenseCausalLM):
     """Biases only where the config asks for them."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        attention_bias = bool(getattr(hf_config, "attention_bias", False))
-        config = dense_config(
-            hf_config,
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
-            mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
-        )
+        mlp_bias = bool(getattr(hf_config, "mlp_bias", False))
+        config = dense_config(hf_config, **attention_biases(hf_config), mlp_bias=mlp_bias)
         super().__init__(config, dtype, device)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ebbtide.srt.layers.heads import MoeConfig
-from ebbtide.srt.models.dense import DenseCausalLM, alike, dense_config
+from ebbtide.srt.models.dense import DenseCausalLM, alike, attention_biases, dense_config
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
 
 SHARED_NAMES = ExpertNames(shared="shared_expert")
@@ -22,9 +22,7 @@ class Qwen3ForCausalLM(DenseCausalLM):
     """Queries and keys are normalised per head before the rotation."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        attention_bias = bool(getattr(hf_config, "attention_bias", False))
-        config = dense_config(hf_config, qkv_bias=attention_bias, output_bias=attention_bias, qk_norm=True)
-        super().__init__(config, dtype, device)
+        super().__init__(dense_config(hf_config, **attention_biases(hf_config), qk_norm=True), dtype, device)
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
@@ -46,14 +44,7 @@ class Qwen3MoeForCausalLM(MoeCausalLM):
     """Qwen3's attention; every `decoder_sparse_step`th layer has experts, save those the config excepts."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        attention_bias = bool(getattr(hf_config, "attention_bias", False))
-        config = dense_config(
-            hf_config,
-            types=alike(hf_config),
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
-            qk_norm=True,
-        )
+        config = dense_config(hf_config, types=alike(hf_config), **attention_biases(hf_config), qk_norm=True)
         moe = moe_config(hf_config, renormalize=bool(hf_config.norm_topk_prob))
         super().__init__(config, moe, ExpertNames(), sparse_layers(hf_config), dtype, device)
 

@@ -10,7 +10,7 @@ import torch
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.layers.gated_delta_net import DeltaConfig
 from ebbtide.srt.models.base import WeightMap
-from ebbtide.srt.models.dense import FULL, DenseCausalLM, DenseConfig, dense_config
+from ebbtide.srt.models.dense import FULL, DenseCausalLM, DenseConfig, attention_biases, dense_config
 from ebbtide.srt.models.moe import MoeCausalLM
 from ebbtide.srt.models.qwen import SHARED_NAMES, shared_moe, sparse_layers
 
@@ -78,12 +78,10 @@ def linear_attention_config(hf_config: Any, *, interleaved: bool) -> DenseConfig
         norm_eps=hf_config.rms_norm_eps,
         interleaved=interleaved,
     )
-    bias = bool(getattr(hf_config, "attention_bias", False))
     return dense_config(
         hf_config,
         types=[FULL] * len(types),
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(hf_config),
         qk_norm=True,
         norm_offset=1.0,
         output_gate=True,
