@@ -78,7 +78,7 @@ def tokens(server: Server, **sampling_params: Any) -> list[int]:
 
 def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, checkpoints: Any) -> None:
     meet(server, trainer)
-    body = {"token_ids": PROMPT, "sampling_params": {**GREEDY, "max_tokens": 1500}}
+    body = {"token_ids": PROMPT, "sampling_params": {**GREEDY, "max_tokens": 600}}
     pool = ThreadPoolExecutor(1)
     rollout = pool.submit(server.post, "/inference/v1/generate", body)
     wait_until(lambda: ok(server.get("/v1/loads"))["loads"][0]["num_running_reqs"] == 1, "it runs")
@@ -92,7 +92,7 @@ def test_trl_beside_its_rollouts(server: Server, trainer: BroadcastingTrainer, c
     pool.shutdown()
     assert choice["finish_reason"] == "length"
     assert [span["version"] for span in choice["weight_versions"]] == ["default", "1"]
-    assert len(choice["token_ids"]) == 1500
+    assert len(choice["token_ids"]) == 600
 
 
 def test_pipeline_rl(server: Server, trainer: BroadcastingTrainer, checkpoints: Any) -> None:
