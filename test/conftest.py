@@ -50,7 +50,7 @@ STARTERS = {
 }
 STARTERS |= {f"ebbtide.srt.entrypoints.{name}" for name in ("engine", "launch.launcher")}
 STARTERS |= {"ebbtide.srt.entrypoints.launch.child_process"}
-STARTERS |= {f"fixtures.{name}" for name in ("broadcasting_trainer", "compat", "rank_processes")}
+STARTERS |= {f"fixtures.{name}" for name in ("broadcasting_trainer", "compat", "forking", "rank_processes")}
 STARTERS |= {"fixtures.servers", "fixtures.trainer_process"}
 
 # Modules that share an engine, or the process that ranks are forked from: one worker starts it for them all.

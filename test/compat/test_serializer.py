@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.compat import COMPAT_ENVIRONMENT, output_of
+from fixtures.compat import COMPAT_ENVIRONMENT
+from fixtures.forking import run_script
 from fixtures.payloads import open_payload
 from fixtures.trainer_process import TrainerProcess, sample_tensors
 
@@ -187,7 +188,9 @@ print(arguments[6], arguments[:6], arguments[7:])
 
 
 def test_the_patch_takes_over_from_a_frameworks_own() -> None:
-    on_cpu, on_gpu = output_of(FOREIGN).splitlines()
+    done = run_script(FOREIGN)
+    assert done.returncode == 0, done.stderr
+    on_cpu, on_gpu = done.stdout.splitlines()
     assert on_cpu == "[0.0, 1.0, 2.0]"
     uuid = "3c1f9e0a-0000-4000-8000-0123456789ab"
     assert on_gpu == f"{uuid} {tuple(range(6))} {tuple(range(7, 15))}"
@@ -239,6 +242,8 @@ def test_a_sharded_trainer_sends_every_ranks_tensors_as_one_update(tmp_path: Pat
     # Forked, they need not import again what takes most of the time.
     script += "two_ranks.torch.multiprocessing.start_processes(two_ranks.rank_of_trainer, "
     script += f"args=({str(tmp_path / 'rendezvous')!r},), nprocs=2, start_method='fork')"
-    lines = sorted(output_of(script).splitlines())
+    done = run_script(script)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
     whole = [0.0, 1.0, 2.0, 3.0]
     assert lines == [f"0 {[{'sharded': whole, 'own': [0.0]}, {'sharded': whole, 'own': [1.0]}]}", "1 None"]

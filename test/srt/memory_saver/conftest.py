@@ -41,22 +41,23 @@ def budgeted_memory(vm: VirtualMemory) -> Callable[[int], BudgetedMemory]:
 @pytest.fixture
 def held_bytes(vm: VirtualMemory, request: pytest.FixtureRequest) -> Callable[[], int]:
     """Memory that is taken on the machine `vm` is of, as the system counts it."""
-    kind = "pss_bytes" if isinstance(vm, HostVirtualMemory) else "device_bytes"
+    kind = "anonymous_bytes" if isinstance(vm, HostVirtualMemory) else "device_bytes"
     read: Callable[[], int] = request.getfixturevalue(kind)
     return read
 
 
 @pytest.fixture
-def pss_bytes() -> Callable[[], int]:
-    """Anonymous memory that this process holds, each shared page divided by its sharers.
+def anonymous_bytes() -> Callable[[], int]:
+    """Memory that is mapped in this process and of no file.
 
-    Not the whole Pss: our part of the libraries' pages changes whenever another process starts or ends.
+    Not our part of it (Pss): that of libraries, and of what forks have in common, changes whenever another
+    process starts, writes or ends.
     """
 
     def read() -> int:
         gc.collect(1)  # what this test has made: a whole collection takes longer than the test
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
 
     return read
 

@@ -1,11 +1,10 @@
 """Arenas over real memory: what a tensor reads, where it is, and what the system says we hold."""
 
-import subprocess
-import sys
 from contextlib import closing
 
 import pytest
 import torch
+from fixtures.forking import run_script
 
 from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver import MemoryTag
@@ -220,8 +219,7 @@ attempt("release", arena.release)
 
 
 def test_memory_that_the_kernel_refuses_is_a_refusal_and_not_the_end_of_the_process():
-    command = [sys.executable, "-c", LIMITED_PROCESS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(LIMITED_PROCESS)
     assert done.stdout.splitlines() == [
         "resume refused 256 True",
         "0 0 True",

@@ -64,20 +64,20 @@ def test_an_unchanged_generation_is_not_copied_again_and_a_new_one_is(backup, co
         assert contents.unique().tolist() == [2 * generation + 1]
 
 
-def test_host_memory_is_taken_once_at_the_first_save(arena, backup, pss_bytes):
+def test_host_memory_is_taken_once_at_the_first_save(arena, backup, anonymous_bytes):
     assert backup.memory.backup_bytes == 0
-    before = pss_bytes()
+    before = anonymous_bytes()
     backup.save(generation=0)
     held = backup.memory.backup_bytes
     assert held >= SIZE
-    assert 0.95 * held <= pss_bytes() - before <= 1.5 * held
+    assert 0.95 * held <= anonymous_bytes() - before <= 1.5 * held
     for generation in range(1, 10):
         backup.save(generation)
     assert backup.memory.backup_bytes == held
-    assert pss_bytes() - before <= 1.5 * held
+    assert anonymous_bytes() - before <= 1.5 * held
     backup.close()
     assert backup.memory.backup_bytes == 0
-    assert pss_bytes() - before <= 0.5 * held
+    assert anonymous_bytes() - before <= 0.5 * held
 
 
 def test_a_released_arena_is_not_saved(arena, backup):

@@ -1,11 +1,10 @@
 """Host virtual memory by itself: contents go with the handle; no misuse touches memory that is not ours."""
 
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
+from fixtures.forking import run_script
 
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
@@ -18,14 +17,14 @@ def vm():
     return HostVirtualMemory()
 
 
-def test_contents_go_with_the_handle_and_memory_with_it_alone(vm, pss_bytes):
-    before = pss_bytes()
+def test_contents_go_with_the_handle_and_memory_with_it_alone(vm, anonymous_bytes):
+    before = anonymous_bytes()
     # More than the machine has: addresses take no memory.
     here, there = vm.reserve(1 << 42), vm.reserve(8 * GRANULE)
-    assert pss_bytes() - before < GRANULE
+    assert anonymous_bytes() - before < GRANULE
     assert here.address % GRANULE == there.address % GRANULE == 0, "for huge pages"
     handle = vm.create(8 * GRANULE)
-    assert pss_bytes() - before >= 7.6 * GRANULE
+    assert anonymous_bytes() - before >= 7.6 * GRANULE
     vm.map(here, GRANULE, handle)
     assert not vm.as_tensor(here)[GRANULE : 9 * GRANULE].any()
     vm.as_tensor(here)[GRANULE : 9 * GRANULE].fill_(11)
@@ -36,7 +35,7 @@ def test_contents_go_with_the_handle_and_memory_with_it_alone(vm, pss_bytes):
     del contents
     vm.unmap(there, 0, 8 * GRANULE)
     vm.release(handle)
-    assert pss_bytes() - before <= 0.4 * GRANULE
+    assert anonymous_bytes() - before <= 0.4 * GRANULE
     vm.free_reservation(here)
     vm.free_reservation(there)
 
@@ -51,18 +50,18 @@ def test_more_than_is_available_is_refused_before_it_is_taken():
     vm.release(vm.create(3 * GRANULE))
 
 
-def test_a_handle_released_while_mapped_keeps_its_memory_until_it_is_unmapped(vm, pss_bytes):
+def test_a_handle_released_while_mapped_keeps_its_memory_until_it_is_unmapped(vm, anonymous_bytes):
     size = 8 * GRANULE
     place = vm.reserve(size)
-    before = pss_bytes()
+    before = anonymous_bytes()
     handle = vm.create(size)
     vm.map(place, 0, handle)
     memory = vm.as_tensor(place).fill_(6)
     vm.release(handle)
     assert (memory[0], memory[-1]) == (6, 6)
-    assert pss_bytes() - before >= 0.95 * size
+    assert anonymous_bytes() - before >= 0.95 * size
     vm.unmap(place, 0, size)
-    assert pss_bytes() - before <= 0.05 * size
+    assert anonymous_bytes() - before <= 0.05 * size
     vm.free_reservation(place)
 
 
@@ -82,8 +81,7 @@ print("written")
 
 
 def test_touching_what_is_not_mapped_faults_instead_of_taking_memory_behind_our_back():
-    command = [sys.executable, "-c", FAULTING_PROCESS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(FAULTING_PROCESS)
     assert done.stdout.splitlines() == ["unmapped"]
     assert done.returncode == -11
 
