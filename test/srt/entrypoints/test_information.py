@@ -9,8 +9,10 @@ from fixtures.eight_bits import COMPRESSED_TENSORS, QUANTIZATION_CONFIG
 
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.information import arguments
-from ebbtide.srt.entrypoints.vllm.routes import vllm_sections
+from ebbtide.srt.entrypoints.vllm.routes import ServerInfoQuery, vllm_sections
 from ebbtide.srt.server_args import ServerArgs
+
+AS_JSON = ServerInfoQuery(config_format="json")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def test_what_a_checkpoint_is_kept_as_is_told_like_what_was_asked_for(
     told = arguments(config, {})
     assert (told["quantization"], told["quantization_exclude"]) == (quantization, excluded)
     assert config.precision == {"weights": quantization or "float32", "kv_cache": "float32"}
-    vllm_config = vllm_sections(config, "json")["vllm_config"]
+    vllm_config = vllm_sections(config, AS_JSON)["vllm_config"]
     assert vllm_config["model_config"]["quantization"] == quantization
     assert vllm_config["cache_config"]["cache_dtype"] == "float32"
 
@@ -46,7 +48,7 @@ def test_the_kv_cache_has_one_name_wherever_it_is_told(given: str, tmp_path: Pat
     )
     told = {
         arguments(config, {})["kv_cache_dtype"],
-        vllm_sections(config, "json")["vllm_config"]["cache_config"]["cache_dtype"],
+        vllm_sections(config, AS_JSON)["vllm_config"]["cache_config"]["cache_dtype"],
         config.precision["kv_cache"],
     }
     assert told == {{"auto": "float32", "fp8": "fp8_e4m3", "bf16": "bfloat16"}[given]}

@@ -38,6 +38,7 @@ from ebbtide.srt.entrypoints.service import ControlAnswer, EngineService
 from ebbtide.srt.entrypoints.transition import TransitionReply, TransitionRequest
 from ebbtide.srt.entrypoints.vllm.routes import ServerInfoQuery, vllm_sections
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
+from ebbtide.srt.lossless import read
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
 from ebbtide.srt.memory_saver import MemoryTag
@@ -131,9 +132,9 @@ class NativeApi:
     @_information("/server_info", "/get_server_info", takes=ServerInfoQuery, reply=ServerInfo)
     async def server_info(self, request: Request) -> Response:
         """Arguments and state of the server."""
-        config_format = request.query_params.get("config_format", ServerInfoQuery().config_format)
+        asked = read(ServerInfoQuery, request.query_params, param="query.config_format")
         info = await self._service.server_info()
-        return Json({**info, **vllm_sections(self._service.config, config_format)})
+        return Json({**info, **vllm_sections(self._service.config, asked)})
 
     @_information("/memory_occupation", reply=MemoryOccupationBody)
     async def memory_occupation(self, request: Request) -> Response:

@@ -217,7 +217,7 @@ def test_what_servers_are_asked_for(client: Client) -> None:
     for path in ("/server_info?config_format=text", "/server_info"):
         assert json.loads(client.get(path)["vllm_config"]) == info["vllm_config"]
     refused = client.ask("GET", "/server_info?config_format=yaml", status=400)["error"]
-    assert "config_format: expected json or text" in refused["message"]
+    assert "config_format`; expected one of json, text" in refused["message"]
     assert refused["param"] == "query.config_format"
     assert client.post("/reset_mm_cache")["success"]
     assert client.post("/start_draft_weight_update", status=409)["error"]["type"] == "ConflictError"

@@ -52,15 +52,8 @@ class ServerInfoQuery(Struct, kw_only=True):
     config_format: Literal["json", "text"] = "text"
 
 
-def vllm_sections(config: EngineConfig, config_format: str) -> dict[str, Any]:
-    """What vLLM's `/server_info` has in addition to SGLang's fields.
-
-    Refused for an unknown `config_format`.
-    """
-    if config_format not in ("json", "text"):
-        raise RequestRejected(
-            f"config_format: expected json or text, got {config_format!r}", param="query.config_format"
-        )
+def vllm_sections(config: EngineConfig, asked: ServerInfoQuery) -> dict[str, Any]:
+    """What vLLM's `/server_info` has in addition to SGLang's fields."""
     adapters = config.model.adapters
     vllm_config = {
         "model_config": {
@@ -81,7 +74,7 @@ def vllm_sections(config: EngineConfig, config_format: str) -> dict[str, Any]:
         if adapters is None
         else {"max_lora_rank": adapters.max_rank, "max_loras": config.server_args.max_loras_per_batch},
     }
-    as_text = config_format == "text"
+    as_text = asked.config_format == "text"
     return {
         "vllm_config": json.dumps(vllm_config) if as_text else vllm_config,
         "vllm_env": {},
