@@ -305,7 +305,7 @@ class Scheduler:
             stop_strings = StopStringMatcher(detokenizer, params.stop_strings)
         self._num_arrived += 1
         return Req(
-            rid=message.rid,
+            message,
             arrival=self._num_arrived,
             spec=SampleSpec(
                 params=params,
@@ -317,15 +317,8 @@ class Scheduler:
                 returns_support=message.wants_supports,
                 mask=self._rules(message),
             ),
-            max_new_tokens=message.max_new_tokens,
             stream_interval=_output_interval(message),
-            namespace=message.cache_namespace,
-            arrival_s=message.arrival_s,
             stop_strings=stop_strings,
-            priority=message.priority,
-            contract=message.contract,
-            names_version=message.adapter is not None and "@" in message.adapter,
-            routes_from=message.routed_experts_start,
             given_routes=None if message.given_routes is None else message.given_routes.rows,
         )
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fixtures.adapter_control import AdapterHarness, loading
 
+from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput
 from ebbtide.srt.managers.scheduling.admission import PassLimit, WaitingRequests
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.model_executor.batch_plan import SampleSpec
@@ -158,7 +159,15 @@ def test_slots_that_a_session_has_taken_are_missed_by_nobody_for_long(num_ranks:
 
 def request(rid: str, max_new_tokens: int = 8, priority: int = 0, num_retractions: int = 0) -> Req:
     spec = SampleSpec(SamplingParams(), 0, frozenset(), [1, 2, 3], [])
-    req = Req(rid, 0, spec, max_new_tokens, None, (), 0.0, priority=priority)
+    given = TokenizedGenerateReqInput(
+        rid=rid,
+        input_ids=spec.prompt_ids,
+        sampling_params=spec.params,
+        max_new_tokens=max_new_tokens,
+        seed=0,
+        priority=priority,
+    )
+    req = Req(given, 0, spec, None)
     req.num_retractions = num_retractions
     return req
 

@@ -7,6 +7,7 @@ import pytest
 
 from ebbtide.demo.trainer import make_tokenizer
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.text import grammar
 from ebbtide.srt.managers.text.grammar import (
@@ -129,7 +130,10 @@ def test_what_is_continued_goes_on_where_it_stood_in_its_grammar(
     ids = TOKENIZER.encode(continued, add_special_tokens=False) + [min(TOKENIZER.eos_token_ids)] * ends
     whole, mask = (TokenRules(shelf.mask("k", lambda: None), None) for _ in range(2))
     spec = SampleSpec(params, 0, TOKENIZER.eos_token_ids, [1], [], mask=mask)
-    req = Req("r", 0, spec, 8, None, (), 0.0)
+    given = TokenizedGenerateReqInput(
+        rid="r", input_ids=[1], sampling_params=params, max_new_tokens=8, seed=0
+    )
+    req = Req(given, 0, spec, None)
     if refusal is not None:
         with pytest.raises(RequestRejected, match=refusal):
             req.pass_over(ids)

@@ -144,9 +144,9 @@ class WaitingRequests:
             case "lof":
                 return _sorted(line, lambda req: -req.num_to_come)
             case "priority":
-                return _sorted(line, lambda req: -req.priority)
+                return _sorted(line, lambda req: -req.given.priority)
             case "priority-lof":
-                return _sorted(line, lambda req: (-req.priority, -req.num_to_come))
+                return _sorted(line, lambda req: (-req.given.priority, -req.num_to_come))
         assert self._policy == "lpm", self._policy
         return _sorted(line[:num_matched], lambda req: -len(cached_pages(req)))
 

@@ -119,9 +119,9 @@ class LiveRequests:
     def _to_move(self, name: str, in_flight: InFlight) -> Iterator[tuple[Req, str]]:
         """The requests that do not stay where they are, and what becomes of each."""
         for req in self._policy.live:
-            if req.adapter is None or req.adapter.name != name or req.names_version:
+            if req.adapter is None or req.adapter.name != name or "@" in (req.given.adapter or ""):
                 continue
-            own = req.contract.on_update
+            own = req.given.contract.on_update
             how = in_flight if own == "continue" else own
             if req.first_update is None:
                 how = "continue"

@@ -284,7 +284,7 @@ class OutputProcessor:
 
     def _start(self, req: Req) -> RequestStart:
         self._meter.note_started(req)
-        params = req.spec.params
+        params, arrival_s = req.spec.params, req.given.arrival_s
         num_given = len(req.spec.prompt_ids) + req.num_continued
         has_input_logprobs = req.spec.logprobs is not None and req.spec.logprobs.start is not None
         return RequestStart(
@@ -296,8 +296,8 @@ class OutputProcessor:
             no_stop_trim=params.no_stop_trim,
             stop_strings=params.stop_strings,
             input_logprobs=req.input_logprobs.columns() if has_input_logprobs else None,
-            queue_time_s=(req.started_s if req.started_s is not None else time.monotonic()) - req.arrival_s,
-            first_token_latency_s=None if req.first_token_s is None else req.first_token_s - req.arrival_s,
+            queue_time_s=(req.started_s if req.started_s is not None else time.monotonic()) - arrival_s,
+            first_token_latency_s=None if req.first_token_s is None else req.first_token_s - arrival_s,
         )
 
 
@@ -312,10 +312,10 @@ def _add_routes(batch: ScheduledBatch, routes: Routes, live: NDArray[np.int64]) 
 
 def _routed_experts(req: Req) -> RoutedExperts | None:
     """The experts of all tokens that were computed: not of the last one, which nobody fed back."""
-    end = min(req.num_tokens - 1, req.routes.end)
-    if req.routes_from is None or end <= req.routes_from:
+    start, end = req.given.routed_experts_start, min(req.num_tokens - 1, req.routes.end)
+    if start is None or end <= start:
         return None
-    rows_TLK = np.ascontiguousarray(req.routes.between(req.routes_from, end))
+    rows_TLK = np.ascontiguousarray(req.routes.between(start, end))
     num_tokens, num_layers, top_k = rows_TLK.shape
     return RoutedExperts(rows_TLK.tobytes(), (num_tokens, num_layers, top_k), str(rows_TLK.dtype))
 
@@ -333,6 +333,6 @@ def _finish_reason(req: Req, *, is_sampled: bool) -> FinishReason | None:
             matched = req.stop_strings.push(token_id)
             if matched is not None:
                 return FinishReason("stop", matched=matched)
-    if len(spec.output_ids) >= req.max_new_tokens:
-        return FinishReason("length", length=req.max_new_tokens - req.num_continued)
+    if len(spec.output_ids) >= req.given.max_new_tokens:
+        return FinishReason("length", length=req.given.max_new_tokens - req.num_continued)
     return None

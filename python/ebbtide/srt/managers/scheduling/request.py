@@ -12,9 +12,9 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.adapters import AdapterVersion
 from ebbtide.srt.managers.io_struct import FinishReason, LogprobList, RetractCause
 from ebbtide.srt.managers.scheduling.routes import RouteRows
-from ebbtide.srt.managers.scheduling.versions import NO_CONTRACT, Commit
+from ebbtide.srt.managers.scheduling.versions import Commit
 from ebbtide.srt.managers.text.tokenizer import StopStringMatcher
-from ebbtide.srt.managers.wire.generation import SupportList, VersionContract
+from ebbtide.srt.managers.wire.generation import SupportList, TokenizedGenerateReqInput
 from ebbtide.srt.mem_cache.radix_cache import Namespace, PrefixLease
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, SampleSpec
 
@@ -111,14 +111,10 @@ class Req:
     """A request from arrival to its last token.
 
     Attributes:
-        priority: with the policy of that name, higher ones are admitted first.
+        given: what was asked for.
         arrival: position in the order of arrival; retracted requests come back in this order.
-        namespace: the prefix cache's namespace of this request, without adapter and weight version.
-        contract: what it asks of the weights.
-        adapter: what it runs on beside them; None: on nothing.
-        names_version: whether it asked for that version, and runs on no other.
+        adapter: what it runs on beside the weights; None: on nothing.
         new_supports: which tokens could have been sampled, per output token that was not sent on yet.
-        routes_from: first token whose experts are reported at its end; None: nobody asks.
         routes: the experts of its tokens, where they are recorded.
         given_routes: those that the first tokens of its prompt take in place of the router's choice.
         head_start: requests that it may overtake in the queue.
@@ -136,21 +132,14 @@ class Req:
         unsent_logprobs: of output tokens that were not sent on yet, those before what `OutputLogprobs` has.
     """
 
-    rid: str
+    given: TokenizedGenerateReqInput
     arrival: int
     spec: SampleSpec
-    max_new_tokens: int
     stream_interval: int | None
-    namespace: Namespace
-    arrival_s: float
     stop_strings: StopStringMatcher | None = None
-    priority: int = 0
-    contract: VersionContract = NO_CONTRACT
     adapter: AdapterVersion | None = None
-    names_version: bool = False
     head_start: int = 0
     new_supports: SupportList = field(default_factory=SupportList)
-    routes_from: int | None = None
     routes: RouteRows = field(default_factory=RouteRows)
     given_routes: Routes | None = None
 
@@ -177,8 +166,10 @@ class Req:
     prefill_changed: bool = False
     unsent_logprobs: list[bytes] = field(default_factory=list)
     input_logprobs: LogprobList = field(init=False)
+    rid: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self.rid = self.given.rid
         spec = self.spec.logprobs or LogprobSpec()
         self.input_logprobs = LogprobList(spec.top, len(spec.token_ids))
         self.reset_input_logprobs()
@@ -212,7 +203,8 @@ class Req:
     @property
     def cache_namespace(self) -> Namespace:
         """Whose prefixes it shares, whatever weights serve."""
-        return self.namespace if self.adapter is None else (*self.namespace, self.adapter.namespace)
+        shared = self.given.cache_namespace
+        return shared if self.adapter is None else (*shared, self.adapter.namespace)
 
     @property
     def adapter_name(self) -> str | None:
@@ -243,7 +235,7 @@ class Req:
     @property
     def num_to_come(self) -> int:
         """Output tokens that it may still generate."""
-        return self.max_new_tokens - len(self.spec.output_ids)
+        return self.given.max_new_tokens - len(self.spec.output_ids)
 
     def num_to_come_within(self, window: int | None) -> int:
         """Those of them that are among its first `window` tokens."""

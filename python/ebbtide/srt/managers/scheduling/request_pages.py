@@ -179,9 +179,10 @@ class RequestPages:
 
     def _with_routes(self, req: Req, tokens: list[int], lease: PrefixLease) -> PrefixLease:
         """A lease of no page whose experts a request wants and nobody knows."""
-        if self.routes is None or req.routes_from is None:
+        first = req.given.routed_experts_start
+        if self.routes is None or first is None:
             return lease
-        first_page = max(req.routes_from, req.routes.end) // self.page_size
+        first_page = max(first, req.routes.end) // self.page_size
         num_pages = num_usable(self.routes.found(tokens, lease.pages[0], lease.runs), first_page)
         if num_pages == len(lease):
             return lease
@@ -336,7 +337,7 @@ class RequestPages:
 
     def _is_by_version(self, req: Req) -> bool:
         """Whether it shares KV of the same weights only. One that wants new KV must not find the old."""
-        return self.cache_by_version or req.contract.on_update == "recompute"
+        return self.cache_by_version or req.given.contract.on_update == "recompute"
 
     # ------------------------------------------------------------------------------------------ giving back
 

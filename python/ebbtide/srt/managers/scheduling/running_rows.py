@@ -88,7 +88,7 @@ class RunningRows(KVCounts):
         self.serial[row] = self._num_opened
         self.num_prompt[row] = len(spec.prompt_ids)
         self.planned[row] = req.num_tokens
-        self.limit[row] = len(spec.prompt_ids) + req.max_new_tokens
+        self.limit[row] = len(spec.prompt_ids) + req.given.max_new_tokens
         self.launched[row] = self.computed[row] = num_computed
         self.capacity[row] = num_pages_tokens
         self.in_flight[row] = 0

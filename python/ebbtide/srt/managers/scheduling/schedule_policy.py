@@ -113,9 +113,9 @@ class SchedulePolicy:
             RequestRejected: 503, the queue is full; 409, the version that it asks for has passed.
         """
         self._require_place(req.adapter_name)
-        standing = self._versions.standing(req.contract)
+        standing = self._versions.standing(req.given.contract)
         if standing is Standing.PASSED:
-            raise RequestRejected(self._versions.why_passed(req.contract), status=409)
+            raise RequestRejected(self._versions.why_passed(req.given.contract), status=409)
         self._live[req.rid] = req
         if req.adapter is not None:
             self.adapters.join(req.adapter)
@@ -152,13 +152,13 @@ class SchedulePolicy:
         ended: list[tuple[Req, FinishReason]] = []
         for req in self.live:
             loses_kv = is_update and req.has_kv
-            reason = self._versions.why_ended(req.contract, req.first_update, loses_kv=loses_kv)
+            reason = self._versions.why_ended(req.given.contract, req.first_update, loses_kv=loses_kv)
             if reason is not None:
                 ended.append((req, reason))
-            elif is_update and req.contract.on_update == "recompute":
+            elif is_update and req.given.contract.on_update == "recompute":
                 self.give_up_kv(req)
         self.finish([req for req, _ in ended])
-        ready = [req for req in self.held if self._versions.standing(req.contract) is Standing.HOLDS]
+        ready = [req for req in self.held if self._versions.standing(req.given.contract) is Standing.HOLDS]
         for req in ready:
             self.held.remove(req)
             self._enqueue(req)

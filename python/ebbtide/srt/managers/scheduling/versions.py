@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final
 
 from ebbtide.srt.managers.wire.generation import FinishReason, VersionContract
-
-NO_CONTRACT: Final = VersionContract()
 
 
 @dataclass(frozen=True, slots=True)
