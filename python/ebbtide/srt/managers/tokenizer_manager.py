@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
@@ -67,6 +68,7 @@ OVERHEAD_TOKENS: Final = 1 << 8
 ChooseReplicas: TypeAlias = Callable[[Sequence[TokenizedGenerateReqInput]], list[TokenizedGenerateReqInput]]
 
 
+@dataclass(eq=False)
 class TokenizerManager:
     """What HTTP and `Engine` have in common. Lives in one event loop; build, `start` and `close` it there.
 
@@ -83,38 +85,30 @@ class TokenizerManager:
         on_taken: called with the outputs per prompt of each request, and the most tokens of one.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        scheduler: SendEnd[SchedulerInput],
-        inbox: AsyncReceiveEnd[ManagerInput],
-        limits: RequestLimits,
-        tokenizer: Tokenizer | None,
-        place: ChooseReplicas | None = None,
-    ) -> None:
+    _config: EngineConfig
+    _scheduler: SendEnd[SchedulerInput]
+    _received: AsyncReceiveEnd[ManagerInput]
+    limits: RequestLimits
+    tokenizer: Tokenizer | None
+    _place: ChooseReplicas | None = None
+
+    def __post_init__(self) -> None:
+        args = self._config.server_args
         self.reports: dict[int, StateReport] = {}
-        self.tokenizer = tokenizer
-        self.limits = limits
-        self._num_replicas = limits.num_replicas
         self._state: StateReport | None = None
         self._has_reported = asyncio.Event()
-        self._place = place
-        self._scheduler = scheduler
-        self._inbox = OrderedInbox(inbox)
-        self._is_incremental = config.server_args.incremental_streaming_output
+        self._inbox = OrderedInbox(self._received)
         self._live = LiveOutputs()
         self.ended = self._live.ended
         self.on_taken: Callable[[int, int], None] = lambda num_samples, max_new_tokens: None
-        rng = random.Random(config.runtime.random_seed)
-        self._normalizer = RequestNormalizer(limits, tokenizer, rng, self.ended)
-        args = config.server_args
+        rng = random.Random(self._config.runtime.random_seed)
+        self._normalizer = RequestNormalizer(self.limits, self.tokenizer, rng, self.ended)
         self._request_log = RequestLog(args.log_requests_level) if args.log_requests else None
-        self.control = ControlClient(scheduler, self._live)
+        self.control = ControlClient(self._scheduler, self._live)
         self._waker = StreamWaker()
         # The tokenizers library lets go of the interpreter's lock while it works.
         self._threads = ThreadPoolExecutor(NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
-        self._config = config
-        self._compiling = GrammarCompiling(CompilerStart.of(config))
+        self._compiling = GrammarCompiling(CompilerStart.of(self._config))
         self._grammars_of_ranks = RecentGrammars()
         self._reader: asyncio.Task[None] | None = None
         self._failure: str | None = None
@@ -186,10 +180,10 @@ class TokenizerManager:
         if self._refusal is not None:
             raise RequestRejected(self._refusal, 503)
         paused = None if self.state is None else self.state.paused
-        rejects = self._config.server_args.paused_requests == "reject"
-        if rejects and paused in (PauseMode.ABORT, PauseMode.WAIT):
+        args = self._config.server_args
+        if args.paused_requests == "reject" and paused in (PauseMode.ABORT, PauseMode.WAIT):
             raise RequestRejected("Generation is paused. Please retry after it resumes.", 503)
-        is_incremental = self._is_incremental if is_incremental is None else is_incremental
+        is_incremental = args.incremental_streaming_output if is_incremental is None else is_incremental
         fields = msgspec.structs.asdict(given) if isinstance(given, GenerateReqInput) else given
         self.limits.check_given("input_ids", fields.get("input_ids"), fields.get("truncate_prompt_tokens"))
         draft = await self.worked_on(fields, lambda: self._normalizer.draft(fields, render, client))
@@ -364,8 +358,8 @@ class TokenizerManager:
     @property
     def state(self) -> StateReport | None:
         """The engine's state machines as last reported; None until every replica has spoken."""
-        if self._state is None and len(self.reports) == self._num_replicas:
-            self._state = merge_reports([self.reports[rank] for rank in range(self._num_replicas)])
+        if self._state is None and len(self.reports) == self.limits.num_replicas:
+            self._state = merge_reports([self.reports[rank] for rank in range(len(self.reports))])
         return self._state
 
     async def next_report(self) -> None:

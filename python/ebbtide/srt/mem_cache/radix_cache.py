@@ -24,7 +24,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
@@ -117,6 +117,7 @@ class PrefixLease:
         self.pages = [[target_of.get(page, page) for page in pages] for pages in self.pages]
 
 
+@dataclass(eq=False)
 class RadixCache:
     """Shares every common prefix, down to `page_size` tokens, and evicts in LRU order.
 
@@ -130,24 +131,19 @@ class RadixCache:
         is_enabled: whether anything is kept; if not, leases are empty, and requests keep all their pages.
     """
 
-    def __init__(
-        self,
-        allocator: PageAllocator,
-        page_size: int,
-        windows: Windows = WHOLE,
-        checkpoints: Checkpoints | None = None,
-        *,
-        is_enabled: bool = True,
-    ) -> None:
-        assert page_size >= 1, f"page_size is {page_size}"
-        self._checkpoints = checkpoints
-        self.is_enabled = is_enabled
-        self.windowed = [group for group, window in enumerate(windows) if window is not None]
-        self._windows = windows
-        self._whole = [group for group, window in enumerate(windows) if window is None]
-        self._allocator, self._page_size = allocator, page_size
-        self._page_bytes = page_size * array("i").itemsize
-        self._root = _Node(None, ((), b""), b"", [[] for _ in windows], label=0)
+    _allocator: PageAllocator
+    _page_size: int
+    _windows: Windows = WHOLE
+    _checkpoints: Checkpoints | None = None
+    _: KW_ONLY
+    is_enabled: bool = True
+
+    def __post_init__(self) -> None:
+        assert self._page_size >= 1, f"page_size is {self._page_size}"
+        self.windowed = [group for group, window in enumerate(self._windows) if window is not None]
+        self._whole = [group for group, window in enumerate(self._windows) if window is None]
+        self._page_bytes = self._page_size * array("i").itemsize
+        self._root = _Node(None, ((), b""), b"", [[] for _ in self._windows], label=0)
         self._idle: OrderedDict[_Node, None] = OrderedDict()
         self._num_evictable = 0
         self._now = 0

@@ -119,8 +119,10 @@ class Requests(Protocol):
         on_kv_given_up: called when requests have ended or lost their KV, or the prefix cache was emptied.
     """
 
-    holds_admission: bool
     on_kv_given_up: Callable[[], None]
+
+    def hold_admission(self, holds: bool) -> None:
+        """Admit no request from here on, or admit them again."""
 
     @property
     def num_running(self) -> int:

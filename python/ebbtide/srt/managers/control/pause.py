@@ -108,12 +108,12 @@ class Generation:
     def drain(self) -> Iterator[None]:
         """Admit no new request within; those that run go on to their end."""
         self._num_drains += 1
-        self._requests.holds_admission = True
+        self._requests.hold_admission(True)
         try:
             yield
         finally:
             self._num_drains -= 1
-            self._requests.holds_admission = self._num_drains > 0
+            self._requests.hold_admission(self._num_drains > 0)
 
     def _pause_when_drained(self, request: PauseGenerationReqInput) -> Operation:
         with self.drain():

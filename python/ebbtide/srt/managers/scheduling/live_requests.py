@@ -49,13 +49,8 @@ class LiveRequests:
     def __post_init__(self) -> None:
         self.on_kv_given_up: Callable[[], None] = lambda: None
 
-    @property
-    def holds_admission(self) -> bool:
-        return self._policy.holds_admission
-
-    @holds_admission.setter
-    def holds_admission(self, value: bool) -> None:
-        self._policy.holds_admission = value
+    def hold_admission(self, holds: bool) -> None:
+        self._policy.holds_admission = holds
 
     @property
     def num_running(self) -> int:
