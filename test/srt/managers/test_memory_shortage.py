@@ -4,22 +4,20 @@ On null parts every pass of many fails in turn, one before it has done anything,
 all that it may. Pages, states and adapters are checked by the null runner itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 import pytest
 from fixtures.adapter_control import AdapterHarness
-from fixtures.control import IN_PLACE, Harness
+from fixtures.control import IN_PLACE, CountingShelf, Harness, null_tokens
 from fixtures.deadlines import HANG_S
-from numpy.typing import NDArray
 
 from ebbtide.srt.managers import scheduler
 from ebbtide.srt.managers.io_struct import Expire, FinishReason, PauseGenerationReqInput, PauseMode, Preserve
 from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, PassOutOfMemory
-from ebbtide.testing import NullRunner, default_schedule
+from ebbtide.testing import default_schedule
 
 KV = (MemoryTag.KV_CACHE,)
 # Whether a pass fails, by its number and its tokens.
@@ -92,34 +90,12 @@ def mixed(harness: Harness, ask: Callable[..., Any] | None = None, **fields: Any
     harness.turn(4)
     ask(prompt=[*range(1, 30), 7, 7], seed=6, max_new_tokens=9, **fields)
     ask(prompt=range(300, 309), seed=7, frequency_penalty=0.5, stream_interval=3, **fields)
-    ask(prompt=range(300, 309), seed=8, stream=False, stop_token_ids=[NullRunner().token(8, 3, 0)])
-
-
-class Counting:
-    """Allows one token at each place: its number."""
-
-    has_ended = False
-
-    def __init__(self) -> None:
-        self.num_accepted = 0
-
-    def fill(self, others: Sequence[Self], words_MW: NDArray[np.int32]) -> None:
-        words_MW.fill(0)
-        words_MW.view(np.uint32)[0, self.num_accepted // 32] = 1 << self.num_accepted % 32
-
-    def accept(self, token_id: int) -> bool:
-        self.num_accepted += 1
-        return token_id == self.num_accepted - 1
-
-
-class Shelf:
-    def mask(self, key: str, note_slow: object) -> Counting:
-        return Counting()
+    ask(prompt=range(300, 309), seed=8, stream=False, stop_token_ids=[null_tokens(8, 4)[3]])
 
 
 def masked(harness: Harness) -> None:
     """Tokens are awaited in the middle of the next pass."""
-    harness.scheduler.grammars = Shelf()  # type: ignore[assignment]
+    harness.scheduler.grammars = CountingShelf()  # type: ignore[assignment]
     mixed(harness, grammar="any")
 
 
@@ -225,10 +201,6 @@ def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return Waiting(num_checkpoints=request.param)
 
 
-def tokens(seed: int, count: int = 20, value: int = 0) -> list[int]:
-    return [NullRunner().token(seed, position, value) for position in range(count)]
-
-
 def test_without_memory_for_one_token_the_loop_sleeps_and_tries_again(waiting: Waiting) -> None:
     before = {rid: waiting.num_tokens(rid) for rid in waiting.rids}
     for number in range(5):
@@ -240,7 +212,7 @@ def test_without_memory_for_one_token_the_loop_sleeps_and_tries_again(waiting: W
     assert {rid: waiting.num_tokens(rid) for rid in waiting.rids} == before
     waiting.end()
     for seed, rid in enumerate(waiting.rids):
-        assert waiting.outputs[rid].token_ids == tokens(seed)
+        assert waiting.outputs[rid].token_ids == null_tokens(seed, 20)
     assert max(waiting.passes.sizes[-20:]) > 1, "all of them run in one pass at once"
     assert_nothing_is_held(waiting)
 
@@ -261,11 +233,11 @@ def test_only_the_request_ends_that_has_no_memory_for_a_minute_and_it_has_its_to
     assert "for a minute one token of it found too little device memory" in finish.message
     assert "7 bytes are free" in finish.message
     assert "Give memory back" in caplog.text
-    assert waiting.outputs[refused].token_ids == tokens(0)[: waiting.num_tokens(refused)]
+    assert waiting.outputs[refused].token_ids == null_tokens(0, 20)[: waiting.num_tokens(refused)]
     waiting.turn_until(lambda: not waiting.scheduler.is_runnable)
     assert not any(waiting.outputs[rid].finish for rid in others), "they have a minute of their own"
     waiting.end()
-    assert [waiting.outputs[rid].token_ids for rid in others] == [tokens(seed) for seed in (1, 2, 3)]
+    assert [waiting.outputs[rid].token_ids for rid in others] == [null_tokens(seed, 20) for seed in (1, 2, 3)]
     assert_nothing_is_held(waiting)
 
 
@@ -286,7 +258,7 @@ def test_control_requests_are_carried_out_while_it_waits(waiting: Waiting, name:
     assert [waiting.num_tokens(rid) for rid in waiting.rids] == before
     waiting.end()
     for seed, rid in enumerate(waiting.rids):
-        assert waiting.outputs[rid].token_ids == tokens(seed)
+        assert waiting.outputs[rid].token_ids == null_tokens(seed, 20)
         own = {0: "default", before[seed]: "b" if name == "update" else "default"}
         assert waiting.versions(rid) == list(dict.fromkeys(own.values()))
     assert_nothing_is_held(waiting)
@@ -303,7 +275,7 @@ def test_requests_may_be_aborted_while_it_waits(waiting: Waiting) -> None:
     waiting.proceed()
     rid = waiting.generate(range(5), seed=9, max_new_tokens=20)
     waiting.end()
-    assert waiting.outputs[rid].token_ids == tokens(9)
+    assert waiting.outputs[rid].token_ids == null_tokens(9, 20)
 
 
 def test_a_pause_that_waits_for_requests_waits_for_memory_too() -> None:

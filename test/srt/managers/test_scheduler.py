@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from fixtures.control import Harness
+from fixtures.control import Harness, null_tokens
 
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
@@ -11,12 +11,7 @@ from ebbtide.srt.managers.io_struct import (
     PauseMode,
 )
 from ebbtide.srt.server_args import OWN_SCHEDULE_POLICIES
-from ebbtide.testing import NullRunner, default_schedule
-
-
-def expected_tokens(seed: int, count: int, value: int = 0) -> list[int]:
-    runner = NullRunner()
-    return [runner.token(seed, position, value) for position in range(count)]
+from ebbtide.testing import default_schedule
 
 
 def prompt_of(length: int, first: int = 1) -> Sequence[int]:
@@ -28,8 +23,8 @@ def test_requests_whose_next_token_depends_on_all_before_run_beside_others() -> 
     penalised = harness.generate(prompt_of(5), seed=1, max_new_tokens=10, frequency_penalty=0.5)
     plain = harness.generate(prompt_of(6), seed=2, max_new_tokens=20)
     harness.run_until_idle()
-    assert harness.outputs[penalised].token_ids == expected_tokens(1, 10)
-    assert harness.outputs[plain].token_ids == expected_tokens(2, 20)
+    assert harness.outputs[penalised].token_ids == null_tokens(1, 10)
+    assert harness.outputs[plain].token_ids == null_tokens(2, 20)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +36,7 @@ def test_chunking_and_policy_do_not_change_outputs(policy: str, chunk: int | Non
     harness = Harness(schedule=schedule, num_ranks=2)
     rids = [harness.generate(prompt_of(30, index % 3), seed=index) for index in range(8)]
     harness.run_until_idle()
-    assert [harness.outputs[rid].token_ids for rid in rids] == [expected_tokens(s, 16) for s in range(8)]
+    assert [harness.outputs[rid].token_ids for rid in rids] == [null_tokens(s, 16) for s in range(8)]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, None])
@@ -53,7 +48,7 @@ def test_retraction_in_a_tiny_pool_changes_nothing_in_outputs(page_size: int, ch
     rids = [harness.generate(prompt_of(7, 10 * seed), seed=seed, max_new_tokens=30) for seed in range(5)]
     harness.run_until_idle()
     outputs = [harness.outputs[rid] for rid in rids]
-    assert [output.token_ids for output in outputs] == [expected_tokens(seed, 30) for seed in range(5)]
+    assert [output.token_ids for output in outputs] == [null_tokens(seed, 30) for seed in range(5)]
     assert sum(output.num_retractions for output in outputs) > 0
     assert outputs[0].num_retractions == 0, "the oldest is never the one to go"
 
@@ -105,7 +100,7 @@ def test_scoring_without_output_ends_after_the_prefill() -> None:
 
 
 def test_eos_and_stop_token_ids_end_a_request_unless_ignored() -> None:
-    tokens = expected_tokens(0, 16)
+    tokens = null_tokens(0, 16)
     harness = Harness(eos_token_ids=frozenset({tokens[5]}))
     by_eos = harness.generate(prompt_of(4))
     by_stop = harness.generate(prompt_of(4), stop_token_ids=[tokens[2]])
@@ -129,7 +124,7 @@ def test_a_full_queue_refuses_the_next_request_and_keeps_the_others() -> None:
     assert "max_queued_requests is 2" in finish.message
     harness.proceed()
     harness.run_until_idle()
-    assert [harness.outputs[rid].token_ids for rid in kept] == [expected_tokens(s, 16) for s in range(2)]
+    assert [harness.outputs[rid].token_ids for rid in kept] == [null_tokens(s, 16) for s in range(2)]
 
 
 def test_a_stream_gets_each_token_and_others_all_at_once() -> None:
@@ -155,10 +150,10 @@ def test_an_abort_returns_the_tokens_so_far_and_frees_the_pages() -> None:
     assert (reply.changed, reply.num_aborted) == (True, 1)
     output = harness.outputs[aborted]
     assert output.finish == FinishReason("abort", message="Aborted by /abort_request")
-    assert output.token_ids == expected_tokens(0, len(output.token_ids))
+    assert output.token_ids == null_tokens(0, len(output.token_ids))
     assert output.token_ids
     harness.run_until_idle()
-    assert harness.outputs[kept].token_ids == expected_tokens(1, 16)
+    assert harness.outputs[kept].token_ids == null_tokens(1, 16)
     assert harness.flush().fully_flushed
     assert harness.scheduler.policy.allocator.num_free == 64
     reply = harness.do(AbortReq(rid=["nobody", ""]))
@@ -200,4 +195,4 @@ def test_retracted_again_and_again_requests_still_end_in_their_order() -> None:
         harness.pause(PauseMode.RETRACT)
         harness.proceed()
     assert ended == rids
-    assert [harness.outputs[rid].token_ids for rid in rids] == [expected_tokens(s, 20) for s in range(9)]
+    assert [harness.outputs[rid].token_ids for rid in rids] == [null_tokens(s, 20) for s in range(9)]

@@ -1,20 +1,16 @@
 """States on null parts: every pass goes on from the state of its own tokens, in overlapping steps too."""
 
 import pytest
-from fixtures.control import Harness
+from fixtures.control import Harness, null_tokens
 
 from ebbtide.srt.managers.io_struct import (
     PauseMode,
     Preserve,
 )
 from ebbtide.srt.memory_saver import MemoryTag
-from ebbtide.testing import NullRunner, default_schedule
+from ebbtide.testing import default_schedule
 
 KV = (MemoryTag.KV_CACHE,)
-
-
-def expected_tokens(seed: int, count: int) -> list[int]:
-    return [NullRunner().token(seed, position, 0) for position in range(count)]
 
 
 @pytest.mark.parametrize("num_checkpoints", [0, 1, 30])
@@ -32,7 +28,7 @@ def test_prompts_that_share_much_or_little_go_on_from_checkpoints(
     ]
     harness.run_until_idle()
     for index, rid in enumerate(rids):
-        assert harness.outputs[rid].token_ids == expected_tokens(index, 1 + 5 * (index % 7))
+        assert harness.outputs[rid].token_ids == null_tokens(index, 1 + 5 * (index % 7))
     if num_checkpoints == 30:
         again = harness.generate(prompts[0], seed=1, max_new_tokens=1)
         harness.run_until_idle()
@@ -62,7 +58,7 @@ def test_a_release_in_the_middle_keeps_no_checkpoint_that_it_has_not_saved(prese
     harness.run_until_idle()
     seeds = (0, 50, 7, 7, 7)
     for seed, rid in zip(seeds, rids, strict=True):
-        assert harness.outputs[rid].token_ids == expected_tokens(seed, 40)
+        assert harness.outputs[rid].token_ids == null_tokens(seed, 40)
 
 
 def test_who_begins_with_which_checkpoint() -> None:
@@ -71,7 +67,7 @@ def test_who_begins_with_which_checkpoint() -> None:
     def cached(*prompts: list[int]) -> list[int]:
         rids = [harness.generate(ids, seed=7, max_new_tokens=2) for ids in prompts]
         harness.run_until_idle()
-        assert all(harness.outputs[rid].token_ids == expected_tokens(7, 2) for rid in rids)
+        assert all(harness.outputs[rid].token_ids == null_tokens(7, 2) for rid in rids)
         return [harness.outputs[rid].cached_tokens for rid in rids]
 
     # Samples of a prompt begin with the state that the first of them has computed.

@@ -4,13 +4,12 @@ Whatever happens meanwhile, tokens are those of transformers, in float32.
 """
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fixtures.checkpoints import make_checkpoint
-from fixtures.full_rank import CHUNK, DISTURBANCES, SHAPE, Conversations, Rank, park, prompt
+from fixtures.full_rank import CHUNK, DISTURBANCES, SHAPE, Conversations, Rank, models, park, prompt
 from fixtures.real_rank import RealRank
 from fixtures.references import Reference, check_greedy_spans
 
@@ -32,14 +31,7 @@ PROMPTS = [prompt(1, 110), prompt(2, 61), prompt(3, 9), prompt(4, 24), prompt(5,
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Reference]]:
-    """The checkpoint of an architecture, and what it must give."""
-
-    @cache
-    def make(architecture: str) -> tuple[Path, Reference]:
-        path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), architecture, **SHAPE)
-        return path, Reference(path)
-
-    return make
+    return models(tmp_path_factory, {})
 
 
 @pytest.fixture

@@ -5,13 +5,12 @@ Whatever happens to those pages meanwhile, tokens are those of transformers, in 
 
 import itertools
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.checkpoints import GEMMA3, make_checkpoint
-from fixtures.full_rank import DISTURBANCES, SHAPE, Conversations, Rank, park, prompt
+from fixtures.checkpoints import GEMMA3
+from fixtures.full_rank import DISTURBANCES, Conversations, Rank, models, park, prompt
 from fixtures.references import Reference
 from safetensors.torch import save
 from torch import Tensor
@@ -36,15 +35,7 @@ PROMPTS = [prompt(1, 110), prompt(2, 61), prompt(3, 9), prompt(4, 24)]
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Reference]]:
-    """The checkpoint of an architecture, and what it must give."""
-
-    @cache
-    def make(architecture: str) -> tuple[Path, Reference]:
-        config = {**SHAPE, **MODELS[architecture]}
-        path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), architecture, **config)
-        return path, Reference(path)
-
-    return make
+    return models(tmp_path_factory, MODELS)
 
 
 def held_pages(rank: Rank, rid: str) -> list[int]:

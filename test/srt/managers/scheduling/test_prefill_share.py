@@ -1,12 +1,9 @@
 """Long prompts share the road, an agent's next turn comes first, and masks follow the tokens."""
 
-from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 import pytest
-from fixtures.control import Harness
-from numpy.typing import NDArray
+from fixtures.control import CountingShelf, Harness, null_tokens
 
 from ebbtide.srt.managers.io_struct import (
     GetLoadReqInput,
@@ -42,14 +39,14 @@ def test_a_short_prompt_does_not_wait_for_long_ones(num_long: int) -> None:
     assert took[1.0] >= 20
 
 
-def noted_passes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The prompt tokens of each pass that has any, from here on."""
-    passes: list[int] = []
+def noted_passes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The prompt tokens of each request of each pass that has any, from here on."""
+    passes: list[list[int]] = []
     launch = harness.runner.launch
 
     def noted(plan: BatchPlan, **more: Any) -> PendingStep:
-        if num_tokens := int(plan.num_new_R[plan.num_new_R > 1].sum()):
-            passes.append(num_tokens)
+        if chunks := [int(number) for number in plan.num_new_R if number > 1]:
+            passes.append(chunks)
         return launch(plan, **more)
 
     monkeypatch.setattr(harness.runner, "launch", noted)
@@ -81,7 +78,7 @@ def test_passes_that_streams_wait_for_are_short_once_an_eighth_of_the_requests_d
     for n in range(0, 10 * count, 10):
         harness.generate(range(n, n + 8), stream=stream, stream_interval=interval)
     harness.run_until_idle()
-    assert found == passes
+    assert [*map(sum, found)] == passes
 
 
 def test_one_stream_hardly_slows_the_prompts_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +89,7 @@ def test_one_stream_hardly_slows_the_prompts_of_many(monkeypatch: pytest.MonkeyP
     for n in range(0, 360, 10):
         harness.generate(range(n, n + 8), stream=False)
     harness.run_until_idle()
-    assert found == [8, 64, 64, 64, 64, 24, 8]
+    assert [*map(sum, found)] == [8, 64, 64, 64, 64, 24, 8]
 
 
 def test_a_queue_that_has_no_place_yet_does_not_make_passes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +99,7 @@ def test_a_queue_that_has_no_place_yet_does_not_make_passes_longer(monkeypatch: 
         harness.generate(range(n, n + 8), max_new_tokens=8 if n < 80 else 40)
     harness.turn_until(lambda: len(found) == 7)
     # Eight of them take the other places, and once the first eight have ended, three have theirs at a time.
-    assert found == [64, 24, 24, 16, 24, 24, 16]
+    assert [*map(sum, found)] == [64, 24, 24, 16, 24, 24, 16]
 
 
 def test_streams_that_were_retracted_come_back_as_soon_as_their_own_kv_is_there() -> None:
@@ -154,14 +151,7 @@ def test_long_prompts_step_aside_where_short_ones_end_but_not_twice_in_a_row(
 ) -> None:
     schedule = default_schedule(chunked_prefill_size=16, prefill_share=0.25, max_running_requests=64)
     harness = Harness(num_pages=1024, context_len=512, schedule=schedule)
-    passes: list[list[int]] = []
-    launch = harness.runner.launch
-
-    def noted(plan: BatchPlan, **more: Any) -> PendingStep:
-        passes.append([int(number) for number in plan.num_new_R if number > 1])
-        return launch(plan, **more)
-
-    monkeypatch.setattr(harness.runner, "launch", noted)
+    passes = noted_passes(harness, monkeypatch)
     long = harness.generate(range(40), max_new_tokens=2)
     harness.turn(2)
     for n in range(3):
@@ -195,31 +185,9 @@ def test_the_next_turn_of_a_conversation_overtakes_new_ones() -> None:
     assert all(harness.outputs[rid].finish is not None for rid in others)
 
 
-class Counting:
-    """Allows one token at each place: its number."""
-
-    def __init__(self) -> None:
-        self.num_accepted = 0
-
-    def fill(self, others: Sequence[Self], words_MW: NDArray[np.int32]) -> None:
-        words_MW.fill(0)
-        bits = words_MW[0].view(np.uint32)
-        bits[self.num_accepted // 32] |= np.uint32(1 << self.num_accepted % 32)
-
-    def accept(self, token_id: int) -> bool:
-        is_next = token_id == self.num_accepted
-        self.num_accepted += 1
-        return is_next
-
-
-class Shelf:
-    def mask(self, key: str, note_slow: object) -> Counting:
-        return Counting()
-
-
 def test_masks_are_made_of_the_tokens_before_whatever_is_in_flight_or_comes_in_between() -> None:
     harness = Harness(num_pages=64)
-    harness.scheduler.grammars = Shelf()  # type: ignore[assignment]
+    harness.scheduler.grammars = CountingShelf()  # type: ignore[assignment]
     masked = [harness.generate(range(n, n + 9), grammar="any", max_new_tokens=40) for n in (1, 100)]
     plain = harness.generate(range(200, 209), seed=3, max_new_tokens=40)
     harness.turn_until(lambda: all(len(harness.outputs[rid].token_ids) > 4 for rid in masked))
@@ -227,5 +195,5 @@ def test_masks_are_made_of_the_tokens_before_whatever_is_in_flight_or_comes_in_b
     harness.proceed()
     harness.run_until_idle()
     assert [harness.outputs[rid].token_ids for rid in masked] == [list(range(40))] * 2
-    assert harness.outputs[plain].token_ids == [harness.runner.token(3, place, 0) for place in range(40)]
+    assert harness.outputs[plain].token_ids == null_tokens(3, 40)
     assert harness.outputs[masked[0]].num_retractions >= 1
