@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -200,6 +200,7 @@ class StepRecord:
         return self.num_tokens / self.stages[Stage.GENERATE].seconds
 
 
+@dataclass(eq=False)
 class Loop:
     """Trains a model with the engine that serves it.
 
@@ -211,25 +212,17 @@ class Loop:
             trainer weighs tokens by their importance ratios.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        trainer: Trainer,
-        problems: ProblemSet,
-        *,
-        num_prompts: int,
-        group_size: int,
-        on_stage: Callable[[int, Stage], None],
-        is_rounded: bool = False,
-    ) -> None:
-        self._is_rounded = is_rounded
-        self._engine = engine
-        self._trainer = trainer
-        self._problems = problems
-        self._num_prompts = num_prompts
-        self._group_size = group_size
-        self._on_stage = on_stage
-        self._probe = MemoryProbe(engine)
+    _engine: Engine
+    _trainer: Trainer
+    _problems: ProblemSet
+    _: KW_ONLY
+    num_prompts: int
+    group_size: int
+    on_stage: Callable[[int, Stage], None]
+    is_rounded: bool = False
+
+    def __post_init__(self) -> None:
+        self._probe = MemoryProbe(self._engine)
         self.start = self._probe.sample()
 
     def disturb(self, num_requests: int) -> ElasticRecord:
@@ -256,7 +249,7 @@ class Loop:
         stages: dict[Stage, StageRecord] = {}
 
         def timed(stage: Stage, work: Callable[[], T]) -> T:
-            self._on_stage(step, stage)
+            self.on_stage(step, stage)
             start = time.perf_counter()
             result = work()
             stages[stage] = StageRecord(time.perf_counter() - start, self._probe.sample())
@@ -279,15 +272,15 @@ class Loop:
         )
 
     def _roll_out(self, version: str) -> list[Sample]:
-        problems = self._problems.draw(self._num_prompts)
-        params = {"n": self._group_size, "max_new_tokens": MAX_ANSWER_TOKENS}
+        problems = self._problems.draw(self.num_prompts)
+        params = {"n": self.group_size, "max_new_tokens": MAX_ANSWER_TOKENS}
         questions = [problem.question for problem in problems]
         outputs = self._engine.generate(questions, params, return_logprob=True)
         served = {span["version"] for output in outputs for span in output["meta_info"]["weight_versions"]}
         if served != {version}:
             raise DemoFailed(f"answers by weights of version {sorted(served)}, not {version}")
-        starts = range(0, len(outputs), self._group_size)
-        groups = [outputs[start : start + self._group_size] for start in starts]
+        starts = range(0, len(outputs), self.group_size)
+        groups = [outputs[start : start + self.group_size] for start in starts]
         return [
             sample
             for problem, group in zip(problems, groups, strict=True)
@@ -302,12 +295,12 @@ class Loop:
             for logprobs, sample in zip(anchors, samples, strict=True)
             for ours, theirs in zip(logprobs, sample.logprobs, strict=True)
         )
-        if not (self._is_rounded or difference < MAX_LOGPROB_DIFFERENCE):
+        if not (self.is_rounded or difference < MAX_LOGPROB_DIFFERENCE):
             raise DemoFailed(
                 f"step {step}: logprobs of trainer and engine differ by {difference:.2e}, "
                 f"the limit is {MAX_LOGPROB_DIFFERENCE:.0e}"
             )
-        self._trainer.learn(samples, anchors if self._is_rounded else None)
+        self._trainer.learn(samples, anchors if self.is_rounded else None)
         return difference, Ratios.of(anchors, [sample.logprobs for sample in samples])
 
     def _send_weights(self, version: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -220,29 +221,23 @@ class NullDevice:
         self.used_bytes += num_bytes
 
 
+@dataclass(eq=False)
 class NullMemory:
     """The memory of one tag on a `NullDevice`; resident from the start."""
 
-    def __init__(
-        self,
-        device: NullDevice,
-        num_bytes: int,
-        *,
-        keeps_contents: bool = False,
-        is_needed: bool = True,
-        lose_contents: Callable[[], None] = lambda: None,
-    ) -> None:
-        device.take(num_bytes)
-        self.keeps_contents = keeps_contents
-        self.is_needed = is_needed
-        self.virtual_bytes = num_bytes
-        self.resident_bytes = num_bytes
-        self.backup_bytes = 0
+    _device: NullDevice
+    virtual_bytes: int
+    _: KW_ONLY
+    keeps_contents: bool = False
+    is_needed: bool = True
+    lose_contents: Callable[[], None] = lambda: None
+    backup_bytes: int = 0
+    _is_saved: bool = False
+
+    def __post_init__(self) -> None:
+        self._device.take(self.virtual_bytes)
         # What a resume takes.
-        self.wanted_bytes = num_bytes
-        self._is_saved = False
-        self._device = device
-        self._lose_contents = lose_contents
+        self.wanted_bytes = self.resident_bytes = self.virtual_bytes
 
     def prepare_release(self, keep: bool) -> None:
         if keep:
@@ -253,7 +248,7 @@ class NullMemory:
         freed_bytes, self.resident_bytes = self.resident_bytes, 0
         self._device.used_bytes -= freed_bytes
         if not self._is_saved:
-            self._lose_contents()
+            self.lose_contents()
         return freed_bytes
 
     def resume(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
@@ -68,6 +68,7 @@ class GenerationDraft:
         return [rid for rids in self.rids for rid in rids]
 
 
+@dataclass(eq=False)
 class RequestNormalizer:
     """Checks requests and spells them out, one message per output.
 
@@ -76,17 +77,10 @@ class RequestNormalizer:
     ids only.
     """
 
-    def __init__(
-        self,
-        limits: RequestLimits,
-        tokenizer: Tokenizer | None,
-        rng: random.Random,
-        ended: EndedOutputs | None = None,
-    ) -> None:
-        self._ended = EndedOutputs(lambda rid: False) if ended is None else ended
-        self._limits = limits
-        self._tokenizer = tokenizer
-        self._rng = rng
+    _limits: RequestLimits
+    _tokenizer: Tokenizer | None
+    _rng: random.Random
+    _ended: EndedOutputs = field(default_factory=lambda: EndedOutputs(lambda rid: False))
 
     def draft(
         self,

@@ -7,7 +7,7 @@ import concurrent.futures
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, TypeAlias
 
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -17,6 +17,7 @@ from ebbtide.srt.managers.io_struct import RequestOutput, StreamedTokens
 from ebbtide.srt.managers.wire.generation import LogprobRows
 
 
+@dataclass(eq=False)
 class LiveGeneration:
     """A request that runs, with one output or several. Read its `result()`, or chunk by chunk, and close it.
 
@@ -28,29 +29,23 @@ class LiveGeneration:
         waker: wakes the reader of a stream; outputs are delivered under its lock.
     """
 
-    def __init__(
-        self,
-        outputs: Sequence[OutputState],
-        *,
-        is_list: bool,
-        is_stream: bool,
-        abandon: Callable[[LiveGeneration], None],
-        waker: StreamWaker,
-    ) -> None:
-        self.outputs = outputs
-        self._waker = waker
-        self.is_stream = is_stream
-        # Ends the request when its time is up, unless it ends before.
-        self.timer: asyncio.TimerHandle | None = None
-        self._is_list = is_list
-        self._abandon = abandon
-        self._num_unfinished = len(outputs)
-        self._error: Exception | None = None
-        # What the reader waits for, while it waits.
-        self._waiter: Waiter | None = None
-        # Indices of outputs with something new, in order of arrival. However slow the reader, that is all
-        # that waits for it: chunks that pile up become one.
-        self._news: dict[int, None] = {}
+    outputs: Sequence[OutputState]
+    _: KW_ONLY
+    is_list: bool
+    is_stream: bool
+    abandon: Callable[[LiveGeneration], None]
+    waker: StreamWaker
+    # Ends the request when its time is up, unless it ends before.
+    timer: asyncio.TimerHandle | None = None
+    _error: Exception | None = None
+    # What the reader waits for, while it waits.
+    _waiter: Waiter | None = None
+    # Indices of outputs with something new, in order of arrival. However slow the reader, that is all that
+    # waits for it: chunks that pile up become one.
+    _news: dict[int, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._num_unfinished = len(self.outputs)
 
     @property
     def is_finished(self) -> bool:
@@ -72,7 +67,7 @@ class LiveGeneration:
                         answers[index] = self.outputs[index].response()
                 self._news.clear()
                 if len(answers) == len(self.outputs):
-                    return [answers[index] for index in sorted(answers)] if self._is_list else answers[0]
+                    return [answers[index] for index in sorted(answers)] if self.is_list else answers[0]
                 # An event would keep a queue of readers, of whom there is one.
                 waiter = self._waiter = asyncio.get_running_loop().create_future()
                 await waiter
@@ -96,7 +91,7 @@ class LiveGeneration:
 
     def _has_next(self, waiter: Waiter) -> bool | None:
         """Whether there is a next chunk, or an error; None: the waiter will be woken."""
-        with self._waker.lock:
+        with self.waker.lock:
             if self._news or self._error is not None:
                 return True
             if self._num_unfinished == 0:
@@ -111,11 +106,11 @@ class LiveGeneration:
         """
         if self._error is not None:
             raise self._error
-        with self._waker.lock:
+        with self.waker.lock:
             index = next(iter(self._news))
             del self._news[index]
             chunk = self.outputs[index].response()
-        if self._is_list:
+        if self.is_list:
             chunk["index"] = index
         return chunk
 
@@ -123,7 +118,7 @@ class LiveGeneration:
         """The reader needs no more: outputs that are still to come are aborted. Idempotent."""
         self._cancel_timer()
         if not self.is_finished:
-            self._abandon(self)
+            self.abandon(self)
 
     def note_token(self, index: int) -> None:
         """Output `index` of a stream has one more token, and goes on."""
@@ -146,7 +141,7 @@ class LiveGeneration:
 
     def fail(self, error: Exception) -> None:
         """Outputs that are still to come never will: end with this error."""
-        with self._waker.lock:
+        with self.waker.lock:
             self._error = error
             self._wake()
 
@@ -156,7 +151,7 @@ class LiveGeneration:
         if waiter is None or waiter.done():
             return
         if self.is_stream:
-            self._waker.wake_later(waiter)
+            self.waker.wake_later(waiter)
         else:
             # An answer goes ahead of replies that are read behind its end.
             waiter.set_result(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias
 
 from ebbtide.srt.managers.api.output_state import OutputState
@@ -84,6 +85,7 @@ class Timer(Protocol):
 CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
 
 
+@dataclass(eq=False)
 class PauseWatch:
     """Knows for how long nothing may have run, and says in the log what would help.
 
@@ -97,22 +99,14 @@ class PauseWatch:
         call_later: as an event loop's.
     """
 
-    def __init__(
-        self,
-        limit_s: float,
-        state: Callable[[], StateReport | None],
-        num_waiting: Callable[[], int],
-        call_later: CallLater,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._limit_s = limit_s
-        self._state = state
-        self._num_waiting = num_waiting
-        self._call_later = call_later
-        self._now = now
-        self._since_s: float | None = None
-        self._logged_reason: str | None = None
-        self._timers: dict[Callable[[], None], Timer] = {}
+    _limit_s: float
+    _state: Callable[[], StateReport | None]
+    _num_waiting: Callable[[], int]
+    _call_later: CallLater
+    _now: Callable[[], float] = time.monotonic
+    _since_s: float | None = None
+    _logged_reason: str | None = None
+    _timers: dict[Callable[[], None], Timer] = field(default_factory=dict)
 
     @property
     def blocked_s(self) -> float:
