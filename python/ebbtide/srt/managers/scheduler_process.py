@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Final
 
@@ -35,7 +35,7 @@ from ebbtide.srt.memory_saver.backup import ArenaMemory, BackedUpMemory, JointMe
 from ebbtide.srt.memory_saver.saver import MemorySaver, open_memory_saver
 from ebbtide.srt.memory_saver.virtual_arena import ChunkArena
 from ebbtide.srt.memory_saver.virtual_memory import read_host_memory
-from ebbtide.srt.model_executor.builder import build_model_runner, expert_slots
+from ebbtide.srt.model_executor.builder import build_model_runner
 from ebbtide.srt.model_executor.model_runner import ModelRunner
 from ebbtide.srt.this_process import GcClock, freeze_heap, raise_file_limit
 from ebbtide.srt.weight_sync.custom_loader import import_loaders
@@ -93,7 +93,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
             "max_req_input_len": min(config.model.context_len, max_total_tokens) - 1,
             "max_running_requests": runner.page_table.spare_row,
             "attention_backend": name_of(runner.attention),
-            "experts": expert_slots(runner.model),
+            "experts": None if (routed := runner.model.routed) is None else asdict(routed),
         }
     )
     args = config.server_args

@@ -7,8 +7,8 @@ import logging
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -89,7 +89,8 @@ def build_model_runner(
     group = ParallelGroup() if group is None else group
     progress = LoggedProgress(stages) if progress is None else progress
     num_rows, cache_config = config.schedule.max_running_requests, config.cache
-    of_rank = replace(config, model=model_of_rank(config.model, group))
+    heads = (config.model.num_heads, Division.EQUAL, "num_attention_heads")
+    _, num_heads = part_of(group.rank, group.size, *heads)
     torch_device = torch.device(device.name)
     # A page has the same id on all ranks, so they must have the same chunks.
     is_cuda = torch_device.type == "cuda"
@@ -97,7 +98,7 @@ def build_model_runner(
     model = _model(config, torch_device, group)
     kept_of_tokens = next(spec for spec in model.cache_specs if not isinstance(spec, State))
     spec = kept_of_tokens.of_rank(group.rank, group.size)
-    shape = attention_shape(model, spec, of_rank.model, cache_config)
+    shape = attention_shape(model, spec, num_heads, config)
     make_attention = _attention_backend(config.runtime.attention_backend, shape, torch_device)
     groups = cache_groups(model.cache_specs, config.model.context_len)
     layout = kv_layout(groups, spec, cache_config, saver, device_bytes)
@@ -106,11 +107,11 @@ def build_model_runner(
     # The compilers of attention are processes of their own, while everything else goes on.
     with ThreadPoolExecutor(1) as thread:
         compiled = thread.submit(make_attention.compile, shape, torch_device, progress, whole=rehearses)
-        weight_store = _weights(model, of_rank.model, arenas, layout.chunk_bytes, group, torch_device, stages)
-        adapters = _adapters(model, weight_store, of_rank.model, saver, device)
+        weight_store = _weights(model, config.model, arenas, layout.chunk_bytes, group, torch_device, stages)
+        adapters = _adapters(model, weight_store, config.model, saver, device)
         # What is not over by then compiles for most of a minute, in which other kernels may as well.
         if is_cuda and (rehearses or wait([compiled], COMPILING_AFTER_S).not_done):
-            _rehearse(model, of_rank, shape, torch_device, progress)
+            _rehearse(model, config, shape, torch_device, progress)
         compiled.result()
     if is_cuda:
         started = time.monotonic()
@@ -123,7 +124,7 @@ def build_model_runner(
     kv_pool = build_kv_pool(
         layout,
         groups,
-        of_rank,
+        config,
         arenas,
         group,
         free_bytes=device.free_bytes() // config.runtime.ranks_per_device,
@@ -134,9 +135,9 @@ def build_model_runner(
     )
     if kv_pool.states is not None:  # There may be room for fewer requests than may run otherwise.
         num_rows = kv_pool.states.slots.num_rows
-        of_rank = replace(of_rank, schedule=replace(config.schedule, max_running_requests=num_rows))
+        config = replace(config, schedule=replace(config.schedule, max_running_requests=num_rows))
     attention = make_attention(kv_pool, model.attention_layers, shape)
-    return _ready(model, weight_store, kv_pool, attention, of_rank, device, saver, stages, adapters)
+    return _ready(model, weight_store, kv_pool, attention, config, device, saver, stages, adapters)
 
 
 def _longest_pass(config: EngineConfig) -> int:
@@ -282,11 +283,6 @@ def _rehearse(
     rehearse(model, kernels, sampler, shape, sizes, lens, device, progress, num_slots)
 
 
-def expert_slots(model: CausalLM) -> dict[str, Any] | None:
-    """What a request must know that gives tokens their experts, as `ExpertSlots` has it."""
-    return None if model.routed is None else asdict(model.routed)
-
-
 def _quantization(model_config: ModelConfig, device: torch.device) -> Quantization | None:
     """Which weights are kept in 8 bits.
 
@@ -312,28 +308,16 @@ def _log_left(device: Device, cache_config: CacheConfig) -> None:
     logger.info("device memory left: bytes=%d of %d: %s", memory.free_bytes, memory.total_bytes, why)
 
 
-def model_of_rank(model_config: ModelConfig, group: ParallelGroup) -> ModelConfig:
-    """The config with the query heads of one rank.
-
-    Raises ConfigurationError where the heads cannot be divided.
-    """
-    rank, size = group.rank, group.size
-    _, num_heads = part_of(rank, size, model_config.num_heads, Division.EQUAL, "num_attention_heads")
-    return replace(model_config, num_heads=num_heads)
-
-
-def attention_shape(
-    model: CausalLM, spec: TokenSpec, model_config: ModelConfig, cache_config: CacheConfig
-) -> AttentionShape:
-    """What the attention backend must serve; `spec` and `model_config` are with the heads of this rank."""
+def attention_shape(model: CausalLM, spec: TokenSpec, num_heads: int, config: EngineConfig) -> AttentionShape:
+    """What the attention backend must serve; `spec` and `num_heads` are of this rank."""
     num_kv_heads, head_dim = spec.token_shape
     return AttentionShape(
-        num_q_heads=model_config.num_heads,
+        num_q_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        page_size=cache_config.page_size,
-        dtype=DTYPES[model_config.dtype],
-        kv_dtype=KV_DTYPES[cache_config.dtype],
+        page_size=config.cache.page_size,
+        dtype=DTYPES[config.model.dtype],
+        kv_dtype=KV_DTYPES[config.cache.dtype],
         kinds=kinds_of(model.attention_layers),
         rotates_all=model.rotates_all,
         has_sinks=any(layer.sinks is not None for layer in model.attention_layers),

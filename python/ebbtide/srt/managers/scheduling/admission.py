@@ -7,6 +7,7 @@ import sys
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -34,6 +35,7 @@ SHARES_WITH_STREAMS: Final = 3
 NEWCOMERS_PER_STREAM: Final = 7
 
 
+@dataclass(eq=False)
 class WaitingRequests:
     """The requests that wait: those of each adapter, and those of none, in a line of their own.
 
@@ -51,9 +53,10 @@ class WaitingRequests:
         lines: by adapter, in order of arrival, retracted ones first; none of them is empty.
     """
 
-    def __init__(self, policy: str, max_running: int | None = None) -> None:
-        self._policy = policy
-        self._max_running = max_running
+    _policy: str
+    _max_running: int | None = None
+
+    def __post_init__(self) -> None:
         self.lines: dict[str | None, list[Req]] = {}
         self._num_running: Counter[str | None] = Counter()
         # When each line was last served, by the count of requests that began to run; a new one: now.

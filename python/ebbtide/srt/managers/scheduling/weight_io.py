@@ -62,18 +62,21 @@ MIXING_FACTORS: Final = (0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 LOW_32_BITS: Final = (1 << 32) - 1
 
 
+@dataclass(eq=False)
 class EngineWeights:
     """Opens updates, and finds room for them. Implements `control.weights.Weights`."""
 
-    def __init__(self, store: WeightStore, config: EngineConfig, device: Device) -> None:
+    _store: WeightStore
+    _config: EngineConfig
+    _device: Device
+
+    def __post_init__(self) -> None:
+        store, config, device = self._store, self._config, self._device
         self.names, self.stored_as, self.precision_of = store.names, store.stored_as, store.precision_of
         self.parameters = ParameterChecker(store, device, config.parallel)
         self.requires_copy = config.server_args.update_staging == "always"
         self.refuses_nonfinite = config.server_args.refuse_nonfinite
         self._loaders = import_loaders(config.server_args.custom_weight_loader or ())
-        self._store = store
-        self._config = config
-        self._device = device
         self.copies: CopyStream = device
         self._groups = Memberships(torch.device(device.name), config.parallel)
         self._cuda: CudaIpc | None = None

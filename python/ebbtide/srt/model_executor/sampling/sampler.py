@@ -5,7 +5,7 @@ Shapes: S requests that sample, G of them by chance (not greedy), V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -66,6 +66,7 @@ class LaunchedSample:
         return StepResult(token_ids, logprobs, supports=supports, num_nonfinite=num_nonfinite)
 
 
+@dataclass(eq=False)
 class Sampler:
     """Samples a batch of requests; what does not change between steps is kept while the batch is the same.
 
@@ -80,18 +81,11 @@ class Sampler:
             logits as they came; "processed_logprobs", scaled, and nothing of what the filters drop.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        device: torch.device,
-        make_chooser: MakeChooser | None = None,
-        logprobs_mode: str = "scaled",
-    ) -> None:
-        self._logprobs_mode = logprobs_mode
-        self._vocab_size = vocab_size
-        self._device = device
-        self._make_chooser = _chooser_of(device) if make_chooser is None else make_chooser
-        self._batch: _Batch | None = None
+    _vocab_size: int
+    _device: torch.device
+    make_chooser: MakeChooser | None = None
+    logprobs_mode: str = "scaled"
+    _batch: _Batch | None = field(default=None, init=False)
 
     def launch(
         self, logits_SV: Tensor, specs: list[SampleSpec], positions_S: NDArray[np.int64]
@@ -106,9 +100,10 @@ class Sampler:
             positions_S: output tokens before this one, those included that are not on the host yet.
         """
         if self._batch is None or self._batch.specs != specs:
-            self._batch = _Batch(specs, self._vocab_size, self._device, self._make_chooser, self._batch)
+            make_chooser = self.make_chooser or _chooser_of(self._device)
+            self._batch = _Batch(specs, self._vocab_size, self._device, make_chooser, self._batch)
         batch = self._batch
-        wants_raw = bool(batch.logprob_rows) and self._logprobs_mode == "raw_logprobs"
+        wants_raw = bool(batch.logprob_rows) and self.logprobs_mode == "raw_logprobs"
         # Copied now: what follows works in the logits' memory.
         raw_MV = batch.raw_scores(logits_SV) if wants_raw else None
         scores_SV = batch.adjusted(logits_SV, positions_S)
@@ -116,9 +111,7 @@ class Sampler:
         logprobs = None
         if raw_MV is not None:
             logprobs = batch.logprobs_of(raw_MV, chosen)
-        elif (
-            batch.logprob_rows and self._logprobs_mode == "processed_logprobs" and batch.dropping is not None
-        ):
+        elif batch.logprob_rows and self.logprobs_mode == "processed_logprobs" and batch.dropping is not None:
             logprobs = batch.logprobs_of(batch.processed_scores(scores_SV, chosen), chosen)
         elif batch.logprob_rows:
             logprobs = batch.logprobs(scores_SV, chosen)
