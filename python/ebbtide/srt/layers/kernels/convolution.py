@@ -1,4 +1,4 @@
-"""The causal convolution of layers with a state. `layers.state.reference` says what it computes.
+"""The causal convolution of layers with a state. `layers.state` says what it computes.
 
 Shapes: T tokens, R requests, C channels, P pieces.
 """

@@ -1,4 +1,4 @@
-"""The gated delta rule and its norm. `layers.state.reference` says what each computes.
+"""The gated delta rule and its norm. `layers.state` says what each computes.
 
 One token brings a request's state up to date in place: a program reads a part of a matrix, changes it and
 writes it back. Of a prompt, pieces of `PIECE_TOKENS` tokens are prepared side by side: how the updates of a

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 and its norm. `layers.state.reference` says what each computes.
+"""The scan of Mamba-2 and its norm. `layers.state` says what each computes.
 
 One token brings a request's state up to date in place: a program reads some rows of a matrix, changes them
 and writes them back. Of a prompt a program takes one piece of `PIECE_TOKENS` tokens after the other: within a
