@@ -292,7 +292,7 @@ def _rollout_goals() -> dict[str, Goal]:
             add(f"{other}prefill_{name}_tok_s", f"{of_model}prefill, {name.replace('x', ' x ')}", "tok/s")
         title = f"{of_model}128 x 1,024 with the prompts' logprobs: longer by"
         add(f"{other}prompt_logprobs_overhead", title, "share", at_least=False)
-        for name in ("64x4k", "64x8k", "16x16k", "16x32k"):
+        for name in ("64x4k", "64x8k", "16x16k", "16x32k", "256xuneven"):
             add(f"{other}decode_{name}_tok_s", f"{of_model}decode, {name.replace('x', ' x ')}", "tok/s")
         for size in (64, 256):
             for name, title in {"p50": "median", "p99": "p99", "max": "longest"}.items():

@@ -76,6 +76,8 @@ DECODES = {
     "64x8k": (64, 8192, 128),
     "16x16k": (16, 16_384, 128),
     "16x32k": (16, 32_768, 128),
+    # Log-normal, of this median, cut at 64 and 8,000.
+    "256xuneven": (256, 545, 192),
 }
 GAPS = {64: (256, 256), 256: (512, 256)}
 NUM_FIRST = 16
@@ -241,8 +243,15 @@ class Bench:
             key = self.key(f"decode_{name}_tok_s")
             with self.report.attempt(key):
                 count, long, out = sized(self.args, *sizes)
-                runs = [self.rollouts.decode(count, long, out) for _ in range(self.args.runs)]
-                kv_bytes = count * self.shape.kv_bytes(long + out // 2)
+                lens = np.full(count, long)
+                if name.endswith("uneven"):
+                    lens = (
+                        np.exp(np.random.default_rng(1).normal(np.log(long), 1.0, count))
+                        .clip(64, 8000)
+                        .astype(int)
+                    )
+                runs = [self.rollouts.decode(lens.tolist(), out) for _ in range(self.args.runs)]
+                kv_bytes = sum(self.shape.kv_bytes(length + out // 2) for length in lens.tolist())
                 step_bytes = self.shape.decode_weight_bytes(count) + kv_bytes
                 self.report.add(
                     key,

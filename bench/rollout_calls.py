@@ -102,9 +102,10 @@ class Rollouts:
         seconds = self.call(self.prompts(size, length), [1] * size, {"temperature": 0.0}, **fields)
         return size * length / seconds
 
-    def decode(self, size: int, context_len: int, output_len: int) -> float:
+    def decode(self, context_lens: Sequence[int], output_len: int) -> float:
         """Tokens per second behind the prefill, whose prompts are cached then."""
-        prompts = self.prompts(size, context_len)
+        size = len(context_lens)
+        prompts = [prompt for length in context_lens for prompt in self.prompts(1, length)]
         greedy = {"temperature": 0.0}
         self.call(prompts, [1] * size, greedy)
         first = self.call(prompts, [1] * size, greedy)

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from ebbtide.srt import kernel_cache
 from ebbtide.srt.errors import ConfigurationError, EngineError
-from ebbtide.srt.layers.attention import base, flashinfer, flashinfer_latent
+from ebbtide.srt.layers.attention import base, decode_choice, flashinfer, flashinfer_latent
 from ebbtide.srt.layers.attention.base import (
     AttentionBackend,
     AttentionShape,
     DecodeBuffers,
     LayerAttention,
 )
-from ebbtide.srt.layers.attention.decode_choice import serves_few, suits_few
+from ebbtide.srt.layers.attention.decode_choice import is_uneven, serves_few, suits_few
 from ebbtide.srt.layers.attention.registry import ATTENTION_BACKENDS, LATENT_BACKENDS, choose_backend
 from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Pages
 from ebbtide.srt.layers.rotary import RopeConfig, RotaryEmbedding, rotate
@@ -301,6 +301,25 @@ def test_one_kernel_serves_few_requests_whose_parts_are_short(
     shape = AttentionShape(32, 8, 128, 16, torch.bfloat16, torch.bfloat16, kinds)
     size, lens_R = len(lens), np.array(lens, dtype=np.int32)
     assert (serves_few(shape, size) and suits_few(shape, lens_R, size, CPU)) is suits
+
+
+@pytest.mark.parametrize(
+    ("lens", "kv_dtype", "num_kv_heads", "is_split"),
+    [
+        ([600] * 255 + [8000], torch.bfloat16, 8, True),
+        ([600] * 256, torch.bfloat16, 8, False),
+        ([600] * 255 + [2000], torch.bfloat16, 8, False),
+        ([600] * 100 + [8000], torch.bfloat16, 8, False),  # few enough to be split anyway
+        ([600] * 255 + [8000], FP8, 8, False),
+        ([600] * 255 + [8000], torch.bfloat16, 32, False),  # another kernel's
+    ],
+)
+def test_of_many_requests_the_longest_are_split_where_the_others_would_end_long_before(
+    lens: list[int], kv_dtype: torch.dtype, num_kv_heads: int, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_choice, "num_multiprocessors", lambda device: 132)
+    shape = AttentionShape(32, num_kv_heads, 128, 16, torch.bfloat16, kv_dtype, (PLAIN,))
+    assert is_uneven(shape, np.array(lens, dtype=np.int32), len(lens), CPU) is is_split
 
 
 @pytest.mark.parametrize("inverse", [None, 64.0])

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -72,6 +73,11 @@ def device_bytes(cuda_device: Device) -> Callable[[], int]:
         info = cuda_device.memory_info()
         return info.total_bytes - info.free_bytes - torch.accelerator.memory_reserved()
 
+    # Processes of tests before give theirs back behind their end.
+    taken, before = read(), None
+    while taken != before:
+        time.sleep(1)
+        taken, before = read(), taken
     return read
 
 

@@ -265,9 +265,9 @@ class DecodeGraphs:
         """The graph of the first family that suits the step: the smallest that takes the requests."""
         for family, takes_adapters, captured in self._families:
             place = bisect_left(family.sizes, num_requests)
-            if takes_adapters != has_adapters or place == len(captured) or (family.shares and runs is None):
+            if takes_adapters != has_adapters or place == len(captured):
                 continue
-            if family.suits(layout.lens_R, family.sizes[place]):
+            if (family.shares and runs is not None) or family.suits(layout.lens_R, family.sizes[place]):
                 return captured[place]
         raise AssertionError(f"no graph takes {num_requests} requests: `fits` was not asked")
 

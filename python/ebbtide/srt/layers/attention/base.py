@@ -212,7 +212,7 @@ class GraphFamily:
         sizes: requests of its graphs, ascending.
         capture: attention of a graph for a number of requests, which reads these buffers.
         suits: whether it is quickest for requests of these lengths, in a graph of this size.
-        shares: whether it is for steps that are listed by what requests share, and for no others.
+        shares: whether it is the one for steps that are listed by what requests share.
     """
 
     name: str

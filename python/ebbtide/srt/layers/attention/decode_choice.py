@@ -29,6 +29,8 @@ _MAX_FEW_REQUESTS = 32
 # With more keys in the longest part, steps of Llama-3.1-8B are longer than with FlashInfer's kernels: those
 # with 128 keys to a part are 4 to 7 % shorter, with 512 alike, with 8,192 longer by 30 %.
 _MOST_FEW_KEYS = 448
+# Of the time that all keys of a step take, evenly divided: what the longest request takes, unsplit.
+_UNEVEN_SHARE = 0.8
 # What sharing must save at least, per layer: the time of a second kernel, and as much again.
 _MIN_SAVED_BYTES = 16 << 20
 # The kernel that shares reads pages in FP8 slower, by about this share, than the one that does not.
@@ -115,6 +117,16 @@ class FewRequests(CapturedAttention):
         keys_and_values = pool.k(layer.layer), pool.v(layer.layer)
         step = self._slots[group], *keys_and_values, self._pages[group], self._arrivals
         return attend_few(qkv_TNH, rope, norms, *step, layer.kind, sinks_N=layer.sinks)
+
+
+def is_uneven(
+    shape: AttentionShape, lens_R: NDArray[np.int32], batch_size: int, device: torch.device
+) -> bool:
+    """Whether the longest of many requests, of which none is split, would go on when others have ended."""
+    if kernel_for(shape) is not DecodeKernel.TILES or batch_size < unsplit_from(shape, device):
+        return False
+    num_at_a_time = 2 * num_multiprocessors(device) // shape.num_kv_heads
+    return int(lens_R.max()) * num_at_a_time >= _UNEVEN_SHARE * int(lens_R.sum())
 
 
 def can_share(shape: AttentionShape, kind: AttentionKind) -> bool:

@@ -31,6 +31,7 @@ from ebbtide.srt.layers.attention.decode_choice import (
     DecodeKernel,
     FewRequests,
     can_share,
+    is_uneven,
     kernel_for,
     serves_few,
     sharing_saves,
@@ -198,6 +199,7 @@ class FlashInferAttention(AttentionBackend):
                 "shared",
                 _sizes_for_sharing(any_size),
                 lambda size, buffers: self._capture(size, buffers, ItemBuffers(shape, size, self._device)),
+                suits=lambda lens_R, size: is_uneven(shape, lens_R, size, self._device),
                 shares=True,
             )
             families.insert(0, shared)
