@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.distributed.parallel_group import ParallelGroup, TorchGroup, join_parallel_group
-from ebbtide.srt.distributed.peer_memory import MAX_BYTES, PeerMemory
+from ebbtide.srt.distributed.peer_memory import PeerMemory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +74,7 @@ def add_all_sizes(group: ParallelGroup) -> list[str]:
             is_right = (
                 torch.equal(total, expected) if is_exact else torch.allclose(total, expected, 2**-6, 2**-4)
             )
-            if total is not x or not is_right or is_exact != (x.nbytes <= MAX_BYTES):
+            if total is not x or not is_right or is_exact != (x.nbytes <= peers.max_bytes):
                 wrong.append(f"{count} {dtype}")
     return wrong
 

@@ -32,11 +32,13 @@ _BUS_ID_BYTES: Final = 32
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 # Measured with two and with four ranks. `words` is the quickest as far as these and its slots go. Beyond,
 # with two ranks, `one_shot` is quicker than NCCL up to the longest message measured, by a share that falls
-# slowly. With more it pushes all of a message to each rank, and `two_shot` half of that at four: quicker.
+# slowly. With more it pushes all of a message to each rank, and `two_shot` half of that at four: quicker, but
+# by little from 8 MiB on. Nothing was held against NCCL where the switch adds up (NVLink multicast).
 WORDS_PUSHED_BYTES: Final = 384 << 10
 MAX_WORDS_BYTES: Final = 256 << 10
 ONE_SHOT_PUSHED_BYTES: Final = 1536 << 10
-MAX_BYTES: Final = 64 << 20
+MAX_BYTES_OF_TWO: Final = 64 << 20
+MAX_BYTES_OF_MORE: Final = 8 << 20
 _WORD_BYTES: Final = 8
 # Kernels that meet for the first time are compiled first, on each rank in its own time.
 FIRST_MEETING_S: Final = 120.0
@@ -69,12 +71,14 @@ class PeerMemory:
 
     Attributes:
         num_bytes: of the memory of this rank: 5 MiB for each rank of the group.
+        max_bytes: of a message.
         offer: by which the other ranks open it.
     """
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
         self._kernels = _load_kernels()
         self._store, self._rank, self._size, self._device = store, rank, size, device
+        self.max_bytes = MAX_BYTES_OF_TWO if size == 2 else MAX_BYTES_OF_MORE
         self._driver = CudaDriver()
         self.num_bytes = self._kernels.num_bytes(size)
         # Torch makes its context the current one of this thread when it first allocates.
@@ -107,7 +111,7 @@ class PeerMemory:
 
     def takes(self, x: Tensor, onto: Tensor | None = None) -> bool:
         """Whether `all_reduce_` sums such tensors, alike on every rank."""
-        if x.dtype not in _DTYPES or not 0 < x.nbytes <= MAX_BYTES or not _is_aligned(x):
+        if x.dtype not in _DTYPES or not 0 < x.nbytes <= self.max_bytes or not _is_aligned(x):
             return False
         return onto is None or (onto.dtype == x.dtype and onto.shape == x.shape and _is_aligned(onto))
 
