@@ -26,12 +26,12 @@ MODELS = {
     "Phi3ForCausalLM": "llama",
     "Gemma2ForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma",
-    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3NextForCausalLM": "qwen",
     "NemotronHForCausalLM": "nemotron_h",
-    "Qwen3_5ForCausalLM": "qwen3_next",
-    "Qwen3_5ForConditionalGeneration": "qwen3_next",
-    "Qwen3_5MoeForCausalLM": "qwen3_next",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen",
+    "Qwen3_5ForConditionalGeneration": "qwen",
+    "Qwen3_5MoeForCausalLM": "qwen",
+    "Qwen3_5MoeForConditionalGeneration": "qwen",
 }
 
 
