@@ -9,7 +9,7 @@ import pytest
 from ebbtide import doctor
 from ebbtide.doctor import Bearing
 from ebbtide.srt import kernel_cache
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.device import CpuDevice
 from ebbtide.srt.errors import ConfigurationError
 
 

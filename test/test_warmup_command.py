@@ -12,7 +12,7 @@ from fixtures.checkpoints import make_checkpoint
 
 from ebbtide import cli
 from ebbtide.srt import config, device
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.device import CpuDevice
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.model_executor import builder
 

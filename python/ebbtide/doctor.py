@@ -120,11 +120,8 @@ def _arenas(has_gpu: bool) -> Iterator[Finding]:
     subject = "host memory saver" if has_gpu else "memory saver"
     needed_by = "--device cpu and --enable-weights-cpu-backup" if has_gpu else "the engine"
     try:
-        from ebbtide.srt.device.cpu import CpuDevice
-    except ImportError as error:
-        yield Finding("memory", f"not looked at: {error}", "install the packages first", Bearing.MISSING)
-        return
-    try:
+        from ebbtide.srt.device import CpuDevice
+
         device = CpuDevice()
         virtual_memory = device.virtual_memory()
         size = virtual_memory.granularity
@@ -137,6 +134,9 @@ def _arenas(has_gpu: bool) -> Iterator[Finding]:
             virtual_memory.release(handle)
         virtual_memory.free_reservation(place)
         memory = device.memory_info()
+    except ImportError as error:
+        yield Finding("memory", f"not looked at: {error}", "install the packages first", Bearing.MISSING)
+        return
     except Exception as error:  # whatever stops an arena here is what this command is for
         bearing = Bearing.NOTE if has_gpu else Bearing.MISSING
         yield Finding(subject, f"does not work: {error}", f"it is for {needed_by}", bearing)

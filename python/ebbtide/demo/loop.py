@@ -24,7 +24,7 @@ from ebbtide.demo.trainer import (
     encode,
 )
 from ebbtide.formats.bucket import pack_buckets
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.device import CpuDevice
 from ebbtide.trainer.payload_encoding import serialize_bucket
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from fixtures.gpu_memory import UUID, Counters, Gpu
 from fixtures.real_rank import RealRank
 from safetensors.torch import load_file
 
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.device import CpuDevice
 from ebbtide.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
 )

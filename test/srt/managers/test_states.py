@@ -13,7 +13,7 @@ from fixtures.full_rank import CHUNK, DISTURBANCES, SHAPE, Conversations, Rank, 
 from fixtures.real_rank import RealRank
 from fixtures.references import Reference, check_greedy_spans
 
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.device import CpuDevice
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.managers.io_struct import (
     ContinueGenerationReqInput,

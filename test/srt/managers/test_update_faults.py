@@ -18,7 +18,7 @@ from msgspec import structs
 from safetensors.torch import load_file
 
 from ebbtide.formats.tensor_refs import TensorHeader
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.device import CpuDevice
 from ebbtide.srt.errors import OutOfDeviceMemory
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,

@@ -12,7 +12,7 @@ from fixtures.model_runs import RunnerDriver
 from safetensors.torch import load_file, save_file
 
 from ebbtide.srt.config import resolve
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.device import CpuDevice
 from ebbtide.srt.errors import ConfigurationError, OutOfDeviceMemory
 from ebbtide.srt.mem_cache import Paged
 from ebbtide.srt.mem_cache.kv_pool import KVLayout

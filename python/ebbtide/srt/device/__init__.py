@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,7 @@ from ebbtide.srt.memory_saver.virtual_memory import read_host_memory
 if TYPE_CHECKING:
     from ebbtide.srt.memory_saver.virtual_memory import VirtualMemory
     from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning
+    from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 T = TypeVar("T")
 
@@ -70,11 +71,42 @@ class Device(Protocol):
         """What makes copies from and to host memory quick; None where nothing has to."""
 
 
+class CpuDevice:
+    """The host as a device: to launch is to run, and its memory is the machine's or the control group's."""
+
+    name = "cpu"
+    uuid = None
+
+    def __init__(self) -> None:
+        from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory  # has torch
+
+        self._virtual_memory = HostVirtualMemory()
+
+    def synchronize(self) -> None: ...
+    def copying(self, *, beside: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copies_done(self) -> bool:
+        return True
+
+    def follow_copies(self) -> None: ...
+    def trim(self) -> None: ...
+    def free_bytes(self) -> int:
+        """What could be had without swapping."""
+        return read_host_memory().available_bytes
+
+    def memory_info(self, pid: int | None = None) -> MemoryInfo:
+        return host_memory_info(pid)
+
+    def virtual_memory(self) -> HostVirtualMemory:
+        return self._virtual_memory
+
+    def host_pinning(self) -> None: ...
+
+
 def open_device(name: str) -> Device:
     """The device of a name as torch spells it ("cpu", "cuda:1"), or ConfigurationError."""
     if name == "cpu":
-        from ebbtide.srt.device.cpu import CpuDevice  # torch: the API process does without it
-
         return CpuDevice()
     match = re.fullmatch(r"cuda(?::(\d+))?", name)
     if match is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.srt.config import ParallelConfig
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.device import CpuDevice
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.scheduling import weight_io
 from ebbtide.srt.managers.scheduling.weight_io import ParameterChecker

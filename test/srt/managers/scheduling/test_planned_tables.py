@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.tensor_list import DeviceStorage, Listing
-from ebbtide.srt.device.cpu import CpuDevice
+from ebbtide.srt.device import CpuDevice
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.managers.scheduling.write_plan import TensorPlan, WeightStaging, make_plan
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
