@@ -29,9 +29,8 @@ from dataclasses import KW_ONLY, dataclass, field
 import numpy as np
 
 from ebbtide.srt.mem_cache import WHOLE, Windows, first_needed
-from ebbtide.srt.mem_cache.page_allocator import PageAllocator
+from ebbtide.srt.mem_cache.page_allocator import MISSING, PageAllocator, WindowPages
 from ebbtide.srt.mem_cache.state_slots import Checkpoints
-from ebbtide.srt.mem_cache.window_pages import MISSING, WindowPages
 
 # Prefixes are shared within one namespace only, e.g. (cache_salt, extra_key) or with the weight version.
 Namespace = tuple[str, ...]
