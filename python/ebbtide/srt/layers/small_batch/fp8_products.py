@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.srt.layers.kernels.fp8.quantize import in_eight_bits
-from ebbtide.srt.layers.kernels.fp8.words import four_of, fours, row_sums
+from ebbtide.srt.layers.kernels.fp8.quantize import four_of, fours, in_eight_bits, row_sums
 from ebbtide.srt.layers.kernels.instructions import announce, prefetch, wait
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.layers.kernels.norm import activate

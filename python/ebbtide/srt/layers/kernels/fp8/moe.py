@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.heads import RoutedTokens
 from ebbtide.srt.layers.kernels.fp8.product import quantize_tokens, room_for_tokens
-from ebbtide.srt.layers.kernels.fp8.quantize import in_eight_bits
-from ebbtide.srt.layers.kernels.fp8.words import four_of, fours, row_sums
+from ebbtide.srt.layers.kernels.fp8.quantize import four_of, fours, in_eight_bits, row_sums
 from ebbtide.srt.layers.kernels.fused_moe import add_up_
 from ebbtide.srt.layers.kernels.instructions import follow, prefetch
 from ebbtide.srt.layers.kernels.launch import overlap_options
