@@ -4,20 +4,22 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fixtures.broadcasting_trainer import BroadcastingTrainer, announcement
-from fixtures.deadlines import wait_until
+from fixtures.deadlines import HANG_S, wait_until
 from fixtures.servers import free_port
 from safetensors.torch import load_file, save_file
 
 from ebbtide.formats import packed_slices, weight_group
-from ebbtide.formats.rendezvous import GroupAddress
+from ebbtide.formats.rendezvous import GroupAddress, Member
 from ebbtide.srt.config import Place
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import Destination
+from ebbtide.srt.weight_sync import distributed_source
 from ebbtide.srt.weight_sync.distributed_source import (
     Announcement,
     BroadcastSource,
@@ -284,6 +286,32 @@ def test_one_joining_at_a_time_under_a_name(groups: Memberships) -> None:
     with pytest.raises(RequestRejected, match="was not joined: destroyed"):
         next(first)
     assert groups.leave("g", "destroyed") is None
+
+
+@pytest.mark.parametrize("is_joined_first", [True, False])
+@pytest.mark.parametrize("is_destroyed", [True, False])
+def test_a_group_whose_joining_is_given_up_is_left_whenever_it_was_joined(
+    groups: Memberships, monkeypatch: pytest.MonkeyPatch, is_joined_first: bool, is_destroyed: bool
+) -> None:
+    left, others_are_there = threading.Event(), threading.Event()
+
+    def meet(*place: Any) -> Member:
+        others_are_there.wait()
+        return Member(SimpleNamespace(abort=left.set), None)
+
+    monkeypatch.setattr(distributed_source, "connect", meet)
+    joining = groups.join(GroupAddress("given-up", "::1", 1, 1, 2, "gloo"), ALL)
+    next(joining)
+    if is_joined_first:
+        others_are_there.set()
+        wait_until(lambda: not any(thread.name == "join-given-up" for thread in threading.enumerate()))
+    if is_destroyed:
+        groups.leave("given-up", "destroyed")
+    else:
+        joining.close()
+    others_are_there.set()
+    assert left.wait(HANG_S)
+    assert groups.names == []
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -22,7 +23,6 @@ from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import TensorHeader, dtype_named, tensor_shape
 from ebbtide.formats.weight_group import (
     Broadcasts,
-    GroupLeft,
     InThread,
     Leaving,
     TensorKinds,
@@ -305,20 +305,26 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-class _Joining(InThread[Member]):
-    """A group that is being joined. The thread ends when its time is up, whoever has given it up."""
+class _Joining(InThread[list[Member]]):
+    """A group that is being joined. The thread ends when its time is up, whoever has given it up.
+
+    Its member is in the list until somebody takes it.
+    """
 
     def __init__(self, address: GroupAddress, timeout_s: float, device: torch.device) -> None:
         self.given_up = ""
+        super().__init__(f"join-{address.name}", lambda: [connect(address, timeout_s, device)])
 
-        def join() -> Member:
-            member = connect(address, timeout_s, device)
-            if self.given_up:
-                abort([member])
-                raise GroupLeft(self.given_up)
-            return member
+    def give_up(self, why: str) -> None:
+        """Leave the group as soon as it was joined, unless somebody has taken its member."""
+        self.given_up = self.given_up or why
+        self.future.add_done_callback(_leave)
 
-        super().__init__(f"join-{address.name}", join)
+
+def _leave(joined: Future[list[Member]]) -> None:
+    if joined.exception() is None and joined.result():
+        # It may take as long as a peer likes.
+        InThread("leave", partial(abort, joined.result()))
 
 
 @dataclass
@@ -361,7 +367,7 @@ class Memberships:
                 if joining.given_up:
                     raise RequestRejected(f"group {address.name!r} was not joined: {joining.given_up}")
                 try:
-                    member = joining.result()
+                    member = joining.result().pop()
                 except Exception as error:
                     raise RequestRejected(
                         f"group {address.name!r} at {address.url} was not joined as rank {address.rank} of "
@@ -369,7 +375,7 @@ class Memberships:
                     ) from error
                 self.groups[address.name] = WeightGroup(address.name, member, device)
             finally:
-                joining.given_up = joining.given_up or "the request ended"
+                joining.give_up("the request ended")
                 if self._joining.get(address.name) is joining:
                     del self._joining[address.name]
 
@@ -390,7 +396,7 @@ class Memberships:
         """Leave the group of that name, or stop joining it; None if there is none."""
         joining = self._joining.pop(name, None)
         if joining is not None:
-            joining.given_up = why
+            joining.give_up(why)
         group = self.groups.get(name)
         if group is None or group.is_closed:
             return None if joining is None else Leaving(name, lambda: None)
