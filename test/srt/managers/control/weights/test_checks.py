@@ -112,6 +112,14 @@ def test_nothing_is_said_of_weights_that_changed_meanwhile(harness: Harness, act
     check(harness, "compare")
 
 
+def test_a_snapshot_is_none_of_weights_that_changed_before_a_rank_came_to_it() -> None:
+    harness = Harness(num_ranks=3)
+    call = harness.call(ask("snapshot"))
+    harness.call(ask("reset_tensors"))
+    harness.run_until_idle()
+    assert "meanwhile" in harness.refusal(call).message
+
+
 def test_a_rank_that_has_no_room_for_a_snapshot_or_whose_weights_differ_is_named() -> None:
     harness = Harness(num_ranks=3)
     harness.ranks[1].weights.faults["check"] = RequestRejected("no room", 409)

@@ -155,8 +155,11 @@ class WeightChecks:
             if now != before or MemoryTag.WEIGHTS in self._memory.released:
                 raise RequestRejected("the weights were changed or released meanwhile: ask again", 409)
 
-        _, result = yield from self._pace.turns(guarded(slices, require_unchanged), Activity.WORKING)
-        return result
+        def watched() -> Work[T]:
+            _, result = yield from self._pace.turns(guarded(slices, require_unchanged), Activity.WORKING)
+            return result
+
+        return watched()
 
 
 def _refusing(differences: Slices[list[dict[str, str]]]) -> Slices[None]:
