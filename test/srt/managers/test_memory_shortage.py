@@ -241,6 +241,18 @@ def test_only_the_request_ends_that_has_no_memory_for_a_minute_and_it_has_its_to
     assert_nothing_is_held(waiting)
 
 
+def test_who_comes_after_one_that_has_waited_and_went_has_a_whole_minute(waiting: Waiting) -> None:
+    for _ in scheduler.MEMORY_WAITS_S[:-2]:
+        end_wait(waiting)
+    first, *others = waiting.rids
+    waiting.abort(first)
+    for _ in scheduler.MEMORY_WAITS_S:
+        end_wait(waiting)
+    assert not any(waiting.outputs[rid].finish for rid in others)
+    end_wait(waiting)
+    assert [bool(waiting.outputs[rid].finish) for rid in others] == [True, False, False]
+
+
 CONTROL: dict[str, Callable[[Waiting], Any]] = {
     "pause-in-place": lambda harness: (harness.pause(PauseMode.IN_PLACE), harness.proceed()),
     "pause-retract": lambda harness: (harness.pause(PauseMode.RETRACT), harness.proceed()),

@@ -208,7 +208,7 @@ def test_a_pass_that_finds_no_memory_is_halved_and_doubled_after_ever_more_that_
         for _ in range(count):
             tried.append(min(16, limit.num_tokens))
             if tried[-1] > most:
-                limit.note_failed(np.array([tried[-1]]))
+                limit.note_failed(np.array([tried[-1]]), 1)
             else:
                 limit.note_fitting()
         return tried
@@ -226,14 +226,14 @@ def test_prompts_give_way_before_requests_that_decode() -> None:
         decoding = min(num_decoding, limit.num_tokens)
         rest = min(num_prompt, limit.num_tokens - decoding)
         sizes.append((decoding, rest))
-        limit.note_failed(np.array([1] * decoding + [rest] * (rest > 0)))
+        limit.note_failed(np.array([1] * decoding + [rest] * (rest > 0)), 1)
     assert sizes == [(5, 9), (5, 4), (5, 2), (5, 1), (3, 0), (1, 0), (1, 0)]
 
 
 def test_after_waits_for_memory_passes_are_whole_at_once() -> None:
     limit = PassLimit()
     for size in (5, 2, 1, 1, 1):
-        limit.note_failed(np.array([size]))
+        limit.note_failed(np.array([size]), 1)
     assert (limit.num_tokens, limit.num_waits) == (1, 3)
     limit.note_fitting()
     assert (limit.num_tokens, limit.num_waits) == (sys.maxsize, 0)

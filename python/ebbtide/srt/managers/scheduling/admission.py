@@ -246,26 +246,30 @@ class PassLimit:
 
     Attributes:
         num_tokens: at most; `sys.maxsize`: none has failed.
-        num_waits: passes of one token that have failed since one has not. None can be smaller.
+        num_waits: passes of one token of the same request that have failed since one has not. None can be
+            smaller.
     """
 
     LEAST_PATIENCE, MOST_PATIENCE = 8, 512
 
     def __init__(self) -> None:
         self.num_tokens = sys.maxsize
-        self.num_waits = self._num_fitting = 0
+        self.num_waits = self._num_fitting = self._waiting = 0
         self._patience, self._has_grown = self.LEAST_PATIENCE, False
 
-    def note_failed(self, num_new_R: NDArray[np.int32]) -> None:
-        """A pass of so many tokens of each request has failed. Less of the prompts may fit, and in the end
-        half of what comes token by token."""
+    def note_failed(self, num_new_R: NDArray[np.int32], first: int) -> None:
+        """A pass of so many tokens of each request has failed, the first of which came as number `first`.
+
+        Less of the prompts may fit, and in the end half of what comes token by token.
+        """
         if self._has_grown:
             self._patience = min(2 * self._patience, self.MOST_PATIENCE)
         self._num_fitting, self._has_grown = 0, False
         num_single = int((num_new_R == 1).sum())
         num_others = int(num_new_R.sum()) - num_single
         if num_single + num_others == 1:
-            self.num_waits += 1
+            self.num_waits = self.num_waits + 1 if first == self._waiting else 1
+            self._waiting = first
         else:
             self.num_tokens = num_single + num_others // 2 if num_others else num_single // 2
 

@@ -325,7 +325,7 @@ class SchedulePolicy:
         """The only batch in flight found too little memory: it counts for nothing, the next is smaller."""
         self.note_committed()
         self.rows.undo(batch.plan)
-        self.pass_limit.note_failed(batch.plan.num_new_R)
+        self.pass_limit.note_failed(batch.plan.num_new_R, batch.requests[0].arrival)
         # States have changed in some layers, and would change twice.
         for req in [] if self.pages.states is None else list(self.running):
             self.retract(req, RetractCause.MEMORY)
