@@ -157,7 +157,9 @@ class ControlMachine(Clients):
         launch = rank.runner.launch
 
         def recorded(plan: BatchPlan, **fields: Any) -> Any:
-            self.plans[index].append((self.num_turns(index), *described(plan)))
+            # A trial pass stands alone: it comes in its order, at every rank's own speed.
+            is_trial = rank.scheduler.control.operations.stands_alone
+            self.plans[index].append((None if is_trial else self.num_turns(index), *described(plan)))
             return launch(plan, **fields)
 
         rank.runner.launch = recorded  # type: ignore[method-assign]
