@@ -6,7 +6,8 @@ import pytest
 from msgspec import Meta, Struct
 
 from ebbtide.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, parse
-from ebbtide.srt.lossless import read_losslessly
+from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.lossless import read, read_losslessly
 from ebbtide.srt.managers.api import generate_fields
 from ebbtide.srt.managers.api.control_client import build_request
 from ebbtide.srt.managers.io_struct import EndWeightUpdateReqInput
@@ -45,6 +46,30 @@ class Loose(Struct):
 def test_only_what_loses_nothing_changes(name: str, given: Any, read: Any) -> None:
     [found] = read_losslessly({name: given}, Loose).values()
     assert (found, type(found)) == (read, type(read)) or (found is given and given != given)
+
+
+class Within(Struct):
+    word: Literal["a"]
+
+
+class Choosing(Struct):
+    digit: Literal[0, 1] | None = None
+    words: list[Literal["a", "b"]] | None = None
+    objects: list[Within] | None = None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"digit": 2}, "Invalid enum value 2 - at `$.digit`; expected one of 0, 1"),
+        ({"words": ["c"]}, "Invalid enum value 'c' - at `$.words[0]`; expected one of a, b"),
+        ({"objects": [{"word": "c"}]}, "Invalid enum value 'c' - at `$.objects[0].word`"),
+    ],
+)
+def test_a_refusal_names_the_values_that_a_field_can_have(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestRejected) as refused:
+        read(Choosing, fields)
+    assert refused.value.message == message
 
 
 def test_every_reader_of_requests_does_so() -> None:

@@ -68,7 +68,9 @@ def read_json(file: Path) -> Iterator[Any]:
     """What a file of JSON says; refused where it cannot be read, or does not say what is asked for within."""
     try:
         yield json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestRejected(f"{file} cannot be read: {error}") from error
+    except (LookupError, TypeError, AttributeError) as error:
         raise RequestRejected(f"{file} cannot be read: {error!r}") from error
 
 

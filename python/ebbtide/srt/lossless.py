@@ -104,7 +104,7 @@ def _explained(error: msgspec.ValidationError, kind: type[Struct]) -> str:
     message = str(error)
     if message.startswith("Invalid base64"):
         return f"{message}; expected the standard alphabet, with padding"
-    field = re.search(r"`\$\.(\w+)", message)
+    field = re.search(r"`\$\.(\w+)[^.]*`", message)  # of the request itself, not of an object within
     if field is None or not message.startswith("Invalid enum value"):
         return message
     types = {known.name: known.type for known in msgspec.structs.fields(kind)}
@@ -112,9 +112,9 @@ def _explained(error: msgspec.ValidationError, kind: type[Struct]) -> str:
 
 
 def valid_values(annotation: Any) -> list[str]:
-    """What a type of a field has a list of: members of an enumeration, words."""
+    """What a type of a field has a list of: members of an enumeration, words, numbers."""
     if isinstance(annotation, enum.EnumType):
         return list(map(str, annotation.__members__.values()))
-    if isinstance(annotation, str):
-        return [annotation]
+    if isinstance(annotation, str | int):
+        return [str(annotation)]
     return [value for argument in get_args(annotation) for value in valid_values(argument)]
