@@ -23,9 +23,8 @@ from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec, StepR
 from ebbtide.srt.model_executor.sampling.choosing import Chooser, HostChooser, mixed_seeds, uniforms
 from ebbtide.srt.model_executor.sampling.kernel import KernelChooser
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
-from ebbtide.srt.model_executor.sampling.sampler import Sampler
+from ebbtide.srt.model_executor.sampling.sampler import MAX_LISTED, Sampler, SupportReader
 from ebbtide.srt.model_executor.sampling.score_kernels import token_logprobs
-from ebbtide.srt.model_executor.sampling.support import MAX_LISTED, SupportReader
 from ebbtide.srt.sampling_params import SamplingParams
 
 # Three tiles, the last one not full.
