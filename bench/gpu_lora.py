@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from watched_streams import Streams
 
 from ebbtide import Engine
-from ebbtide.srt.adapter_config import adapter_config
 from ebbtide.srt.config import resolve
 from ebbtide.srt.device import open_device
+from ebbtide.srt.hf_folder import adapter_config
 from ebbtide.srt.mem_cache.page_allocator import PageAllocator
 from ebbtide.srt.memory_saver.saver import open_memory_saver
 from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, PendingStep, SampleSpec

@@ -9,9 +9,9 @@ from fixtures.checkpoints import GEMMA2, GEMMA3, make_checkpoint
 from fixtures.model_runs import RunnerDriver
 from fixtures.rank_processes import Output, Ranks, generate, outputs_of
 
-from ebbtide.srt.adapter_config import adapter_config
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.hf_folder import adapter_config
 
 NUM_TOKENS = 12
 PROMPTS = [list(b"The tide turns twice a day, and the marsh knows."), list(b"Ebb"), [7]]

@@ -16,8 +16,8 @@ from fixtures.real_rank import RealRank
 from fixtures.references import Reference
 from safetensors.torch import load_file, save_file
 
-from ebbtide.srt.adapter_config import adapter_config
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.hf_folder import adapter_config
 from ebbtide.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.model_executor.adapters import AdapterSlots

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebbtide.srt.adapter_config import MAX_TEXT, AdapterConfig
 from ebbtide.srt.config import AdapterLimits
 from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
+from ebbtide.srt.hf_folder import MAX_TEXT, AdapterConfig
 from ebbtide.srt.layers.linear import Linear
 from ebbtide.srt.layers.lora import ProductAdapters
 from ebbtide.srt.layers.moe import Experts

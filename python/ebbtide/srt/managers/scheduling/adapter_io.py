@@ -17,9 +17,9 @@ from torch import Tensor
 from ebbtide.formats.delta import as_hex, matrix_shape, mixed, state_sum
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.formats.tensor_refs import TensorHeader
-from ebbtide.srt.adapter_config import AdapterConfig, adapter_config
 from ebbtide.srt.device import Device
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
+from ebbtide.srt.hf_folder import AdapterConfig, adapter_config
 from ebbtide.srt.managers.control import CopyStream, Slices
 from ebbtide.srt.managers.control.weights.commit_terms import describe_nonfinite
 from ebbtide.srt.managers.io_struct import (
