@@ -3,8 +3,11 @@
 import pytest
 from fixtures.control import Harness, updating
 
+from ebbtide.srt.managers.control import Activity, Operation
+from ebbtide.srt.managers.control.operations import Operations
 from ebbtide.srt.managers.io_struct import (
     CONTROL_REQUESTS,
+    AnyReply,
     ControlRequest,
     FlushCacheReqInput,
     InitWeightsUpdateGroupReqInput,
@@ -32,6 +35,29 @@ def test_a_handler_that_fails_is_an_answer_and_not_the_end(caplog: pytest.LogCap
     assert "a bug" in caplog.text
     harness.scheduler.control.handlers[PingReqInput] = working
     harness.do(PingReqInput())
+
+
+@pytest.mark.parametrize("kind", [Activity.WORKING, Activity.ALONE])
+def test_who_waits_for_what_another_ends_needs_no_further_turn(kind: Activity) -> None:
+    replies: dict[str, AnyReply] = {}
+    operations = Operations(replies.__setitem__)
+    has_ended = False
+
+    def waiting() -> Operation:
+        while not has_ended:
+            yield Activity.WAITING
+        return PingReqOutput()
+
+    def working() -> Operation:
+        nonlocal has_ended
+        yield kind
+        has_ended = True
+        return PingReqOutput()
+
+    for call_id, operation in (("waits", waiting()), ("works", working())):
+        operations.start(call_id, PingReqInput(), operation, lambda: None)
+    operations.advance(lambda: None)
+    assert set(replies) == {"works", "waits"}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
