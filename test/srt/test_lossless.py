@@ -79,5 +79,6 @@ def test_every_reader_of_requests_does_so() -> None:
     assert (completion.logprobs, completion.max_tokens, completion.echo, completion.seed) == (1, 2, True, 3)
     assert parse(ChatCompletionRequest, {"messages": [], "logprobs": 1, "n": 2.0}).n == 2
     assert generate_fields.parse({"text": "a", "stream": 1, "priority": "7"}).priority == 7
+    assert generate_fields.parse({"text": "a", "timeout_s": 1e300}).timeout_s == 1e300
     ended, _ = build_request(EndWeightUpdateReqInput, {"allow_incomplete": "true", "timeout_s": "1.5"})
     assert (ended.allow_incomplete, ended.timeout_s) == (True, 1.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,6 @@ UNSUPPORTED_FIELDS = frozenset(
 # What a message between processes has room for; JSON and Python have more.
 INT64_MAX: Final = 2**63 - 1
 Int64: TypeAlias = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
-MAX_TIMEOUT_S: Final = 1e9
 
 
 def said(description: str | None = None, **schema: Any) -> Meta:
@@ -87,7 +87,7 @@ class PromptFields(CommonFields, kw_only=True):
         str | list[str | None] | None, said("The name of a loaded adapter, or `name@version`.")
     ] = None
     data_parallel_rank: int | None = None
-    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=sys.float_info.max)] | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
     sampling_logprobs_mode: Annotated[
