@@ -162,8 +162,9 @@ class RecordedGroup:
         self.num_sent += 1
         return self
 
-    def close(self, why: str) -> None:
+    def close(self, why: str) -> weight_group.Leaving:
         self.is_closed = True
+        return weight_group.Leaving(self.name, lambda: None)
 
 
 def test_a_group_is_left_wherever_a_broadcast_in_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +200,30 @@ def test_a_group_is_left_wherever_a_broadcast_in_it_fails(monkeypatch: pytest.Mo
         assert made[-1].is_closed or made[-1].num_sent == made[-1].num_taken, f"at line {number}"
     assert not made[-1].is_closed
     assert len(made) > 10
+
+
+def test_no_engine_stays_in_a_group_whose_making_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcaster, "WeightGroup", RecordedGroup)
+    monkeypatch.setattr(broadcaster, "connect", lambda *_: None)
+    joined: set[str] = set()
+    asked = SimpleNamespace(
+        name="engine",
+        location=None,
+        size=lambda: (1, 1),
+        join_group=lambda address, _: joined.add(address.name),
+        leave_group=joined.discard,
+    )
+    for number in itertools.count():
+        making = broadcaster.Broadcaster([asked], "gloo", None, None)  # type: ignore[list-item]
+        with (
+            raised_at_line(number, KeyboardInterrupt(), "trainer/broadcaster.py") as lines,
+            suppress(KeyboardInterrupt),
+        ):
+            making.connect(torch.device("cpu"), HANG_S)
+        making.close()
+        assert not joined, f"at line {number}"
+        if next(lines) <= number:
+            break
 
 
 def test_several_targets_until_one_dies_in_the_middle(

@@ -99,21 +99,19 @@ class Broadcaster:
             ]
             member = InThread(f"join-{own.name}", lambda: connect(own, timeout_s))
             offsets = itertools.accumulate((num_ranks for num_ranks, _ in sizes), initial=1)
-            is_complete = False
             try:
                 joining = {
                     target.name: pool.submit(target.join_group, replace(own, host=host, rank=rank), timeout_s)
                     for target, host, rank in zip(self._targets, hosts, offsets, strict=False)
                 }
-                is_complete = _all_succeed(joining, member)
+                if _all_succeed(joining, member):
+                    self._group = WeightGroup(own.name, member.result(), device)
+                    return {}
             finally:
-                if not is_complete:
+                if self._group is None:
                     self._ask_to_leave(pool, own.name)
-            if not is_complete:
-                failures = {**failures_in(outcomes_of(joining))}
-                return failures or self._blamed(member, "the group was not joined")
-        self._group = WeightGroup(own.name, member.result(), device)
-        return {}
+            failures = {**failures_in(outcomes_of(joining))}
+            return failures or self._blamed(member, "the group was not joined")
 
     def send(self, tensors: NamedTensors, timeout_s: float) -> Outcomes:
         """Broadcast these into the targets' sessions; they may change once this has returned.
