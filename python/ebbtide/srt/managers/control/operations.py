@@ -114,18 +114,19 @@ class Operations:
         Args:
             settle: ends the forward pass under way; called only for those that need it.
         """
-        alone = [call_id for call_id, pending in self._pending.items() if pending.activity is Activity.ALONE]
-        asked = alone or list(self._pending)
-        for call_id in asked:
-            pending = self._pending.get(call_id)
-            if pending is None or pending.activity is Activity.PREPARED:
-                continue
-            if pending.activity in BETWEEN_PASSES:
-                settle()
-            self._turn(call_id, pending.operation.__next__, settle)
-        if any(call_id not in self._pending for call_id in asked):
+        has_ended = True
+        while has_ended:
+            alone = [key for key, pending in self._pending.items() if pending.activity is Activity.ALONE]
+            asked = alone or list(self._pending)
+            for call_id in asked:
+                pending = self._pending.get(call_id)
+                if pending is None or pending.activity is Activity.PREPARED:
+                    continue
+                if pending.activity in BETWEEN_PASSES:
+                    settle()
+                self._turn(call_id, pending.operation.__next__, settle)
             # Who was asked before, or not at all, may wait for what has ended; no other turn need come.
-            self.advance(settle)
+            has_ended = any(call_id not in self._pending for call_id in asked)
 
     def decide(self, call_id: str, refusal: str | None) -> None:
         """Commit this joint operation now, or give it up for this reason. One that has ended stays so.
