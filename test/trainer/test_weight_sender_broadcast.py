@@ -202,15 +202,20 @@ def test_a_group_is_left_wherever_a_broadcast_in_it_fails(monkeypatch: pytest.Mo
     assert len(made) > 10
 
 
-def test_no_engine_stays_in_a_group_whose_making_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_no_engine_stays_in_a_group_whose_making_use_or_end_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, is_used_again: bool
+) -> None:
     monkeypatch.setattr(broadcaster, "WeightGroup", RecordedGroup)
     monkeypatch.setattr(broadcaster, "connect", lambda *_: None)
+    monkeypatch.setattr(broadcaster, "host_store", lambda _: SimpleNamespace(port=1))
     joined: set[str] = set()
     asked = SimpleNamespace(
         name="engine",
         location=None,
         size=lambda: (1, 1),
         join_group=lambda address, _: joined.add(address.name),
+        take_broadcast=lambda *_: {},
         leave_group=joined.discard,
     )
     for number in itertools.count():
@@ -220,6 +225,11 @@ def test_no_engine_stays_in_a_group_whose_making_is_interrupted(monkeypatch: pyt
             suppress(KeyboardInterrupt),
         ):
             making.connect(torch.device("cpu"), HANG_S)
+            making.send([("a", torch.zeros(1))], HANG_S)
+            making.close()
+        if is_used_again:
+            assert making.connect(torch.device("cpu"), HANG_S) == {}
+            assert len(joined) == 1, f"at line {number}"
         making.close()
         assert not joined, f"at line {number}"
         if next(lines) <= number:

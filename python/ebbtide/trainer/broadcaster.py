@@ -21,7 +21,7 @@ from ebbtide.formats import Announcement
 from ebbtide.formats.bucket import FlattenedTensorBucket
 from ebbtide.formats.rendezvous import SOURCE_RANK, GroupAddress, connect, host_store
 from ebbtide.formats.weight_group import InThread, WeightGroup
-from ebbtide.srt.errors import EbbtideError, EngineError
+from ebbtide.srt.errors import EngineError
 from ebbtide.trainer.cuda_ipc import NamedTensors
 from ebbtide.trainer.targets import Outcomes, Target, failures_in, outcomes_of
 
@@ -51,6 +51,9 @@ class Broadcaster:
     _master_port: int | None
     _store: Any = field(default=None, init=False)
     _group: WeightGroup | None = field(default=None, init=False)
+    # Of the last group that targets were asked to join. They may be in it still, where an interrupt came, and
+    # are asked to leave before the next one.
+    _name: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._names = map(f"weight-sender-{uuid4().hex[:12]}-{{}}".format, itertools.count())
@@ -76,9 +79,10 @@ class Broadcaster:
         """
         if self._group is not None:
             return {}
+        self._ask_to_leave()
         if self._store is None:
             self._store = host_store(self._master_port or 0)
-        with ThreadPoolExecutor(2 * len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
+        with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
             sizing = {target.name: pool.submit(target.size) for target in self._targets}
             found = outcomes_of(sizing)
             failures: Outcomes = {**failures_in(found)}
@@ -100,6 +104,7 @@ class Broadcaster:
             member = InThread(f"join-{own.name}", lambda: connect(own, timeout_s))
             offsets = itertools.accumulate((num_ranks for num_ranks, _ in sizes), initial=1)
             try:
+                self._name = own.name
                 joining = {
                     target.name: pool.submit(target.join_group, replace(own, host=host, rank=rank), timeout_s)
                     for target, host, rank in zip(self._targets, hosts, offsets, strict=False)
@@ -109,7 +114,7 @@ class Broadcaster:
                     return {}
             finally:
                 if self._group is None:
-                    self._ask_to_leave(pool, own.name)
+                    self._ask_to_leave()
             failures = {**failures_in(outcomes_of(joining))}
             return failures or self._blamed(member, "the group was not joined")
 
@@ -136,7 +141,7 @@ class Broadcaster:
                 return [FlattenedTensorBucket(here).get_flattened_tensor()]
             return [tensor.contiguous() for _, tensor in here]
 
-        with ThreadPoolExecutor(2 * len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
+        with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
             try:
                 self._group = None
                 broadcast = group.send(contiguous, timeout_s + SOURCE_MARGIN_S)
@@ -150,26 +155,24 @@ class Broadcaster:
                 # What one end has sent and the other has not asked for would come with the next bucket.
                 if self._group is None:
                     group.close("a bucket was not taken by every engine")
-                    self._ask_to_leave(pool, group.name)
+                    self._ask_to_leave()
             return outcomes_of(calls)
 
     def close(self) -> None:
         """Leave the group, and let the store go. It may be used again."""
         group, self._group = self._group, None
-        if group is not None:
-            with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
-                self._ask_to_leave(pool, group.name)
-            group.close("the sender was closed").wait()
-        self._store = None
+        try:
+            self._ask_to_leave()
+        finally:
+            if group is not None:
+                group.close("the sender was closed").wait()
+        self._store = self._name = None
 
-    def _ask_to_leave(self, pool: ThreadPoolExecutor, name: str) -> None:
+    def _ask_to_leave(self) -> None:
         """Make all targets leave; one that fails here has left, or will as its connections end."""
-
-        def leave(target: Target) -> None:
-            with suppress(EbbtideError):
-                target.leave_group(name)
-
-        wait([pool.submit(leave, target) for target in self._targets])
+        if self._name is not None:
+            with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
+                wait([pool.submit(target.leave_group, self._name) for target in self._targets])
 
     def _host_for(self, target: Target, num_nodes: int) -> str:
         if self._master_address is not None:
