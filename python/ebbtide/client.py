@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
-import msgspec
 
+from ebbtide.formats import request_body
 from ebbtide.srt.entrypoints.engine_methods import EngineMethods
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking, refuse_in_event_loop
 from ebbtide.srt.errors import EngineDown, EngineError, RequestRejected
@@ -165,7 +165,7 @@ class Client(EngineMethods):
         return body
 
     async def _ask(self, path: str, fields: Mapping[str, Any], *, is_admin: bool = True) -> Any:
-        body = await asyncio.to_thread(_encode, fields)
+        body = await asyncio.to_thread(request_body, fields)
         return json.loads(await self._runner.run(self._send("POST", path, body, is_admin=is_admin)))
 
     async def _send(
@@ -188,7 +188,7 @@ class Client(EngineMethods):
         self, method: str, path: str, fields: Mapping[str, Any] | None = None, *, is_admin: bool = True
     ) -> AsyncGenerator[Any, None]:
         """The bodies of server-sent events, up to `[DONE]` or, of a GET, the server's end."""
-        body = None if fields is None else _encode(fields)
+        body = None if fields is None else request_body(fields)
         with self._explained():
             async with self._http.stream(
                 method, path, content=body, headers=self._headers(is_admin)
@@ -225,19 +225,6 @@ class Client(EngineMethods):
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(f"the server at {self.url} went away: {reason}") from None
-
-
-def _encode(fields: Mapping[str, Any]) -> bytes:
-    return msgspec.json.encode(fields, enc_hook=_plain)
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has no word for: sampling parameters, arrays of ids, dtypes."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value)
 
 
 def _raise_for(response: httpx.Response, content: bytes) -> None:

@@ -1,12 +1,12 @@
-"""What a trainer and an engine both speak. Here, without torch: what is said of tensors ahead of them."""
+"""What a trainer and an engine both speak. Here, without torch: requests, and what they say of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, json
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
@@ -73,3 +73,17 @@ class IpcTensor(Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[_Count, ...]
     num_bytes: _Count | None = None
+
+
+def request_body(fields: Mapping[str, Any]) -> bytes:
+    """The JSON of a request's fields; bytes, as payloads are, become base64."""
+    return json.encode(fields, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: sampling parameters, arrays of ids, dtypes."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)

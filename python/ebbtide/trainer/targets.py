@@ -8,7 +8,6 @@ Source: wire_api sections 3.3 and 4.
 
 from __future__ import annotations
 
-import base64
 import http.client
 import json
 import socket
@@ -25,7 +24,7 @@ from uuid import uuid4
 
 import torch
 
-from ebbtide.formats import Announcement
+from ebbtide.formats import Announcement, request_body
 from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.formats.tensor_list import Payload
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
@@ -281,7 +280,7 @@ class ServerTarget(Target):
             operation,
             timeout_s + MARGIN_S,
             **{"load_format": payload.load_format, **fields},
-            serialized_named_tensors=[base64.b64encode(entry).decode() for entry in payload.entries],
+            serialized_named_tensors=payload.entries,
             timeout_s=timeout_s,
         )
 
@@ -318,7 +317,7 @@ class ServerTarget(Target):
         self, path: str, fields: Mapping[str, Any] | None = None, wait_s: float = STATE_TIMEOUT_S
     ) -> Any:
         """POST these fields, or GET without any; the answer's JSON."""
-        data = None if fields is None else json.dumps(fields).encode()
+        data = None if fields is None else request_body(fields)
         request = urllib.request.Request(self.name + path, data, self._headers | _trace_headers())
         try:
             with self._opener.open(request, timeout=wait_s) as response:
