@@ -6,9 +6,9 @@ import pytest
 from fixtures.checkpoints import make_tokenizer
 from fixtures.scripted_engine import LIMITS
 
-from ebbtide.srt.entrypoints.openai.tokenization import ChatTemplate, Tokenization
+from ebbtide.srt.entrypoints.openai.tokenization import MAX_IDS, ChatTemplate, Tokenization
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.text.tokenizer import Tokenizer
+from ebbtide.srt.managers.text.tokenizer import MAX_CHARACTERS, Tokenizer
 
 HF = make_tokenizer()
 EOS = HF.eos_token_id
@@ -84,6 +84,8 @@ def test_text_of_tokens_has_each_servers_name(fields: dict[str, Any], text: str,
         ("detokenize", {"tokens": [1, [2]]}, "tokens: expected a list"),
         ("detokenize", {"tokens": [500]}, "not in the vocabulary"),
         ("detokenize", {"tokens": [[-1]]}, "not in the vocabulary"),
+        ("tokenize", {"text": "a" * (MAX_CHARACTERS + 1)}, "8388609 characters: expected at most 8388608"),
+        ("detokenize", {"tokens": [1] * (MAX_IDS + 1)}, "1048577 ids: expected at most 1048576"),
     ],
 )
 def test_what_is_wrong_is_refused(method: str, fields: dict[str, Any], message: str) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -41,6 +41,9 @@ class TokenizeRequest(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     required_prefix_token_ids: list[int] | None = None
 
+
+# The tokenizers library keeps the interpreter's lock while it decodes: this takes a tenth of a second.
+MAX_IDS: Final = 1 << 20
 
 # What holds a conversation, and how it becomes a prompt.
 Conversation: TypeAlias = ChatCompletionRequest | TokenizeRequest
@@ -326,6 +329,8 @@ class Tokenization:
         request = parse(DetokenizeRequest, fields)
         batch, is_batch = split_ids("tokens", request.tokens)
         for ids in batch:
+            if len(ids) > MAX_IDS:
+                raise RequestRejected(f"tokens: a text has {len(ids)} ids: expected at most {MAX_IDS}")
             self._limits.check_ids("tokens", ids)
         skips = request.skip_special_tokens
 

@@ -9,13 +9,15 @@ from functools import cached_property
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
-from ebbtide.srt.errors import ConfigurationError
+from ebbtide.srt.errors import ConfigurationError, RequestRejected
 
 if TYPE_CHECKING:
     from ebbtide.srt.config import ModelConfig
 
 # Characters that NFC composes into one, at most: the longest canonical decomposition in Unicode.
 NFC_SHRINKS_BY: Final = 4
+# Tokenizing takes 250 bytes for a character, and all of a text at once. This is two million tokens of prose.
+MAX_CHARACTERS: Final = 1 << 23
 _BLANKS: Final = re.compile(r"\s+")
 _FEW: Final = 8
 
@@ -42,7 +44,14 @@ class Tokenizer:
         self.byte_values = self._find_byte_values()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. `add_special_tokens`: with those that the tokenizer adds to a text by itself."""
+        """The ids of a text. `add_special_tokens`: with those that the tokenizer adds to a text by itself.
+
+        Raises RequestRejected: 400; it has more than `MAX_CHARACTERS`.
+        """
+        if len(text) > MAX_CHARACTERS:
+            raise RequestRejected(
+                f"a text has {len(text)} characters: expected at most {MAX_CHARACTERS} to tokenize"
+            )
         encoding = self.hf(
             text, add_special_tokens=add_special_tokens, verbose=False, return_attention_mask=False
         )
