@@ -18,12 +18,12 @@ from ray.exceptions import RayError
 
 from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.ray.errors import translated
-from ebbtide.ray.joint_engine import Answered, JointEngine
+from ebbtide.ray.joint_engine import Answered, JointEngine, Proposal
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.entrypoints.launch.placement import ReservedPorts
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.managers.io_struct import ControlRequest, Prepared
+from ebbtide.srt.managers.io_struct import Prepared
 from ebbtide.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -116,16 +116,9 @@ class EngineActor:
         """Never return: who waits for it hears when this actor has died."""
         await asyncio.Event().wait()
 
-    async def propose(
-        self,
-        call_id: str,
-        kind: type[ControlRequest],
-        fields: Mapping[str, Any],
-        is_joint: bool,
-        number: int | None,
-    ) -> AsyncGenerator[Prepared | Answered, None]:
+    async def propose(self, proposal: Proposal) -> AsyncGenerator[Prepared | Answered, None]:
         """Call `JointEngine.propose`."""
-        async for word in self._running.propose(call_id, kind, fields, is_joint=is_joint, number=number):
+        async for word in self._running.propose(proposal):
             yield word
 
     async def take_weights(self, peer: Any, weight_version: str) -> int:

@@ -14,7 +14,7 @@ import msgspec
 
 from ebbtide.ray.engine import RayEngine
 from ebbtide.ray.errors import ActorDied
-from ebbtide.ray.joint_engine import TENSORS, Answered
+from ebbtide.ray.joint_engine import TENSORS, Answered, Proposal
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
 from ebbtide.srt.managers.api.control_client import build_request
 from ebbtide.srt.managers.committee import Closed, Committee
@@ -51,7 +51,6 @@ class Replica:
         num_live: requests that it is working on.
         lacks: adapters that others have and it has not, by `name` or `name@version`.
         has_died: set once it has been found dead, with `reason`.
-        numbers: of the calls that it carries out in their order.
     """
 
     def __init__(self, slot: int, life: int, engine: RayEngine) -> None:
@@ -62,7 +61,7 @@ class Replica:
         self.lacks: set[str] = set()
         self.has_died = asyncio.Event()
         self.reason = ""
-        self.numbers = itertools.count()
+        self._numbers = itertools.count()
 
     @property
     def name(self) -> str:
@@ -105,6 +104,10 @@ class Replica:
             yield
         finally:
             self.num_live -= 1
+
+    def number_for(self, kind: type[ControlRequest]) -> int | None:
+        """The place of its next call, where calls of this kind are carried out in their order."""
+        return next(self._numbers) if kind.row.per_rank is None else None
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await self.engine.ask(method, *args, **kwargs)
@@ -236,7 +239,8 @@ class FleetController:
             replica = self.replicas[slot]
             fields = self._share(given, replica, first_rank)
             first_rank += replica.engine.num_ranks
-            self._start(self._propose(replica, call.id, given.kind, fields, is_joint=call.is_joint))
+            number = replica.number_for(given.kind)
+            self._start(self._propose(replica, Proposal(call.id, given.kind, fields, call.is_joint, number)))
 
     def _share(self, call: _Call, replica: Replica, first_rank: int) -> Mapping[str, Any]:
         """A replica's own part of the fields."""
@@ -252,9 +256,9 @@ class FleetController:
     def _send(self, slot: int, message: ControlCall | Verdict) -> None:
         replica = self.replicas[slot]
         if isinstance(message, ControlCall):
-            request = message.request
-            fields = msgspec.structs.asdict(request)
-            self._start(self._propose(replica, message.id, type(request), fields, is_joint=False))
+            kind, fields = type(message.request), msgspec.structs.asdict(message.request)
+            proposal = Proposal(message.id, kind, fields, is_joint=False, number=replica.number_for(kind))
+            self._start(self._propose(replica, proposal))
             return
         self._start(self._decide(replica, message))
         if message.refusal is None:
@@ -262,26 +266,15 @@ class FleetController:
             loop = asyncio.get_running_loop()
             loop.call_later(COMMIT_S, self._committee.take, slot, message.id, late)
 
-    async def _propose(
-        self,
-        replica: Replica,
-        call_id: str,
-        kind: type[ControlRequest],
-        fields: Mapping[str, Any],
-        *,
-        is_joint: bool,
-    ) -> None:
-        number = next(replica.numbers) if kind.row.per_rank is None else None
+    async def _propose(self, replica: Replica, proposal: Proposal) -> None:
         try:
-            async for word in replica.engine.propose(call_id, kind, fields, is_joint, number):
+            async for word in replica.engine.propose(proposal):
                 if isinstance(word, Answered):
-                    self._note_answer(replica, call_id, word)
+                    self._note_answer(replica, proposal.call_id, word)
                 else:
-                    self._committee.take(replica.slot, call_id, word)
+                    self._committee.take(replica.slot, proposal.call_id, word)
         except EbbtideError as error:
-            refusal = await _refusal_of(replica, error)
-            if refusal is not None:
-                self._committee.take(replica.slot, call_id, refusal)
+            await self._note_failure(replica, proposal.call_id, error)
 
     def _note_answer(self, replica: Replica, call_id: str, answer: Answered) -> None:
         call = self._calls.get(call_id)
@@ -295,9 +288,12 @@ class FleetController:
         try:
             await replica.ask("decide", verdict.id, verdict.refusal)
         except EbbtideError as error:
-            refusal = await _refusal_of(replica, error)
-            if refusal is not None:
-                self._committee.take(replica.slot, verdict.id, refusal)
+            await self._note_failure(replica, verdict.id, error)
+
+    async def _note_failure(self, replica: Replica, call_id: str, error: EbbtideError) -> None:
+        refusal = await _refusal_of(replica, error)
+        if refusal is not None:
+            self._committee.take(replica.slot, call_id, refusal)
 
     def _answer(self, call_id: str, answer: Prepared | Closed) -> None:
         assert isinstance(answer, Closed), "the fleet itself decides"

@@ -84,6 +84,22 @@ class WeightBucket:
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """A control request for several engines.
+
+    Attributes:
+        is_joint: whether they commit it together: it is carried out as far as its commit.
+        number: those that have one are carried out in this order.
+    """
+
+    call_id: str
+    kind: type[ControlRequest]
+    fields: Mapping[str, Any]
+    is_joint: bool
+    number: int | None
+
+
+@dataclass(frozen=True)
 class Answered:
     """What one engine of several has answered.
 
@@ -113,20 +129,8 @@ class JointEngine(Engine):
         async with self._as_sent(fields) as sent:
             return await self._carry_out(kind, sent)
 
-    async def propose(
-        self,
-        call_id: str,
-        kind: type[ControlRequest],
-        fields: Mapping[str, Any],
-        *,
-        is_joint: bool,
-        number: int | None,
-    ) -> AsyncGenerator[Prepared | Answered, None]:
-        """Carry a control request out; what several engines commit together, as far as its commit.
-
-        Calls that have a `number` are carried out in that order. Yields `Prepared`, if it waits for `decide`;
-        then the answer.
-        """
+    async def propose(self, proposal: Proposal) -> AsyncGenerator[Prepared | Answered, None]:
+        """Carry it out; yields `Prepared`, if it waits for `decide`, then the answer."""
         verdict: concurrent.futures.Future[str | None] = concurrent.futures.Future()
         prepared = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -135,11 +139,11 @@ class JointEngine(Engine):
             loop.call_soon_threadsafe(prepared.set)
             return await asyncio.wrap_future(verdict)
 
-        self._verdicts[call_id] = verdict
+        self._verdicts[proposal.call_id] = verdict
         try:
-            async with self._as_sent(fields) as sent:
-                await self._take(number)
-                work = self._service.answer(kind, sent, vote if is_joint else None)
+            async with self._as_sent(proposal.fields) as sent:
+                await self._take(proposal.number)
+                work = self._service.answer(proposal.kind, sent, vote if proposal.is_joint else None)
                 answering = asyncio.wrap_future(self._runner.submit(work))
                 waiting = asyncio.create_task(prepared.wait())
                 either: list[asyncio.Future[Any]] = [answering, waiting]
@@ -149,7 +153,7 @@ class JointEngine(Engine):
                     yield Prepared()
                 yield await self._answered(answering, verdict)
         finally:
-            del self._verdicts[call_id]
+            del self._verdicts[proposal.call_id]
 
     async def decide(self, call_id: str, refusal: str | None) -> None:
         """Have what was prepared be committed, or given up for this reason."""
