@@ -189,18 +189,14 @@ class JointEngine(Engine):
 
         The pairs may lie in Ray's store.
         """
-        match fields.get(TENSORS):
+        match tensors := fields.get(TENSORS):
+            case None:
+                yield fields
+                return
             case [ray.ObjectRef() as stored]:
-                fields = {**fields, TENSORS: await stored}
-        tensors = fields.get(TENSORS)
-        if tensors is None or all(isinstance(one, bytes | str) for one in tensors):
-            yield fields
-            return
-        encoder = await self._payload_encoder()
-        with await asyncio.to_thread(encoder.encode, tensors) as payload:
-            load_format = fields.get("load_format")
-            load_format = payload.load_format if load_format is None else load_format
-            yield {**fields, TENSORS: payload.entries, "load_format": load_format}
+                tensors = await stored
+        async with self._as_payload(fields, tensors) as sent:
+            yield sent
 
     async def adopt(self, so_far: OutputSoFar) -> None:
         """Have what another engine has generated be continued here, by `continue_from`."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
@@ -295,21 +295,22 @@ class EngineMethods(ABC):
         """
         fields = _arguments(locals())
         given, keep_mapped = fields.pop("named_tensors"), fields.pop("keep_mapped")
-        request = io_struct.UpdateWeightsFromTensorReqInput
-        return await self._send_tensors(request, fields, given, keep_mapped=keep_mapped)
+        async with self._as_payload(fields, given, keep_mapped=keep_mapped) as sent:
+            return await self._control(io_struct.UpdateWeightsFromTensorReqInput, sent)
 
-    async def _send_tensors(
+    @asynccontextmanager
+    async def _as_payload(
         self,
-        kind: type[io_struct.ControlRequest],
-        fields: dict[str, Any],
+        fields: Mapping[str, Any],
         tensors: Iterable[tuple[str, torch.Tensor]] | list[bytes] | list[str],
         *,
-        keep_mapped: bool,
+        keep_mapped: bool = False,
         joins: bool = False,
-    ) -> dict[str, Any]:
-        """Carry out a request that brings tensors (one allocation if it `joins` them) or serialized ones."""
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The fields of a request that brings these, as long as they are read; `joins`: as one allocation."""
         if isinstance(tensors, list) and all(isinstance(one, bytes | str) for one in tensors):
-            return await self._control(kind, {**fields, "serialized_named_tensors": tensors})
+            yield {**fields, "serialized_named_tensors": tensors}
+            return
         encoder = await self._payload_encoder()
         pairs = cast("Iterable[tuple[str, torch.Tensor]]", tensors)
 
@@ -322,10 +323,10 @@ class EngineMethods(ABC):
 
         # Gigabytes may be copied, and the loop of the caller is to go on meanwhile.
         with await asyncio.to_thread(encode) as payload:
-            fields["serialized_named_tensors"] = payload.entries
-            if fields["load_format"] in _WHOLE_TENSOR_FORMATS:
-                fields["load_format"] = payload.load_format
-            return await self._control(kind, fields)
+            sent = {**fields, "serialized_named_tensors": payload.entries}
+            if sent.get("load_format") in _WHOLE_TENSOR_FORMATS:
+                sent["load_format"] = payload.load_format
+            yield sent
 
     def forget_mapped(self) -> None:
         """Unmap what updates with `keep_mapped` left mapped, within a second or two."""
@@ -558,10 +559,8 @@ class EngineMethods(ABC):
         fields = _arguments(locals())
         given, keep_mapped = fields.pop("tensors"), fields.pop("keep_mapped")
         pairs = given.items() if isinstance(given, Mapping) else given
-        request = io_struct.LoadLoRAAdapterFromTensorsReqInput
-        return await self._send_tensors(
-            request, fields, pairs, keep_mapped=keep_mapped, joins=not keep_mapped
-        )
+        async with self._as_payload(fields, pairs, keep_mapped=keep_mapped, joins=not keep_mapped) as sent:
+            return await self._control(io_struct.LoadLoRAAdapterFromTensorsReqInput, sent)
 
     async def async_unload_lora_adapter(
         self, lora_name: str, lora_version: str | int | None = None, timeout_s: float | None = None
