@@ -166,34 +166,25 @@ class RayFleet(RemoteMethods):
                 task.cancel()
 
     async def _generate_one(self, fields: Mapping[str, Any], on_death: str, first: Replica) -> Any:
-        output = Continuation(fields)
-        if output.is_single and not output.obstacle:
-            [answer] = [one async for one in self._relay(fields, on_death, first)]
-            return answer
-        replica: Replica | None = first
-        with self._aborts.known(output.rid) as asked:
-            while True:
-                replica = await self._choose(fields, replica)
-                try:
-                    with replica.working(), _repeated(asked, replica, output):
-                        return await replica.engine.answer({**fields, "rid": output.rid})
-                except EngineError as error:
-                    await self._after(replica, error, on_death, 0)
-                output.move()
-                replica = None
+        [answer] = [one async for one in self._relay(fields, on_death, first)]
+        return answer
 
     async def _relay(
         self, fields: Mapping[str, Any], on_death: str, first: Replica | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The answer, on as many replicas as it takes: as it grows if it is streamed, else once whole."""
-        output = Continuation(fields, is_incremental=self._is_incremental and bool(fields.get("stream")))
         is_stream = bool(fields.get("stream"))
+        output = Continuation(fields, is_incremental=self._is_incremental and is_stream)
+        in_chunks = is_stream or (output.is_single and not output.obstacle)
         replica = first
         with self._aborts.known(output.rid) as asked:
             while True:
                 replica = await self._choose(fields, replica)
                 try:
                     with replica.working(), _repeated(asked, replica, output):
+                        if not in_chunks:
+                            yield await replica.engine.answer({**fields, "rid": output.rid})
+                            return
                         chunks = replica.engine.stream(output.so_far, output.next_fields())
                         async with aclosing(chunks):
                             async for chunk in chunks:
