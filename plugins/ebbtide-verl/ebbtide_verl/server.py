@@ -129,8 +129,7 @@ class EbbtideServer:
 
     async def sleep(self) -> None:
         """Give memory to the trainer, if `free_cache_engine` says so."""
-        if self._config.free_cache_engine:
-            await self.engine.async_release_memory_occupation(self._slept_tags)
+        await self.release(self._slept_tags)
 
     @property
     def _slept_tags(self) -> list[str]:

@@ -118,25 +118,13 @@ class Engine(EngineBase):
 
     # ------------------------------------------------------------------------------------------ generation
 
-    def generate(
-        self,
-        prompt: str | list[str] | None = None,
-        sampling_params: Any = None,
-        input_ids: list[int] | list[list[int]] | None = None,
-        **fields: Any,
-    ) -> Any:
+    def generate(self, *args: Any, **fields: Any) -> Any:
         """As `ebbtide.Engine.generate`."""
-        return self._core.generate(prompt, sampling_params, input_ids, **fields)
+        return self._core.generate(*args, **fields)
 
-    async def async_generate(
-        self,
-        prompt: str | list[str] | None = None,
-        sampling_params: Any = None,
-        input_ids: list[int] | list[list[int]] | None = None,
-        **fields: Any,
-    ) -> Any:
+    async def async_generate(self, *args: Any, **fields: Any) -> Any:
         """As `ebbtide.Engine.async_generate`."""
-        return await self._core.async_generate(prompt, sampling_params, input_ids, **fields)
+        return await self._core.async_generate(*args, **fields)
 
     def flush_cache(self) -> FlushCacheReqOutput:
         return self._run(self.tokenizer_manager.flush_cache())
@@ -217,23 +205,8 @@ class Engine(EngineBase):
     def end_weight_update(self, **fields: Any) -> Outcome:
         return self._run(self.tokenizer_manager.end_weight_update(EndWeightUpdateReqInput(**fields)))
 
-    def init_weights_update_group(
-        self,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        group_name: str = DEFAULT_GROUP,
-        backend: str = "nccl",
-    ) -> Outcome:
-        obj = InitWeightsUpdateGroupReqInput(
-            master_address=master_address,
-            master_port=master_port,
-            rank_offset=rank_offset,
-            world_size=world_size,
-            group_name=group_name,
-            backend=backend,
-        )
+    def init_weights_update_group(self, *args: Any, **fields: Any) -> Outcome:
+        obj = InitWeightsUpdateGroupReqInput(*args, **fields)
         return self._run(self.tokenizer_manager.init_weights_update_group(obj))
 
     def destroy_weights_update_group(self, group_name: str = DEFAULT_GROUP) -> Outcome:
