@@ -13,11 +13,14 @@ from ebbtide.srt.managers.control.adapters import AdapterBook
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
     Canary,
+    ContinueGenerationReqInput,
     ControlCall,
     EndWeightUpdateReqInput,
+    Expire,
     FinishReason,
     LoadLoRAAdapterFromTensorsReqInput,
     LoadRequest,
+    PauseGenerationReqInput,
     PauseMode,
     Prepared,
     UnloadLoRAAdapterReqInput,
@@ -179,6 +182,24 @@ def test_an_unload_waits_for_requests_and_takes_no_new_ones() -> None:
     assert harness.refuse(UnloadLoRAAdapterReqInput(lora_name="a", lora_version=1)).status == 404
     assert harness.do(UnloadLoRAAdapterReqInput(lora_name="a", timeout_s=0)).num_in_use == 0
     assert list(harness.scheduler.policy.adapters.all()) == []
+
+
+def test_an_unload_waits_for_paused_requests_until_its_deadline_only() -> None:
+    harness = AdapterHarness()
+    harness.load("a", 1)
+    rid = harness.ask("a", max_new_tokens=40)
+    harness.turn(5)
+    harness.do(PauseGenerationReqInput(mode=PauseMode.IN_PLACE))
+    call = harness.call(UnloadLoRAAdapterReqInput(lora_name="a", timeout_s=5))
+    harness.turn(5)
+    assert call not in harness.replies
+    harness.deliver(Expire(id=call))
+    harness.turn(5)
+    assert harness.reply(call).num_in_use == 1
+    harness.do(ContinueGenerationReqInput())
+    harness.run_until_idle()
+    assert harness.outputs[rid].finish == FinishReason("length", length=40)
+    harness.assert_true(rid)
 
 
 def test_a_request_is_not_kept_out_by_later_ones() -> None:
