@@ -185,7 +185,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         ({"architectures": None}, "architectures"),
         ({"dtype": "float64"}, "float64"),
         ({"max_position_embeddings": 0}, "max_position_embeddings"),
-        ({"vocab_size": "many"}, "vocab_size"),
+        ({"vocab_size": "many"}, "'vocab_size' expected int, got str"),
     ],
 )
 def test_a_bad_config_json_is_refused_with_the_reason(

@@ -282,7 +282,13 @@ def _parse_overrides(text: str) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """What the error says first; what a line announces by a colon with it."""
+    said = ""
+    for line in str(error).splitlines():
+        said = f"{said} {line.strip()}".strip()
+        if said and not said.endswith(":"):
+            break
+    return said or type(error).__name__
 
 
 # PEFT's.
