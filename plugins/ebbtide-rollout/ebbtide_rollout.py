@@ -21,11 +21,13 @@ from typing import Any, Final
 
 import httpx
 import uvicorn
-from ebbtide_versions import INDEX, VersionedEngine, spans_of
+from ebbtide_versions import VersionedEngine, say_versions
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+
+from ebbtide.srt.weight_sync.published import INDEX
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +140,10 @@ class RolloutService:
         """
         serving, (newest, index) = await self._engine.served(), self._newest()
         known = self._published.setdefault(newest, index)
+        ref = Version(newest)
         if known != index:
-            raise RuntimeError(f"weight_v{newest:06d} was published twice, with different contents")
+            raise RuntimeError(f"{ref.identity} was published twice, with different contents")
         if newest > serving:
-            ref = Version(newest)
             folder = self._versions / ref.identity
             await self._engine.stage(_Manifest(ref), str(folder))
             await self._engine.commit(ref)
@@ -184,7 +186,7 @@ class RolloutService:
             return Response(sent.content, sent.status_code, media_type=sent.headers.get("content-type"))
         answer = sent.json()
         for one in answer if isinstance(answer, list) else [answer]:
-            _say_versions(one)
+            say_versions(one)
         return JSONResponse(answer)
 
     def _not_ready(self, accepted: Accepted) -> Response:
@@ -207,14 +209,6 @@ class RolloutService:
     def _state(self) -> dict[str, Any]:
         applied = None if self.applied is None else Version(self.applied).identity
         return {"ready": self.applied is not None, "applied": applied, "reason": self.error}
-
-
-def _say_versions(answer: dict[str, Any]) -> None:
-    spans = spans_of(answer)
-    meta = answer.get("meta_info")
-    if spans is not None:
-        place = meta if isinstance(meta, dict) else answer
-        place["weight_version_start"], place["weight_version_end"] = spans
 
 
 def _forwarded(headers: Mapping[str, str]) -> dict[str, str]:

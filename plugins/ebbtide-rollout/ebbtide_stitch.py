@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbtide_versions import VersionedEngine, spans_of
+from ebbtide_versions import VersionedEngine, say_versions
 from stitch.engines.base import Engine
 
 
@@ -20,7 +20,4 @@ class EbbtideEngine(VersionedEngine, Engine):  # type: ignore[misc]
 
     def stamp_response(self, response: dict[str, Any], served: Any, current: Any) -> None:
         """Say which versions sampled it: as the engine's spans have it, or else as Stitch's gate does."""
-        start, end = spans_of(response) or (served.version, current.version)
-        meta = response.get("meta_info")
-        place = meta if isinstance(meta, dict) else response
-        place["weight_version_start"], place["weight_version_end"] = start, end
+        say_versions(response, (served.version, current.version))

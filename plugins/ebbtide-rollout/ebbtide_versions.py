@@ -15,9 +15,9 @@ from typing import Any, Final
 from ebbtide import Client
 from ebbtide.srt.errors import EbbtideError
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS
+from ebbtide.srt.weight_sync.published import INDEX, version_folder
 
 SESSION: Final = "rollout"
-INDEX: Final = "model.safetensors.index.json"
 # Beside the paths of control requests: those that change an engine in other words.
 _OTHER_ROUTES: Final = (
     *("transition", "pull_weights", "fetch_weights", "collective_rpc"),
@@ -83,7 +83,7 @@ class VersionedEngine:
             try:
                 if whole is None:
                     await self._pull(folder.parent, target)
-                path = self._local if whole is None else str(folder.parent / f"weight_v{whole:06d}")
+                path = self._local if whole is None else str(version_folder(folder.parent, whole))
                 await self._client.async_update_weights_from_disk(path, session_id=SESSION)
             except BaseException:
                 await self._client.async_abort_weight_update()
@@ -154,20 +154,24 @@ class VersionedEngine:
     def _last_whole(source_dir: Path, served: int, target: int) -> int | None:
         """The last version after `served` that is a whole checkpoint; None: all of them are deltas."""
         for version in range(target, served, -1):
-            index = source_dir / f"weight_v{version:06d}" / INDEX
+            index = version_folder(source_dir, version) / INDEX
             if index.is_file() and not _metadata(index).get("delta_encoding"):
                 return version
         return None
 
 
-def spans_of(response: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The first and the last version that sampled a response; None: it does not say."""
-    outputs = [response.get("meta_info"), *(response.get("choices") or ())]
+def say_versions(response: dict[str, Any], otherwise: tuple[int, int] | None = None) -> None:
+    """Write into a response which versions sampled it first and last; `otherwise`: where it does not say."""
+    meta = response.get("meta_info")
+    outputs = [meta, *(response.get("choices") or ())]
     spans = [
         span for output in outputs if isinstance(output, dict) for span in output.get("weight_versions") or ()
     ]
     versions = [int(span["version"]) for span in spans if span["version"].isdecimal()]
-    return (min(versions), max(versions)) if versions and len(versions) == len(spans) else None
+    said = (min(versions), max(versions)) if versions and len(versions) == len(spans) else otherwise
+    if said is not None:
+        place = meta if isinstance(meta, dict) else response
+        place["weight_version_start"], place["weight_version_end"] = said
 
 
 def _metadata(index: Path) -> Mapping[str, Any]:
