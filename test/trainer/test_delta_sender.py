@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.servers import Server, url_of
-from fixtures.weight_sending import Weights, holds
+from fixtures.weight_sending import FakeEngine, Weights, holds, sender_to
 from safetensors.torch import save
 
 from ebbtide.srt.errors import RequestRejected
@@ -48,6 +48,23 @@ def test_updates_bring_what_changed(
             assert sent.num_bytes < 0.04 * whole.num_bytes
             assert holds(target, weights)
         assert sender.send(weights.items(), version=4).num_bytes == 0
+
+
+def test_what_changed_lies_elsewhere_each_time_and_is_not_kept_mapped() -> None:
+    engine, kept = FakeEngine(), []
+    update, state = engine.update_weights_from_tensor, {"tags": {"weights": {"content": "valid"}}}
+
+    def note(named_tensors: Any, **fields: Any) -> Any:
+        kept.append(fields.get("keep_mapped", False))
+        return update(named_tensors, **fields)
+
+    engine.update_weights_from_tensor = note  # type: ignore[method-assign]
+    engine.server_info = lambda: {"state": state}  # type: ignore[attr-defined]
+    sender, weights = sender_to(engine, delta=True, keep_mapped=True), torch.zeros(64)
+    for version in range(2):
+        weights[version] = 1
+        sender.send([("a", weights)], version)
+    assert (engine.updates, kept) == ([["a"], ["codes", "values"]], [True, False])
 
 
 def test_an_engine_that_serves_something_else_is_sent_everything(

@@ -107,6 +107,10 @@ class Target(ABC):
     def stage(self, bucket: Bucket, timeout_s: float) -> Mapping[str, Any]:
         """Hand tensors over, which may change once this has returned; the body of the reply."""
 
+    def _stays(self, bucket: Bucket) -> bool:
+        """Whether its memory is to be kept mapped: what says what changed lies elsewhere each time."""
+        return self._keep_mapped and bucket.changed is None
+
     @abstractmethod
     def load_adapter(self, adapter: Adapter, timeout_s: float) -> Mapping[str, Any]:
         """Hand over an adapter, which serves when this returns; the body of the reply."""
@@ -195,7 +199,7 @@ class EngineTarget(Target):
         self._engine = engine
 
     def stage(self, bucket: Bucket, timeout_s: float) -> Mapping[str, Any]:
-        fields = bucket.fields | ({"keep_mapped": True} if self._keep_mapped else {})
+        fields = bucket.fields | ({"keep_mapped": True} if self._stays(bucket) else {})
         return self._engine.update_weights_from_tensor(
             list(bucket.tensors), **fields, timeout_s=timeout_s, session_id=self._session_id
         )
@@ -262,8 +266,7 @@ class ServerTarget(Target):
 
     def stage(self, bucket: Bucket, timeout_s: float) -> Mapping[str, Any]:
         assert self._encoder is not None, "`begin` comes first"
-        keep_mapped = self._keep_mapped and bucket.changed is None
-        with self._encoder.encode(bucket.tensors, keep_mapped=keep_mapped) as payload:
+        with self._encoder.encode(bucket.tensors, keep_mapped=self._stays(bucket)) as payload:
             fields = bucket.fields | {"session_id": self._session_id}
             return self._send("update_weights_from_tensor", payload, fields, timeout_s)
 
