@@ -325,6 +325,16 @@ class TestUpdates:
         with pytest.raises(OutOfStep, match="given up"):
             harness.turn(50)
 
+    def test_a_rank_that_alone_does_not_commit_ends_the_replica(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Behind the last vote nobody else would hear of it."""
+        conditions = harness.ranks[1].scheduler.control.updates._conditions
+        monkeypatch.setattr(conditions, "ready", lambda terms: 1 / 0)
+        harness.call(update(7, pause_mode=PauseMode.IN_PLACE, flush_cache=False))
+        with pytest.raises(OutOfStep, match="given up"):
+            harness.turn(50)
+
     def test_a_rank_that_does_not_get_its_memory_back_ends(
         self, harness: Harness, monkeypatch: pytest.MonkeyPatch
     ) -> None:

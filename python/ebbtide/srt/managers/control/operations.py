@@ -272,6 +272,10 @@ class Stages:
         self._began_s = now_s
 
     @property
+    def is_committed(self) -> bool:
+        return "commit" in self._ms
+
+    @property
     def took_ms(self) -> dict[str, float]:
         return {name: round(ms, 3) for name, ms in self._ms.items()}
 

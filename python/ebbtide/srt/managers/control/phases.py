@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control import BETWEEN_PASSES, Activity, OutOfStep, Work
+from ebbtide.srt.managers.control import BETWEEN_PASSES, Activity, OutOfStep, Work, ending_rank
 from ebbtide.srt.managers.control.pace import Ranks
 from ebbtide.srt.managers.io_struct import AnyControlRequest, Refusal
 from ebbtide.srt.managers.wire.message import Decision
@@ -109,12 +109,8 @@ class ManyRanks(Ranks):
         return phase.result, list(phase.decision.facts)
 
     def certainly(self, act: Callable[[], T]) -> T:
-        try:
+        with ending_rank("this rank could not do what the others have done, and ends"):
             return act()
-        except Exception as error:
-            raise OutOfStep(
-                f"this rank could not do what the others have done, and ends: {type(error).__name__}: {error}"
-            ) from error
 
     def propose(self, request: AnyControlRequest) -> None:
         self._propose(request)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control import ParkingPlan
+from ebbtide.srt.managers.control import ParkingPlan, ending_rank
 from ebbtide.srt.managers.control.adapters import AdapterVersion
 from ebbtide.srt.managers.control.pace import Ranks
 from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason, InFlight, RetractCause
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 WAITING: Final = "waiting-request"
 RUNNING: Final = "running-request"
 SLOW_MASKS: Final = "slow-masks"
+
+# Requests would go on with what is not theirs.
+_HALF_DONE: Final = ending_rank("what requests hold was changed by half")
 
 
 @dataclass(eq=False)
@@ -64,6 +67,7 @@ class LiveRequests:
     def holds_pages(self) -> bool:
         return bool(self._policy.allocator.held)
 
+    @_HALF_DONE
     def retract_all(self, cause: RetractCause) -> int:
         num_retracted = self._policy.retract_all(cause)
         self.on_kv_given_up()
@@ -72,6 +76,7 @@ class LiveRequests:
     def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
         return self._policy.plan_parking(max_pages, with_cache=with_cache)
 
+    @_HALF_DONE
     def park(self, plan: ParkingPlan) -> int:
         num_retracted = self._policy.park(plan)
         self._settle_if_empty()
@@ -84,12 +89,14 @@ class LiveRequests:
         found = [req for rid in dict.fromkeys(rids) if (req := self._policy.find(rid)) is not None]
         return self._finish(found, FinishReason("abort", message=message))
 
+    @_HALF_DONE
     def flush_cache(self) -> int:
         freed_tokens = self._policy.flush_cache()
         self._settle_if_empty()
         self.on_kv_given_up()
         return freed_tokens
 
+    @_HALF_DONE
     def serve(self, version: str, *, is_update: bool = True) -> None:
         commit = Commit(self._policy.commit.number + 1, version)
         if is_update and self._calibration is not None:
@@ -99,6 +106,7 @@ class LiveRequests:
     def moves_running(self, name: str, in_flight: InFlight) -> bool:
         return any(req.first_update is not None for req, _ in self._to_move(name, in_flight))
 
+    @_HALF_DONE
     def move_to(self, version: AdapterVersion, in_flight: InFlight) -> int:
         to_move = list(self._to_move(version.name, in_flight))
         reason = FinishReason("abort", message="Aborted by a new version of its adapter (on_update)")
@@ -142,6 +150,7 @@ class LiveRequests:
         ended = [req for req in self._policy.live if req.adapter is version]
         self._finish(ended, FinishReason("abort", message=message, status_code=500))
 
+    @_HALF_DONE
     def _finish(self, requests: list[Req], reason: FinishReason) -> int:
         self._policy.finish(requests)
         self._send_ended([(req, reason) for req in requests])

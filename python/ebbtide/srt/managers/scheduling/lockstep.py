@@ -322,7 +322,10 @@ class LeaderInbox(RankInbox):
         whole = [call_id for call_id, replies in self._replies.items() if len(replies) == self._num_ranks]
         for call_id in whole:
             first, *others = (reply for _, reply in sorted(self._replies.pop(call_id).items()))
-            self._send(call_id, merge_ranks([first, *others]) if others else first)
+            reply = merge_ranks([first, *others]) if others else first
+            if isinstance(reply, Refusal) and not all(isinstance(one, Refusal) for one in (first, *others)):
+                raise OutOfStep(f"rank 0 ends: some ranks have given up what others did: {reply.message}")
+            self._send(call_id, reply)
         for call_id in self._answer_limits.take_due():
             if call_id in self._replies and not self._answer_limits.is_set(call_id):
                 self._send(call_id, self._unanswered(self._replies.pop(call_id)))

@@ -8,10 +8,11 @@ import pytest
 from fixtures.control import IN_PLACE, PROMPT, Harness, updating
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control import pace
+from ebbtide.srt.managers.control import OutOfStep, pace
 from ebbtide.srt.managers.io_struct import (
     AbortWeightUpdateReqInput,
     AnyControlRequest,
+    Canary,
     FinishReason,
     GetWeightsByNameReqInput,
     PauseMode,
@@ -19,7 +20,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from ebbtide.srt.memory_saver import MemoryTag
-from ebbtide.testing import NullWeights
+from ebbtide.testing import NullWeights, null_weights
 
 WEIGHTS = MemoryTag.WEIGHTS
 
@@ -160,6 +161,38 @@ def test_a_second_copy_that_cannot_be_given_back_piece_by_piece_is_told_of(
     harness.weights.faults["give_back"] = EngineError("the driver said no")
     assert harness.update(3, **IN_PLACE).success
     assert "the driver said no" in caplog.text
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("step", ["retract_all", "serve", "flush_cache"])
+def test_a_rank_that_cannot_say_what_serves_ends(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, step: str
+) -> None:
+    """Tokens by the new weights would go by the old version, or with the KV of others."""
+    harness = Harness(num_ranks=num_ranks)
+    harness.begin_request()
+    monkeypatch.setattr(harness.ranks[-1].scheduler.policy, step, lambda *_, **__: 1 / 0)
+    harness.call(updating(7, weight_version="7", pause_mode=PauseMode.RETRACT))
+    with pytest.raises(OutOfStep, match="division by zero"):
+        harness.turn(harness.MANY_TURNS)
+
+
+def test_a_rank_whose_old_weights_do_not_come_back_from_a_trial_ends(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(null_weights._NullStaging, "roll_back", lambda _: 1 / 0)
+    harness.call(updating(7, canary=Canary(input_ids=[5, 6])))
+    with pytest.raises(OutOfStep, match="division by zero"):
+        harness.turn(harness.MANY_TURNS)
+
+
+def test_what_fails_behind_the_commit_does_not_say_that_the_old_weights_serve(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(null_weights._NullStaging, "close", lambda _: 1 / 0)
+    refusal = harness.refuse(updating(7, weight_version="7"))
+    assert (refusal.status, harness.values, harness.now.weight_version) == (500, [7] * 4, "7")
+    assert "the new weights serve; what was left to be done failed: ZeroDivisionError" in refusal.message
 
 
 class TestWhileRunning:

@@ -218,6 +218,10 @@ class CommitConditions:
                 )
             raise RequestRejected(f"the update was given up at its deadline: {advice}") from None
         except Exception as error:
+            if stages.is_committed:
+                raise EngineError(
+                    f"the new weights serve; what was left to be done failed: {described(error)}"
+                ) from error
             if not self._memory.content.is_valid:
                 num_missing = len(self._memory.content.missing)
                 raise EngineError(

@@ -22,6 +22,7 @@ from ebbtide.srt.managers.control import (
     Slices,
     Superseded,
     Work,
+    ending_rank,
 )
 from ebbtide.srt.managers.control.memory_occupation import WeightContent
 from ebbtide.srt.managers.control.pace import Pace, Ranks, Stall, at_once, is_burst
@@ -419,7 +420,8 @@ class WeightSession:
                 try:
                     return run()
                 finally:
-                    self._ranks.certainly(self._staging.roll_back)
+                    with ending_rank("the weights that were tried out serve, and do not go"):
+                        self._staging.roll_back()
 
         return at_once(exchanged)
 

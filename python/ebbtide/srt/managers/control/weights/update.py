@@ -26,6 +26,7 @@ from ebbtide.srt.managers.control import (
     Requests,
     Superseded,
     Work,
+    ending_rank,
 )
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Line, Operations, Stages, in_turn
@@ -353,13 +354,14 @@ class WeightUpdates:
             num_paused = self._requests.num_running
             self._conditions.stop_requests(terms, mode)
             session.commit()
-            for commit in session.joined:
-                commit()
-            self._serve(version if version is not None else self.version)
-            if folder is not None:
-                self.model_path, self.load_format = folder
-            if terms.flush_cache:
-                self._requests.flush_cache()
+            with ending_rank("other weights serve than this rank says"):
+                for commit in session.joined:
+                    commit()
+                self._serve(version if version is not None else self.version)
+                if folder is not None:
+                    self.model_path, self.load_format = folder
+                if terms.flush_cache:
+                    self._requests.flush_cache()
         stages.end("commit")
         return " ".join([*message, *tried]), num_paused
 
