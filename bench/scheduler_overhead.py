@@ -75,6 +75,7 @@ class ConstantRunner:
             ForwardBatch.from_plan(plan, self._harness.table.arrays, PAGE_SIZE)
         return FinishedStep(StepResult([7] * len(plan.specs), self._logprobs(len(plan.specs))))
 
+    def forget_room(self) -> None: ...
     def _logprobs(self, num_requests: int) -> LogprobArrays | None:
         if self._num_top is None:
             return None

@@ -112,6 +112,7 @@ class NullRunner:
         self.under_way.append(step)
         return step
 
+    def forget_room(self) -> None: ...
     def _values(self, plan: BatchPlan, value: int) -> list[int]:
         """What stands for the weights and the adapter of each request."""
         if plan.adapters_R is None:

@@ -1,5 +1,6 @@
 """A model that ranks divide computes what it computes on one."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,15 @@ from fixtures.checkpoints import GEMMA2, GEMMA3, make_checkpoint
 from fixtures.model_runs import RunnerDriver
 from fixtures.rank_processes import Output, Ranks, generate, outputs_of
 
+from ebbtide.srt.device import CpuDevice
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.hf_folder import adapter_config
+from ebbtide.srt.model_executor.batch_plan import BatchPlan, PassOutOfMemory, PendingStep
+from ebbtide.srt.model_executor.pass_room import PassRoom
 
 NUM_TOKENS = 12
+NOTHING_HELD = {"num_weight_bytes": 0, "num_pages": 0}
 PROMPTS = [list(b"The tide turns twice a day, and the marsh knows."), list(b"Ebb"), [7]]
 BIASES = {"attention_bias": True, "mlp_bias": True}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,6 +75,47 @@ def test_the_kv_pool_has_the_pages_of_the_rank_with_least_room(two_ranks: Ranks,
 def generate_with_room(group: Any, path: Path) -> Output:
     """Every rank would hold a different number of tokens."""
     return generate(group, path, PROMPTS[1:], 4, max_total_tokens=(group.rank + 6) * 16)
+
+
+def test_ranks_without_room_in_turn_launch_passes_again_and_generate_the_same(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    path = make_checkpoint(tmp_path, "Qwen3ForCausalLM", seed=5)
+
+    outputs = two_ranks.run(generate_in_little_memory, path)
+
+    assert_equal(outputs, replace(generate(None, path, PROMPTS, NUM_TOKENS), **NOTHING_HELD))
+
+
+class ScarceDevice(CpuDevice):
+    """Has no room for two passes of three."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.next = rank
+
+    def make_room(self, num_bytes: int) -> bool:
+        self.next += 1
+        return self.next % 3 > 0
+
+
+def generate_in_little_memory(group: Any, path: Path) -> Output:
+    driver = RunnerDriver(path, group=group)
+    runner, launch, reasons = driver.runner, driver.runner.launch, list[str]()
+    runner.room = PassRoom(ScarceDevice(group.rank), group, 1, 1)
+
+    def launch_again(plan: BatchPlan) -> PendingStep:
+        runner.forget_room()
+        try:
+            return launch(plan)
+        except PassOutOfMemory as error:
+            reasons.append(str(error)[:6])
+            return launch_again(plan)
+
+    runner.launch = launch_again  # type: ignore[method-assign]
+    output = outputs_of(driver, PROMPTS, NUM_TOKENS)
+    assert reasons[:4] == ["rank 1", "rank 0"] * 2
+    return replace(output, **NOTHING_HELD)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ebbtide.srt.managers import scheduler
 from ebbtide.srt.managers.io_struct import Expire, FinishReason, PauseGenerationReqInput, PauseMode, Preserve
 from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, PassOutOfMemory
-from ebbtide.testing import default_schedule
+from ebbtide.testing import NullRunner, default_schedule
 
 KV = (MemoryTag.KV_CACHE,)
 # Whether a pass fails, by its number and its tokens.
@@ -25,33 +25,47 @@ Fails = Callable[[int, int], bool]
 
 
 class Passes:
-    """The forward passes of a harness, some of which fail.
+    """The forward passes of a harness, some of which fail, on all of its ranks.
 
     Args:
         is_late: they fail when they have changed all that they may; else before anything.
 
     Attributes:
-        sizes: tokens of each, those that failed among them.
         num_failed: how many have.
     """
 
     def __init__(self, harness: Harness, fails: Fails, *, is_late: bool = False) -> None:
-        self.sizes: list[int] = []
         self.num_failed = 0
         self.fails, self._is_late = fails, is_late
-        self._runner, self._launch = harness.runner, harness.runner.launch
-        harness.runner.launch = self._launch_or_fail  # type: ignore[method-assign]
+        # Of each rank: what each pass computes.
+        self._plans: list[list[list[int]]] = [[] for _ in harness.ranks]
+        for rank, plans in zip(harness.ranks, self._plans, strict=True):
+            launch = partial(self._launch_or_fail, rank.runner, plans, rank.runner.launch)
+            rank.runner.launch = launch  # type: ignore[method-assign]
 
-    def _launch_or_fail(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> Any:
-        number, num_tokens = len(self.sizes), len(plan.input_ids_T)
-        self.sizes.append(num_tokens)
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each, those that failed among them; all ranks have made the same ones."""
+        assert all(plans == self._plans[0] for plans in self._plans)
+        return [len(input_ids) for input_ids in self._plans[0]]
+
+    def _launch_or_fail(
+        self,
+        runner: NullRunner,
+        plans: list[list[int]],
+        launch: Callable[..., Any],
+        plan: BatchPlan,
+        before_masks: BeforeMasks = None,
+    ) -> Any:
+        number, num_tokens = len(plans), len(plan.input_ids_T)
+        plans.append(plan.input_ids_T.tolist())
         if self.fails(number, num_tokens):
-            self.num_failed += 1
+            self.num_failed += plans is self._plans[0]
             fault = PassOutOfMemory(f"Tried to allocate {num_tokens} pages; 7 bytes are free")
             if not self._is_late:
                 raise fault
-            self._runner.faults.append(fault)
-        return self._launch(plan, before_masks)
+            runner.faults.append(fault)
+        return launch(plan, before_masks)
 
 
 def end_wait(harness: Harness) -> None:
@@ -63,17 +77,18 @@ def end_wait(harness: Harness) -> None:
 
 def assert_nothing_is_held(harness: Harness) -> None:
     """All pages, rows and slots are free again, but for what the prefix cache has."""
-    policy = harness.scheduler.policy
-    assert (policy.running, policy.queued, harness.runner.under_way) == ([], [], [])
-    assert not policy.rows.in_flight[policy.rows.serial > 0].any()
-    assert not (policy.rows.serial > 0).any()
-    policy.flush_cache()
-    assert policy.allocator.num_free == harness.num_pages
-    if (states := policy.pages.states) is not None:
-        slots = states.slots
-        assert not states.attached
-        assert all(states.take() is not None for _ in range(slots.num_checkpoints))
-        assert states.take() is None
+    for rank in harness.ranks:
+        policy = rank.scheduler.policy
+        assert (policy.running, policy.queued, rank.runner.under_way) == ([], [], [])
+        assert not policy.rows.in_flight[policy.rows.serial > 0].any()
+        assert not (policy.rows.serial > 0).any()
+        policy.flush_cache()
+        assert policy.allocator.num_free == harness.num_pages
+        if (states := policy.pages.states) is not None:
+            slots = states.slots
+            assert not states.attached
+            assert all(states.take() is not None for _ in range(slots.num_checkpoints))
+            assert states.take() is None
 
 
 # ------------------------------------------------------------------------------ what is run, pass by pass
@@ -95,7 +110,8 @@ def mixed(harness: Harness, ask: Callable[..., Any] | None = None, **fields: Any
 
 def masked(harness: Harness) -> None:
     """Tokens are awaited in the middle of the next pass."""
-    harness.scheduler.grammars = CountingShelf()  # type: ignore[assignment]
+    for rank in harness.ranks:
+        rank.scheduler.grammars = CountingShelf()  # type: ignore[assignment]
     mixed(harness, grammar="any")
 
 
@@ -130,8 +146,11 @@ SCENARIOS: dict[str, tuple[Callable[[Harness], None], Callable[[], Harness]]] = 
     "without-prefix-cache": (mixed, lambda: Harness(enable_prefix_cache=False)),
     "masks": (masked, Harness),
     "adapters": (with_adapters, AdapterHarness),
+    "adapters-of-two-ranks": (with_adapters, lambda: AdapterHarness(num_ranks=2)),
     "parked": (parked, Harness),
     "parked-states": (parked, lambda: Harness(num_checkpoints=5)),
+    "two-ranks": (masked, lambda: Harness(num_ranks=2)),
+    "states-of-three-ranks": (parked, lambda: Harness(num_checkpoints=5, num_ranks=3)),
 }
 
 
@@ -194,11 +213,12 @@ class Waiting(Harness):
         self.run_until_idle()
 
 
-@pytest.fixture(params=[None, 5], ids=["kv", "states"])
+@pytest.fixture(params=[(None, 1), (5, 1), (None, 3)], ids=["kv", "states", "three ranks"])
 def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Waiting:
     # Waits end when the test says so, however slow it is.
     monkeypatch.setattr(scheduler, "MEMORY_WAITS_S", (HANG_S,) * len(scheduler.MEMORY_WAITS_S))
-    return Waiting(num_checkpoints=request.param)
+    num_checkpoints, num_ranks = request.param
+    return Waiting(num_checkpoints=num_checkpoints, num_ranks=num_ranks)
 
 
 def test_without_memory_for_one_token_the_loop_sleeps_and_tries_again(waiting: Waiting) -> None:
@@ -297,11 +317,3 @@ def test_a_pause_that_waits_for_requests_waits_for_memory_too() -> None:
     assert call not in waiting.replies
     waiting.end()
     assert waiting.reply(call).mode is PauseMode.WAIT
-
-
-def test_several_ranks_end_with_the_one_that_has_no_memory() -> None:
-    harness = Harness(num_ranks=2)
-    harness.generate(range(9))
-    harness.ranks[1].runner.faults.append(PassOutOfMemory("none"))
-    with pytest.raises(PassOutOfMemory):
-        harness.turn(3)

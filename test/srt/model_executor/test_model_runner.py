@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from fixtures.logprobs import PositionLogprobs
 from fixtures.model_runs import Run, RunnerDriver
 from fixtures.references import Reference
 
+from ebbtide.srt.device import CpuDevice
+from ebbtide.srt.distributed.parallel_group import ParallelGroup
+from ebbtide.srt.errors import EngineError
 from ebbtide.srt.model_executor import model_runner
 from ebbtide.srt.model_executor.batch_plan import (
     SAMPLED_BEFORE,
@@ -21,6 +25,7 @@ from ebbtide.srt.model_executor.batch_plan import (
     PassOutOfMemory,
     PendingStep,
 )
+from ebbtide.srt.model_executor.pass_room import PassRoom
 from ebbtide.srt.sampling_params import SamplingParams
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
@@ -344,6 +349,32 @@ def test_a_step_may_be_launched_before_the_token_it_continues_is_known(qwen3: Pa
             run.output_ids[: len(before)] = before
 
     assert [run.output_ids for run in runs] == [alone(prompt, 12).output_ids for prompt in prompts]
+
+
+def test_in_the_middle_of_a_pass_of_several_ranks_too_little_memory_is_the_end(qwen3: Path) -> None:
+    driver = RunnerDriver(qwen3)
+    driver.runner.room = PassRoom(CpuDevice(), ParallelGroup(2), 1, 1)
+    with (
+        raised_at_line(300, torch.OutOfMemoryError("Tried to allocate 2.00 GiB."), "/srt/model_executor/"),
+        pytest.raises(EngineError, match=r"ends in the middle of a forward pass.* 2.00 GiB") as raised,
+    ):
+        driver.step((driver.start(PROMPT[:30]), 30))
+    assert not isinstance(raised.value, PassOutOfMemory)
+
+
+def test_room_is_for_what_a_pass_computes_and_for_the_logits_that_it_has_at_a_time(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, sizes = RunnerDriver(qwen3), list[tuple[int, int]]()
+    driver.runner.room = room = PassRoom(CpuDevice(), ParallelGroup(2), 1, 1)
+    monkeypatch.setattr(room, "make", lambda num_tokens, num_rows: sizes.append((num_tokens, num_rows)))
+    plain, scored = driver.start(PROMPT[:30]), driver.start(PROMPT[:20], logprobs=LogprobSpec(start=0))
+    driver.step((plain, 20))
+    driver.step((plain, 10), (scored, 20))
+    driver.step((plain, 1), (scored, 1))
+    monkeypatch.setattr(driver.runner, "graphs", SimpleNamespace(fits=lambda plan: plan.is_decode))
+    assert driver.runner._size(BatchPlan.of_prompt(driver.start([7]).spec)) == (0, 1)
+    assert sizes == [(20, 0), (30, 60), (2, 2)]
 
 
 @pytest.mark.parametrize("first_line", range(2, 55, 9))

@@ -60,6 +60,12 @@ class Device(Protocol):
     def trim(self) -> None:
         """Give memory that is only kept for reuse back to the device."""
 
+    def make_room(self, num_bytes: int) -> bool:
+        """Have so much kept for reuse until the next `trim`; whether it is, or there is too little."""
+
+    def peak_bytes(self) -> int:
+        """By how much tensors have taken more at a time, since this was last asked, than they take now."""
+
     def free_bytes(self) -> int: ...
     def memory_info(self, pid: int | None = None) -> MemoryInfo:
         """Memory now, with what process `pid` holds (None: this process), or ProcessLookupError."""
@@ -91,6 +97,12 @@ class CpuDevice:
 
     def follow_copies(self) -> None: ...
     def trim(self) -> None: ...
+    def make_room(self, num_bytes: int) -> bool:
+        return True
+
+    def peak_bytes(self) -> int:
+        return 0
+
     def free_bytes(self) -> int:
         """What could be had without swapping."""
         return read_host_memory().available_bytes

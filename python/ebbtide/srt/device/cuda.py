@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -15,6 +15,9 @@ from ebbtide.srt.errors import ConfigurationError, EngineError
 from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning, CudaVirtualMemory
 
 _cuda: Any = torch.cuda  # not all of it has types
+
+# Of the room for small tensors, which torch keeps apart: 1 MiB is the largest of them.
+SMALL_PIECES: Final = [1 << 20] * 16
 
 
 class CudaDevice:
@@ -33,6 +36,7 @@ class CudaDevice:
         self._index = index
         self._copy_stream = _cuda.Stream(index)
         self._copied = _cuda.Event()
+        self._room_bytes = 0
         self._virtual_memory = CudaVirtualMemory(
             index, free_bytes=self.free_bytes, synchronize=self.synchronize, trim=self.trim
         )
@@ -71,7 +75,25 @@ class CudaDevice:
         _cuda.current_stream(self._index).wait_event(self._copied)
 
     def trim(self) -> None:
+        self._room_bytes = 0
         _cuda.empty_cache()
+
+    def make_room(self, num_bytes: int) -> bool:
+        if num_bytes > self._room_bytes:
+            self.trim()  # What is kept in pieces becomes part of it.
+            sizes = (num_bytes, *SMALL_PIECES)
+            try:
+                room = [torch.empty(size, dtype=torch.uint8, device=self.name) for size in sizes]
+            except torch.OutOfMemoryError:
+                return False
+            del room
+            self._room_bytes = num_bytes
+        return True
+
+    def peak_bytes(self) -> int:
+        peak_bytes: int = _cuda.max_memory_allocated(self._index) - _cuda.memory_allocated(self._index)
+        _cuda.reset_peak_memory_stats(self._index)
+        return peak_bytes
 
     def free_bytes(self) -> int:
         free_bytes: int = _cuda.mem_get_info(self._index)[0]

@@ -76,7 +76,8 @@ class TorchGroup(ParallelGroup):
         super().__init__(size, rank)
         self.peers: PeerMemory | None = None
         self._backend: Any | None = backend
-        self._device = device
+        # Kept: a device that is full has no room for a number.
+        self._least = torch.zeros(1, dtype=torch.int64, device=device)
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         if self.peers is not None and self.peers.takes(x):
@@ -98,9 +99,8 @@ class TorchGroup(ParallelGroup):
         return ranks.flatten(0, 1) if dim == 0 else torch.cat(ranks.unbind(), dim=dim)
 
     def smallest(self, value: int) -> int:
-        values = torch.tensor([value], dtype=torch.int64, device=self._device)
-        self._all_reduce(values, _c10d.ReduceOp.MIN)
-        return int(values.item())
+        self._all_reduce(self._least.fill_(value), _c10d.ReduceOp.MIN)
+        return int(self._least.item())
 
     def close(self) -> None:
         backend, self._backend = self._backend, None

@@ -195,6 +195,8 @@ class Scheduler:
                     self.control.expire(message.id)
                 self.answer()
             case Decision():
+                # What ranks do at their own speed may have taken the memory of passes on one of them.
+                self._runner.forget_room()
                 self.control.ranks.decide(message)
 
     def _forward(self) -> None:
@@ -219,8 +221,6 @@ class Scheduler:
             # The tokens of the step in flight say which may follow; meanwhile the device has enough to do.
             step = self._runner.launch(batch.plan, before_masks=self._settle)
         except PassOutOfMemory as error:
-            if not self._inbox.ranks.is_one:
-                raise  # The others are in the middle of this pass.
             self._undo(batch, error)
             return None
         self.policy.pass_limit.note_fitting()

@@ -270,7 +270,10 @@ class PendingStep(Protocol):
 
 
 class PassOutOfMemory(EngineError):
-    """The device has too little memory for a forward pass. What was launched of it has run."""
+    """A device has too little memory for a forward pass. What was launched of it has run.
+
+    Of several ranks all raise it, before anything was launched.
+    """
 
 
 # What to do between the forward pass and the masks of its requests.
@@ -289,5 +292,12 @@ class Runner(Protocol):
 
         PassOutOfMemory: states of its requests may have changed, and KV from their starts on. Nothing else
         has, and the step may be launched again, whole or in parts.
+        """
+        ...
+
+    def forget_room(self) -> None:
+        """Have the next pass of several ranks make sure that all of them still have memory for it.
+
+        To be called on all of them between the same two passes.
         """
         ...

@@ -46,6 +46,7 @@ from ebbtide.srt.model_executor.kv_sizing import (
 )
 from ebbtide.srt.model_executor.loader import load_weights
 from ebbtide.srt.model_executor.model_runner import ModelRunner
+from ebbtide.srt.model_executor.pass_room import PassRoom
 from ebbtide.srt.model_executor.rehearsal import load_kernels, rehearse
 from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.model_executor.weight_store import WeightStore
@@ -137,7 +138,7 @@ def build_model_runner(
         num_rows = kv_pool.states.slots.num_rows
         config = replace(config, schedule=replace(config.schedule, max_running_requests=num_rows))
     attention = make_attention(kv_pool, model.attention_layers, shape)
-    return _ready(model, weight_store, kv_pool, attention, config, device, saver, stages, adapters)
+    return _ready(model, weight_store, kv_pool, attention, config, device, saver, stages, adapters, group)
 
 
 def _longest_pass(config: EngineConfig) -> int:
@@ -226,6 +227,7 @@ def _ready(
     saver: MemorySaver,
     stages: Progress,
     adapters: AdapterSlots | None,
+    group: ParallelGroup,
 ) -> ModelRunner:
     """The runner, with its kernels warm and its decode steps captured."""
     torch_device, num_rows = torch.device(device.name), config.schedule.max_running_requests
@@ -248,14 +250,28 @@ def _ready(
         runner.routes_TLK = _room_for_routes(model, config, torch_device)
     if torch_device.type == "cuda":
         stages("warming up", 0, 0)
-        warm_up(runner, _longest_pass(config), DTYPES[config.model.dtype])
+        taken_bytes = warm_up(runner, _longest_pass(config), DTYPES[config.model.dtype])
         batch_sizes = tuple(sorted({min(size, num_rows) for size in config.runtime.cuda_graph_bs}))
         if batch_sizes and attention.captures:
             runner.graphs = capture_graphs(runner, saver, batch_sizes, next_tokens, stages)
+        if group.size > 1:
+            runner.room = _pass_room(runner, config, group, taken_bytes)
         _log_left(device, config.cache)
     if kv_pool.scales is not None:
         kv_pool.scales.begin()  # Not earlier: what ran so far was of nobody's request.
     return runner
+
+
+def _pass_room(runner: ModelRunner, config: EngineConfig, group: ParallelGroup, taken_bytes: int) -> PassRoom:
+    """Room for passes, by what the one of the warm-up's longest prompt took at its peak."""
+    num_tokens = min(_longest_pass(config), config.model.context_len)
+    # An eighth more, since tensors leave gaps between them.
+    token_bytes = -group.smallest(-(taken_bytes * 9 // 8 // num_tokens))
+    itemsize = 4 if config.server_args.enable_fp32_lm_head else DTYPES[config.model.dtype].itemsize
+    # Logits of this rank, of all, and these put together.
+    room = PassRoom(runner.device, group, token_bytes, 3 * itemsize * config.model.vocab_size)
+    room.make(num_tokens, 1)
+    return room
 
 
 def _room_for_routes(model: CausalLM, config: EngineConfig, device: torch.device) -> torch.Tensor:
@@ -363,10 +379,10 @@ def _warm_up_lens(num_tokens: int, longest: int) -> list[int]:
     return sorted({1, min(16, longest), min(num_tokens, longest)})
 
 
-def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
+def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> int:
     """Run a short and a long prompt and a decode step, so that kernels are compiled and libraries started.
 
-    Their KV goes to the first page, which nobody has yet.
+    Their KV goes to the first page, which nobody has yet. Returns the bytes that the long prompt took.
     """
     longest = runner.page_table.array.shape[1] * runner.kv_pool.page_size
     runner.sampler.warm_up(dtype)
@@ -374,7 +390,9 @@ def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> None:
     adapters = [None] if runner.adapters is None else [None, 0]
     for count, slot in itertools.product(_warm_up_lens(num_tokens, longest), adapters):
         spec = SampleSpec(SamplingParams(temperature=0.0), 0, frozenset(), [0] * count, [])
+        runner.device.peak_bytes()
         runner.launch(BatchPlan.of_prompt(spec, adapter_slot=slot)).wait()
+    return runner.device.peak_bytes()
 
 
 def capture_graphs(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebbtide.srt.errors import drop_frames
+from ebbtide.srt.errors import EngineError, drop_frames
 from ebbtide.srt.layers.attention.base import AttentionBackend, AttentionStep
 from ebbtide.srt.layers.lora import StepAdapters
 from ebbtide.srt.layers.state import StateStep
@@ -39,6 +39,7 @@ from ebbtide.srt.model_executor.forward_batch import (
     state_step,
 )
 from ebbtide.srt.model_executor.host_copies import download, upload
+from ebbtide.srt.model_executor.pass_room import PassRoom
 from ebbtide.srt.model_executor.sampling.logprobs import (
     LOWEST,
     LaunchedLogprobs,
@@ -161,6 +162,7 @@ class ModelRunner:
     Attributes:
         graphs: decode steps that were captured; None to launch every kernel of every step.
         routes_TLK: where the experts of a pass's tokens are left, at an address that stays; None: nowhere.
+        room: made before passes of several ranks; None: a pass that finds too little may stop anywhere.
     """
 
     model: CausalLM
@@ -175,6 +177,7 @@ class ModelRunner:
     adapters: AdapterSlots | None = None
     graphs: DecodeGraphs | None = field(default=None, init=False)
     routes_TLK: Tensor | None = field(default=None, init=False)
+    room: PassRoom | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._device = torch.device(self.device.name)
@@ -183,7 +186,11 @@ class ModelRunner:
         """Write the new tokens' KV and sample; returns at once on CUDA, and with the step done on a CPU.
 
         Where requests have masks it waits for what `before_masks` waits for, while the device computes.
+
+        EngineError: too little memory in the middle of a pass of several ranks.
         """
+        if self.room is not None:
+            self.room.make(*self._size(plan))
         try:
             return self._launch(plan, before_masks)
         except torch.OutOfMemoryError as error:
@@ -192,7 +199,26 @@ class ModelRunner:
         self.sampler.forget()
         self.device.synchronize()
         self.device.trim()
-        raise PassOutOfMemory(f"{asked}; {self.device.free_bytes()} bytes are free")
+        message = f"{asked}; {self.device.free_bytes()} bytes are free"
+        if self.room is not None:
+            raise EngineError(f"this rank ends in the middle of a forward pass, where others wait: {message}")
+        raise PassOutOfMemory(message)
+
+    def forget_room(self) -> None:
+        if self.room is not None:
+            self.room.forget()
+
+    def _size(self, plan: BatchPlan) -> tuple[int, int]:
+        """The tokens whose layers are computed in memory of torch's, and the rows of logits at a time."""
+        num_rows = int(plan.samples_R.sum())
+        if plan.is_decode:
+            is_replayed = self.graphs is not None and self.graphs.fits(plan)
+            return 0 if is_replayed else num_rows, num_rows
+        num_tokens = len(plan.input_ids_T)
+        if any(spec.logprobs is not None and spec.logprobs.start is not None for spec in plan.specs):
+            # Their logits are float32 too.
+            num_rows = max(num_rows, 2 * min(num_tokens, PROMPT_LOGITS_ROWS))
+        return num_tokens, num_rows
 
     @torch.inference_mode()
     def _launch(self, plan: BatchPlan, before_masks: BeforeMasks) -> PendingStep:

@@ -5,6 +5,7 @@ theirs: state machines, contents, queues, pages and forward passes. In the end e
 and every request its end.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.mem_cache import Windows
 from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, PassOutOfMemory
+from ebbtide.srt.model_executor.pass_room import PassRoom
 from ebbtide.testing import SchedulerHarness, default_schedule
 from ebbtide.testing.harness import NullRank
 
@@ -111,6 +113,17 @@ def snapshot(rank: NullRank) -> tuple[Any, ...]:
     )
 
 
+class CountingGroup:
+    """Where ranks would wait for each other before a pass: those that do must be the same on all of them."""
+
+    def __init__(self) -> None:
+        self.size, self.rank, self.num_asked = 2, 0, 0
+
+    def smallest(self, value: int) -> int:
+        self.num_asked += 1
+        return value
+
+
 class ControlMachine(Clients):
     """Clients of a replica whose ranks do not keep step."""
 
@@ -149,17 +162,28 @@ class ControlMachine(Clients):
         self.calls: dict[str, AnyControlRequest] = {}
         self.max_new_tokens: dict[str, int] = {}
         self.plans: list[list[tuple[Any, ...]]] = [[] for _ in self.ranks]
+        # The numbers of passes that find too little memory on the device.
+        self.failing: set[int] = set()
         self.snapshots: dict[int, tuple[Any, ...]] = {}
         for index, rank in enumerate(self.ranks):
             self.record_plans(index, rank)
 
     def record_plans(self, index: int, rank: NullRank) -> None:
         launch = rank.runner.launch
+        group: Any = CountingGroup()
+        device: Any = SimpleNamespace(make_room=lambda num_bytes: True)
+        room = PassRoom(device, group, 1, 1)
+        rank.runner.forget_room = room.forget  # type: ignore[method-assign]
 
         def recorded(plan: BatchPlan, **fields: Any) -> Any:
             # A trial pass stands alone: it comes in its order, at every rank's own speed.
             is_trial = rank.scheduler.control.operations.stands_alone
-            self.plans[index].append((None if is_trial else self.num_turns(index), *described(plan)))
+            if len(self.plans[index]) in self.failing:
+                rank.runner.faults.append(PassOutOfMemory(f"no memory on a rank: {BROKEN}"))
+            num_asked = group.num_asked
+            room.make(len(plan.input_ids_T), 0)
+            asks = group.num_asked > num_asked
+            self.plans[index].append((None if is_trial else self.num_turns(index), asks, *described(plan)))
             return launch(plan, **fields)
 
         rank.runner.launch = recorded  # type: ignore[method-assign]
@@ -189,11 +213,11 @@ class ControlMachine(Clients):
 
     @rule(count=st.sampled_from([0, 0, 1, 2, 9]))
     def run_short_of_memory(self, count: int) -> None:
-        """So many passes find none on the device, from now on, or after a wait. Several ranks would end."""
-        if len(self.ranks) == 1:
-            self.harness.deliver(Expire(id=MEMORY_WAIT))
-            self.harness.runner.faults += [PassOutOfMemory(f"no memory: {BROKEN}") for _ in range(count)]
-            self.go_on()
+        """So many passes find none on the device, from now on, or after a wait."""
+        self.harness.deliver(Expire(id=MEMORY_WAIT))
+        first = max(map(len, self.plans))
+        self.failing.update(range(first, first + count))
+        self.go_on()
 
     @rule(num_tokens=st.integers(60, 170), preserve=st.sampled_from(list(Preserve)))
     def resize(self, num_tokens: int, preserve: Preserve) -> None:
@@ -318,9 +342,9 @@ class ControlMachine(Clients):
         """Everything that was accepted ends once all ranks are whole again and may run."""
         harness = self.harness
         self.make_whole()
-        harness.runner.faults.clear()
-        if len(self.ranks) == 1:
-            harness.deliver(Expire(id=MEMORY_WAIT))
+        # Those that a rank has made already fail on the others too.
+        self.failing = set(range(max(map(len, self.plans)))) & self.failing
+        harness.deliver(Expire(id=MEMORY_WAIT))
         # What waits may begin a session, or become a pause, once it gets its turn: so more than once.
         for number in range(3):
             most = harness.scheduler.policy.tokens_of(harness.num_pages)

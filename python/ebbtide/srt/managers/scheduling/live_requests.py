@@ -21,7 +21,14 @@ from ebbtide.srt.managers.scheduling.versions import Commit
 from ebbtide.srt.managers.text.grammar import TOO_SLOW
 from ebbtide.srt.managers.wire.channel import SendEnd
 from ebbtide.srt.mem_cache.page_allocator import PageTable
-from ebbtide.srt.model_executor.batch_plan import BatchPlan, LogprobSpec, Runner, SampleSpec
+from ebbtide.srt.model_executor.batch_plan import (
+    BatchPlan,
+    LogprobSpec,
+    PassOutOfMemory,
+    Runner,
+    SampleSpec,
+    StepResult,
+)
 from ebbtide.srt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -241,10 +248,22 @@ class SchedulerTrialPass:
         with unrecorded, self._pages(self._policy.pages_of(len(ids))):
             spec = SampleSpec(SamplingParams(max_new_tokens=0), 0, frozenset(), ids, [], LogprobSpec(start=0))
             plan = BatchPlan.of_prompt(spec, self._table.spare_row, adapter_slot)
+            # Other messages may be ahead of it on one rank and behind it on another.
+            self._runner.forget_room()
             # The others would wait in the middle of it for one that has failed.
-            result = self._ranks.certainly(lambda: self._runner.launch(plan).wait())
+            result = self._ranks.certainly(lambda: self._launched(plan))
+            self._runner.forget_room()
+        if isinstance(result, PassOutOfMemory):
+            raise result
         logprobs: list[float] = result.input_logprobs[0].tokens_N.tolist()
         return logprobs
+
+    def _launched(self, plan: BatchPlan) -> StepResult | PassOutOfMemory:
+        """What came of it; that there is no room, all ranks find alike."""
+        try:
+            return self._runner.launch(plan).wait()
+        except PassOutOfMemory as error:
+            return error
 
     @contextmanager
     def _pages(self, num_pages: int) -> Iterator[None]:

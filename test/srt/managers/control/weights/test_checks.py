@@ -1,5 +1,6 @@
 """Checksums, copies and comparisons of the weights: one answer for all ranks, never of half a change."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
 )
 from ebbtide.srt.memory_saver import MemoryTag
+from ebbtide.srt.model_executor.batch_plan import PassOutOfMemory
 
 WEIGHTS = MemoryTag.WEIGHTS
 IDS = [5, 6, 7, 8, 9]
@@ -229,3 +231,29 @@ def test_its_pages_are_taken_from_the_youngest_request_and_nothing_is_lost() -> 
     harness.run_until_idle()
     assert [len(harness.outputs[rid].token_ids) for rid in rids] == [12, 12]
     assert [harness.outputs[rid].num_retractions for rid in rids] == [0, 1]
+
+
+def test_without_room_for_its_pass_the_old_weights_serve(harness: Harness) -> None:
+    rid = harness.begin_request(max_new_tokens=30)
+    harness.pause(PauseMode.IN_PLACE)
+    for rank in harness.ranks:
+        rank.runner.faults.append(PassOutOfMemory("7 bytes are free"))
+    harness.refused(trying(1, Canary(input_ids=IDS)), 400, "7 bytes are free")
+    assert harness.values == [0] * 4
+    harness.proceed()
+    harness.assert_end(rid, length=30)
+
+
+def test_ranks_make_sure_of_room_for_its_pass_and_again_for_the_next_one() -> None:
+    """Each makes it at its own speed, and so before or behind a message that has ranks make sure."""
+    harness = Harness(num_ranks=2)
+    harness.pause(PauseMode.IN_PLACE)
+    done: list[list[str]] = [[] for _ in harness.ranks]
+    for rank, own in zip(harness.ranks, done, strict=True):
+        launch = rank.runner.launch
+        rank.runner.launch = lambda plan, own=own, launch=launch: own.append("pass") or launch(plan)  # type: ignore[method-assign]
+        rank.runner.forget_room = partial(own.append, "forget")  # type: ignore[method-assign]
+    harness.do(trying(1, Canary(input_ids=IDS)))
+    for own in done:
+        place = own.index("pass")
+        assert own[place - 1 : place + 2] == ["forget", "pass", "forget"]
