@@ -69,6 +69,24 @@ def test_trim_gives_back_what_torch_keeps(device):
     assert before - device.free_bytes() < 32 * MIB
 
 
+def test_room_that_was_made_is_kept_until_it_is_trimmed_and_what_was_used_of_it_is_known(device):
+    device.trim()
+    device.peak_bytes()
+    before = device.free_bytes()
+    assert device.make_room(256 * MIB)
+    assert device.peak_bytes() >= 256 * MIB
+    kept = before - device.free_bytes()
+    assert 256 * MIB <= kept < 320 * MIB
+    tensors = [torch.empty(size * MIB, dtype=torch.uint8, device="cuda") for size in (1, 1, 50, 120)]
+    assert device.make_room(100 * MIB)
+    assert before - device.free_bytes() == kept
+    del tensors
+    assert 172 * MIB <= device.peak_bytes() < 180 * MIB
+    assert not device.make_room(1 << 50)
+    device.trim()
+    assert before - device.free_bytes() < 32 * MIB
+
+
 def test_what_this_process_holds_grows_with_its_tensors(device):
     device.trim()
     before = device.memory_info().process_bytes

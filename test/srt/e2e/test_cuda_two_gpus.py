@@ -4,6 +4,7 @@ What the driver says of a GPU's memory is said of all its processes: nothing els
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from fixtures.checkpoints import make_pair
+from fixtures.deadlines import HANG_S
 from fixtures.gpu_checkpoint_engine import NUM_BUCKETS, CheckpointEngine
-from fixtures.gpu_device import used_bytes_of
+from fixtures.gpu_device import all_taken, device_memory_exhausted, used_bytes_of
 from fixtures.trainer_process import TrainerProcess
 from safetensors.torch import load_file
 
@@ -135,6 +137,21 @@ def test_where_one_gpu_has_no_room_neither_resumes(
     torch.cuda.empty_cache()
     engine.resume_memory_occupation()
     engine.update_weights_from_disk(str(checkpoints[0]))
+    assert output_ids(engine) == old
+
+
+def test_while_one_gpu_is_full_requests_wait_and_then_have_their_tokens(engine: EngineClass) -> None:
+    old = output_ids(engine)
+    # What passes have left in torch's allocator goes back with the cache.
+    engine.release_memory_occupation(["kv_cache"])
+    engine.resume_memory_occupation(["kv_cache"])
+    with ThreadPoolExecutor(1) as thread:
+        with device_memory_exhausted(64 * MIB, "cuda:1"), all_taken(MIB, "cuda:1"):
+            answer = thread.submit(output_ids, engine)
+            with pytest.raises(TimeoutError):
+                answer.result(2)
+        # In bfloat16 a prompt that comes in smaller pieces may go on otherwise.
+        assert len(answer.result(HANG_S)) == len(old)
     assert output_ids(engine) == old
 
 

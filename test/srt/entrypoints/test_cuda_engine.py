@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from fixtures.checkpoints import make_checkpoint
 from fixtures.deadlines import HANG_S, wait_until
-from fixtures.gpu_device import device_memory_exhausted
+from fixtures.gpu_device import all_taken, device_memory_exhausted
 from safetensors.torch import load_file
 
 from ebbtide import Engine
@@ -188,17 +187,3 @@ def test_a_long_prompt_is_answered_though_others_have_taken_all_memory_beside_th
             wait_until(has_failed)
         assert answer.result(HANG_S)["output_ids"] == expected
         assert engine.generate(**request)["output_ids"] == expected
-
-
-@contextmanager
-def all_taken(piece_bytes: int) -> Iterator[None]:
-    """Within, no such piece of device memory is left."""
-    pieces = []
-    with suppress(torch.OutOfMemoryError):
-        while True:
-            pieces.append(torch.empty(piece_bytes, dtype=torch.uint8, device="cuda"))
-    try:
-        yield
-    finally:
-        pieces.clear()
-        torch.cuda.empty_cache()

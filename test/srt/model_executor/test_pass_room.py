@@ -102,7 +102,7 @@ def made(room: PassRoom, num_tokens: int, num_rows: int) -> str | None:
 def test_where_one_rank_has_no_room_none_keeps_any_and_smaller_passes_have_some(lacking: int) -> None:
     ranks = Ranks(*(599 if rank == lacking else 10_000 for rank in range(3)))
     assert ranks.make(10, 1) is None
-    assert ranks.make(30, 1) == f"rank {lacking} has no 600 bytes; 599 bytes are free there"
+    assert ranks.make(30, 1) == f"rank {lacking} has no room for 600 bytes; 599 are free"
     assert [device.kept_bytes for device in ranks.devices] == [0, 0, 0]
     assert ranks.make(20, 1) is None
     ranks.devices[lacking].total_bytes = 750

@@ -56,5 +56,5 @@ class PassRoom:
             self._room_bytes = 0
             self._device.trim()
             free_bytes, rank = divmod(lacking, self._group.size)
-            raise PassOutOfMemory(f"rank {rank} has no {room_bytes} bytes; {free_bytes} bytes are free there")
+            raise PassOutOfMemory(f"rank {rank} has no room for {room_bytes} bytes; {free_bytes} are free")
         self._room_bytes = room_bytes
