@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ebbtide.srt.managers.api.generate_fields import per_prompt
+from ebbtide.srt.managers.api.generate_request import sampling_params_of
 from ebbtide.srt.sampling_params import TOP_P_IDS, SamplingParams
 
 # Of a request that is not streamed, what has been generated since the last report is generated again
@@ -65,7 +66,7 @@ class Continuation:
     def __init__(self, fields: Mapping[str, Any], *, is_incremental: bool = False) -> None:
         self.rid: str = fields.get("rid") or uuid.uuid4().hex
         self._fields = {**fields, "rid": self.rid}
-        self._params = sampling_params(fields.get("sampling_params"))
+        self._params = sampling_params_of(fields.get("sampling_params"))
         if self._params.sampling_seed is None:
             # Any replica that goes on has to draw as the first one would have.
             self._params = replace(self._params, sampling_seed=random.getrandbits(63))
@@ -192,13 +193,6 @@ class Continuation:
             meta["e2e_latency"] = time.monotonic() - self._started_s
         body["meta_info"] = meta
         return body
-
-
-def sampling_params(given: Any) -> SamplingParams:
-    """Raises `RequestRejected` for what is none."""
-    if isinstance(given, SamplingParams):
-        return given
-    return SamplingParams.from_dict({} if given is None else given)
 
 
 def joined_spans(

@@ -225,9 +225,9 @@ class RequestNormalizer:
     ) -> list[SamplingParams]:
         if isinstance(given, list):
             entries = per_prompt("sampling_params", given, num_prompts)
-            params = [_one_sampling_params(entry) for entry in entries]
+            params = [sampling_params_of(entry) for entry in entries]
         else:
-            params = [_one_sampling_params(given)] * num_prompts
+            params = [sampling_params_of(given)] * num_prompts
         if continued is not None:
             params = [continued.params_for(None if given is None else params[0])]
         if len({one.n for one in params}) > 1:
@@ -381,7 +381,8 @@ def _not_empty(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts
 
 
-def _one_sampling_params(given: Any) -> SamplingParams:
+def sampling_params_of(given: Any) -> SamplingParams:
+    """Those of a prompt. Raises `RequestRejected` for what is none."""
     if isinstance(given, SamplingParams):
         return given
     return SamplingParams.from_dict({} if given is None else given)
