@@ -16,7 +16,7 @@ from fixtures.servers import wait_until
 
 from ebbtide.ray import ActorDied, RayEngine, RayFleet, supervisor
 from ebbtide.ray.continuation import OutputSoFar
-from ebbtide.ray.joint_engine import TENSORS, Answered, Proposal
+from ebbtide.ray.joint_engine import TENSORS, Answered, FleetCall
 from ebbtide.srt.errors import ConfigurationError, EngineError, RequestRejected
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
@@ -150,15 +150,15 @@ class ScriptedEngine:
             },
         }
 
-    async def propose(self, proposal: Proposal) -> AsyncGenerator[Prepared | Answered, None]:
-        fields = proposal.fields
-        self.asked.append((proposal.kind.__name__, fields))
+    async def propose(self, call: FleetCall) -> AsyncGenerator[Prepared | Answered, None]:
+        fields = call.fields
+        self.asked.append((call.kind.__name__, fields))
         self._fail_at("propose")
-        reply: Any = REPLIES.get(proposal.kind)
+        reply: Any = REPLIES.get(call.kind)
         if "propose" in self.refusals:
             reply = self.refusals.pop("propose")
-        elif proposal.is_joint:
-            verdict = self.verdicts[proposal.call_id] = asyncio.get_running_loop().create_future()
+        elif call.is_joint:
+            verdict = self.verdicts[call.id] = asyncio.get_running_loop().create_future()
             yield Prepared()
             refusal = await verdict
             self._fail_at("commit")

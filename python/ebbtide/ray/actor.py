@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.ray.errors import translated
-from ebbtide.ray.joint_engine import Answered, JointEngine, Proposal
+from ebbtide.ray.joint_engine import Answered, FleetCall, JointEngine
 from ebbtide.srt.config import resolve
 from ebbtide.srt.entrypoints.launch.launcher import NodeProcesses
 from ebbtide.srt.entrypoints.launch.placement import ReservedPorts
@@ -116,9 +116,9 @@ class EngineActor:
         """Never return: who waits for it hears when this actor has died."""
         await asyncio.Event().wait()
 
-    async def propose(self, proposal: Proposal) -> AsyncGenerator[Prepared | Answered, None]:
+    async def propose(self, call: FleetCall) -> AsyncGenerator[Prepared | Answered, None]:
         """Call `JointEngine.propose`."""
-        async for word in self._running.propose(proposal):
+        async for word in self._running.propose(call):
             yield word
 
     async def take_weights(self, peer: Any, weight_version: str) -> int:

@@ -14,7 +14,7 @@ import msgspec
 
 from ebbtide.ray.engine import RayEngine
 from ebbtide.ray.errors import ActorDied
-from ebbtide.ray.joint_engine import TENSORS, Answered, Proposal
+from ebbtide.ray.joint_engine import TENSORS, Answered, FleetCall
 from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
 from ebbtide.srt.managers.api.control_client import build_request
 from ebbtide.srt.managers.committee import Closed, Committee
@@ -240,7 +240,7 @@ class FleetController:
             fields = self._share(given, replica, first_rank)
             first_rank += replica.engine.num_ranks
             number = replica.number_for(given.kind)
-            self._start(self._propose(replica, Proposal(call.id, given.kind, fields, call.is_joint, number)))
+            self._start(self._propose(replica, FleetCall(call.id, given.kind, fields, call.is_joint, number)))
 
     def _share(self, call: _Call, replica: Replica, first_rank: int) -> Mapping[str, Any]:
         """A replica's own part of the fields."""
@@ -257,8 +257,8 @@ class FleetController:
         replica = self.replicas[slot]
         if isinstance(message, ControlCall):
             kind, fields = type(message.request), msgspec.structs.asdict(message.request)
-            proposal = Proposal(message.id, kind, fields, is_joint=False, number=replica.number_for(kind))
-            self._start(self._propose(replica, proposal))
+            call = FleetCall(message.id, kind, fields, is_joint=False, number=replica.number_for(kind))
+            self._start(self._propose(replica, call))
             return
         self._start(self._decide(replica, message))
         if message.refusal is None:
@@ -266,15 +266,15 @@ class FleetController:
             loop = asyncio.get_running_loop()
             loop.call_later(COMMIT_S, self._committee.take, slot, message.id, late)
 
-    async def _propose(self, replica: Replica, proposal: Proposal) -> None:
+    async def _propose(self, replica: Replica, call: FleetCall) -> None:
         try:
-            async for word in replica.engine.propose(proposal):
+            async for word in replica.engine.propose(call):
                 if isinstance(word, Answered):
-                    self._note_answer(replica, proposal.call_id, word)
+                    self._note_answer(replica, call.id, word)
                 else:
-                    self._committee.take(replica.slot, proposal.call_id, word)
+                    self._committee.take(replica.slot, call.id, word)
         except EbbtideError as error:
-            await self._note_failure(replica, proposal.call_id, error)
+            await self._note_failure(replica, call.id, error)
 
     def _note_answer(self, replica: Replica, call_id: str, answer: Answered) -> None:
         call = self._calls.get(call_id)

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup
 
 from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.ray.errors import translated
-from ebbtide.ray.joint_engine import Answered, Proposal
+from ebbtide.ray.joint_engine import Answered, FleetCall
 from ebbtide.ray.launch import (
     OWN_ARGUMENTS,
     NodeSeats,
@@ -170,9 +170,9 @@ class RayEngine(RemoteMethods):
         except RayError as error:
             raise translated(error, self._described) from None
 
-    def propose(self, proposal: Proposal) -> AsyncGenerator[Prepared | Answered, None]:
+    def propose(self, call: FleetCall) -> AsyncGenerator[Prepared | Answered, None]:
         """Carry out a control request that other engines carry out too; see `JointEngine.propose`."""
-        return self._words("propose", proposal)
+        return self._words("propose", call)
 
     async def answer(self, fields: Mapping[str, Any]) -> Any:
         """A whole answer; cancelled, this aborts the request."""

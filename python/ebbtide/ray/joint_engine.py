@@ -84,7 +84,7 @@ class WeightBucket:
 
 
 @dataclass(frozen=True)
-class Proposal:
+class FleetCall:
     """A control request for several engines.
 
     Attributes:
@@ -92,7 +92,7 @@ class Proposal:
         number: those that have one are carried out in this order.
     """
 
-    call_id: str
+    id: str
     kind: type[ControlRequest]
     fields: Mapping[str, Any]
     is_joint: bool
@@ -129,7 +129,7 @@ class JointEngine(Engine):
         async with self._as_sent(fields) as sent:
             return await self._carry_out(kind, sent)
 
-    async def propose(self, proposal: Proposal) -> AsyncGenerator[Prepared | Answered, None]:
+    async def propose(self, call: FleetCall) -> AsyncGenerator[Prepared | Answered, None]:
         """Carry it out; yields `Prepared`, if it waits for `decide`, then the answer."""
         verdict: concurrent.futures.Future[str | None] = concurrent.futures.Future()
         prepared = asyncio.Event()
@@ -139,11 +139,11 @@ class JointEngine(Engine):
             loop.call_soon_threadsafe(prepared.set)
             return await asyncio.wrap_future(verdict)
 
-        self._verdicts[proposal.call_id] = verdict
+        self._verdicts[call.id] = verdict
         try:
-            async with self._as_sent(proposal.fields) as sent:
-                await self._take(proposal.number)
-                work = self._service.answer(proposal.kind, sent, vote if proposal.is_joint else None)
+            async with self._as_sent(call.fields) as sent:
+                await self._take(call.number)
+                work = self._service.answer(call.kind, sent, vote if call.is_joint else None)
                 answering = asyncio.wrap_future(self._runner.submit(work))
                 waiting = asyncio.create_task(prepared.wait())
                 either: list[asyncio.Future[Any]] = [answering, waiting]
@@ -153,7 +153,7 @@ class JointEngine(Engine):
                     yield Prepared()
                 yield await self._answered(answering, verdict)
         finally:
-            del self._verdicts[proposal.call_id]
+            del self._verdicts[call.id]
 
     async def decide(self, call_id: str, refusal: str | None) -> None:
         """Have what was prepared be committed, or given up for this reason."""
