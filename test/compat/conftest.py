@@ -1,8 +1,10 @@
 """These tests import the compatibility packages as their users do: by their folders on the path."""
 
+import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fixtures.servers import Server, running_server
@@ -28,3 +30,11 @@ def server_of_ids(checkpoints: tuple[Path, Path]) -> Iterator[Server]:
     context = '{"max_position_embeddings": 1024}'
     with running_server(checkpoints[0], *options, "--json-model-override-args", context) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Callable[..., Any]]:
+    """Runs coroutines, all of them in one event loop, as an actor does."""
+    loop = asyncio.new_event_loop()
+    yield loop.run_until_complete
+    loop.close()

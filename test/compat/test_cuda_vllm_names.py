@@ -31,13 +31,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[Callable[..., Any]]:
-    loop = asyncio.new_event_loop()
-    yield loop.run_until_complete
-    loop.close()
-
-
-@pytest.fixture(scope="module")
 def llm(folders: tuple[Path, Path]) -> Iterator[vllm.AsyncLLMEngine]:
     own = {"skip_tokenizer_init": True, "max_total_tokens": 8192, "device": "cuda"}
     args = vllm.AsyncEngineArgs(model=str(folders[0]), enforce_eager=True, additional_config={"ebbtide": own})

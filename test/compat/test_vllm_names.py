@@ -145,14 +145,6 @@ class Trainer:
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[Callable[..., Any]]:
-    """Runs coroutines, all of them in one event loop, as an actor does."""
-    loop = asyncio.new_event_loop()
-    yield loop.run_until_complete
-    loop.close()
-
-
-@pytest.fixture(scope="module")
 def actor(checkpoints: tuple[Path, Path]) -> Iterator[Actor]:
     own = {"skip_tokenizer_init": True, "max_total_tokens": 8192}
     actor = Actor(
