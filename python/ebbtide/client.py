@@ -144,18 +144,15 @@ class Client(EngineMethods):
         body: dict[str, Any] = await self._ask("/transition", fields)
         return body
 
-    async def _payload_encoder(self) -> PayloadEncoder:
-        if self._encoder is None:
-            from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
-            from ebbtide.trainer.targets import devices_of
+    async def _new_encoder(self) -> PayloadEncoder:
+        from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
+        from ebbtide.trainer.targets import devices_of
 
-            args = await self.async_server_info()
-            if not self._is_local or args["nnodes"] > 1:
-                self._encoder = WholeEncoder()
-            else:
-                ranks = (await self.async_memory_occupation())["ranks"]
-                self._encoder = PayloadEncoder(devices_of(ranks), args["tp_size"])
-        return self._encoder
+        args = await self.async_server_info()
+        if not self._is_local or args["nnodes"] > 1:
+            return WholeEncoder()
+        ranks = (await self.async_memory_occupation())["ranks"]
+        return PayloadEncoder(devices_of(ranks), args["tp_size"])
 
     async def _read(self, what: str, **query: Any) -> dict[str, Any]:
         path = "/v1/loads" if what == "loads" else f"/{what}"

@@ -68,12 +68,10 @@ class RemoteMethods(EngineMethods):
         body: dict[str, Any] = await self.ask("transition", **fields)
         return body
 
-    async def _payload_encoder(self) -> PayloadEncoder:
-        if self._encoder is None:
-            from ebbtide.ray.node_loans import StoreEncoder  # torch: whoever has tensors has it too
+    async def _new_encoder(self) -> PayloadEncoder:
+        from ebbtide.ray.node_loans import StoreEncoder  # torch: whoever has tensors has it too
 
-            self._encoder = StoreEncoder()
-        return self._encoder
+        return StoreEncoder()
 
 
 class RayEngine(RemoteMethods):

@@ -303,9 +303,8 @@ class JointEngine(Engine):
         with await asyncio.to_thread(self._loans.encode_each, by_rank) as payload:
             await self.async_update_weights_from_tensor(payload.entries, load_format="direct")
 
-    async def _payload_encoder(self) -> PayloadEncoder:
-        # Ranks of another machine open neither what is shared with this one nor what lies on its GPUs.
-        return self._loans if self._others else await super()._payload_encoder()
+    async def _new_encoder(self) -> PayloadEncoder:
+        return self._loans if self._others else await super()._new_encoder()
 
     @cached_property
     def _loans(self) -> NodeLoans:

@@ -178,18 +178,14 @@ class Engine(EngineMethods):
     async def _transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         return await self._runner.run(self._service.transition(fields))
 
-    async def _payload_encoder(self) -> PayloadEncoder:
-        if self._encoder is None:
-            # torch: whoever has tensors has it too
-            from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
+    async def _new_encoder(self) -> PayloadEncoder:
+        # torch: whoever has tensors has it too
+        from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
 
-            # Ranks of another machine open neither what is shared with this one nor what lies on its GPUs.
-            self._encoder = (
-                WholeEncoder()
-                if self.server_args.nnodes > 1
-                else PayloadEncoder(self._service.rank_devices, self.server_args.tp_size)
-            )
-        return self._encoder
+        # Ranks of another machine open neither what is shared with this one nor what lies on its GPUs.
+        if self.server_args.nnodes > 1:
+            return WholeEncoder()
+        return PayloadEncoder(self._service.rank_devices, self.server_args.tp_size)
 
     async def _read(self, what: str, **query: Any) -> dict[str, Any]:
         return await self._runner.run(self._service.read(what, **query))

@@ -79,7 +79,7 @@ class EngineMethods(ABC):
         return body
 
     @abstractmethod
-    async def _payload_encoder(self) -> PayloadEncoder:
+    async def _new_encoder(self) -> PayloadEncoder:
         """What makes payloads that the engine's ranks can read."""
 
     @abstractmethod
@@ -311,8 +311,9 @@ class EngineMethods(ABC):
         if isinstance(tensors, list) and all(isinstance(one, bytes | str) for one in tensors):
             yield {**fields, "serialized_named_tensors": tensors}
             return
-        encoder = await self._payload_encoder()
-        pairs = cast("Iterable[tuple[str, torch.Tensor]]", tensors)
+        if self._encoder is None:
+            self._encoder = await self._new_encoder()
+        encoder, pairs = self._encoder, cast("Iterable[tuple[str, torch.Tensor]]", tensors)
 
         def encode() -> Payload:
             if not joins:
