@@ -55,6 +55,7 @@ SHAPE_TITLES = {
     "llama8b": "Llama-3.1-8B",
     "llama8b-fp8": "Llama-3.1-8B in FP8",
     "qwen0.6b": "Qwen3-0.6B",
+    "qwen4b": "Qwen3-4B",
     "qwen8b": "Qwen3-8B",
     "qwen7b": "Qwen2.5-7B",
     "qwen32b": "Qwen2.5-32B",

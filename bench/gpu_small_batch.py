@@ -29,6 +29,7 @@ from gpu_common import Machine
 from torch import Tensor
 
 from ebbtide.srt.layers.kernels import tiles
+from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 from ebbtide.srt.layers.kernels.tiles import (
     TOKEN_BUCKETS,
     Config,
@@ -89,6 +90,10 @@ MODELS = {
     "qwen2.5-3b": model("qwen2.5-3b", 2048, 2560, 2048, 11008, 151936),
     "gpt-oss": model("gpt-oss", 2880, 5120, 4096, 0, 201088),
     "qwen7b": model("qwen7b", 3584, 4608, 3584, 18944, 152064),
+    "qwen3-1.7b": model("qwen3-1.7b", 2048, 4096, 2048, 6144, 151936),
+    "qwen3-4b": model("qwen3-4b", 2560, 6144, 4096, 9728, 151936),
+    "qwen3-8b": model("qwen3-8b", 4096, 6144, 4096, 12288, 151936),
+    "qwen3-14b": model("qwen3-14b", 5120, 7168, 5120, 17408, 151936),
 }
 
 
@@ -221,8 +226,8 @@ def candidates(product: Product, num_tokens: int) -> Iterator[Config]:
     for rows, columns, warps, stages in tiles:
         num_programs = -(-shape.num_rows // rows)
         # Enough programs for 132 multiprocessors, at most about three for each.
-        fitting = [s for s in (1, 2, 4, 8) if 90 <= num_programs * s <= 420 and shape.num_columns >= 512 * s]
-        for splits in fitting[:2] or [1 if num_programs > 90 else 4]:
+        fitting = [s for s in (1, 2, 3, 4, 8) if 60 <= num_programs * s <= 420 and shape.num_columns >= 512 * s]
+        for splits in fitting[:3] or [1 if num_programs > 90 else 4]:
             yield ProductConfig(rows, columns, splits, warps, stages)
 
 
@@ -274,7 +279,9 @@ def sweep(
         row |= {"bytes": num_bytes, "torch_us": round(case_us(case, case.run_torch), 2)}
         tried = try_all(case, [now])
         if not tried or num_bytes / limit / tried[0][0] < enough:
-            default = default_product(token_bucket(num_tokens), product.shape)
+            default = default_product(
+                token_bucket(num_tokens), product.shape, num_multiprocessors(case.x.device)
+            )
             others = dict.fromkeys((default, *candidates(product, num_tokens)))
             others.pop(now, None)
             row["tried"] = len(others)

@@ -55,11 +55,11 @@ def card(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-# The card on which tiles were measured for each compute capability.
-_MEASURED = {(9, 0): "NVIDIA H200"}
+# The cards on which tiles were measured, by compute capability.
+_MEASURED = {(9, 0): ("NVIDIA H200", "NVIDIA H100 80GB HBM3")}
 
 
 @cache
-def card_like(device: torch.device) -> str:
-    """The card on which tiles were measured that has the compute capability of this one; "" for none."""
-    return _MEASURED.get(compute_capability(device), "") if device.type == "cuda" else ""
+def cards_like(device: torch.device) -> tuple[str, ...]:
+    """The cards on which tiles were measured that have the compute capability of this one."""
+    return _MEASURED.get(compute_capability(device), ()) if device.type == "cuda" else ()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.srt.layers.kernels.launch import card, card_like
+from ebbtide.srt.layers.kernels.launch import card, cards_like, num_multiprocessors
 
 _FILE = Path(__file__).with_name("tiles.json")
 
@@ -29,7 +29,8 @@ def _file() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
 @cache
 def _measured(key: str, device: torch.device) -> tuple[tuple[int, dict[str, Any]], ...]:
     """Upper bounds of tokens, ascending, and fields of tiles: of this card, or else of one like it."""
-    rows = _file().get(card(device), {}).get(key) or _file().get(card_like(device), {}).get(key, {})
+    cards = (card(device), *cards_like(device))
+    rows = next((rows for each in cards if (rows := _file().get(each, {}).get(key))), {})
     return tuple(sorted((int(tokens), fields) for tokens, fields in rows.items()))
 
 
@@ -92,6 +93,8 @@ class ProductConfig:
 Config = MatvecConfig | ProductConfig
 
 TOKEN_BUCKETS = (1, 8, 16, 32, 64)
+# By default: rows of a program, the most parts that columns are divided into, and the fewest in a part.
+_BLOCK_ROWS, _MOST_SPLITS, _LEAST_COLUMNS = 64, 8, 512
 
 
 def token_bucket(num_tokens: int) -> int:
@@ -107,23 +110,21 @@ def choose_product(num_tokens: int, shape: Shape, device: torch.device) -> Confi
             return MatvecConfig(**fields)
         if 1 < bucket <= most_tokens:
             return ProductConfig(**fields)
-    return default_product(bucket, shape)
+    return default_product(bucket, shape, num_multiprocessors(device))
 
 
-def default_product(bucket: int, shape: Shape) -> Config:
-    """Block sizes for any shape: enough programs for every multiprocessor, all of them resident at once."""
+def default_product(bucket: int, shape: Shape, num_multiprocessors: int) -> Config:
+    """Block sizes for any shape: as many parts of the columns as give each multiprocessor one program."""
     if bucket == 1:
         # 128 threads read 16 bytes each of a row of 1,024; two such tiles are in flight per program.
         block_columns = _block_columns(shape.num_columns, 1024)
         return MatvecConfig(4, block_columns if block_columns >= 256 else 1024, 4)
-    block_rows = 32 if bucket <= 8 and not shape.gated else 64
-    num_programs = -(-shape.num_rows // block_rows)
-    num_splits = 1
-    # Two programs per multiprocessor keep the memory busy; below that columns are shared out.
-    while num_splits < 8 and num_programs * num_splits < 192 and shape.num_columns // num_splits >= 1024:
-        num_splits *= 2
-    block_columns = _block_columns(shape.num_columns, 128)
-    return ProductConfig(block_rows, block_columns, num_splits, 4, num_stages=4 if shape.gated else 5)
+    most_splits = min(_MOST_SPLITS, shape.num_columns // _LEAST_COLUMNS)
+    num_splits = max(1, min(most_splits, num_multiprocessors // -(-shape.num_rows // _BLOCK_ROWS)))
+    if bucket <= 16 and not shape.gated:
+        return ProductConfig(_BLOCK_ROWS, _block_columns(shape.num_columns, 256), num_splits, 4, 3)
+    num_stages = 4 if shape.gated else 5
+    return ProductConfig(_BLOCK_ROWS, _block_columns(shape.num_columns, 128), num_splits, 4, num_stages)
 
 
 def _block_columns(num_columns: int, largest: int) -> int:
