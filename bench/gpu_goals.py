@@ -140,7 +140,8 @@ def _parallel_goals() -> dict[str, Goal]:
     goals["parallel.tp2_broadcast_gap.llama8b"] = Goal(
         "parallel", "tp=2, the first of these under 64 streams, in_place: longest gap", "ms", None
     )
-    for layout, (title, goal) in {"tp4": ("tp=4", 16_000), "tp2dp2": ("tp=2, dp=2", 19_200)}.items():
+    layouts = {"tp2": ("tp=2", None), "tp4": ("tp=4", 16_000), "tp2dp2": ("tp=2, dp=2", 19_200)}
+    for layout, (title, goal) in layouts.items():
         goals[f"parallel.grpo.{layout}"] = Goal(
             "parallel", f"Llama-3.1-8B, {title}, 64 prompts of 512, 8 samples each", "tok/s", goal, True
         )

@@ -226,7 +226,9 @@ def candidates(product: Product, num_tokens: int) -> Iterator[Config]:
     for rows, columns, warps, stages in tiles:
         num_programs = -(-shape.num_rows // rows)
         # Enough programs for 132 multiprocessors, at most about three for each.
-        fitting = [s for s in (1, 2, 3, 4, 8) if 60 <= num_programs * s <= 420 and shape.num_columns >= 512 * s]
+        fitting = [
+            s for s in (1, 2, 3, 4, 8) if 60 <= num_programs * s <= 420 and shape.num_columns >= 512 * s
+        ]
         for splits in fitting[:3] or [1 if num_programs > 90 else 4]:
             yield ProductConfig(rows, columns, splits, warps, stages)
 
