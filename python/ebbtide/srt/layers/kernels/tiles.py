@@ -93,8 +93,8 @@ class ProductConfig:
 Config = MatvecConfig | ProductConfig
 
 TOKEN_BUCKETS = (1, 8, 16, 32, 64)
-# By default: rows of a program, the most parts that columns are divided into, and the fewest in a part.
-_BLOCK_ROWS, _MOST_SPLITS, _LEAST_COLUMNS = 64, 8, 512
+# By default: rows of a program, and the most parts that columns are divided into.
+_BLOCK_ROWS, _MOST_SPLITS = 64, 8
 
 
 def token_bucket(num_tokens: int) -> int:
@@ -117,22 +117,17 @@ def default_product(bucket: int, shape: Shape, num_multiprocessors: int) -> Conf
     """Block sizes for any shape: as many parts of the columns as give each multiprocessor one program."""
     if bucket == 1:
         # 128 threads read 16 bytes each of a row of 1,024; two such tiles are in flight per program.
-        block_columns = _block_columns(shape.num_columns, 1024)
-        return MatvecConfig(4, block_columns if block_columns >= 256 else 1024, 4)
-    most_splits = min(_MOST_SPLITS, shape.num_columns // _LEAST_COLUMNS)
-    num_splits = max(1, min(most_splits, num_multiprocessors // -(-shape.num_rows // _BLOCK_ROWS)))
-    if bucket <= 16 and not shape.gated:
-        return ProductConfig(_BLOCK_ROWS, _block_columns(shape.num_columns, 256), num_splits, 4, 3)
-    num_stages = 4 if shape.gated else 5
-    return ProductConfig(_BLOCK_ROWS, _block_columns(shape.num_columns, 128), num_splits, 4, num_stages)
-
-
-def _block_columns(num_columns: int, largest: int) -> int:
-    """The largest power of two up to `largest` that divides the columns, but a tile of 64 at least."""
-    block = largest
-    while block > 64 and num_columns % block:
-        block //= 2
-    return block
+        block_columns = next((each for each in (1024, 512, 256) if shape.num_columns % each == 0), 1024)
+        return MatvecConfig(4, block_columns, 4)
+    if shape.gated:
+        block_columns, num_stages = 128, 4
+    else:
+        block_columns, num_stages = (256, 3) if bucket <= 16 else (128, 5)
+    num_blocks = -(-shape.num_rows // _BLOCK_ROWS)
+    # Shorter parts take longer to be added up than they save.
+    most_splits = shape.num_columns // (512 if bucket <= 16 else 1024)
+    num_splits = max(1, min(num_multiprocessors // num_blocks, most_splits, _MOST_SPLITS))
+    return ProductConfig(_BLOCK_ROWS, block_columns, num_splits, 4, num_stages)
 
 
 # Products of 8 bits by blocks of 128 × 128: `small_batch.fp8_products`. The best of those tried on an H200.
