@@ -242,12 +242,26 @@ class SchedulerTrialPass:
     vocab_size: int
     kv_scales: KVScales | None = None
 
+    @contextmanager
+    def room(self, num_tokens: int) -> Iterator[None]:
+        num_pages = self._policy.pages_of(num_tokens)
+        pages = self._policy.borrow_pages(num_pages)
+        if pages is None:
+            raise RequestRejected(
+                f"canary: its forward pass needs {num_pages} pages of KV cache, and the pool has not so many"
+            )
+        entries = self._table.arrays[:, self._table.spare_row, : num_pages // len(self._table.arrays)]
+        entries[:] = np.array(pages).reshape(entries.shape)
+        try:
+            yield
+        finally:
+            self._policy.allocator.free(pages)
+
     def logprobs(self, input_ids: Sequence[int], adapter_slot: int | None = None) -> list[float]:
         ids = list(input_ids)
-        unrecorded = self.kv_scales.paused() if self.kv_scales is not None else nullcontext()
-        with unrecorded, self._pages(self._policy.pages_of(len(ids))):
-            spec = SampleSpec(SamplingParams(max_new_tokens=0), 0, frozenset(), ids, [], LogprobSpec(start=0))
-            plan = BatchPlan.of_prompt(spec, self._table.spare_row, adapter_slot)
+        spec = SampleSpec(SamplingParams(max_new_tokens=0), 0, frozenset(), ids, [], LogprobSpec(start=0))
+        plan = BatchPlan.of_prompt(spec, self._table.spare_row, adapter_slot)
+        with self.kv_scales.paused() if self.kv_scales is not None else nullcontext():
             # Other messages may be ahead of it on one rank and behind it on another.
             self._runner.forget_room()
             # The others would wait in the middle of it for one that has failed.
@@ -264,18 +278,3 @@ class SchedulerTrialPass:
             return self._runner.launch(plan).wait()
         except PassOutOfMemory as error:
             return error
-
-    @contextmanager
-    def _pages(self, num_pages: int) -> Iterator[None]:
-        """Pages in the spare row."""
-        pages = self._policy.borrow_pages(num_pages)
-        if pages is None:
-            raise RequestRejected(
-                f"canary: its forward pass needs {num_pages} pages of KV cache, and the pool has not so many"
-            )
-        entries = self._table.arrays[:, self._table.spare_row, : num_pages // len(self._table.arrays)]
-        entries[:] = np.array(pages).reshape(entries.shape)
-        try:
-            yield
-        finally:
-            self._policy.allocator.free(pages)

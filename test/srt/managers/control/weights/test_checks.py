@@ -257,3 +257,26 @@ def test_ranks_make_sure_of_room_for_its_pass_and_again_for_the_next_one() -> No
     for own in done:
         place = own.index("pass")
         assert own[place - 1 : place + 2] == ["forget", "pass", "forget"]
+
+
+def test_ranks_keep_the_same_pages_whenever_each_runs_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(num_ranks=2, num_pages=16, context_len=64)
+    leader, follower = harness.ranks
+    policies = [rank.scheduler.policy for rank in harness.ranks]
+    harness.generate(range(1, 29), max_new_tokens=1)
+    harness.run_until_idle()
+    rid = harness.generate(range(100, 128), max_new_tokens=30)
+    harness.turn_until(lambda: policies[0].allocator.num_free < 2)
+    harness.pause(PauseMode.IN_PLACE)
+    control, num_steps = leader.scheduler.control, leader.runner.num_steps
+    work = control.ranks.work
+    monkeypatch.setattr(control.ranks, "work", lambda: None if control.operations.stands_alone else work())
+    call = harness.call(trying(1, Canary(input_ids=IDS)))
+    harness.turn_until(lambda: follower.runner.num_steps > num_steps)
+    assert leader.runner.num_steps == num_steps
+    harness.abort(rid)
+    harness.turn()
+    monkeypatch.undo()
+    harness.turn_until(lambda: call in harness.replies)
+    first, second = [(policy.allocator.num_free, policy.cache.num_evictable_pages) for policy in policies]
+    assert first == second

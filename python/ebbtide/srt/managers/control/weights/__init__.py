@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 from ebbtide.srt.managers.control import CopyStream, Slices
@@ -174,11 +175,16 @@ class TrialPass(Protocol):
     max_tokens: int
     vocab_size: int
 
+    def room(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Have room for the KV of so many tokens within. To be entered between the same two passes on all
+        ranks, and left behind the same message. RequestRejected: there is none.
+        """
+
     def logprobs(self, input_ids: Sequence[int], adapter_slot: int | None = None) -> list[float]:
         """The logprob of each token but the first, by the live weights and the adapter in a slot, if any; the
         lowest float32 if not finite.
 
-        The same on all ranks, between two forward passes. RequestRejected: there is no room for their KV.
+        The same on all ranks, between two forward passes, within `room`.
         """
 
 

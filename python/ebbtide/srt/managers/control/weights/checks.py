@@ -204,8 +204,11 @@ class CanaryTrials:
         """Run the pass by the new weights, or adapter; says how it went, or refuses where a rank misses."""
         if self._memory.is_kv_released:
             raise RequestRejected("canary: its forward pass needs kv_cache: resume_memory_occupation first")
-        passing = trial(lambda: self._pass.logprobs(canary.input_ids, adapter_slot))
-        logprobs, by_rank = yield from self._ranks.survey(Activity.ALONE, passing, lambda found: found)
+        yield Activity.BOUNDARY
+        # Not within the phase, whose part comes before a message on one rank and behind it on another.
+        with self._pass.room(len(canary.input_ids)):
+            passing = trial(lambda: self._pass.logprobs(canary.input_ids, adapter_slot))
+            logprobs, by_rank = yield from self._ranks.survey(Activity.ALONE, passing, lambda found: found)
         misses = [_miss(canary, found) for found in by_rank]
         if any(misses):
             listed = "; ".join(f"rank {rank}: {miss}" for rank, miss in enumerate(misses) if miss)
