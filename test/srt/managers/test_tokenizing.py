@@ -297,9 +297,13 @@ async def test_bad_words_are_tokenized_beside_the_loop_once_for_all_prompts(engi
         ({"input_ids": [1], "sampling_params": {"n": 300, "top_p": 7}}, True),
         ({"input_ids": [1], "sampling_params": {"allowed_token_ids": [-1] * (1 << 17)}}, True),
         ({"input_ids": [1], "sampling_params": {"logit_bias": {str(key): "x" for key in range(300)}}}, True),
+        ({"render": [lambda: "a"] * 8, "sampling_params": {"top_p": 7}}, False),
+        ({"render": [lambda: "a"] * 300, "sampling_params": {"top_p": 7}}, True),
     ],
 )
-def test_the_loop_goes_on_while_a_large_request_is_read(fields: Any, is_large: bool) -> None:
+def test_the_loop_goes_on_while_a_large_request_is_read(fields: dict[str, Any], is_large: bool) -> None:
+    render = fields.pop("render", None)
+
     async def script(engine: Engine) -> None:
         turns = 0
 
@@ -313,7 +317,7 @@ def test_the_loop_goes_on_while_a_large_request_is_read(fields: Any, is_large: b
         await asyncio.sleep(0)
         turns = 0
         with pytest.raises(RequestRejected):
-            await engine.manager.prepare(fields)
+            await engine.manager.prepare(fields, render)
         counting.cancel()
         assert (turns > 0) is is_large
 

@@ -186,7 +186,8 @@ class TokenizerManager:
         is_incremental = args.incremental_streaming_output if is_incremental is None else is_incremental
         fields = msgspec.structs.asdict(given) if isinstance(given, GenerateReqInput) else given
         self.limits.check_given("input_ids", fields.get("input_ids"), fields.get("truncate_prompt_tokens"))
-        draft = await self.worked_on(fields, lambda: self._normalizer.draft(fields, render, client))
+        held = {**fields, "render": render}
+        draft = await self.worked_on(held, lambda: self._normalizer.draft(fields, render, client))
         if draft.request.return_sampling_mask and draft.request.stream and not is_incremental:
             # They would be told again with each token.
             raise RequestRejected("return_sampling_mask: not in a stream whose chunks repeat those before")
@@ -194,11 +195,11 @@ class TokenizerManager:
         try:
             grammars = await self._grammars(draft, client.host)
             prompts = await self._tokenize(draft)
-            outputs = await self.worked_on(fields, lambda: self._normalizer.plan(draft, prompts))
+            outputs = await self.worked_on(held, lambda: self._normalizer.plan(draft, prompts))
             if self._place is not None:
                 outputs = self._place(outputs)
             style = self._style(draft.request, is_incremental, routed_form)
-            generation = await self.worked_on(fields, lambda: self._generation(draft, outputs, style))
+            generation = await self.worked_on(held, lambda: self._generation(draft, outputs, style))
         except BaseException:
             self._live.release(draft.all_rids)
             raise
