@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sglang._absent import NamesOnly, refuse_real_sglang
@@ -16,19 +17,15 @@ refuse_real_sglang()
 NamesOnly.install()
 
 
+# Imported when first asked for: trainers import this package without wanting an engine.
+_HOMES = {
+    "Engine": "sglang.srt.entrypoints.engine",
+    "Runtime": "sglang._runtime",
+    "ServerArgs": "sglang.srt.server_args",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # When first asked for: trainers import this package without wanting an engine.
-    match name:
-        case "Engine":
-            from sglang.srt.entrypoints.engine import Engine
-
-            return Engine
-        case "ServerArgs":
-            from sglang.srt.server_args import ServerArgs
-
-            return ServerArgs
-        case "Runtime":
-            from sglang._runtime import Runtime
-
-            return Runtime
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
