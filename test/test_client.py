@@ -104,6 +104,23 @@ def test_an_error_in_the_middle_of_a_stream_is_of_its_status(status: int, error:
             list(client.generate("a", stream=True))
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"status": 404, "error": "Not Found", "message": "no such route"}', "^no such route$"),
+        ('{"message": null, "error": "nobody"}', r"^http://host.invalid/\S+ answers 404: b'.*nobody"),
+        ("[1]", r"^http://host.invalid/\S+ answers 404: b'\[1\]'$"),
+    ],
+)
+def test_what_a_gateway_answers_is_told(text: str, told: str) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(404, text=text))
+    with Client("http://host.invalid") as client:
+        client._http = httpx.AsyncClient(base_url=client.url, transport=transport)
+        with pytest.raises(RequestRejected, match=told) as caught:
+            client.continue_generation()
+    assert caught.value.status == 404
+
+
 def test_where_no_server_is_the_error_names_the_url() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with Client(url) as client, pytest.raises(ServerUnreachable, match=f"{url} .*ebbtide serve"):

@@ -14,7 +14,7 @@ import httpx
 from ebbtide.formats import request_body
 from ebbtide.srt.entrypoints.engine_methods import EngineMethods
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking, refuse_in_event_loop
-from ebbtide.srt.errors import EngineDown, EngineError, RequestRejected
+from ebbtide.srt.errors import EngineDown, read_error
 from ebbtide.srt.managers import io_struct
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class Client(EngineMethods):
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         status = event["error"].get("code", 500)
-                        raise _error_of(event, status, is_refusal=status < 500)
+                        raise read_error(event, status, line, is_refusal=status < 500)
                     yield event
         if method != "GET":
             raise ServerUnreachable(f"the server at {self.url} went away in the middle of a stream")
@@ -227,22 +227,14 @@ class Client(EngineMethods):
 def _raise_for(response: httpx.Response, content: bytes) -> None:
     if not response.is_error:
         return
-    try:
+    body = None
+    with contextlib.suppress(ValueError):
         body = json.loads(content)
-        body["message"]
-    except (ValueError, TypeError, KeyError):
-        body = {"message": f"{response.url} answers {response.status_code}: {content[:200]!r}"}
+    status = response.status_code
     # A server that is down for good does not say when to come back.
-    is_refusal = response.status_code < 500 or "retry-after" in response.headers
-    raise _error_of(body, response.status_code, is_refusal=is_refusal)
-
-
-def _error_of(body: Mapping[str, Any], status: int, *, is_refusal: bool) -> Exception:
-    message = body.get("message") or body["error"]["message"]
-    fields = {name: value for name, value in body.items() if name not in ("success", "message", "error")}
-    if is_refusal:
-        return RequestRejected(message, status, **fields)
-    return EngineDown(message, **fields) if status == 503 else EngineError(message, **fields)
+    is_refusal = status < 500 or "retry-after" in response.headers
+    otherwise = f"{response.url} answers {status}: {content[:200]!r}"
+    raise read_error(body, status, otherwise, is_refusal=is_refusal)
 
 
 def _shown(labels: Mapping[str, str]) -> str:

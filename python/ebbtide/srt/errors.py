@@ -6,6 +6,8 @@ from typing import Any, Final
 
 # What a process that its watchdog ended exits with: the others are asked where they stand before they end.
 HUNG_EXIT_STATUS: Final = 70
+# What of an error's body, a gateway's too, is the error itself.
+_NOT_FIELDS: Final = ("success", "message", "error", "status")
 # How many of many things a message names.
 MAX_NAMED: Final = 10
 
@@ -110,6 +112,17 @@ def error_body(
         **fields,
         "error": {"message": message, "type": kind, "param": param, "code": status},
     }
+
+
+def read_error(body: Any, status: int, otherwise: str, *, is_refusal: bool) -> RequestRejected | EngineError:
+    """The error that a body of `error_body` tells. The message of any other body is `otherwise`."""
+    message, fields = otherwise, dict[str, Any]()
+    match body:
+        case {"message": str(message)} | {"error": {"message": str(message)}}:
+            fields = {name: value for name, value in body.items() if name not in _NOT_FIELDS}
+    if is_refusal:
+        return RequestRejected(message, status, **fields)
+    return EngineDown(message, **fields) if status == 503 else EngineError(message, **fields)
 
 
 def first_few(names: Sequence[str], separator: str = ", ") -> str:

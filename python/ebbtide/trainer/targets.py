@@ -17,6 +17,7 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 from urllib.parse import urlsplit
@@ -27,7 +28,7 @@ import torch
 from ebbtide.formats import Announcement, request_body
 from ebbtide.formats.rendezvous import GroupAddress
 from ebbtide.formats.tensor_list import Payload
-from ebbtide.srt.errors import EbbtideError, EngineError, RequestRejected
+from ebbtide.srt.errors import EbbtideError, read_error
 from ebbtide.trainer.buckets import Bucket
 from ebbtide.trainer.cuda_ipc import uuid_of
 from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder, side_by_side
@@ -40,7 +41,6 @@ Outcomes: TypeAlias = dict[str, Any | EbbtideError]
 MARGIN_S: Final = 30.0
 # A request for the state is answered at once, even by a busy server.
 STATE_TIMEOUT_S: Final = 60.0
-_ERROR_FIELDS: Final = ("success", "message", "error", "status")
 
 
 class AnswerLost(EbbtideError):
@@ -358,16 +358,12 @@ def failures_in(outcomes: Outcomes) -> dict[str, EbbtideError]:
 
 
 def _as_error(answer: urllib.error.HTTPError) -> EbbtideError:
-    try:
+    body = None
+    with suppress(OSError, http.client.HTTPException, ValueError):
         body = json.load(answer)
-        message = str(body["message"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        body, message = {}, f"HTTP status {answer.code}"
     # 503 is of the moment: its queue is full, it starts, or goes down.
-    if answer.code >= 500 and answer.code != http.HTTPStatus.SERVICE_UNAVAILABLE:
-        return EngineError(message)
-    fields = {name: value for name, value in body.items() if name not in _ERROR_FIELDS}
-    return RequestRejected(message, answer.code, **fields)
+    is_refusal = answer.code < 500 or answer.code == http.HTTPStatus.SERVICE_UNAVAILABLE
+    return read_error(body, answer.code, f"HTTP status {answer.code}", is_refusal=is_refusal)
 
 
 def devices_of(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
