@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine, Sequence
-from types import SimpleNamespace, TracebackType
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn, Self, TypeVar
 
 from ebbtide.srt.managers.io_struct import DEFAULT_GROUP
@@ -148,16 +149,9 @@ class Engine(EngineBase):
         obj = ResumeMemoryOccupationReqInput(tags=tags)
         return self._run(self.tokenizer_manager.resume_memory_occupation(obj))
 
-    def update_weights_from_tensor(
-        self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True, **fields: Any
-    ) -> Outcome:
+    def update_weights_from_tensor(self, *args: Any, **fields: Any) -> Outcome:
         """As `ebbtide.Engine.update_weights_from_tensor`: pairs (name, tensor), or serialized entries."""
-
-        async def update() -> dict[str, Any]:
-            return await self._core.async_update_weights_from_tensor(
-                named_tensors, load_format, flush_cache, **fields
-            )
-
+        update = partial(self._core.async_update_weights_from_tensor, *args, **fields)
         return self._run(self.tokenizer_manager.outcome_of("update_weights_from_tensor", update))
 
     def update_weights_from_disk(
@@ -228,9 +222,7 @@ class Engine(EngineBase):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     @property
