@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 import requests
+from vllm.utils import get_open_port
 
 from ebbtide.srt.hf_folder import folder_of
 
@@ -20,30 +20,18 @@ START_TIMEOUT_S = 300
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = get_open_port()
+    url = f"http://127.0.0.1:{port}"
     flags = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--max-total-tokens", "8192"]
-    command = [
-        sys.executable,
-        "-m",
-        "ebbtide",
-        "serve",
-        MODEL,
-        "--port",
-        str(port),
-        "--log-level",
-        "error",
-        *flags,
-    ]
-    process = subprocess.Popen(command)
+    flags += ["--port", str(port), "--log-level", "error"]
+    process = subprocess.Popen([sys.executable, "-m", "ebbtide", "serve", MODEL, *flags])
     try:
         until_s = time.monotonic() + START_TIMEOUT_S
-        while not is_healthy(f"http://127.0.0.1:{port}"):
+        while not is_healthy(url):
             assert process.poll() is None, "the server did not start"
             assert time.monotonic() < until_s, "the server does not answer"
             time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
+        yield url
     finally:
         process.terminate()
         process.wait()

@@ -6,7 +6,6 @@ Its AsyncGRPOTrainer needs FlashAttention to train: of it what talks to the serv
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 from trl.generation.vllm_client import VLLMClient
+from vllm.utils import get_open_port
 
 from ebbtide.srt.hf_folder import folder_of
 
@@ -45,7 +45,7 @@ def trainer_for(url: str, folder: Path) -> GRPOTrainer:
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=url,
-        vllm_group_port=free_port(),
+        vllm_group_port=get_open_port(),
         max_steps=3,
         learning_rate=1e-2,
         per_device_train_batch_size=4,
@@ -58,12 +58,6 @@ def trainer_for(url: str, folder: Path) -> GRPOTrainer:
     )
     prompts = Dataset.from_list([{"prompt": text} for text in ("One", "Two", "Three", "Four")])
     return GRPOTrainer(model=MODEL, reward_funcs=prefers_low_ids, args=config, train_dataset=prompts)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def server_logprobs(url: str, ids: list[int]) -> list[float]:
