@@ -4,6 +4,7 @@ import pytest
 from fixtures.control import PROMPT, Harness
 
 from ebbtide.srt.managers.io_struct import AbortReq, FinishReason, PauseGenerationReqInput, PauseMode
+from ebbtide.srt.model_executor.batch_plan import PassOutOfMemory
 
 ORDER = [PauseMode.WAIT, PauseMode.IN_PLACE, PauseMode.RETRACT, PauseMode.ABORT]
 
@@ -118,3 +119,39 @@ class TestWait:
         assert harness.refusal(call).status == 409
         later = harness.generate(PROMPT, max_new_tokens=2)
         harness.assert_end(later, length=2)
+
+
+@pytest.fixture(params=["pool", "states"])
+def retracting(request: pytest.FixtureRequest) -> tuple[Harness, list[str]]:
+    """Requests of which the engine itself is about to retract some, and who they are."""
+    is_short = request.param == "pool"
+    harness = Harness(num_pages=26) if is_short else Harness(num_checkpoints=5)
+    rids = [harness.begin_request(max_new_tokens=50) for _ in range(2)]
+    if not is_short:
+        harness.runner.faults.append(PassOutOfMemory("none"))
+    return harness, rids
+
+
+def test_a_drain_waits_for_whom_the_engine_retracts_meanwhile(
+    retracting: tuple[Harness, list[str]],
+) -> None:
+    harness, rids = retracting
+    call = harness.call(PauseGenerationReqInput(mode=PauseMode.WAIT))
+    late = harness.generate(PROMPT, max_new_tokens=4)
+    harness.turn_until(lambda: call in harness.replies)
+    assert harness.reply(call).num_running == 0
+    assert sum(harness.outputs[rid].num_retractions for rid in rids) > 0
+    assert [harness.num_tokens(rid) for rid in (*rids, late)] == [50, 50, 0]
+    harness.proceed()
+    harness.assert_end(late, length=4)
+
+
+def test_whom_the_engine_retracts_while_an_update_drains_ends_on_the_old_weights(
+    retracting: tuple[Harness, list[str]],
+) -> None:
+    harness, rids = retracting
+    late = harness.generate(PROMPT, max_new_tokens=4)
+    harness.update(3, weight_version="3")
+    harness.assert_end(late, length=4)
+    assert sum(harness.outputs[rid].num_retractions for rid in rids) > 0
+    assert [harness.versions(rid) for rid in (*rids, late)] == [["default"], ["default"], ["3"]]

@@ -133,11 +133,15 @@ class Requests(Protocol):
     on_kv_given_up: Callable[[], None]
 
     def hold_admission(self, holds: bool) -> None:
-        """Admit no request from here on, or admit them again."""
+        """Admit no request from here on but those that have begun, or admit all again."""
 
     @property
     def num_running(self) -> int:
         """Requests that hold KV."""
+
+    @property
+    def num_begun(self) -> int:
+        """These, and requests that lost theirs to others, but for what a control request did."""
 
     @property
     def num_queued(self) -> int: ...

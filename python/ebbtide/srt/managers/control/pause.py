@@ -118,10 +118,10 @@ class Generation:
     def _pause_when_drained(self, request: PauseGenerationReqInput) -> Operation:
         with self.drain():
             try:
-                while self.paused is None and self._requests.num_running > 0:
+                while self.paused is None and self._requests.num_begun > 0:
                     yield Activity.WAITING
             except DeadlinePassed:
-                left = self._requests.num_running
+                left = self._requests.num_begun
                 raise RequestRejected(
                     f"{left} requests were still running after {request.timeout_s:g} s; generation goes on. "
                     "Wait longer, or pause in mode in_place, retract or abort",

@@ -67,6 +67,10 @@ class LiveRequests:
         return len(self._policy.running)
 
     @property
+    def num_begun(self) -> int:
+        return self.num_running + len(self._policy.set_back)
+
+    @property
     def num_queued(self) -> int:
         return len(self._policy.queued)
 

@@ -62,6 +62,8 @@ class SchedulePolicy:
         self.pass_limit = PassLimit()
         self.waiting = WaitingRequests(config.policy, config.max_running_per_adapter)
         self.running: list[Req] = []
+        # Those that ran until others needed their room: no drain is over before they have come to their ends.
+        self.set_back: set[Req] = set()
         self._versions = ServedVersions("")
         self._rows_R: NDArray[np.int64] | None = None
         self._live: dict[str, Req] = {}
@@ -91,7 +93,7 @@ class SchedulePolicy:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or (self.waiting.lines and not self.holds_admission))
+        return bool(self.running or (self.waiting.lines and not self.holds_admission) or self.set_back)
 
     @property
     def queued(self) -> list[Req]:
@@ -176,6 +178,7 @@ class SchedulePolicy:
                 case _:
                     self._release(req, publish=True)
             req.phase = Phase.FINISHED
+            self.set_back.discard(req)
             del self._live[req.rid]
             if req.adapter is not None:
                 self.adapters.leave(req.adapter)
@@ -196,6 +199,7 @@ class SchedulePolicy:
         retracted = [req for req in self.queued if req.parked is not None] + self.running
         for req in retracted:
             self.retract(req, cause)
+        self.set_back.clear()
         return len(retracted)
 
     def give_up_kv(self, req: Req) -> None:
@@ -230,6 +234,7 @@ class SchedulePolicy:
         retracted = [req for req in self.running if req.rid not in plan.rids]
         for req in retracted:
             self.retract(req, RetractCause.RELEASE)
+        self.set_back.clear()
         if not plan.keeps_cache:
             self.cache.flush()
             if self.pages.states is not None:
@@ -283,7 +288,9 @@ class SchedulePolicy:
         if not self.has_work or self._must_commit_first() or not self._grow_running():
             return None
         room = self.config.max_running_requests - len(self.running)
-        upcoming = [] if self.holds_admission else self.waiting.first(room)
+        upcoming = self.waiting.first(room)
+        if self.holds_admission:
+            upcoming = [req for req in upcoming if req in self.set_back]
         rows_R = self._running_rows()
         missing_R = self.rows.missing(rows_R)
         # Rows of one token come first, so that those of a kind lie together.
@@ -384,6 +391,8 @@ class SchedulePolicy:
         for req in self.waiting.candidates(self.pages.matched, self._is_ready):
             if len(self.running) >= self.config.max_running_requests:
                 return
+            if self.holds_admission and req not in self.set_back:
+                continue
             lease = self.pages.lease(req)
             if self._is_computed(req, lease, prefilling):
                 lease.release()
@@ -396,6 +405,7 @@ class SchedulePolicy:
                 lease.release()
                 return
             self.waiting.begin(req)
+            self.set_back.discard(req)
             insort(self.running, req, key=lambda running: running.arrival)
             self._rows_R = None
             req.phase = Phase.RUNNING
@@ -457,6 +467,7 @@ class SchedulePolicy:
     def _leave(self, req: Req) -> None:
         assert req.num_in_flight == 0, "a token in flight would be lost"
         self._release(req, publish=False)
+        self.set_back.add(req)
         self.running.remove(req)
         self._rows_R = None
 

@@ -172,7 +172,7 @@ class CommitConditions:
         That is at a boundary only where the pass under way may bring a refusal to its end: behind it fewer
         requests may run, and not more.
         """
-        while self._waits(terms) and self._requests.num_running > 0:
+        while self._waits(terms) and self._requests.num_begun > 0:
             yield Activity.DRAINING
         try:
             self.check(terms)
@@ -211,7 +211,7 @@ class CommitConditions:
             raise
         except DeadlinePassed:
             advice = "give a longer timeout_s"
-            if num_running := self._requests.num_running:
+            if num_running := self._requests.num_begun:
                 advice = (
                     f"{num_running} requests were still running. Pause generation, or give pause_mode or a "
                     "longer timeout_s"
