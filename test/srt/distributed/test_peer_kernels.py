@@ -59,7 +59,7 @@ def interpret() -> None:
 
 
 def add_up(rank: int, paths: Sequence[Path]) -> None:
-    """Sums of numbers of all ranks, by both kernels, of sizes from one number to several blocks."""
+    """Sums of numbers of all ranks, by all kernels, of sizes from one number to several blocks."""
     from triton.runtime import interpreter
 
     interpreter.InterpreterBuilder.create_inline_asm = assembler
@@ -70,7 +70,7 @@ def add_up(rank: int, paths: Sequence[Path]) -> None:
     order, naps = random.Random(3), random.Random(rank)
     size = len(paths)
     for call in range(NUM_CALLS):
-        kernel, add = order.choice(("words", "one_shot")), order.random() < 0.5
+        kernel, add = order.choice(("words", "one_shot", "two_shot")), order.random() < 0.5
         # For two bytes to hold them, no numbers beyond 1000.
         count = order.choice((4, 8, 700, 2048, 2052, 4100)) * size
         numbers = (torch.arange(count) % 97 + call).to(torch.float16 if kernel == "words" else torch.float32)
@@ -86,15 +86,15 @@ def launch(name: str, x: Tensor, out: Tensor, memories: Tensor, rank: int, add: 
     from ebbtide.srt.distributed import peer_kernels
 
     size = len(memories)
-    counts = {"words": len(x) // 4, "one_shot": len(x)}
     constants = {"SIZE": size, "ADD": add, "OVERLAPPED": False}
     if name == "words":
-        constants |= {"TILE": peer_kernels.SLOT_WORDS}
+        count, constants["TILE"] = len(x) // 4, peer_kernels.SLOT_WORDS
+        num_blocks = -(-count // peer_kernels.SLOT_WORDS)
     else:
-        constants |= {"TILE": peer_kernels.SLOT_BYTES // 4, "LANES": 1 << (size - 1).bit_length()}
-    num_blocks = -(-counts[name] // constants["TILE"])
-    grid = (num_blocks if name == "words" else min(num_blocks, 2),)
-    getattr(peer_kernels, name)[grid](x, out, memories, counts[name], rank, **constants)
+        count, constants["TILE"] = len(x), peer_kernels.SLOT_BYTES // 4
+        constants["LANES"] = 1 << (size - 1).bit_length()
+        num_blocks = 2
+    getattr(peer_kernels, name)[(num_blocks,)](x, out, memories, count, rank, **constants)
     return out
 
 

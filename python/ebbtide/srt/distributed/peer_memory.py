@@ -128,17 +128,18 @@ class PeerMemory:
     def words_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """`all_reduce_` of whole words of 8 bytes, 256 KiB at most, and of types of two bytes."""
         tile = self._kernels.SLOT_WORDS
-        return self._launch(self._kernels.words, x, onto, x.nbytes // _WORD_BYTES, TILE=tile)
+        return self._launch(self._kernels.words, x, onto, x.nbytes // _WORD_BYTES, tile, TILE=tile)
 
     def one_shot_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """`all_reduce_` in one exchange for each piece of 2 MiB."""
         lanes, tile = 1 << (self._size - 1).bit_length(), self._kernels.SLOT_BYTES // x.itemsize
-        return self._launch(self._kernels.one_shot, x, onto, x.numel(), LANES=lanes, TILE=tile)
+        return self._launch(self._kernels.one_shot, x, onto, x.numel(), tile, LANES=lanes, TILE=tile)
 
     def two_shot_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """`all_reduce_` in two exchanges: each rank adds up a share, and pushes the sums."""
         lanes, tile = 1 << (self._size - 1).bit_length(), self._kernels.SLOT_BYTES // x.itemsize
-        return self._launch(self._kernels.two_shot, x, onto, x.numel(), LANES=lanes, TILE=tile)
+        part = tile * self._size
+        return self._launch(self._kernels.two_shot, x, onto, x.numel(), part, LANES=lanes, TILE=tile)
 
     def let_go(self) -> None:
         """Kernels of this rank no longer wait for others, now and from here on; their sums are wrong."""
@@ -184,9 +185,12 @@ class PeerMemory:
             self._store.wait(keys, timedelta(seconds=LEAVE_S))
             self._driver.call("cuMemFree", self._mine)
 
-    def _launch(self, kernel: Any, x: Tensor, onto: Tensor | None, count: int, **constants: int) -> Tensor:
+    def _launch(
+        self, kernel: Any, x: Tensor, onto: Tensor | None, count: int, part: int, **constants: int
+    ) -> Tensor:
+        """`part`: how much of `count` a block adds up at a time."""
         out = x if onto is None else onto
-        num_blocks = min(-(-count // constants["TILE"]), self._kernels.NUM_BLOCKS)
+        num_blocks = min(-(-count // part), self._kernels.NUM_BLOCKS)
         kernel[(num_blocks,)](
             x,
             out,
