@@ -310,6 +310,25 @@ def test_requests_may_be_aborted_while_it_waits(waiting: Waiting) -> None:
     assert waiting.outputs[rid].token_ids == null_tokens(9, 20)
 
 
+def test_the_state_says_that_it_waits_as_long_as_it_does(waiting: Waiting) -> None:
+    for _ in range(3):
+        assert (waiting.now.can_run, waiting.now.reason) == (False, scheduler.WAITS_FOR_MEMORY)
+        end_wait(waiting)
+    for rid in waiting.rids[1:]:
+        waiting.abort(rid)
+    waiting.end()
+    assert (waiting.now.can_run, waiting.now.reason) == (True, "")
+
+
+def test_so_it_does_no_more_when_nobody_is_left_to_try_it(waiting: Waiting) -> None:
+    waiting.pause(PauseMode.ABORT)
+    assert waiting.now.reason == f"paused(abort); {scheduler.WAITS_FOR_MEMORY}"
+    waiting.proceed()
+    waiting.deliver(Expire(id=scheduler.MEMORY_WAIT))
+    waiting.turn()
+    assert (waiting.now.can_run, waiting.now.reason) == (True, "")
+
+
 def test_a_pause_that_waits_for_requests_waits_for_memory_too() -> None:
     waiting = Waiting()
     call = waiting.call(PauseGenerationReqInput(mode=PauseMode.WAIT))

@@ -13,6 +13,8 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Final
 
+from msgspec.structs import replace
+
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.control.control_plane import ControlPlane
 from ebbtide.srt.managers.control.pace import Pace
@@ -62,6 +64,7 @@ logger = logging.getLogger(__name__)
 MEMORY_WAITS_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, *[1.6] * 36)
 # The deadline that ends such a wait.
 MEMORY_WAIT: Final = "memory-wait"
+WAITS_FOR_MEMORY: Final = "a forward pass of one token has found too little device memory, and is tried again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.activity: tuple[str, float] | None = None
         self._in_flight: _Launched | None = None
-        self._waits_for_memory = False
+        self._waits_for_memory = self._has_told_of_wait = False
         self._committed_s = 0.0
         self._num_arrived = 0
 
@@ -136,6 +139,9 @@ class Scheduler:
                 self._pace.note_idle()
                 if not self.control.can_run and self.policy.has_work:
                     self._meter.note_blocked(self.control.reason)
+            if self._waits_for_memory != self._has_told_of_wait:
+                self._has_told_of_wait = self._waits_for_memory
+                self.answer()
             if self.control.any_pending:
                 self._begin("the work of control requests")
                 self.control.advance(self._settle)
@@ -149,7 +155,11 @@ class Scheduler:
 
     def answer(self) -> None:
         """Send the state, if it has changed, and the replies that are due."""
-        self._inbox.answer(self.control.report(), self._processor.num_aborts)
+        report = self.control.report()
+        if self._waits_for_memory:
+            reasons = [report.reason] if report.reason else []
+            report = replace(report, can_run=False, reason="; ".join([*reasons, WAITS_FOR_MEMORY]))
+        self._inbox.answer(report, self._processor.num_aborts)
 
     @property
     def demand(self) -> Demand:
