@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -95,17 +95,6 @@ class CopyStream(Protocol):
 
 class OutOfStep(EngineError):
     """This rank is not what others take it for any more: the group goes down, with the reason."""
-
-
-@contextmanager
-def ending_rank(why: str) -> Iterator[None]:
-    """What is done within can neither be left half done nor taken back: a failure is OutOfStep."""
-    try:
-        yield
-    except OutOfStep:
-        raise
-    except Exception as error:
-        raise OutOfStep(f"{why}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)

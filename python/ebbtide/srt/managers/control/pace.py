@@ -19,6 +19,7 @@ from ebbtide.srt.managers.control import (
     Activity,
     CopyStream,
     DeadlinePassed,
+    OutOfStep,
     Slices,
     Work,
 )
@@ -203,6 +204,17 @@ class Pace:
             return IDLE_TURN_S, math.inf
         turn_s = min(max(SHARE * self._step_s, SHORTEST_TURN_S), LONGEST_TURN_S)
         return turn_s, turn_s * COPY_BYTES_PER_S
+
+
+@contextmanager
+def ending_rank(why: str) -> Iterator[None]:
+    """What is done within can neither be left half done nor taken back: a failure is OutOfStep."""
+    try:
+        yield
+    except OutOfStep:
+        raise
+    except Exception as error:
+        raise OutOfStep(f"{why}: {type(error).__name__}: {error}") from error
 
 
 class Ranks:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control import BETWEEN_PASSES, Activity, OutOfStep, Work, ending_rank
-from ebbtide.srt.managers.control.pace import Ranks
+from ebbtide.srt.managers.control import BETWEEN_PASSES, Activity, OutOfStep, Work
+from ebbtide.srt.managers.control.pace import Ranks, ending_rank
 from ebbtide.srt.managers.io_struct import AnyControlRequest, Refusal
 from ebbtide.srt.managers.wire.message import Decision
 

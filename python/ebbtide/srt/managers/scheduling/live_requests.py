@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.managers.control import ParkingPlan, ending_rank
+from ebbtide.srt.managers.control import ParkingPlan
 from ebbtide.srt.managers.control.adapters import AdapterVersion
-from ebbtide.srt.managers.control.pace import Ranks
+from ebbtide.srt.managers.control.pace import Ranks, ending_rank
 from ebbtide.srt.managers.io_struct import DetokenizerInput, FinishReason, InFlight, RetractCause
 from ebbtide.srt.managers.scheduling.output_processor import OutputProcessor
 from ebbtide.srt.managers.scheduling.request import Phase, Req

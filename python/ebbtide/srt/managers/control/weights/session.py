@@ -22,10 +22,9 @@ from ebbtide.srt.managers.control import (
     Slices,
     Superseded,
     Work,
-    ending_rank,
 )
 from ebbtide.srt.managers.control.memory_occupation import WeightContent
-from ebbtide.srt.managers.control.pace import Pace, Ranks, Stall, at_once, is_burst
+from ebbtide.srt.managers.control.pace import Pace, Ranks, Stall, at_once, ending_rank, is_burst
 from ebbtide.srt.managers.control.weights import How, Staging, Weights, WritePlan
 from ebbtide.srt.managers.control.weights.commit_terms import (
     CommitTerms,

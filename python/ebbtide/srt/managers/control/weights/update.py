@@ -26,11 +26,10 @@ from ebbtide.srt.managers.control import (
     Requests,
     Superseded,
     Work,
-    ending_rank,
 )
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.operations import Line, Operations, Stages, in_turn
-from ebbtide.srt.managers.control.pace import Pace, Ranks, Wake
+from ebbtide.srt.managers.control.pace import Pace, Ranks, Wake, ending_rank
 from ebbtide.srt.managers.control.pause import Generation
 from ebbtide.srt.managers.control.weights import TrialPass, Weights, WritePlan
 from ebbtide.srt.managers.control.weights.arrival import Arrivals, Contents, GroupRequests, Pieces
