@@ -12,11 +12,11 @@ from fixtures.deadlines import HANG_S
 from starlette.requests import ClientDisconnect
 
 from ebbtide.srt.entrypoints.http_answers import AnswerWriter, answer_events, answer_whole, while_connected
-from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
 from ebbtide.srt.entrypoints.openai.answers import CallWriter
 from ebbtide.srt.entrypoints.openai.requests import completion_call
 from ebbtide.srt.entrypoints.openai.routes import Calls
 from ebbtide.srt.entrypoints.request_body import BodyReader
+from ebbtide.srt.managers.api.live_generation import COST_AT_ONCE, OUTPUT_COST
 
 
 async def leaving() -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_a_stream_that_fails_ends_with_an_error_and_the_end_of_all_streams() -> 
 
 def test_the_event_loop_goes_on_while_an_answer_of_many_outputs_is_written() -> None:
     meta = {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0}
-    outputs = [{"text": "a", "output_ids": [1], "meta_info": meta}] * (OUTPUTS_AT_ONCE + 1)
+    outputs = [{"text": "a", "output_ids": [1], "meta_info": meta}] * (COST_AT_ONCE // OUTPUT_COST + 1)
     goes_on = threading.Event()
 
     class Generation:

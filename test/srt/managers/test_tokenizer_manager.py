@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from fixtures.deadlines import HANG_S
 from fixtures.logprobs import PositionLogprobs, columns
 from fixtures.scripted_engine import STATE, Engine, chunks_of, scripted, start
 from fixtures.tokenizers import byte_level
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.api.live_generation import STREAMS_PER_TURN, LiveGeneration
+from ebbtide.srt.managers.api.live_generation import COST_AT_ONCE, STREAMS_PER_TURN, LiveGeneration
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
     AbortReq,
@@ -29,6 +31,7 @@ from ebbtide.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
+from ebbtide.srt.managers.text.tokenizer import Tokenizer
 
 STOP = FinishReason("stop", 2)
 LENGTH = FinishReason("length", length=3)
@@ -162,6 +165,37 @@ async def test_logprobs(engine: Engine) -> None:
     meta = (await answer(engine, fields, output))["meta_info"]
     assert meta["output_token_logprobs"] == [(-1.0, 7, None)]
     assert not [name for name in meta if "top" in name or "ids_logprobs" in name]
+
+
+class Spelling(Tokenizer):
+    """Decodes when it is told to. A test that waits for it in the event loop never comes to that."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_level().hf)
+        self.go = threading.Event()
+
+    def decode(self, *args: Any, **options: Any) -> str:
+        assert self.go.wait(HANG_S)
+        return super().decode(*args, **options)
+
+
+@scripted(tokenizer=Spelling)
+async def test_the_loop_goes_on_while_many_logprobs_are_put_together(engine: Engine) -> None:
+    width, num_tokens = 400, COST_AT_ONCE // 400 + 1
+    fields = {"return_logprob": True, "top_logprobs_num": width, "return_text_in_logprobs": True}
+    generation = await engine.manager.prepare({"input_ids": [[5], [6]], "rid": ["a", "b"], **fields})
+    result = asyncio.create_task(generation.result())
+    top = [(-1.0, token_id) for token_id in range(width)]
+    logprobs = columns(*[PositionLogprobs(-1.0, top)] * num_tokens)
+    for rid in ("a", "b"):
+        await engine.send(
+            RequestOutput(rid, [7] * num_tokens, finish=LENGTH, start=start(), logprobs=logprobs)
+        )
+        assert not result.done()
+    engine.tokenizer.go.set()
+    answers = await result
+    assert [body["meta_info"]["id"] for body in answers] == ["a", "b"]
+    assert [len(body["meta_info"]["output_top_logprobs"][-1]) for body in answers] == [width] * 2
 
 
 @scripted(has_tokenizer=False)

@@ -12,11 +12,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from ebbtide.srt.entrypoints.metrics.prometheus import OUTPUTS_AT_ONCE
 from ebbtide.srt.entrypoints.service import EngineService
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
 from ebbtide.srt.managers.api.ended_outputs import Caller
-from ebbtide.srt.managers.api.live_generation import LiveGeneration
+from ebbtide.srt.managers.api.live_generation import COST_AT_ONCE, OUTPUT_COST, LiveGeneration
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +93,21 @@ async def answer_generation(
         return await answer_events(receive, starting, service.metrics.note_chunk, writer)
     result = await answer_whole(receive, starting)
     await service.metrics.note_all(result)
-    if isinstance(result, list) and len(result) > OUTPUTS_AT_ONCE:
+    if _is_long(result):
         # The event loop has its turns between those of the thread.
         return await service.manager.in_thread(lambda: Json(writer.whole(result)))
     return Json(writer.whole(result))
+
+
+def _is_long(result: Any) -> bool:
+    """Whether an answer takes long to write: it has many outputs, or they have many logprobs."""
+    outputs = result if isinstance(result, list) else [result]
+    return sum(OUTPUT_COST + _num_logprobs(output["meta_info"]) for output in outputs) > COST_AT_ONCE
+
+
+def _num_logprobs(meta: Mapping[str, Any]) -> int:
+    lists = [meta.get(f"{side}_top_logprobs") for side in ("input", "output")]
+    return sum(len(rows) * len(rows[-1] or ()) for rows in lists if rows)
 
 
 async def answer_whole(receive: Receive, starting: Coroutine[Any, Any, LiveGeneration]) -> Any:

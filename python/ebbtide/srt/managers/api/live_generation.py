@@ -16,6 +16,10 @@ from ebbtide.srt.managers.api.output_state import OutputState
 from ebbtide.srt.managers.io_struct import RequestOutput, StreamedTokens
 from ebbtide.srt.managers.wire.generation import LogprobRows
 
+# In logprobs: what takes over ten milliseconds to put together has a thread. An output costs as much as some.
+COST_AT_ONCE: Final = 1 << 14
+OUTPUT_COST: Final = 1 << 6
+
 
 @dataclass(eq=False)
 class LiveGeneration:
@@ -62,15 +66,20 @@ class LiveGeneration:
         try:
             while self._error is None:
                 # The engine still computes the others: for what is made now the caller does not wait.
-                for index in self._news:
-                    if self.outputs[index].finish is not None:
-                        answers[index] = self.outputs[index].response()
-                self._news.clear()
+                news, self._news = self._news, {}
+                ended = {
+                    index: self.outputs[index] for index in news if self.outputs[index].finish is not None
+                }
+                if sum(OUTPUT_COST + output.num_logprobs for output in ended.values()) > COST_AT_ONCE:
+                    answers |= await asyncio.to_thread(_answers_of, ended)
+                else:
+                    answers |= _answers_of(ended)
                 if len(answers) == len(self.outputs):
                     return [answers[index] for index in sorted(answers)] if self.is_list else answers[0]
-                # An event would keep a queue of readers, of whom there is one.
-                waiter = self._waiter = asyncio.get_running_loop().create_future()
-                await waiter
+                if not self._news and self._error is None:
+                    # An event would keep a queue of readers, of whom there is one.
+                    waiter = self._waiter = asyncio.get_running_loop().create_future()
+                    await waiter
             raise self._error
         finally:
             self.close()
@@ -159,6 +168,10 @@ class LiveGeneration:
     def _cancel_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+
+
+def _answers_of(outputs: Mapping[int, OutputState]) -> dict[int, dict[str, Any]]:
+    return {index: output.response() for index, output in outputs.items()}
 
 
 # What an event loop may run of them before it looks at anything else: a millisecond.

@@ -71,6 +71,11 @@ class LogprobTable:
         self._new.append(rows, place)
         self._new_ids.append(token_id)
 
+    @property
+    def num_new(self) -> int:
+        """How many numbers have arrived since `columns` was last asked for."""
+        return self._new.num_values
+
     def columns(self) -> dict[str, list[Any]]:
         """The lists as they stand, which will grow."""
         columns, new = self._columns, self._new
@@ -211,6 +216,12 @@ class OutputState:
             assert rows is not None, "some stream of the step asked for logprobs"
             self._logprobs.add_token(rows, place, token_id)
         self._meta["weight_version"] = weight_version
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many logprobs the next answer has to be made of."""
+        tables = self._logprobs, self._input_logprobs
+        return sum(table.num_new for table in tables if table is not None)
 
     def response(self) -> dict[str, Any]:
         """The answer as it stands, or, incrementally, what is new in it since the last call."""

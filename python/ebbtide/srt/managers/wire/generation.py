@@ -287,6 +287,11 @@ class LogprobList:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    @property
+    def num_values(self) -> int:
+        """How many logprobs there are at all positions together."""
+        return len(self._tokens) + len(self._top) + len(self._chosen)
+
     def clear(self) -> None:
         # New arrays would be objects that the collector looks at, four for each chunk of each stream.
         del self._tokens[:], self._top[:], self._top_ids[:], self._chosen[:]
