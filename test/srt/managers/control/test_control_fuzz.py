@@ -33,7 +33,7 @@ from ebbtide.srt.managers.io_struct import (
     ResizeMemoryOccupationReqInput,
     UpdateWeightVersionReqInput,
 )
-from ebbtide.srt.managers.scheduler import MEMORY_WAIT
+from ebbtide.srt.managers.scheduler import MEMORY_WAIT, WAITS_FOR_MEMORY
 from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.mem_cache import Windows
 from ebbtide.srt.memory_saver import MemoryTag
@@ -279,6 +279,8 @@ class ControlMachine(Clients):
         assert state is not None
         assert not ran or state.paused is None or replies, "a paused engine computed"
         is_refused = [isinstance(reply, Refusal) and reply.status < 500 for reply in replies]
+        assert harness.state is not None
+        was_working |= (WAITS_FOR_MEMORY in state.reason) != (WAITS_FOR_MEMORY in harness.state.reason)
         if not was_working and not ran and replies and all(is_refused) and len(replies) == num_waiting:
             assert (harness.state, harness.weights.live) == (state, weights), "a refusal changes nothing"
 
