@@ -280,3 +280,29 @@ def test_ranks_keep_the_same_pages_whenever_each_runs_its_pass(monkeypatch: pyte
     harness.turn_until(lambda: call in harness.replies)
     first, second = [(policy.allocator.num_free, policy.cache.num_evictable_pages) for policy in policies]
     assert first == second
+
+
+@pytest.mark.parametrize("is_session", [False, True])
+def test_a_deadline_in_the_middle_of_its_pass_keeps_no_rank_from_it(
+    monkeypatch: pytest.MonkeyPatch, is_session: bool
+) -> None:
+    """The others would wait in there for the one that does not come."""
+    harness = Harness(num_ranks=2)
+    leader, follower = harness.ranks
+    control, num_steps = leader.scheduler.control, leader.runner.num_steps
+    work, canary = control.ranks.work, Canary(input_ids=IDS)
+    monkeypatch.setattr(control.ranks, "work", lambda: None if control.operations.stands_alone else work())
+    if is_session:
+        harness.begin()
+        harness.update(1)
+        deadline, call = "weight-session-0", harness.call(EndWeightUpdateReqInput(canary=canary))
+    else:
+        deadline = call = harness.call(trying(1, canary))
+    harness.turn_until(lambda: follower.runner.num_steps > num_steps)
+    harness.expire(deadline)
+    monkeypatch.undo()
+    harness.turn_until(lambda: call in harness.replies)
+    assert harness.refusal(call).status in (400, 409)
+    assert harness.values == [0] * 4
+    assert [rank.runner.num_steps - num_steps for rank in harness.ranks] == [1, 1]
+    assert harness.update(2).success

@@ -15,7 +15,15 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from ebbtide.srt.errors import RequestRejected, first_few
-from ebbtide.srt.managers.control import Activity, HandlerTable, Operation, Slices, Work
+from ebbtide.srt.managers.control import (
+    Activity,
+    DeadlinePassed,
+    HandlerTable,
+    Operation,
+    Slices,
+    Superseded,
+    Work,
+)
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
 from ebbtide.srt.managers.control.pace import Pace, Ranks, at_once, guarded
 from ebbtide.srt.managers.control.weights import Snapshot, TrialPass, Weights
@@ -208,7 +216,8 @@ class CanaryTrials:
         # Not within the phase, whose part comes before a message on one rank and behind it on another.
         with self._pass.room(len(canary.input_ids)):
             passing = trial(lambda: self._pass.logprobs(canary.input_ids, adapter_slot))
-            logprobs, by_rank = yield from self._ranks.survey(Activity.ALONE, passing, lambda found: found)
+            trying = self._ranks.survey(Activity.ALONE, passing, lambda found: found)
+            logprobs, by_rank = yield from _to_its_end(trying)
         misses = [_miss(canary, found) for found in by_rank]
         if any(misses):
             listed = "; ".join(f"rank {rank}: {miss}" for rank, miss in enumerate(misses) if miss)
@@ -220,6 +229,23 @@ class CanaryTrials:
             return f"The canary's {len(logprobs)} logprobs are finite."
         largest = max(abs(own - other) for own, other in zip(logprobs, _expected(canary), strict=True))
         return f"The canary's logprobs differ by at most {largest:.3g}."
+
+
+def _to_its_end(work: Work[T]) -> Work[T]:
+    """Do it whatever ends it from outside, which is heard behind it: other ranks are in the middle of it."""
+    ended: Exception | None = None
+    while True:
+        try:
+            activity = next(work)
+        except StopIteration as end:
+            if ended is not None:
+                raise ended from None
+            result: T = end.value
+            return result
+        try:
+            yield activity
+        except (DeadlinePassed, Superseded) as error:
+            ended = error
 
 
 def _is_per_token(logprobs: Sequence[float | None], num_tokens: int) -> bool:
