@@ -205,9 +205,8 @@ class Scheduler:
                     self.control.expire(message.id)
                 self.answer()
             case Decision():
-                # What ranks do at their own speed may have taken the memory of passes on one of them.
-                self._runner.forget_room()
-                self.control.ranks.decide(message)
+                if self.control.ranks.decide(message):
+                    self._runner.forget_room()
 
     def _forward(self) -> None:
         batch = self.policy.next_batch()

@@ -270,8 +270,8 @@ class Ranks:
     def work(self) -> None:
         """Do the next slice of this rank's parts: of a single rank, operations do their own work."""
 
-    def decide(self, decision: Decision) -> None:
-        """A phase has ended."""
+    def decide(self, decision: Decision) -> bool:
+        """A phase has ended. Whether its parts may have taken memory that passes had on some ranks."""
         raise AssertionError("one rank casts no votes")
 
 

@@ -129,11 +129,14 @@ class ManyRanks(Ranks):
                 ends = failure is not None and phase.kind is Activity.WAITING
                 self._polls.cast(number, failure, fact, ends=ends)
 
-    def decide(self, decision: Decision) -> None:
+    def decide(self, decision: Decision) -> bool:
         # Its operation may have been ended ahead of it, by a deadline or by another request.
         phase = self._phases.get(decision.phase)
-        if phase is not None:
-            phase.decision = decision
+        if phase is None:
+            return True
+        phase.decision = decision
+        # What is done beside passes takes none: an update asks once or twice, not at each of its phases.
+        return phase.kind in BETWEEN_PASSES
 
     def _due(self) -> dict[int, _Phase]:
         """While one stands alone, all others stand still."""
