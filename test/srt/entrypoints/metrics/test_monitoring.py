@@ -45,6 +45,15 @@ def test_every_metric_and_label_value_of_an_expression_exists(expression: str) -
         assert 0 < float(quantile) < 1, buckets
 
 
+def test_the_page_on_operations_names_every_metric() -> None:
+    page = (FOLDER.parents[1] / "docs" / "operations.md").read_text(encoding="utf-8")
+    text = Metrics("0").text(STATE, [], NO_PAUSE).decode()
+    families = re.findall(r"^# TYPE ebbtide[:_](\S+?)(?:_total)? ", text, re.MULTILINE)
+    assert len(families) > 40
+    named = {word.removesuffix("_total") for word in re.findall(r"\w+", page.replace("ebbtide_", ""))}
+    assert [name for name in families if name not in named and not name.endswith("_created")] == []
+
+
 def test_every_alert_says_what_to_do() -> None:
     rules: Any = yaml.safe_load((FOLDER / "alerts.yml").read_text())
     for rule in rules["groups"][0]["rules"]:
