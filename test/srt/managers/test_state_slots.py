@@ -61,6 +61,20 @@ def test_a_release_in_the_middle_keeps_no_checkpoint_that_it_has_not_saved(prese
         assert harness.outputs[rid].token_ids == null_tokens(seed, 40)
 
 
+@pytest.mark.parametrize("preserve", Preserve)
+def test_a_prompt_that_was_admitted_behind_others_has_no_state_to_keep(preserve: Preserve) -> None:
+    harness = Harness(num_checkpoints=4)
+    harness.generate(range(1), max_new_tokens=0)
+    rid = harness.generate(range(1, 17), seed=5, max_new_tokens=4)
+    harness.turn()
+    assert harness.scheduler.policy.running, "it stands aside for the shorter one"
+    reply = harness.release(*KV, preserve=preserve)
+    assert reply.parked_bytes == 0 or preserve is Preserve.ALL
+    harness.resume(*KV)
+    harness.run_until_idle()
+    assert harness.outputs[rid].token_ids == null_tokens(5, 4)
+
+
 def test_who_begins_with_which_checkpoint() -> None:
     harness = Harness(num_checkpoints=6)
 

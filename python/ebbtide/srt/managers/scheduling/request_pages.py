@@ -245,7 +245,7 @@ class RequestPages:
         assert self.states is not None
         holds = [req.hold for req in requests]
         pending = [slot for kv in holds for slot in kv.checkpoints.values()]
-        return [*self.states.attached, *(kv.row for kv in holds), *pending]
+        return [*self.states.attached, *(kv.row for kv in holds if kv.num_computed), *pending]
 
     def drop_checkpoints(self, requests: Sequence[Req]) -> None:
         """The contents of all checkpoints will be lost, of those too that these running requests hold."""
@@ -288,7 +288,9 @@ class RequestPages:
         """The pages that hold KV of a running request, one group after the other, then those of its state."""
         kv = req.hold
         pages = self.held(req, -(-kv.num_computed // self.page_size))
-        return pages if self.states is None else [*pages, *self.states.slots.pages(kv.row)]
+        if self.states is not None and kv.num_computed:
+            pages += self.states.slots.pages(kv.row)
+        return pages
 
     def prefill_starts(self, req: Req) -> list[tuple[str, int]]:
         """Each version behind the KV of its prompt, with the token from which on it is that."""
