@@ -19,6 +19,7 @@ from ebbtide.srt.managers.io_struct import (
     ControlCall,
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
+    GetLoadReqInput,
     GetWeightsByNameReqInput,
     InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
@@ -177,6 +178,18 @@ class TestUpdates:
                 harness.turn_rank(0)
             harness.turn()
         assert answered[0]
+
+    def test_it_goes_on_while_somebody_asks_in_every_turn_how_much_there_is_to_do(
+        self, harness: Harness
+    ) -> None:
+        call = harness.call(update(7))
+        asked = []
+        while call not in harness.replies:
+            asked.append(harness.call(GetLoadReqInput()))
+            harness.turn()
+            assert len(asked) < 100, "the leader awaits the others' replies, and does nothing"
+        harness.turn()
+        assert harness.replies.keys() >= {*asked}
 
     @pytest.mark.parametrize("in_session", [False, True])
     @pytest.mark.parametrize("step", ["open", "stage", "arrive", "map", "write", "complete", "release"])

@@ -12,7 +12,7 @@ import heapq
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -130,7 +130,10 @@ class RankInbox(ABC):
 
     @property
     def awaits_replies(self) -> bool:
-        """Whether this rank speaks for others, and has replied where they are yet to."""
+        """Whether this rank speaks for others, and has replied where they are yet to.
+
+        Not to what is answered in the turn it comes with: questions may come in every turn.
+        """
         return False
 
     def set_deadline(self, call_id: str, timeout_s: float) -> None:
@@ -226,6 +229,9 @@ class LeaderInbox(RankInbox):
         self._ticks = ticks
         self._answer_limits = Alarms()
         self._replies: dict[str, dict[int, AnyReply]] = {}
+        # The calls of this turn, and those of earlier ones that the leader has replied to.
+        self._new_calls: Collection[str] = ()
+        self._awaited: set[str] = set()
         self._followers: dict[int, RankReport] = {}
         self._report: StateReport | None = None
         self._num_aborts = 0
@@ -241,7 +247,7 @@ class LeaderInbox(RankInbox):
 
     @property
     def awaits_replies(self) -> bool:
-        return any(self.tp_rank in replies for replies in self._replies.values())
+        return bool(self._awaited)
 
     def receive(self, demand: Demand) -> list[TurnInput] | None:
         wait_s = self._wait_s(demand, self._answer_limits)
@@ -261,7 +267,11 @@ class LeaderInbox(RankInbox):
                     turn.append(message)
         turn += self._expired()
         turn += self._tally.take()
-        self._replies |= {message.id: {} for message in turn if isinstance(message, ControlCall)}
+        calls: dict[str, dict[int, AnyReply]] = {
+            message.id: {} for message in turn if isinstance(message, ControlCall)
+        }
+        self._replies |= calls
+        self._new_calls = calls.keys()
         if not self._ticks:
             return turn
         self._send_answers()
@@ -309,6 +319,8 @@ class LeaderInbox(RankInbox):
             if tp_rank != self.tp_rank and self.tp_rank not in replies:
                 raise OutOfStep(f"rank 0 ends: rank {tp_rank} has given up what rank 0 does: {reply.message}")
             replies[tp_rank] = reply
+            if tp_rank == self.tp_rank and call_id not in self._new_calls:
+                self._awaited.add(call_id)
 
     def _send_answers(self) -> None:
         """Send the state, once every rank has reported its own, and what all ranks have replied to."""
@@ -331,6 +343,7 @@ class LeaderInbox(RankInbox):
                 self._send(call_id, self._unanswered(self._replies.pop(call_id)))
 
     def _send(self, call_id: str, reply: AnyReply) -> None:
+        self._awaited.discard(call_id)
         if not call_id.startswith(PROPOSAL):
             self._manager.send(
                 ControlReply(dp_rank=self.dp_rank, id=call_id, reply=reply, aborts_before=self._num_aborts)
