@@ -14,7 +14,14 @@ from fixtures.control import IN_PLACE, CountingShelf, Harness, null_tokens
 from fixtures.deadlines import HANG_S
 
 from ebbtide.srt.managers import scheduler
-from ebbtide.srt.managers.io_struct import Expire, FinishReason, PauseGenerationReqInput, PauseMode, Preserve
+from ebbtide.srt.managers.io_struct import (
+    Expire,
+    FinishReason,
+    PauseGenerationReqInput,
+    PauseMode,
+    PingReqInput,
+    Preserve,
+)
 from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.model_executor.batch_plan import BatchPlan, BeforeMasks, PassOutOfMemory
 from ebbtide.testing import NullRunner, default_schedule
@@ -311,9 +318,12 @@ def test_requests_may_be_aborted_while_it_waits(waiting: Waiting) -> None:
 
 
 def test_the_state_says_that_it_waits_as_long_as_it_does(waiting: Waiting) -> None:
-    for _ in range(3):
+    for asks in (False, True, False, True):
         assert (waiting.now.can_run, waiting.now.reason) == (False, scheduler.WAITS_FOR_MEMORY)
-        end_wait(waiting)
+        waiting.deliver(Expire(id=scheduler.MEMORY_WAIT))
+        if asks:  # It is answered behind the end of one wait, and ahead of the pass that begins another.
+            waiting.call(PingReqInput())
+        waiting.turn()
     for rid in waiting.rids[1:]:
         waiting.abort(rid)
     waiting.end()

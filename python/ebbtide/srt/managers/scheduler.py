@@ -111,7 +111,8 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.activity: tuple[str, float] | None = None
         self._in_flight: _Launched | None = None
-        self._waits_for_memory = self._has_told_of_wait = False
+        self._waits_for_memory = False
+        self._told: tuple[bool, int] | None = None
         self._committed_s = 0.0
         self._num_arrived = 0
 
@@ -139,8 +140,7 @@ class Scheduler:
                 self._pace.note_idle()
                 if not self.control.can_run and self.policy.has_work:
                     self._meter.note_blocked(self.control.reason)
-            if self._waits_for_memory != self._has_told_of_wait:
-                self._has_told_of_wait = self._waits_for_memory
+            if self._told != self._to_tell:
                 self.answer()
             if self.control.any_pending:
                 self._begin("the work of control requests")
@@ -155,11 +155,17 @@ class Scheduler:
 
     def answer(self) -> None:
         """Send the state, if it has changed, and the replies that are due."""
+        self._told = self._to_tell
         report = self.control.report()
         if self._waits_for_memory:
             reasons = [report.reason] if report.reason else []
             report = replace(report, can_run=False, reason="; ".join([*reasons, WAITS_FOR_MEMORY]))
         self._inbox.answer(report, self._processor.num_aborts)
+
+    @property
+    def _to_tell(self) -> tuple[bool, int]:
+        """What the state says that changes without a control request: the wait, and the host memory taken."""
+        return self._waits_for_memory, self.policy.page_store.num_bytes
 
     @property
     def demand(self) -> Demand:

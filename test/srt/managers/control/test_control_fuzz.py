@@ -279,8 +279,6 @@ class ControlMachine(Clients):
         assert state is not None
         assert not ran or state.paused is None or replies, "a paused engine computed"
         is_refused = [isinstance(reply, Refusal) and reply.status < 500 for reply in replies]
-        assert harness.state is not None
-        was_working |= (WAITS_FOR_MEMORY in state.reason) != (WAITS_FOR_MEMORY in harness.state.reason)
         if not was_working and not ran and replies and all(is_refused) and len(replies) == num_waiting:
             assert (harness.state, harness.weights.live) == (state, weights), "a refusal changes nothing"
 
@@ -314,7 +312,7 @@ class ControlMachine(Clients):
                 continue  # It is about to be known what came of saving them.
             slots = set(rank.scheduler.control.memory._parked_slots)
             for req in rank.scheduler.policy.waiting:
-                slots.update(*req.parked.slots if req.parked is not None else ())
+                slots.update(*(*req.parked.slots, req.parked.state) if req.parked is not None else ())
             assert rank.page_store.num_bytes == len(slots)
 
     @invariant()
@@ -331,6 +329,9 @@ class ControlMachine(Clients):
         assert state is not None
         assert [report.tp_rank for report in state.ranks] == list(range(len(self.ranks)))
         if len(self.ranks) == 1:
+            scheduler = self.harness.scheduler
+            assert state.ranks[0].tags == scheduler.control.memory.report()
+            assert (WAITS_FOR_MEMORY in state.reason) == scheduler._waits_for_memory
             resident = sum(report.resident_bytes for report in state.ranks[0].tags.values())
             assert self.harness.device.used_bytes == resident + self._given_back[0]
 

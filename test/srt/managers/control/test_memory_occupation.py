@@ -305,6 +305,15 @@ def test_host_memory_is_given_back_once_nobody_needs_what_is_parked_in_it(
     assert [output.finish is not None for output in harness.outputs.values()] == [True]
 
 
+def test_the_state_says_so_when_clients_have_gone_whose_kv_was_parked(harness: Harness) -> None:
+    rid = harness.begin_request(max_new_tokens=8, num_turns=3)
+    harness.release(KV_CACHE, preserve=Preserve.LIVE)
+    assert harness.now.ranks[0].tags[KV_CACHE].backup_bytes > 0
+    harness.abort(rid)
+    harness.run_until_idle()
+    assert harness.now.ranks[0].tags[KV_CACHE].backup_bytes == 0
+
+
 def shrink(harness: Harness, num_tokens: int, preserve: Preserve = Preserve.NONE) -> Any:
     return harness.do(ResizeMemoryOccupationReqInput(num_tokens=num_tokens, preserve=preserve))
 
@@ -458,6 +467,7 @@ def test_what_has_no_room_in_a_smaller_pool_is_parked(
     elif then == "the pool grows":
         shrink(harness, 64 * 4)
     harness.run_until_idle()
+    assert harness.now.ranks[0].tags[KV_CACHE].backup_bytes == 0
     assert all(harness.num_tokens(rid) == 14 for rid in rids)
     num_retractions = [harness.outputs[rid].num_retractions for rid in rids]
     if then != "a pause that retracts":
