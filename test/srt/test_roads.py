@@ -10,16 +10,16 @@ from fixtures import roads
 # How many files each road may have: as many as today, so that none grows. In the comments, the goals.
 BUDGETS = {
     "idle turn": 7,  # 9
-    "first pass of a prompt": 37,  # 40
+    "first pass of a prompt": 36,  # 40
     "decode step": 26,  # 28
-    "release kv_cache": 20,  # 24
+    "release kv_cache": 19,  # 24
     "resume kv_cache": 18,  # 24
-    "pause retract": 15,  # 20
-    "tensors": 35,  # 35
-    "bucket": 36,  # 38
-    "folder": 34,  # 36
-    "delta": 36,  # 38
-    "quantised to fp8": 36,  # 40
+    "pause retract": 14,  # 20
+    "tensors": 34,  # 35
+    "bucket": 35,  # 38
+    "folder": 33,  # 36
+    "delta": 35,  # 38
+    "quantised to fp8": 35,  # 40
 }
 
 

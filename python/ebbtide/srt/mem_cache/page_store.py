@@ -38,15 +38,12 @@ class HostPageStore:
         self._keeps_buffers = pinning is not None
         self._buffers: list[HostBuffer] = []
         self._free = list(range(self._max_slots - 1, -1, -1))
+        self.num_bytes = 0
         self._num_users: Counter[int] = Counter()
 
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def num_bytes(self) -> int:
-        return (self._max_slots - len(self._free)) * self._page_bytes
 
     def allocate(self) -> None:
         """Take all of the memory now, so that no release waits for it, and keep it."""
@@ -65,6 +62,7 @@ class HostPageStore:
             buffer.synchronize()
         taken = set(slots)
         self._free = [slot for slot in self._free if slot not in taken]
+        self.num_bytes += len(slots) * self._page_bytes
         slot_of = dict(zip(pages, slots, strict=True))
         kept = [[slot_of[page] for page in owner] for owner in owners]
         for owner_slots in kept:
@@ -86,6 +84,7 @@ class HostPageStore:
             if not self._num_users[slot]:
                 del self._num_users[slot]
                 self._free.append(slot)
+                self.num_bytes -= self._page_bytes
         if not self._keeps_buffers:
             num_used = max(self._num_users, default=-1) // self._slots_per_buffer + 1
             while len(self._buffers) > num_used:
