@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +30,7 @@ SERVER_ARGUMENTS: dict[str, Any] = {"skip_tokenizer_init": True, "max_total_toke
 
 def make_tiny_model(path: Path) -> Path:
     """A checkpoint of random weights, small enough to train in a moment."""
+    print("making a tiny model; what serves it starts in a few seconds", file=sys.stderr)
     # Seconds of imports, which the processes that examples start do without.
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
