@@ -396,8 +396,11 @@ def test_what_is_too_much_by_its_length_is_refused_before_its_entries_are_looked
         ({"return_logprob": [True] * ((1 << 18) + 1)}, "return_logprob: expected at most 262144 entries"),
         (
             {"return_logprob": True, "token_ids_logprob": [1] * 5000, "sampling_params": {"n": 4000}},
-            "outputs of a request have at most 16777216 ids in these, each output its own; got 20000000",
+            "have at most 16777216 ids and characters in these, each output its own; got 20000000",
         ),
+        ({"sampling_params": {"n": 4000, "stop": ["a" * 4000, "b" * 1000]}}, "got 20000000"),
+        ({"sampling_params": {"n": 4000}, "cache_salt": "a" * 4989}, "got 20000000"),
+        ({"sampling_params": {"n": 4000}, "min_weight_version": "a" * 5000}, "got 20000000"),
         (
             {"sampling_params": {"n": 4000, "allowed_token_ids": [1] * 2500, "stop_token_ids": [1] * 2500}},
             "got 20000000",

@@ -32,7 +32,7 @@ Render: TypeAlias = Callable[[], str | list[int]]
 # The token ids of a prompt, or what they are to be made of.
 Prompt: TypeAlias = list[int] | str | Render
 
-# Each output's message has the ids of its parameters: the most in all messages of a request.
+# Each output's message has the ids and texts of its parameters: the most in all messages of a request.
 MAX_IDS = 1 << 24
 # Each takes 8 bytes of its output: half a GiB in the message, and as much again while a pass makes them.
 MAX_LOGPROBS = 1 << 26
@@ -112,7 +112,7 @@ class RequestNormalizer:
                 f"with n = {num_samples}"
             )
         columns = PerPrompt.split(request, num_prompts)
-        _check_num_ids(params, columns, num_samples)
+        _check_num_ids(request, params, columns, num_samples)
         is_list = is_batch or num_samples > 1
         rids, groups = rids_of_outputs(request.rid, num_prompts, num_samples, is_list)
         return GenerationDraft(
@@ -311,18 +311,32 @@ def distinct(params: Sequence[SamplingParams]) -> list[SamplingParams]:
     return list({id(one): one for one in params}.values())
 
 
-def _check_num_ids(params: Sequence[SamplingParams], columns: Sequence[PerPrompt], num_samples: int) -> None:
+def _check_num_ids(
+    request: GenerateReqInput,
+    params: Sequence[SamplingParams],
+    columns: Sequence[PerPrompt],
+    num_samples: int,
+) -> None:
     """Refuse what no message between processes should hold."""
+    versions = request.min_weight_version, request.exact_weight_version
+    num_shared = sum(len(str(version)) for version in versions if version is not None)
     lengths = {
-        id(one): sum(len(ids or ()) for ids in (one.allowed_token_ids, one.logit_bias, one.stop_token_ids))
+        id(one): num_shared
+        + sum(len(ids or ()) for ids in (one.allowed_token_ids, one.logit_bias, one.stop_token_ids))
+        + sum(map(len, one.stop_strings))
         for one in distinct(params)
     }
-    rows = zip(params, columns, strict=True)
-    num_ids = num_samples * sum(lengths[id(one)] + len(own.token_ids_logprob) for one, own in rows)
-    if num_ids > MAX_IDS:
+    num_own = sum(
+        lengths[id(one)]
+        + len(own.token_ids_logprob)
+        + sum(map(len, (*own.cache_namespace, own.adapter or "")))
+        for one, own in zip(params, columns, strict=True)
+    )
+    if num_samples * num_own > MAX_IDS:
         raise RequestRejected(
-            "token_ids_logprob, allowed_token_ids, logit_bias and stop_token_ids: the outputs of a request "
-            f"have at most {MAX_IDS} ids in these, each output its own; got {num_ids}"
+            "token_ids_logprob, allowed_token_ids, logit_bias, stop_token_ids, stop, lora_path, cache_salt, "
+            "extra_key, min_weight_version, exact_weight_version: the outputs of a request have at most "
+            f"{MAX_IDS} ids and characters in these, each output its own; got {num_samples * num_own}"
         )
 
 
