@@ -409,6 +409,13 @@ class SamplingParams:
         return tuple(self.stop or ())
 
     @property
+    def num_entries(self) -> int:
+        """Ids and characters of the lists and texts that go with each output; a grammar goes by its key."""
+        ids = self.allowed_token_ids, self.logit_bias, self.stop_token_ids
+        texts = *self.stop_strings, *(self.bad_words or ())
+        return sum(len(one or ()) for one in ids) + sum(map(len, texts))
+
+    @property
     def stop_token_id_set(self) -> frozenset[int]:
         """The request's own stop ids, EOS not included."""
         return frozenset(token_id for token_id in self.stop_token_ids or () if token_id is not None)

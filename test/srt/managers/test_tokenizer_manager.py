@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fixtures.deadlines import HANG_S
 from fixtures.logprobs import PositionLogprobs, columns
-from fixtures.scripted_engine import STATE, Engine, chunks_of, scripted, start
+from fixtures.scripted_engine import STATE, Engine, chunks_of, run, scripted, start
 from fixtures.tokenizers import byte_level
 
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -207,6 +207,23 @@ async def test_without_a_tokenizer_there_is_no_text(engine: Engine) -> None:
     assert isinstance(body, dict)
     assert body["output_ids"] == [7]
     assert "text" not in body
+
+
+@pytest.mark.parametrize(
+    "long", [{"sampling_params": {"stop": "z" * 5_000_000, "n": 2}}, {"cache_salt": "z" * 5_000_000}]
+)
+def test_outputs_are_kept_for_requests_that_continue_them_while_there_is_room(long: dict[str, Any]) -> None:
+    async def script(engine: Engine) -> None:
+        num_samples = long.get("sampling_params", {}).get("n", 1)
+        for name in ("a", "b"):
+            rids = [f"{name}_{index}" for index in range(num_samples)]
+            outputs = [RequestOutput(rid, [7], finish=LENGTH, start=start()) for rid in rids]
+            await answer(engine, {"input_ids": [[5]], "rid": name, **long}, *outputs)
+            # What the outputs of a request have in common is there once.
+            assert all(engine.manager.ended.find([rid]) for rid in rids)
+        assert engine.manager.ended.find(["a_0", "a_1"]) is None
+
+    run(script)
 
 
 @scripted()

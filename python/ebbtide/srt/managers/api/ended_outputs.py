@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -71,6 +72,13 @@ class EndedOutput:
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
 
+    @property
+    def num_entries(self) -> int:
+        """Ids and characters of what it has in common with the other outputs of its request."""
+        grammar = self.params.grammar
+        texts = *self.namespace, "" if grammar is None else grammar.text
+        return self.params.num_entries + sum(map(len, texts))
+
 
 class EndedOutputs:
     """The last outputs that have ended, by the key and the rid of their requests.
@@ -81,7 +89,9 @@ class EndedOutputs:
     def __init__(self, is_live: Callable[[str], bool]) -> None:
         self._is_live = is_live
         self._kept: dict[tuple[str, str], EndedOutput] = {}
+        # Those of parameters included, of which the outputs of a request have the same.
         self._num_tokens = 0
+        self._num_sharing: Counter[int] = Counter()
 
     def keep(
         self,
@@ -104,9 +114,10 @@ class EndedOutputs:
             ended_s=time.monotonic(),
             adapter=request.adapter if adapter is None else adapter,
         )
-        self._num_tokens += ended.num_tokens
-        for old in list(self._too_much()):
-            self._forget(old)
+        sharing = self._num_sharing[id(ended.params)] = self._num_sharing[id(ended.params)] + 1
+        self._num_tokens += ended.num_tokens + (ended.num_entries if sharing == 1 else 0)
+        while self._has_too_much():
+            self._forget(next(iter(self._kept)))
 
     def get(self, rid: str, client: Caller = NOBODY) -> EndedOutput:
         """The output of this rid; refused (400) if it still runs, or nothing is known of it any more."""
@@ -126,18 +137,18 @@ class EndedOutputs:
         kept = ((rid, self._kept.get((client.key, rid))) for rid in rids)
         return next((rid for rid, ended in kept if ended is not None and ended.ended_s > oldest_s), None)
 
-    def _too_much(self) -> Iterator[tuple[str, str]]:
-        """What is too old, or one too many, the oldest first."""
-        oldest_s = time.monotonic() - KEPT_S
-        num_left, num_tokens = len(self._kept), self._num_tokens
-        for name, ended in self._kept.items():
-            if num_left <= MAX_KEPT and num_tokens <= MAX_KEPT_TOKENS and ended.ended_s > oldest_s:
-                return
-            num_left -= 1
-            num_tokens -= ended.num_tokens
-            yield name
+    def _has_too_much(self) -> bool:
+        """Whether the oldest is too old, or one too many."""
+        is_full = len(self._kept) > MAX_KEPT or self._num_tokens > MAX_KEPT_TOKENS
+        oldest = next(iter(self._kept.values()), None)
+        return oldest is not None and (is_full or oldest.ended_s <= time.monotonic() - KEPT_S)
 
     def _forget(self, name: tuple[str, str]) -> None:
         ended = self._kept.pop(name, None)
-        if ended is not None:
-            self._num_tokens -= ended.num_tokens
+        if ended is None:
+            return
+        self._num_tokens -= ended.num_tokens
+        self._num_sharing[id(ended.params)] -= 1
+        if not self._num_sharing[id(ended.params)]:
+            del self._num_sharing[id(ended.params)]
+            self._num_tokens -= ended.num_entries

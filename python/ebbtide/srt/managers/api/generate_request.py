@@ -320,12 +320,7 @@ def _check_num_ids(
     """Refuse what no message between processes should hold."""
     versions = request.min_weight_version, request.exact_weight_version
     num_shared = sum(len(str(version)) for version in versions if version is not None)
-    lengths = {
-        id(one): num_shared
-        + sum(len(ids or ()) for ids in (one.allowed_token_ids, one.logit_bias, one.stop_token_ids))
-        + sum(map(len, one.stop_strings))
-        for one in distinct(params)
-    }
+    lengths = {id(one): num_shared + one.num_entries for one in distinct(params)}
     num_own = sum(
         lengths[id(one)]
         + len(own.token_ids_logprob)
@@ -334,9 +329,9 @@ def _check_num_ids(
     )
     if num_samples * num_own > MAX_IDS:
         raise RequestRejected(
-            "token_ids_logprob, allowed_token_ids, logit_bias, stop_token_ids, stop, lora_path, cache_salt, "
-            "extra_key, min_weight_version, exact_weight_version: the outputs of a request have at most "
-            f"{MAX_IDS} ids and characters in these, each output its own; got {num_samples * num_own}"
+            "token_ids_logprob, allowed_token_ids, logit_bias, stop_token_ids, stop, bad_words, lora_path, "
+            "cache_salt, extra_key, min_weight_version, exact_weight_version: the outputs of a request have "
+            f"at most {MAX_IDS} ids and characters in these, each output its own; got {num_samples * num_own}"
         )
 
 
