@@ -143,6 +143,11 @@ def test_without_an_op_id_each_call_runs() -> None:
         ({"steps": [{"op": ["pause"]}]}, "step 1: unknown op ['pause']; expected one of .*pause"),
         ({"steps": [{"op": {"a": 1}}]}, "step 1: unknown op {'a': 1}; expected one of .*pause"),
         ({"steps": [], "op_id": 7}, "op_id"),
+        ({"steps": [], "op_id": "a" * 257}, "length <= 256 - at `$.op_id`"),
+        (
+            {"steps": [{"op": "update_from_disk", "weight_version": "a" * 257}]},
+            "<= 256 - at `$.weight_version`",
+        ),
     ],
 )
 def test_what_is_malformed_is_refused_before_the_first_step(body: dict[str, Any], message: str) -> None:

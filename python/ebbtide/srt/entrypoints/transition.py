@@ -21,6 +21,7 @@ from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.lossless import read
 from ebbtide.srt.managers.api.control_client import MAX_CHARACTERS, build_request
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
+from ebbtide.srt.managers.wire.message import Name
 
 STEPS: Final[dict[str, type[ControlRequest]]] = {
     kind.row.op: kind for kind in CONTROL_REQUESTS if kind.row.op is not None
@@ -38,7 +39,7 @@ class TransitionRequest(Struct, frozen=True):
     """
 
     steps: list[dict[str, Any]]
-    op_id: str | None = None
+    op_id: Name | None = None
 
 
 class StepOutcome(Struct, kw_only=True):

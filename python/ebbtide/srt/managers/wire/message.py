@@ -100,6 +100,8 @@ class Verdict(Message, frozen=True, kw_only=True):
 
 # A time limit of a control request.
 Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
+# What is remembered by name: a version of the weights, a transition.
+Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 ChecksumAlgorithm: TypeAlias = Literal["sum64", "sha256"]
 # Seconds, of `StallCounts`: the largest of each bucket; one more has what is longer.
 STALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

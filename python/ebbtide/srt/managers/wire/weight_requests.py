@@ -19,6 +19,7 @@ from ebbtide.srt.managers.wire.control_request import (
 )
 from ebbtide.srt.managers.wire.message import (
     ChecksumAlgorithm,
+    Name,
     PauseMode,
     RankChecksums,
     Reply,
@@ -91,7 +92,7 @@ class WeightUpdateRequest(ControlRequest, frozen=True, kw_only=True):
     flush_cache: bool = True
     abort_all_requests: bool = False
     pause_mode: PauseMode | None = None
-    weight_version: str | int | None = None
+    weight_version: Name | int | None = None
     timeout_s: Seconds | None = None
     selector: Selector = "all"
     torch_empty_cache: bool = False
@@ -276,7 +277,7 @@ class EndWeightUpdateReqInput(ControlRequest, frozen=True, kw_only=True):
         undone="The session was discarded, as others have it",
     )
 
-    weight_version: str | int | None = None
+    weight_version: Name | int | None = None
     flush_cache: bool | None = None
     pause_mode: PauseMode | None = None
     timeout_s: Seconds | None = None
@@ -326,7 +327,7 @@ class UpdateWeightVersionReqInput(ControlRequest, frozen=True, kw_only=True):
         undone="The session was discarded, as others have none",
     )
 
-    new_version: str
+    new_version: Name
     abort_all_requests: bool = False
 
     def undo(self, outcome: Outcome) -> Mapping[int, AbortWeightUpdateReqInput]:
