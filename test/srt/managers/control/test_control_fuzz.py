@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fixtures.control import updating
 from fixtures.control_fuzz import BROKEN, Clients
+from fixtures.deadlines import HANG_S
 from fixtures.fuzz import fuzzed
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
@@ -34,6 +35,7 @@ from ebbtide.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from ebbtide.srt.managers.scheduler import MEMORY_WAIT, WAITS_FOR_MEMORY
+from ebbtide.srt.managers.scheduling import lockstep
 from ebbtide.srt.managers.wire.generation import VersionContract
 from ebbtide.srt.mem_cache import Windows
 from ebbtide.srt.memory_saver import MemoryTag
@@ -65,9 +67,10 @@ SIMPLE: list[AnyControlRequest] = [
 
 
 @pytest.fixture(autouse=True)
-def chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others come between the parts of a resize."""
+def whatever_the_size_and_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others come between the parts of a resize; a rank that turns late on a busy machine is waited for."""
     monkeypatch.setattr(kv_cache, "PART_BYTES", 1)
+    monkeypatch.setattr(lockstep, "ANSWER_GRACE_S", HANG_S)
 
 
 def described(plan: BatchPlan) -> tuple[Any, ...]:
