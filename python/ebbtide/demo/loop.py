@@ -41,7 +41,7 @@ class MemorySample:
         time_s: since the probe was made.
         tag_bytes: resident bytes per memory tag, as `memory_occupation()` reports them.
         parked_bytes: KV in host memory, of requests that wait for room in the cache.
-        process_bytes: proportional set size (Pss) of all processes of the engine together.
+        process_bytes: proportional set size (Pss) of all processes of the engine together, without files.
     """
 
     time_s: float

@@ -280,8 +280,8 @@ def _cards(results: Results) -> str:
 def _memory(results: Results) -> str:
     text = (
         "<h2>Memory</h2><p>Weights and KV cache: resident bytes as the engine reports them. The processes: "
-        "proportional set size (Pss) of all of the engine's processes, as the operating system counts it; "
-        "what remains while everything is released is interpreters, libraries and their working memory.</p>"
+        "proportional set size (Pss) of all of the engine's processes, as the operating system counts it, "
+        "but for mapped files; what remains while everything is released is their working memory.</p>"
     )
     if results.elastic is None:
         return text

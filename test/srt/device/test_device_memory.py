@@ -1,10 +1,13 @@
 """Who holds memory of the host, and of GPUs as NVML counts it."""
 
+import mmap
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ebbtide.srt.device import host_memory_info, process_bytes
 
@@ -50,3 +53,13 @@ def test_another_process_of_the_host_is_asked_by_its_id():
     assert size <= held < 2 * size
     with pytest.raises(ProcessLookupError):
         host_memory_info(child.pid)
+
+
+def test_what_a_process_holds_does_not_change_with_the_files_that_it_reads():
+    """Others may read them too: a part of that would come and go with each of them."""
+    size = 64 << 20
+    before = host_memory_info().process_bytes
+    with open(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so", "rb") as file:
+        mapped = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
+    assert len(mapped[::4096]) == size // 4096
+    assert host_memory_info().process_bytes - before < size // 8

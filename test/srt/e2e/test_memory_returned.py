@@ -20,6 +20,7 @@ from fixtures.servers import memory_of_process_exhausted
 from safetensors.torch import load_file
 
 from ebbtide import Engine
+from ebbtide.srt.device import host_memory_info
 from ebbtide.srt.entrypoints.engine import Engine as EngineClass
 from ebbtide.srt.errors import RequestRejected
 
@@ -91,12 +92,8 @@ def held_bytes(engine: EngineClass) -> int:
     if DEVICE.is_cuda:
         return DEVICE.used_bytes()
     scheduler = scheduler_of(engine)
-    return sum(_held_bytes(process.pid) for process in (scheduler, *scheduler.children(recursive=True)))
-
-
-def _held_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    processes = scheduler, *scheduler.children(recursive=True)
+    return sum(host_memory_info(process.pid).process_bytes for process in processes)
 
 
 def handles_held(engine: EngineClass) -> dict[str, Any]:

@@ -131,6 +131,8 @@ def open_device(name: str) -> Device:
 def host_memory_info(pid: int | None = None) -> MemoryInfo:
     """Memory now; what a process holds is its proportional set size (Pss): pages shared by n count 1/n.
 
+    Without those of files, as libraries: their share changes whenever another process starts or ends.
+
     ProcessLookupError: there is no such process. PermissionError: it is another user's.
     """
     host = read_host_memory()
@@ -143,8 +145,7 @@ def _pss_bytes(pid: int | None) -> int:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
         raise ProcessLookupError(f"there is no process {pid}") from None
-    [pss_kib] = [int(line.split()[1]) for line in lines if line.startswith("Pss:")]
-    return pss_kib * 1024
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def process_bytes(uuid: str, nvml: Any = None) -> dict[int, int]:
