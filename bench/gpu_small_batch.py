@@ -225,7 +225,7 @@ def candidates(product: Product, num_tokens: int) -> Iterator[Config]:
         tiles += [(32, 128, 4, 7), (64, 256, 4, 3)]
     for rows, columns, warps, stages in tiles:
         num_programs = -(-shape.num_rows // rows)
-        # Enough programs for 132 multiprocessors, at most about three for each.
+        # Programs for half of 132 multiprocessors, up to about three for each.
         fitting = [
             s for s in (1, 2, 3, 4, 8) if 60 <= num_programs * s <= 420 and shape.num_columns >= 512 * s
         ]

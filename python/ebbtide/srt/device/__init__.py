@@ -145,7 +145,9 @@ def _pss_bytes(pid: int | None) -> int:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
         raise ProcessLookupError(f"there is no process {pid}") from None
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    kib = {line.split()[0]: int(line.split()[1]) for line in lines if line.startswith("Pss")}
+    # Older kernels tell the sum alone.
+    return (kib["Pss:"] - kib.get("Pss_File:", 0)) * 1024
 
 
 def process_bytes(uuid: str, nvml: Any = None) -> dict[int, int]:

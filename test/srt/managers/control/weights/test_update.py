@@ -177,6 +177,16 @@ def test_a_rank_that_cannot_say_what_serves_ends(
         harness.turn(harness.MANY_TURNS)
 
 
+def test_ranks_make_sure_of_each_others_memory_once_in_an_update() -> None:
+    """A pass waits for it on the host. What is done beside passes takes no memory of theirs."""
+    harness = Harness(num_ranks=2)
+    harness.begin_request()
+    asked: list[str] = []
+    harness.ranks[0].runner.forget_room = lambda: asked.append("again")  # type: ignore[method-assign]
+    harness.do(updating(7))
+    assert asked == ["again"]
+
+
 def test_a_rank_whose_old_weights_do_not_come_back_from_a_trial_ends(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
