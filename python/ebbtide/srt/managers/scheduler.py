@@ -274,7 +274,7 @@ class Scheduler:
         result = launched.step.wait()
         now = time.monotonic()
         began = max(launched.at_s, self._committed_s, self._pace.copied_at_s)
-        self._pace.note_step(now - began)
+        self._pace.note_step(now - began, is_disturbed=self.control.any_pending)
         self._committed_s = now
         output = self._processor.commit(launched.batch, result)
         if output is not None:

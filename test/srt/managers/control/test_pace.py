@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ebbtide.srt.managers.control import Activity, Slices, pace as pace_module
-from ebbtide.srt.managers.control.pace import COPY_BYTES_PER_S, SHARE, Pace, Stall
+from ebbtide.srt.managers.control.pace import COPY_BYTES_PER_S, LONGEST_TURN_S, SHARE, Pace, Stall
 
 STEP_S = 6e-3
 
@@ -55,6 +55,22 @@ class TestWhilePassesRun:
         assert num_turns(running(), work(clock, 100, num_bytes + 1)) == 10 + 1
         # Of another device's memory, which comes more slowly, it copies less.
         assert num_turns(running(), work(clock, 100, num_bytes + 1), cost=5) == 50 + 1
+
+    def test_it_does_not_grow_with_the_passes_that_it_holds_up(self, clock: Clock) -> None:
+        pace = running()
+        turns = pace.turns(work(clock, 10_000, takes_s=STEP_S / 100), Activity.WORKING)
+        lengths = []
+        for _ in range(10):
+            began_s = clock.now_s
+            next(turns)
+            lengths.append(clock.now_s - began_s)
+            pace.note_step(max(STEP_S, lengths[-1] + STEP_S / 2), is_disturbed=True)
+        assert lengths[-1] <= 1.2 * lengths[0]
+        for _ in range(100):  # Passes that are longer for another reason do count.
+            pace.note_step(3 * STEP_S, is_disturbed=True)
+        began_s = clock.now_s
+        next(turns)
+        assert clock.now_s - began_s == pytest.approx(LONGEST_TURN_S, rel=0.05)
 
 
 @pytest.mark.parametrize("pace", [running(), Pace()])

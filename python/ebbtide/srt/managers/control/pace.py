@@ -29,11 +29,13 @@ from ebbtide.srt.managers.wire.message import Decision
 T = TypeVar("T")
 Fact = TypeVar("Fact")
 
-# A turn's part of the time that the last forward pass took. An update of 16 GB has some 40 ms of work that no
+# A turn's part of the time that a forward pass takes. An update of 16 GB has some 40 ms of work that no
 # pass runs beside: in shorter turns it takes more of them, and a pass goes by with each.
 SHARE: Final = 0.8
 SHORTEST_TURN_S: Final = 0.5e-3
 LONGEST_TURN_S: Final = 10e-3
+# How much a pass counts that work went on beside, where others came before it.
+DISTURBED_WEIGHT: Final = 1 / 16
 # The part of a pass for which a turn waits for copies under way. It is less than a pass has to spare on the
 # host, while each further turn costs a small update a whole pass. If no pass can run, it waits a whole turn.
 WAIT_SHARE: Final = 0.2
@@ -131,9 +133,13 @@ class Pace:
         self._step_s: float | None = None
         self.copied_at_s = 0.0
 
-    def note_step(self, step_s: float) -> None:
-        """Take note of the time from one forward pass to the next."""
-        self._step_s = step_s
+    def note_step(self, step_s: float, *, is_disturbed: bool = False) -> None:
+        """Take note of the time from one forward pass to the next.
+
+        `is_disturbed`: work went on beside it. Its turns make passes longer, which would make turns longer.
+        """
+        known_s = self._step_s if is_disturbed and self._step_s is not None else step_s
+        self._step_s = known_s + DISTURBED_WEIGHT * (step_s - known_s)
 
     def note_idle(self) -> None:
         self._step_s = None
