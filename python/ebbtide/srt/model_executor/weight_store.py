@@ -450,7 +450,7 @@ class WeightStore:
         """Where a tensor of a checkpoint goes, if it goes there as it is, into one piece."""
         placement = self._place(name)
         target, part, slot = placement.target, placement.part, self._slots[placement.target.parameter]
-        if target.dim != 0 or (part is not None and (part.dim > 1 or len(part.ranges) > 1)):
+        if part is not None and (part.dim > 1 or len(part.ranges) > 1):
             return None
         row_bytes = slot.num_bytes // max(1, slot.shape[0])
         offset, num_bytes = slot.offset + target.start * row_bytes, target.length * row_bytes
@@ -473,7 +473,7 @@ class WeightStore:
         if direct:
             return parameter
         target = self._place(name).target
-        region = parameter.narrow(target.dim, target.start, target.length)
+        region = parameter[target.start : target.start + target.length]
         if len(target.shape) > region.dim():
             region = region.view(target.shape[0], -1, *region.shape[1:])
         return region

@@ -43,15 +43,13 @@ class WeightTarget:
 
     Attributes:
         parameter: the engine's parameter.
-        dim: the dimension of the parameter along which tensors are fused.
-        start, length: the tensor's range in that dimension.
-        shape: the whole tensor as the checkpoint holds it; where it has a dimension more than the parameter,
-            its first two are one there.
+        start, length: its range of rows: fused tensors lie one below the other, in the first dimension.
+        shape: of the whole tensor in the checkpoint. If it has one dimension more than the parameter, the
+            parameter merges its first two.
         split: None: every rank holds the whole tensor.
     """
 
     parameter: str
-    dim: int
     start: int
     length: int
     shape: tuple[int, ...]
@@ -81,7 +79,7 @@ def stacked(
     for (name, length), own in zip(parts.items(), splits, strict=True):
         shape = (length,) if num_columns is None else (length, num_columns)
         is_divided = own is not None and own.dim < len(shape)
-        rows[name] = WeightTarget(parameter, 0, start, length, shape, own if is_divided else None)
+        rows[name] = WeightTarget(parameter, start, length, shape, own if is_divided else None)
         start += length
     return rows
 

@@ -409,7 +409,7 @@ def dense_layer_map(
     if config.sinks:
         by_heads = Split(0, config.num_heads, "num_attention_heads")
         name, shape = "self_attn.sinks", (config.num_heads,)
-        rows[name] = WeightTarget(f"{name}.weight", 0, 0, config.num_heads, shape, by_heads)
+        rows[name] = WeightTarget(f"{name}.weight", 0, config.num_heads, shape, by_heads)
     return rows
 
 
@@ -449,9 +449,9 @@ def delta_map(config: DenseConfig) -> WeightMap:
     rows |= projection("self_attn.out_proj", out, v, split=inputs)
     conv = (2 * k + v, 1, delta.conv_size)
     others = {
-        "conv1d.weight": WeightTarget("self_attn.conv_weight", 0, 0, conv[0], conv, by_kind),
-        "A_log": WeightTarget("self_attn.decay_log", 0, 0, heads, (heads,), by_head),
-        "dt_bias": WeightTarget("self_attn.rate_bias", 0, 0, heads, (heads,), by_head),
-        "norm.weight": WeightTarget("self_attn.norm_weight", 0, 0, delta.v_dim, (delta.v_dim,)),
+        "conv1d.weight": WeightTarget("self_attn.conv_weight", 0, conv[0], conv, by_kind),
+        "A_log": WeightTarget("self_attn.decay_log", 0, heads, (heads,), by_head),
+        "dt_bias": WeightTarget("self_attn.rate_bias", 0, heads, (heads,), by_head),
+        "norm.weight": WeightTarget("self_attn.norm_weight", 0, delta.v_dim, (delta.v_dim,)),
     }
     return rows | {prefix + name: target for name, target in others.items()}

@@ -289,7 +289,7 @@ class TransformersCausalLM(CausalLM):
         rows: WeightMap = {}
         for parameter, value in self.named_parameters():
             shape = tuple(value.shape)
-            rows[self._name_of(parameter)] = WeightTarget(parameter, 0, 0, shape[0], shape)
+            rows[self._name_of(parameter)] = WeightTarget(parameter, 0, shape[0], shape)
         return rows
 
     def _name_of(self, parameter: str) -> str:

@@ -47,5 +47,5 @@ class GptOssForCausalLM(MoeCausalLM):
         for part, (shape, dim) in experts.items():
             name = f"mlp.experts.{part}"
             split = None if dim is None else Split(dim, inner, "intermediate_size of the experts")
-            rows[name] = WeightTarget(name, 0, 0, num_experts, (num_experts, *shape), split)
+            rows[name] = WeightTarget(name, 0, num_experts, (num_experts, *shape), split)
         return rows

@@ -163,7 +163,7 @@ def joint_expert_map(moe: MoeConfig, hidden_size: int, block: str, module: str) 
     for name, (shape, split) in tensors.items():
         theirs = name if moe.is_gated else name.removeprefix("gate_")
         parameter = f"{module}.experts.{name}"
-        rows[f"{block}.experts.{theirs}"] = WeightTarget(parameter, 0, 0, shape[0] * shape[1], shape, split)
+        rows[f"{block}.experts.{theirs}"] = WeightTarget(parameter, 0, shape[0] * shape[1], shape, split)
     return rows
 
 

@@ -382,7 +382,7 @@ def mamba_map(config: HybridConfig) -> WeightMap:
         "norm.weight": ("norm_weight", (inner,), by_group),
     }
     return rows | {
-        f"mixer.{name}": WeightTarget(f"mixer.{parameter}", 0, 0, shape[0], shape, split)
+        f"mixer.{name}": WeightTarget(f"mixer.{parameter}", 0, shape[0], shape, split)
         for name, (parameter, shape, split) in others.items()
     }
 

@@ -160,13 +160,11 @@ def _scales_of(name: str, placement: Placement, layout: ScaleLayout, module: nn.
             f"quantization={layout.quantization}: {name} of this rank cannot be cut into blocks of "
             f"{layout.multiple_of} ({sizes_listed}): {ways}"
         )
-    step = (layout.block_rows, layout.block_columns)[target.dim]
-    assert step is not None, f"{name} is fused by columns"
     scales_target = replace(
         target,
         parameter=target.parameter + layout.suffix,
-        start=target.start // step,
-        length=-(-target.length // step),
+        start=target.start // layout.block_rows,
+        length=-(-target.length // layout.block_rows),
         shape=layout.shape(*target.shape),
         split=None,
     )

@@ -76,14 +76,14 @@ def shard(model: CausalLM, group: ParallelGroup) -> dict[str, Placement]:
         shape = shapes.get(target.parameter)
         if shape is None:
             shape = shapes[target.parameter] = list(model.get_parameter(target.parameter).shape)
-            shape[target.dim] = 0
+            shape[0] = 0
         length = target.length
-        if part is not None and part.dim == target.dim:
+        if part is not None and part.dim == 0:
             length = part.length
         elif part is not None:
             shape[part.dim] = part.length
-        placements[name] = Placement(replace(target, start=shape[target.dim], length=length), part)
-        shape[target.dim] += length
+        placements[name] = Placement(replace(target, start=shape[0], length=length), part)
+        shape[0] += length
     for name in {place.target.parameter for place in placements.values() if place.part is not None}:
         _shrink(model, name, shapes[name], group)
     return placements
