@@ -201,7 +201,7 @@ class Scheduler:
                 self.answer()
             case Verdict():
                 self._settle()
-                self.control.decide(message)
+                self.control.apply(message, self._settle)
                 self.answer()
             case Expire() if message.id == MEMORY_WAIT:
                 self._waits_for_memory = False

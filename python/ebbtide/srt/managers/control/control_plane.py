@@ -82,12 +82,21 @@ class ControlPlane:
         """Whether there is anything to advance."""
         return self.operations.any_pending or bool(self._held)
 
-    def apply(self, call: ControlCall, settle: Callable[[], None]) -> None:
-        """Carry a request out; its reply is sent when the effect holds, now or after further `advance`s."""
+    def apply(self, message: ControlCall | Verdict, settle: Callable[[], None]) -> None:
+        """Carry a request out, or a verdict on one, in the order in which they come.
+
+        The reply is sent when the effect holds, now or after further `advance`s.
+        """
         if self.operations.stands_alone or self._held:
-            self._held.append(call)
+            self._held.append(message)
         else:
-            self._start(call, settle)
+            self._apply(message, settle)
+
+    def _apply(self, message: ControlCall | Verdict, settle: Callable[[], None]) -> None:
+        if isinstance(message, Verdict):
+            self.operations.decide(message.id, message.refusal)
+        else:
+            self._start(message, settle)
 
     def _start(self, call: ControlCall, settle: Callable[[], None]) -> None:
         request, stall = call.request, Stall()
@@ -105,34 +114,23 @@ class ControlPlane:
             self.operations.stalls.note(request, stall)
             self._reply(call.id, outcome)
         timeout_s = limit_s(request, self.updates.timeout_s)
-        # What is done here may not be done on the other ranks, for whose answers there is a limit too.
+        # Even if this rank is done, other ranks may not be: their answers have the same limit.
         is_awaited = self.operations.is_pending(call.id) or not self.ranks.is_one
         if timeout_s is not None and is_awaited:
             self._set_deadline(call.id, timeout_s)
 
-    def decide(self, verdict: Verdict) -> None:
-        """Commit an update that is prepared, or give it up: in the order of the calls."""
-        if self.operations.stands_alone or self._held:
-            self._held.append(verdict)
-        else:
-            self.operations.decide(verdict.id, verdict.refusal)
-
     def advance(self, settle: Callable[[], None]) -> None:
-        """Let what is under way go on; behind what stood alone, what came meanwhile, in its order.
+        """Let the operations under way go on. When one that stood alone has ended, apply what came meanwhile.
 
         Args:
-            settle: brings the forward pass under way to its end, if there is one.
+            settle: commits the forward pass under way, if there is one.
         """
         stood_alone = self.operations.stands_alone
         self.operations.advance(settle)
         if (stood_alone or self._held) and not self.operations.stands_alone:
             settle()
             while self._held and not self.operations.stands_alone:
-                held = self._held.popleft()
-                if isinstance(held, Verdict):
-                    self.operations.decide(held.id, held.refusal)
-                else:
-                    self._start(held, settle)
+                self._apply(self._held.popleft(), settle)
             self.operations.advance(settle)
 
     def expire(self, deadline_id: str) -> None:
