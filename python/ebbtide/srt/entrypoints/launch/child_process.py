@@ -142,12 +142,11 @@ class ChildProcess:
             return f"the {self.name} process was ended by {number.name}{hint}"
         return f"the {self.name} process ended with exit code {status}{self._last_words()}"
 
-    def was_ended_by_signal(self, timeout_s: float) -> bool:
-        """Whether it has ended, or ends within that time, and not by itself."""
-        try:
-            return self._popen.wait(timeout_s) < 0
-        except subprocess.TimeoutExpired:
-            return False
+    @property
+    def was_ended_by_signal(self) -> bool:
+        """Whether it has ended, and not by itself."""
+        status = self._popen.poll()
+        return status is not None and status < 0
 
     @property
     def has_ended(self) -> bool:

@@ -195,7 +195,7 @@ class NodeProcesses:
                     report = child.receive_report(stages)
                 except EbbtideError as error:
                     del starting[ready]
-                    is_cause = isinstance(error, ConfigurationError) or child.was_ended_by_signal(0)
+                    is_cause = isinstance(error, ConfigurationError) or child.was_ended_by_signal
                     if self._num_ranks == 1 or is_cause:
                         raise error from None
                     failure = failure or error
@@ -249,7 +249,7 @@ class NodeProcesses:
             if self._stop_reader in happened:
                 return None
             failed += [running.pop(one) for one in happened if one in running]
-            is_killed = any(child.was_ended_by_signal(0) for child in failed)
+            is_killed = any(child.was_ended_by_signal for child in failed)
             if not is_killed:
                 for connection in links.connections:
                     if connection in happened and isinstance(message := links.receive(connection), Ended):
@@ -307,7 +307,7 @@ def _merge(facts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _cause(failed: Sequence[ChildProcess], pulses: PulseWatch) -> str:
     """What the engine ends of: who was killed, or is stopped, makes the others fail."""
-    killed = [child for child in failed if child.was_ended_by_signal(0)]
+    killed = [child for child in failed if child.was_ended_by_signal]
     if not killed and pulses.suspect is not None and any(child.was_hung for child in failed):
         return pulses.suspect
     return (killed or failed)[0].describe_end()
