@@ -39,7 +39,6 @@ from ebbtide.srt.config import EngineConfig
 from ebbtide.srt.managers.api.data_parallel_controller import DataParallelController
 from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.assembly import assemble_scheduler
-from ebbtide.srt.managers.control import Slices
 from ebbtide.srt.managers.control.weights import WritePlan
 from ebbtide.srt.managers.io_struct import (
     AbortReq,
@@ -58,6 +57,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.scheduling.lockstep import open_rank_channels
 from ebbtide.srt.managers.tokenizer_manager import TokenizerManager
 from ebbtide.srt.managers.wire.channel import ChannelAddresses, Receiver, Sender
+from ebbtide.srt.slices import Slices
 from ebbtide.testing import NullRunner, NullWeights
 from ebbtide.testing.null_engine import null_parts
 from ebbtide.testing.null_runner import POOL_TOKENS, null_args, null_config

@@ -7,12 +7,12 @@ decided by the table that it is given.
 
 import pickletools
 import struct
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.slices import finish
+from ebbtide.srt.slices import Slices, finish
 
 # A tensor takes about 40 opcodes, so this leaves room for 100,000 of them. It bounds the time and the memory
 # that a payload of nothing but empty containers could ask for.
@@ -85,7 +85,7 @@ def read_by_slices(
     resolve: Callable[[str, str], object],
     budget: Budget | None = None,
     tails: Tails | None = None,
-) -> Generator[int, None, object]:
+) -> Slices[object]:
     """Reads as `read_pickle`, yielding the bytes read after every `SLICE_OPCODES` opcodes of its budget.
 
     `tails` says what stands for the list that the pickle ends with.
@@ -130,7 +130,7 @@ class _Reader:
         # A dictionary, not an array: an index is the sender's to choose and must not size an allocation.
         self.memo: dict[int, object] = {}
 
-    def read(self, budget: Budget) -> Generator[int, None, object]:
+    def read(self, budget: Budget) -> Slices[object]:
         data, handlers = self.data, _HANDLERS
         start = yielded = num_left = 0
         try:

@@ -9,7 +9,7 @@ Shapes: T tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Final, Self, TypeAlias
 
 import msgspec
@@ -29,6 +29,7 @@ from ebbtide.formats.tensor_refs import (
     host_storage,
 )
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.slices import Slices
 
 # What no pickle, no base64 and no safetensors image of less than a petabyte begins with.
 MAGIC: Final = b"\xebEBT\x02\0\0\0"
@@ -195,8 +196,8 @@ def _layout(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...] | Non
 def decode_tensors(
     data: bytes,
     record: Callable[[AnyStorageRef], None],
-    form_of: Callable[[bytes], Generator[int, None, TensorForm]] | None = None,
-) -> Generator[int, None, TensorTable]:
+    form_of: Callable[[bytes], Slices[TensorForm]] | None = None,
+) -> Slices[TensorTable]:
     """The tensors of a payload that begins with one of `MAGICS`, described and not opened; in slices.
 
     Args:
@@ -226,7 +227,7 @@ def decode_tensors(
     return TensorTable.checked(form, storages, *columns)
 
 
-def decode_form(data: bytes) -> Generator[int, None, TensorForm]:
+def decode_form(data: bytes) -> Slices[TensorForm]:
     """The names and shapes that a payload has; in slices."""
     try:
         found = _FORM_DECODER.decode(data)

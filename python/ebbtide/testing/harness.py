@@ -14,7 +14,6 @@ import msgspec
 from ebbtide.srt.config import EngineConfig, ScheduleConfig
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.assembly import RankParts, assemble_scheduler
-from ebbtide.srt.managers.control import Slices
 from ebbtide.srt.managers.control.adapter_loads import AdapterPlan
 from ebbtide.srt.managers.io_struct import (
     AbortGeneration,
@@ -49,6 +48,7 @@ from ebbtide.srt.mem_cache.page_allocator import PageTable
 from ebbtide.srt.mem_cache.state_slots import StateSlots
 from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.sampling_params import SamplingParams
+from ebbtide.srt.slices import Slices
 from ebbtide.testing.null_kv import NUM_WEIGHT_CHUNKS, PAGE_IDS, NullChunks, NullDevice, NullKV, NullPageStore
 from ebbtide.testing.null_runner import NullRunner, null_args, null_config
 from ebbtide.testing.null_weights import NullCopies, NullWeights, null_memories

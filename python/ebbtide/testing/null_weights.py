@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control import Slices
 from ebbtide.srt.managers.control.weights import (
     Conversation,
     How,
@@ -29,6 +28,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightUpdateRequest,
 )
 from ebbtide.srt.memory_saver import MemoryTag
+from ebbtide.srt.slices import Slices
 from ebbtide.testing.null_kv import NullDevice, NullKV, NullMemory
 from ebbtide.testing.null_runner import NullRunner
 

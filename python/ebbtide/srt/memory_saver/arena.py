@@ -7,7 +7,6 @@ tensors, and addresses never change. Not for use from several threads at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
 from enum import Enum, auto
 from math import prod
 
@@ -15,6 +14,7 @@ import torch
 
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.memory_saver import MemoryTag
+from ebbtide.srt.slices import Slices
 
 
 class ArenaState(Enum):
@@ -63,7 +63,7 @@ class Arena(ABC):
         """Give memory and addresses back; no view may be touched again. Idempotent."""
 
     @abstractmethod
-    def close_by_chunks(self) -> Generator[int, None, None]:
+    def close_by_chunks(self) -> Slices[None]:
         """Close, yielding the bytes of each piece; ended early, the rest is given back at once.
 
         Nothing may be running that reads or writes them.
@@ -81,7 +81,7 @@ class Arena(ABC):
         """All of it as a uint8 tensor, at least `num_bytes` long."""
 
     @abstractmethod
-    def _resume_by_chunks(self, *, at_once: bool) -> Generator[int, None, None]:
+    def _resume_by_chunks(self, *, at_once: bool) -> Slices[None]:
         """Take the missing memory, yielding the bytes of each piece, or `at_once`.
 
         Ended early, it keeps nothing.
@@ -135,7 +135,7 @@ class Arena(ABC):
             raise ValueError(f"offset {offset} is not a multiple of the element size, {dtype.itemsize}")
         return self._flat()[offset:end].view(dtype).view(shape)
 
-    def stage(self) -> Generator[int, None, Arena]:
+    def stage(self) -> Slices[Arena]:
         """A shadow: a second set of memory of the same layout, to be written aside and swapped in.
 
         Yields the bytes of each chunk just taken. Ended early, or without room (OutOfDeviceMemory), it keeps
@@ -181,5 +181,6 @@ class Arena(ABC):
             raise EngineError("this memory is closed, and cannot be resumed")
 
 
-def round_up(num_bytes: int, multiple: int) -> int:
-    return -(-num_bytes // multiple) * multiple
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is at least as large."""
+    return -(-number // multiple) * multiple

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Generator
 from contextlib import suppress
 from importlib import import_module
 from secrets import token_hex
@@ -23,6 +22,7 @@ from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.arena import Arena, ArenaState, round_up
 from ebbtide.srt.memory_saver.virtual_arena import ChunkPool, VirtualArena
 from ebbtide.srt.memory_saver.virtual_memory import VirtualMemory
+from ebbtide.srt.slices import Slices
 
 _PRELOAD_STEM = "torch_memory_saver_hook_mode_preload"
 # torch cuts smaller requests out of segments of this size, and pages of the driver are this large: a request
@@ -142,14 +142,14 @@ class TorchArena(Arena):
         self._bytes = self._bytes[:0].clone()
         self._device.trim()
 
-    def close_by_chunks(self) -> Generator[int, None, None]:
+    def close_by_chunks(self) -> Slices[None]:
         self.close()
         yield self.virtual_bytes
 
     def _flat(self) -> torch.Tensor:
         return self._bytes
 
-    def _resume_by_chunks(self, *, at_once: bool) -> Generator[int, None, None]:
+    def _resume_by_chunks(self, *, at_once: bool) -> Slices[None]:
         self._state = ArenaState.RESIDENT
         yield self.virtual_bytes
 
@@ -258,7 +258,7 @@ class _SavedArena(TorchArena):
             self._release()
         self._state = ArenaState.CLOSED
 
-    def _resume_by_chunks(self, *, at_once: bool) -> Generator[int, None, None]:
+    def _resume_by_chunks(self, *, at_once: bool) -> Slices[None]:
         self._require_room(self.virtual_bytes)
         self._library.resume(self._region)
         self._state = ArenaState.RESIDENT

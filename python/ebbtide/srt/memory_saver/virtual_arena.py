@@ -20,6 +20,7 @@ from ebbtide.srt.errors import EngineError, OutOfDeviceMemory
 from ebbtide.srt.memory_saver import MemoryTag
 from ebbtide.srt.memory_saver.arena import Arena, ArenaState, round_up
 from ebbtide.srt.memory_saver.virtual_memory import Handle, VirtualMemory
+from ebbtide.srt.slices import Slices
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +112,7 @@ class VirtualArena(Arena):
             self._vm.free_reservation(self._reservation)
         self._is_closed = True
 
-    def close_by_chunks(self) -> Generator[int, None, None]:
+    def close_by_chunks(self) -> Slices[None]:
         try:
             for slot in reversed([slot for slot in self._slots if slot.is_held]):
                 self._discard(slot)
@@ -128,7 +129,7 @@ class VirtualArena(Arena):
             return torch.empty(0, dtype=torch.uint8)
         return self._vm.as_tensor(self._reservation)
 
-    def _resume_by_chunks(self, *, at_once: bool) -> Generator[int, None, None]:
+    def _resume_by_chunks(self, *, at_once: bool) -> Slices[None]:
         """`at_once`: all of it is made accessible at the end, which is quicker, but takes milliseconds."""
         missing = [slot for slot in self._slots if slot.is_missing]
         taken_bytes = 0

@@ -30,6 +30,7 @@ from ebbtide.srt.model_executor.host_copies import upload
 from ebbtide.srt.model_executor.weight_copies import CONVERTIBLE, NonFinite, Run, RunTable, WeightCopies
 from ebbtide.srt.models.base import INPUTS, OUTPUTS, CausalLM
 from ebbtide.srt.models.sharding import Part, Placement
+from ebbtide.srt.slices import finish
 
 if TYPE_CHECKING:
     from ebbtide.srt.device import Device
@@ -235,8 +236,8 @@ class AdapterSlots:
         self.generation += 1
         with self._device.copying(beside=False):
             self._values_SN[slot].zero_()
-            for _ in () if copies is None else copies.launch():
-                pass
+            if copies is not None:
+                finish(copies.launch())
             named = [
                 (name, pair) for name, one in tensors for pair in self._copies(slot, *fit.places[name], one)
             ]

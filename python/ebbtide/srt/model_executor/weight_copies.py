@@ -15,6 +15,7 @@ from ebbtide.formats.stored_tensor import StoredTensor, copy_into, whole
 from ebbtide.srt.layers.fp8 import BLOCK, BLOCKS, CHANNELS, FP8, ScaleLayout, quantize_into
 from ebbtide.srt.model_executor.host_copies import download
 from ebbtide.srt.models.sharding import Part
+from ebbtide.srt.slices import Slices, finish
 
 if TYPE_CHECKING:
     from ebbtide.srt.layers.kernels.copy_spans import SpanCopies
@@ -81,10 +82,9 @@ class Destination:
 
     def write(self, tensor: Tensor) -> None:
         """Write a whole tensor that the store's `check` accepts."""
-        for _ in self.write_by_slices(tensor, self.region.nbytes):
-            pass
+        finish(self.write_by_slices(tensor, self.region.nbytes))
 
-    def write_by_slices(self, tensor: Tensor | StoredTensor, slice_bytes: int) -> Iterator[int]:
+    def write_by_slices(self, tensor: Tensor | StoredTensor, slice_bytes: int) -> Slices[None]:
         """As `write`, yielding the bytes of each slice just written, which has about this many."""
         part, region, scales = self.part_of(tensor), self.region, self.scales
         if scales is None or tensor.dtype == region.dtype:
@@ -289,7 +289,7 @@ class WeightCopies:
         planned.address, planned.origin = address, origin
         self._names, self._ready = planned.names, planned.ready
 
-    def launch(self, cost: int = 1) -> Iterator[int]:
+    def launch(self, cost: int = 1) -> Slices[None]:
         """Launch what is ready; yields the bytes of each kernel. To be run to its end.
 
         Args:
@@ -335,8 +335,7 @@ def compile_quantizing(device: torch.device) -> None:
 
 def _run_through(copies: WeightCopies) -> None:
     copies.prepare(0)
-    for _ in copies.launch():
-        pass
+    finish(copies.launch())
 
 
 class NonFinite:

@@ -1,7 +1,7 @@
 """The weights of a model as named tensors over one arena: written in place, or staged and swapped in."""
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -14,7 +14,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.layers.fp8 import BLOCKS, CHANNELS, FP8, SCALE_LAYOUTS, dequantize
 from ebbtide.srt.mem_cache.kv_scales import scale_place
 from ebbtide.srt.memory_saver import MemoryTag
-from ebbtide.srt.memory_saver.arena import Arena
+from ebbtide.srt.memory_saver.arena import Arena, round_up
 from ebbtide.srt.memory_saver.saver import ArenaSource
 from ebbtide.srt.memory_saver.virtual_arena import ChunkArena
 from ebbtide.srt.model_executor.weight_copies import (
@@ -29,6 +29,7 @@ from ebbtide.srt.model_executor.weight_copies import (
 from ebbtide.srt.models.base import CausalLM
 from ebbtide.srt.models.quantizing import Quantization, quantize
 from ebbtide.srt.models.sharding import Placement, joint, replace_parameter, shard
+from ebbtide.srt.slices import Slices
 
 ALIGNMENT_BYTES = 256
 LOCAL_SLICE_BYTES = 64 << 20
@@ -122,7 +123,7 @@ class WeightStore:
         for name, parameter in model.named_parameters():
             slot = Slot(num_bytes, tuple(parameter.shape), parameter.dtype)
             self._slots[name] = slot
-            num_bytes += -(-slot.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            num_bytes += round_up(slot.num_bytes, ALIGNMENT_BYTES)
         self._sources: dict[str, set[str]] = {name: set() for name in self._slots}
         for name, placement in self.placements.items():
             self._sources[placement.target.parameter].add(name)
@@ -273,7 +274,7 @@ class WeightStore:
         tensor: Tensor | StoredTensor,
         shadow: Arena | None,
         direct: bool = False,
-    ) -> Generator[int, None, None]:
+    ) -> Slices[None]:
         """As `write`, yielding the bytes of each slice just copied; nothing for an ignored name.
 
         Tensors of the same device are one slice: there a copy is launched and not waited for. A copy to
@@ -346,7 +347,7 @@ class WeightStore:
             return frozenset(each for each in sources if self.placements[each].target.start in filled)
         return frozenset() if self.ignored(name) or name in self._scales else frozenset({name})
 
-    def complete(self, shadow: Arena, written: Iterable[str]) -> Generator[int, None, None]:
+    def complete(self, shadow: Arena, written: Iterable[str]) -> Slices[None]:
         """Copy everything but `written` (checkpoint names) from the live weights into the staged copy.
 
         A generator of the bytes of each slice (at most 64 MiB) just copied: the caller may do other

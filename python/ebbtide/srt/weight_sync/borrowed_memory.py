@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,6 +21,7 @@ from ebbtide.formats.stored_tensor import Counters, SharedBlock, StoredTensor, i
 from ebbtide.formats.tensor_refs import AnyStorageRef, CudaStorageRef, StorageRef, TensorRef
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.model_executor.weight_copies import PlannedSpans
+from ebbtide.srt.slices import Slices
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, MappedAllocation
 
 logger = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class BorrowedMemory:
         is_on_device = bool(self._required) and all(isinstance(ref, CudaStorageRef) for ref in self._recorded)
         return self._cost if is_on_device else None
 
-    def open(self) -> Iterator[int]:
+    def open(self) -> Slices[None]:
         """Map the device memory of the tensors that `require` was given; yields the bytes of each reference.
 
         RequestRejected: the sender has ended, or the memory is not what the payload says.
@@ -230,13 +231,13 @@ class BorrowedMemory:
             return 0
         return self._awaited_mapping(storage).address + storage.offset_bytes
 
-    def detach(self) -> Generator[int, None, None]:
+    def detach(self) -> Slices[None]:
         """See `WritePlan.detach`; what is returned yields the bytes of each mapping."""
         opened, self._opened = self._opened, {}
         mapped, self._mapped = ({} if self._stays_in is not None else self._mapped), {}
         self._give_back([ref for refs in opened.values() for ref in refs])
 
-        def unmap() -> Generator[int, None, None]:
+        def unmap() -> Slices[None]:
             while mapped:
                 key, mapping = mapped.popitem()
                 mapping.close()

@@ -35,12 +35,13 @@ from ebbtide.formats.pickle_reader import read_pickle
 from ebbtide.formats.tensor_refs import CudaStorageRef, TensorHeader, dtype_named, natural, tensor_shape
 from ebbtide.formats.weight_group import Broadcasts, TensorKinds, WeightGroup
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.slices import Slices, finish
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.source import WeightSource
 
 Plan = TypeVar("Plan")
-MakePlan: TypeAlias = Callable[[WeightSource], Generator[int, None, Plan]]
+MakePlan: TypeAlias = Callable[[WeightSource], Slices[Plan]]
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 # How long a last answer is kept for a sender that does not take it.
@@ -84,7 +85,7 @@ class _Conversation(Generic[Plan]):
         self._owes_answer = False
         self._refused = ""
 
-    def piece(self) -> Generator[int, None, Plan | None]:
+    def piece(self) -> Slices[Plan | None]:
         return None if self.bucket is None else (yield from self._plan(self.bucket))
 
     def answer(self, problem: str = "") -> None:
@@ -182,8 +183,7 @@ class IpcConversation(_Conversation[Plan]):
         if ref.dtype != torch.uint8 or len(ref.shape) != 1 or ref.stride != (1,):
             raise RequestRejected(f"the buffer: expected bytes (1-D uint8), got {ref.dtype} of {ref.shape}")
         self._memory.require(ref.storage)
-        for _ in self._memory.open():
-            pass
+        finish(self._memory.open())
         buffer = self._memory.tensor(ref)
         assert isinstance(buffer, torch.Tensor), "only device memory can be offered"
         self._buffer = buffer

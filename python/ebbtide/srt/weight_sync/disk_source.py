@@ -5,7 +5,7 @@ Source: wire_api section 3.3, wire_vllm section 5.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -18,6 +18,7 @@ from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.hf_folder import folder_of, read_json
 from ebbtide.srt.model_executor.loader import Checkpoint
+from ebbtide.srt.slices import Slices
 from ebbtide.srt.weight_sync.patch import Patch, PatchKind
 from ebbtide.srt.weight_sync.published import (
     STATE,
@@ -128,7 +129,7 @@ def open_published(state: PulledState, describe: Describe, device: torch.device)
     ]
     known = {entry.name: entry for entry in entries if described[entry.name] is not None}
 
-    def decode() -> Generator[int, None, Placing]:
+    def decode() -> Slices[Placing]:
         changes = {name: _Changes(torch.empty(0, dtype=torch.uint8), None) for name in described}
         is_new = set(known)
         for delta, opened in zip(chain, files, strict=True):

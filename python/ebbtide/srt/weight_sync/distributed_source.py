@@ -6,7 +6,7 @@ Tensors are received straight where they belong, or in buffers. Source: wire_api
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,9 @@ from ebbtide.formats.weight_group import (
 )
 from ebbtide.srt.config import ONE_RANK, Place
 from ebbtide.srt.errors import EngineError, RequestRejected
+from ebbtide.srt.memory_saver.arena import round_up
 from ebbtide.srt.model_executor.weight_copies import Destination
+from ebbtide.srt.slices import Slices
 from ebbtide.srt.weight_sync.patch import Patch, PatchedWeights
 from ebbtide.srt.weight_sync.source import NamedTensor, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import (
@@ -159,7 +161,7 @@ def _sparse(
     ]
     parts = BroadcastSource(headers, group, timeout_s=timeout_s)
 
-    def decode() -> Generator[int, None, Placing]:
+    def decode() -> Slices[Placing]:
         yield 0
 
         def place(weights: PatchedWeights) -> PlacedChanges:
@@ -235,7 +237,7 @@ class _Buffers:
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.round = 0
-        padded = [_padded(num_bytes) for num_bytes in sizes]
+        padded = [round_up(num_bytes, ALIGNMENT_BYTES) for num_bytes in sizes]
         piece_bytes = min(sum(padded), max(IN_FLIGHT_BYTES // 2, *padded, 0))
         num_pieces = 1 if piece_bytes == sum(padded) else 2
         self._pieces = [torch.empty(piece_bytes, dtype=torch.uint8, device=device) for _ in range(num_pieces)]
@@ -248,7 +250,7 @@ class _Buffers:
             self.round += 1
             self._used_bytes = 0
             piece = self._pieces[self.round % len(self._pieces)]
-        start, self._used_bytes = self._used_bytes, self._used_bytes + _padded(num_bytes)
+        start, self._used_bytes = self._used_bytes, self._used_bytes + round_up(num_bytes, ALIGNMENT_BYTES)
         return piece[start : start + num_bytes].view(dtype).view(shape)
 
 
@@ -301,10 +303,6 @@ def receive_plan(
     return transfers()
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 class _Joining(InThread[list[Member]]):
     """A group that is being joined. The thread ends when its time is up, whoever has given it up.
 
@@ -341,7 +339,7 @@ class Memberships:
     def names(self) -> list[str]:
         return sorted(name for name, group in self.groups.items() if not group.is_closed)
 
-    def join(self, address: GroupAddress, timeout_s: float) -> Generator[int, None, None]:
+    def join(self, address: GroupAddress, timeout_s: float) -> Slices[None]:
         """Join a group, yielding while others are not there; closed before its end, this is given up.
 
         A live group of that name is left first, then those whose trainers have ended.
@@ -360,7 +358,7 @@ class Memberships:
         device = torch.device("cpu") if address.backend == "gloo" else self._device
         joining = self._joining[address.name] = _Joining(address, timeout_s, device)
 
-        def join() -> Generator[int, None, None]:
+        def join() -> Slices[None]:
             try:
                 while not joining.is_done and not joining.given_up:
                     yield 0

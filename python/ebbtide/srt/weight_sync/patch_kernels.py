@@ -8,7 +8,7 @@ summed up beforehand by a kernel over all blocks. Shapes: T tensors, B blocks of
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ from ebbtide.formats.delta import (
     bits_of,
 )
 from ebbtide.srt.model_executor.host_copies import download, upload
-from ebbtide.srt.slices import finish
+from ebbtide.srt.slices import Slices, finish
 from ebbtide.srt.weight_sync.patch import MatrixParts
 
 # Twice as many codes take 1.6 times as long to sum up: the scans over a block spill.
@@ -131,7 +131,7 @@ class PlacedBlocks:
         """There are no digests but the sums."""
         return iter(())
 
-    def apply(self) -> Iterator[int]:
+    def apply(self) -> Slices[None]:
         """Write the values that are this rank's; yields bytes of all values."""
         yield from self._launch(self._found_T, writes=True)
         self._found_on_host_T = download(self._found_T)
@@ -141,7 +141,7 @@ class PlacedBlocks:
         """Once that has run: the tensors of which a value is NaN or Inf."""
         return [] if self._found_on_host_T is None else self._found_on_host_T.nonzero()[:, 0].tolist()
 
-    def sums_after(self, known: Sequence[int | None]) -> Generator[int, None, Tensor]:
+    def sums_after(self, known: Sequence[int | None]) -> Slices[Tensor]:
         """This rank's share of each tensor's sum as it is to be, int64 [T]; yields bytes. Nothing is written.
 
         Args:
@@ -175,7 +175,7 @@ class PlacedBlocks:
             COLUMNS=SUM_COLUMNS,
         )
 
-    def _launch(self, out_T: Tensor, *, writes: bool) -> Iterator[int]:
+    def _launch(self, out_T: Tensor, *, writes: bool) -> Slices[None]:
         """Add this rank's share of the changes to sums; or write, and find what holds NaN or Inf."""
         blocks = self._blocks
         total = len(blocks.tensor_B)

@@ -5,7 +5,7 @@ Where they lie in memory of the sender's, that is opened, read, and given back o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeAlias, TypeVar
 
@@ -26,6 +26,7 @@ from ebbtide.formats.tensor_refs import (
 from ebbtide.srt.errors import EngineError
 from ebbtide.srt.model_executor.weight_copies import PlannedSpans, RunTable
 from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
+from ebbtide.srt.slices import Slices
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory
 from ebbtide.srt.weight_sync.patch import MatrixParts
 
@@ -146,7 +147,7 @@ class PlanCache:
         self._lists: Recent[bytes, KnownList] = Recent(MAX_LIST_BYTES)
         self._fits: Recent[Hashable, Fit] = Recent(MAX_FIT_BYTES)
 
-    def form(self, data: bytes) -> Generator[int, None, TensorForm]:
+    def form(self, data: bytes) -> Slices[TensorForm]:
         """Names and shapes that a payload has in these bytes; in slices where they are new."""
         form = self._forms.get(data)
         if form is None:
@@ -173,9 +174,7 @@ class PlanCache:
         self._lists.put(data, made, len(data))
         return made
 
-    def fit(
-        self, digest: Hashable, make: Callable[[], Generator[int, None, Fit]]
-    ) -> Generator[int, None, Fit]:
+    def fit(self, digest: Hashable, make: Callable[[], Slices[Fit]]) -> Slices[Fit]:
         """What tensors of a digest come to; None: it is not kept."""
         fit = None if digest is None else self._fits.get(digest)
         if fit is None:
@@ -248,7 +247,7 @@ class WeightSource:
         """What stands against a tensor that fits, because of what comes with it (by name) or how it comes."""
         return store.check_scales(entry.name, entry.dtype, dtypes, self.direct)
 
-    def fit(self, store: WeightStore) -> Generator[int, None, Fit]:
+    def fit(self, store: WeightStore) -> Slices[Fit]:
         """Hold the headers against the model; yields bytes of names."""
         direct, dtypes, fit = self.direct, {entry.name: entry.dtype for entry in self.entries}, Fit()
         covered, others, scales = set[str](), set[str](), set[str]()
@@ -276,7 +275,7 @@ class WeightSource:
         fit.sent, fit.scales, fit.unpaired = frozenset(covered | others), frozenset(scales), unpaired
         return fit
 
-    def open(self) -> Iterator[int]:
+    def open(self) -> Slices[None]:
         """Bring the tensors within reach before anything is written; yields bytes."""
         return self._memory.open()
 
@@ -294,7 +293,7 @@ class WeightSource:
             raise EngineError("the weight source is closed")
         return iter(self._read())
 
-    def detach(self) -> Generator[int, None, None]:
+    def detach(self) -> Slices[None]:
         """See `WritePlan.detach`."""
         self._read = None
         return self._memory.detach()
@@ -358,7 +357,7 @@ class TableSource(WeightSource):
         packed, begin = self._packed
         return packed.spans, self._memory.address(self.table.storages[0]) + begin
 
-    def fit(self, store: WeightStore) -> Generator[int, None, Fit]:
+    def fit(self, store: WeightStore) -> Slices[Fit]:
         fit = yield from super().fit(store)
         if len({entry.name for entry in self.entries}) == len(self.entries):
             pairs = zip(self.entries, self.table.form.is_contiguous_T.tolist(), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.model_executor.weight_copies import NonFinite
 from ebbtide.srt.model_executor.weight_store import TensorProblem, WeightStore
-from ebbtide.srt.slices import finish
+from ebbtide.srt.slices import Slices, finish
 from ebbtide.srt.weight_sync.patch import MatrixPart, Patch, PatchedWeights
 from ebbtide.srt.weight_sync.source import WeightSource
 from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, PayloadReader, is_safetensors
@@ -36,14 +36,14 @@ class PlacedChanges(Protocol):
     def verify(self) -> Iterator[int]:
         """Check what tensors are to become, besides their sums, or refuse; yields bytes."""
 
-    def sums_after(self, known: Sequence[int | None]) -> Generator[int, None, Tensor]:
+    def sums_after(self, known: Sequence[int | None]) -> Slices[Tensor]:
         """This rank's share of each tensor's `state_sum` as it is to be, int64; yields bytes.
 
         Args:
             known: its share as it is, where that need not be summed up.
         """
 
-    def apply(self) -> Iterator[int]:
+    def apply(self) -> Slices[None]:
         """Write what is this rank's; yields bytes of it."""
 
     def nonfinite(self) -> list[int]:
@@ -68,7 +68,7 @@ class DeltaSource(WeightSource):
         self,
         entries: Sequence[TensorHeader],
         payload: WeightSource,
-        decode: Callable[[], Generator[int, None, Placing]],
+        decode: Callable[[], Slices[Placing]],
         *,
         checksums: Mapping[str, int] | None = None,
         base_version: str | None = None,
@@ -96,7 +96,7 @@ class DeltaSource(WeightSource):
     ) -> TensorProblem | None:
         return store.check_change(entry.name, entry.dtype, of_bits=not self._takes_any_dtype)
 
-    def open(self) -> Iterator[int]:
+    def open(self) -> Slices[None]:
         yield from self._payload.open()
         self._placing = yield from self._decode()
 
@@ -112,7 +112,7 @@ class DeltaSource(WeightSource):
     def abandon(self) -> bool:
         return self._payload.abandon()
 
-    def detach(self) -> Generator[int, None, None]:
+    def detach(self) -> Slices[None]:
         self._placing = None
         return self._payload.detach()
 
@@ -130,13 +130,13 @@ class PlacedPatches:
         ]
         self._nonfinite = NonFinite()
 
-    def verify(self) -> Iterator[int]:
+    def verify(self) -> Slices[None]:
         for patch, place in self._pairs:
             if place is not None and patch.digest is not None:
                 place.check(patch)
                 yield place.region.nbytes
 
-    def sums_after(self, known: Sequence[int | None]) -> Generator[int, None, Tensor]:
+    def sums_after(self, known: Sequence[int | None]) -> Slices[Tensor]:
         sums = []
         for (patch, place), before in zip(self._pairs, known, strict=True):
             share = patch.positions.new_zeros(()) if place is None else place.sum_after(patch, before)
@@ -144,7 +144,7 @@ class PlacedPatches:
             yield patch.values.nbytes
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
-    def apply(self) -> Iterator[int]:
+    def apply(self) -> Slices[None]:
         for index, (patch, place) in enumerate(self._pairs):
             if place is not None:
                 self._nonfinite.add(str(index), place.apply(patch))
@@ -174,7 +174,7 @@ def coded_source(
         raise
     entries = [TensorHeader(each.name, each.shape, values.dtype) for each in changed]
 
-    def decode() -> Generator[int, None, Placing]:
+    def decode() -> Slices[Placing]:
         tensors = {name: whole(tensor).to(device) for name, tensor in payload}
         yield tensors[VALUES].nbytes
         place = _place_blocks if device.type == "cuda" else _place_patches
@@ -227,7 +227,7 @@ def open_sparse(
     device: torch.device,
     reader: PayloadReader,
     base_version: str | None = None,
-) -> Generator[int, None, DeltaSource]:
+) -> Slices[DeltaSource]:
     """Opens `serialized_named_tensors` of the format `sparse`, by slices; every rank gets all changes."""
     if changed is None:
         raise RequestRejected("changed: load_format sparse needs it, one entry per tensor")

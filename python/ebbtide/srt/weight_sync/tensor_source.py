@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeGuard
 
@@ -38,7 +38,7 @@ from ebbtide.formats.tensor_refs import (
 )
 from ebbtide.srt.config import ONE_RANK, Place
 from ebbtide.srt.errors import RequestRejected
-from ebbtide.srt.slices import finish
+from ebbtide.srt.slices import Slices, finish
 from ebbtide.srt.weight_sync.borrowed_memory import BorrowedMemory, KeptMemory
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
 from ebbtide.srt.weight_sync.source import (
@@ -93,7 +93,7 @@ def decode_by_slices(
     record: Callable[[AnyStorageRef], None],
     budget: Budget | None = None,
     cache: PlanCache | None = None,
-) -> Generator[int, None, object]:
+) -> Slices[object]:
     """Decodes a payload into plain values, `TensorRef`s and records by class name, or into a `TensorTable`.
 
     Yields the bytes of each slice: hundreds of tensors take long.
@@ -156,9 +156,7 @@ class PayloadReader:
         self._cache = PlanCache() if cache is None else cache
         self._keeper = keeper
 
-    def open(
-        self, entries: Sequence[bytes | str], load_format: str | None
-    ) -> Generator[int, None, WeightSource]:
+    def open(self, entries: Sequence[bytes | str], load_format: str | None) -> Slices[WeightSource]:
         """This rank's entry, base64 text or raw bytes. Without entries there is nothing to write."""
         if load_format is not None and load_format not in _FORMATS:
             raise _refuse_format(load_format)
@@ -180,9 +178,7 @@ class PayloadReader:
             memory.close()
             raise
 
-    def _decode_kept(
-        self, data: bytes, memory: BorrowedMemory, keeper: KeptMemory
-    ) -> Generator[int, None, object]:
+    def _decode_kept(self, data: bytes, memory: BorrowedMemory, keeper: KeptMemory) -> Slices[object]:
         """What a payload describes whose memory stays; one of the same bytes has been decoded before."""
         kept = keeper.take(data)
         if kept is None:
@@ -196,7 +192,7 @@ class PayloadReader:
         memory.stay_in(keeper, kept)
         return kept.decoded
 
-    def _decode(self, pickled: bytes, memory: BorrowedMemory) -> Generator[int, None, object]:
+    def _decode(self, pickled: bytes, memory: BorrowedMemory) -> Slices[object]:
         decoding = self._decode_all(pickled, memory)
         try:
             while True:
@@ -210,7 +206,7 @@ class PayloadReader:
                 finish(decoding)
             raise
 
-    def _decode_all(self, pickled: bytes, memory: BorrowedMemory) -> Generator[int, None, object]:
+    def _decode_all(self, pickled: bytes, memory: BorrowedMemory) -> Slices[object]:
         """What a payload describes, with this rank's tensor in the place of each `LocalSerializedTensor`."""
         budget, tp_rank = Budget(), self._place.tp_rank
         decoded = yield from decode_by_slices(pickled, memory.record, budget, self._cache)
@@ -246,7 +242,7 @@ class PayloadReader:
 
     def open_handles(
         self, entries: Sequence[bytes], lent: Sequence[IpcTensor] | None
-    ) -> Generator[int, None, WeightSource]:
+    ) -> Slices[WeightSource]:
         """The tensors of this rank's device, behind CUDA IPC handles as vLLM's trainers send them.
 
         They are the arguments of torch's `rebuild_cuda_tensor`, by the UUID of the device: of one tensor

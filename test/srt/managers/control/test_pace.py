@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbtide.srt.managers.control import Activity, Slices, pace as pace_module
+from ebbtide.srt.managers.control import Activity, pace as pace_module
 from ebbtide.srt.managers.control.pace import COPY_BYTES_PER_S, LONGEST_TURN_S, SHARE, Pace, Stall
+from ebbtide.srt.slices import Slices
 
 STEP_S = 6e-3
 

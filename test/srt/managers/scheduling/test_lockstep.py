@@ -9,7 +9,7 @@ import pytest
 from fixtures.control import IN_PLACE, Harness, updating
 
 from ebbtide.srt.errors import EngineError, RequestRejected
-from ebbtide.srt.managers.control import OutOfStep, Slices
+from ebbtide.srt.managers.control import OutOfStep
 from ebbtide.srt.managers.control.weights import How, WritePlan
 from ebbtide.srt.managers.io_struct import (
     PING_TIMEOUT_S,
@@ -36,6 +36,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.scheduling import lockstep
 from ebbtide.srt.managers.scheduling.lockstep import Demand, LeaderInbox
 from ebbtide.srt.memory_saver import MemoryTag
+from ebbtide.srt.slices import Slices
 from ebbtide.testing import NullDevice, NullWeights, default_schedule
 
 NUM_RANKS = 3

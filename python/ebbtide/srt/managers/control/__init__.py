@@ -16,6 +16,7 @@ from ebbtide.srt.managers.io_struct import (
     Preserve,
     RetractCause,
 )
+from ebbtide.srt.slices import Slices
 
 T = TypeVar("T")
 Fact = TypeVar("Fact")
@@ -60,11 +61,6 @@ HandlerTable: TypeAlias = Mapping[type, "Callable[[Any], AnyReply | Operation]"]
 
 # A part of an operation. It returns a T.
 Work: TypeAlias = Generator[Activity, None, T]
-
-
-# Work that takes long: yields the bytes of each slice that it has just done, and 0 where it can do no more
-# before the loop has turned. `pace.Pace` makes turns of it.
-Slices: TypeAlias = Generator[int, None, T]
 
 
 class DeadlinePassed(Exception):

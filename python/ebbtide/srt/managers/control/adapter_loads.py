@@ -20,7 +20,6 @@ from ebbtide.srt.managers.control import (
     HandlerTable,
     Operation,
     Requests,
-    Slices,
     Superseded,
     Work,
 )
@@ -37,6 +36,7 @@ from ebbtide.srt.managers.io_struct import (
     UnloadLoRAAdapterReqInput,
     UnloadLoRAAdapterReqOutput,
 )
+from ebbtide.srt.slices import Slices
 
 logger = logging.getLogger(__name__)
 

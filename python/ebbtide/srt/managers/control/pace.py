@@ -20,11 +20,11 @@ from ebbtide.srt.managers.control import (
     CopyStream,
     DeadlinePassed,
     OutOfStep,
-    Slices,
     Work,
 )
 from ebbtide.srt.managers.io_struct import STALL_BOUNDS_S, AnyControlRequest, ControlRequest, StallCounts
 from ebbtide.srt.managers.wire.message import Decision
+from ebbtide.srt.slices import Slices
 
 T = TypeVar("T")
 Fact = TypeVar("Fact")

@@ -20,7 +20,7 @@ from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.device import Device
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
 from ebbtide.srt.hf_folder import AdapterConfig, adapter_config
-from ebbtide.srt.managers.control import CopyStream, Slices
+from ebbtide.srt.managers.control import CopyStream
 from ebbtide.srt.managers.control.weights.commit_terms import describe_nonfinite
 from ebbtide.srt.managers.io_struct import (
     LoadLoRAAdapterFromTensorsReqInput,
@@ -30,6 +30,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.model_executor.adapters import AdapterFit, AdapterSlots, SlotCopy
 from ebbtide.srt.model_executor.loader import CheckpointFile
 from ebbtide.srt.model_executor.weight_copies import NonFinite, WeightCopies
+from ebbtide.srt.slices import Slices
 from ebbtide.srt.weight_sync.source import MAX_FIT_BYTES, TENSOR_BYTES, Recent, TableSource, WeightSource
 from ebbtide.srt.weight_sync.tensor_source import PayloadReader
 

@@ -13,10 +13,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Final, Protocol
 
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control import ShrinkingPlan, Slices
+from ebbtide.srt.managers.control import ShrinkingPlan
 from ebbtide.srt.managers.io_struct import Preserve, RetractCause
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
+from ebbtide.srt.slices import Slices
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -17,7 +17,7 @@ from ebbtide.formats.rendezvous import GroupAddress, decode_id
 from ebbtide.srt.config import EngineConfig, Place
 from ebbtide.srt.device import Device
 from ebbtide.srt.errors import OutOfDeviceMemory, RequestRejected
-from ebbtide.srt.managers.control import CopyStream, Slices
+from ebbtide.srt.managers.control import CopyStream
 from ebbtide.srt.managers.control.weights import Conversation, Snapshot, Staging
 from ebbtide.srt.managers.io_struct import (
     ChecksumAlgorithm,
@@ -39,6 +39,7 @@ from ebbtide.srt.managers.scheduling.write_plan import (
 )
 from ebbtide.srt.managers.wire.message import Parallelism
 from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.slices import Slices
 from ebbtide.srt.weight_sync.borrowed_memory import KeptMemory
 from ebbtide.srt.weight_sync.conversations import StateDictConversation, open_conversation
 from ebbtide.srt.weight_sync.cuda_memory import CudaIpc
@@ -112,12 +113,9 @@ class EngineWeights:
             shadow = yield from paced_by_time(self._store.arena.stage())
         except OutOfDeviceMemory as error:
             if self.requires_copy and is_last:
-                raise RequestRejected(
+                raise error.refusal(
                     "nothing was written: update_staging is 'always', and there is no room for a second copy "
-                    f"of the weights: {error}",
-                    409,
-                    needed_bytes=error.needed_bytes,
-                    free_bytes=error.free_bytes,
+                    f"of the weights: {error}"
                 ) from error
             return WeightStaging(self._store, self._device)
         return WeightStaging(self._store, self._device, shadow)
@@ -214,7 +212,7 @@ class ParameterChecker:
 
     def checksums(
         self, skipped: Sequence[str], algorithm: ChecksumAlgorithm = "sum64"
-    ) -> Generator[int, None, RankChecksums]:
+    ) -> Slices[RankChecksums]:
         """Of the bytes of each parameter and their places; the same on every kind of device."""
         checksums: dict[str, str] = {}
         summed = _sha256 if algorithm == "sha256" else _sum64
@@ -237,7 +235,7 @@ class ParameterChecker:
             ],
         )
 
-    def snapshot(self) -> Generator[int, None, Snapshot]:
+    def snapshot(self) -> Slices[Snapshot]:
         needed_bytes = sum(parameter.nbytes for _, parameter in self._store.parameters())
         free_bytes = psutil.virtual_memory().available
         if needed_bytes > free_bytes:
@@ -259,7 +257,7 @@ class ParameterChecker:
 
     def _differences(
         self, copies: Mapping[str, list[Tensor]], skipped: Sequence[str]
-    ) -> Generator[int, None, list[dict[str, str]]]:
+    ) -> Slices[list[dict[str, str]]]:
         """A reason gives the largest difference of two elements, `max_abs_err`; NaN where one of them is."""
         found: list[dict[str, str]] = []
         for name, parameter in _without(skipped, self._store):
@@ -331,7 +329,7 @@ def _pieces(parameter: Tensor) -> Iterator[Tensor]:
     return iter(torch.split(parameter.detach().reshape(-1).view(torch.uint8), PIECE_BYTES))
 
 
-def _sum64(parameter: Tensor) -> Generator[int, None, str]:
+def _sum64(parameter: Tensor) -> Slices[str]:
     total = first_word = 0
     for piece in _pieces(parameter):
         words = _words(piece)
@@ -341,7 +339,7 @@ def _sum64(parameter: Tensor) -> Generator[int, None, str]:
     return f"{total % 2**64:016x}"
 
 
-def _sha256(parameter: Tensor) -> Generator[int, None, str]:
+def _sha256(parameter: Tensor) -> Slices[str]:
     digest = hashlib.sha256()
     for piece in _pieces(parameter):
         digest.update(piece.cpu().numpy().data)

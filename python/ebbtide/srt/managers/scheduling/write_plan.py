@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -15,11 +15,12 @@ from ebbtide.formats.stored_tensor import whole
 from ebbtide.srt.device import Device
 from ebbtide.srt.errors import EngineError, RequestRejected, first_few
 from ebbtide.srt.layers.fp8 import are_scales
-from ebbtide.srt.managers.control import OutOfStep, Slices
+from ebbtide.srt.managers.control import OutOfStep
 from ebbtide.srt.managers.control.weights import How, PatchSums, Staging
 from ebbtide.srt.memory_saver.arena import Arena
 from ebbtide.srt.model_executor.weight_copies import Destination, NonFinite, WeightCopies
 from ebbtide.srt.model_executor.weight_store import WeightStore
+from ebbtide.srt.slices import Slices
 from ebbtide.srt.weight_sync.custom_loader import CustomLoader, StagedModel
 from ebbtide.srt.weight_sync.distributed_source import BroadcastSource
 from ebbtide.srt.weight_sync.patch import PatchedWeights
@@ -243,7 +244,7 @@ class TensorPlan:
             )
         yield len(found)
 
-    def _plan(self, staging: WeightStaging) -> Iterator[int]:
+    def _plan(self, staging: WeightStaging) -> Slices[None]:
         (spans, origin), direct = self._source.spans, self._source.direct
         address = self._store.address(staging.shadow)
         known = None if spans is None else spans.get(direct)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
-from ebbtide.srt.managers.control import CopyStream, Slices
+from ebbtide.srt.managers.control import CopyStream
 from ebbtide.srt.managers.io_struct import (
     ChecksumAlgorithm,
     InitWeightsUpdateGroupReqInput,
@@ -16,6 +16,7 @@ from ebbtide.srt.managers.io_struct import (
     WeightPiece,
     WeightUpdateRequest,
 )
+from ebbtide.srt.slices import Slices
 
 
 class How(enum.Enum):

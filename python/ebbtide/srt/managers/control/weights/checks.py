@@ -20,7 +20,6 @@ from ebbtide.srt.managers.control import (
     DeadlinePassed,
     HandlerTable,
     Operation,
-    Slices,
     Superseded,
     Work,
 )
@@ -42,6 +41,7 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB
 from ebbtide.srt.managers.wire.merging import MAX_ERRORS
 from ebbtide.srt.memory_saver import MemoryTag
+from ebbtide.srt.slices import Slices
 
 T = TypeVar("T")
 

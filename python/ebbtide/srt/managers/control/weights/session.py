@@ -19,7 +19,6 @@ from ebbtide.srt.managers.control import (
     DeadlinePassed,
     KVMemory,
     OutOfStep,
-    Slices,
     Superseded,
     Work,
 )
@@ -33,7 +32,7 @@ from ebbtide.srt.managers.control.weights.commit_terms import (
     describe_nonfinite,
 )
 from ebbtide.srt.managers.io_struct import UpdateWeightsReqOutput
-from ebbtide.srt.slices import finish
+from ebbtide.srt.slices import Slices, finish
 
 logger = logging.getLogger(__name__)
 
