@@ -55,7 +55,6 @@ NOT_IMPLEMENTED = (
     "/encode",
     "/classify",
     "/load_lora_adapter_from_distributed",
-    "/post_process_weights",
     "/start_profile",
     "/stop_profile",
     "/set_internal_state",
@@ -66,6 +65,7 @@ NOT_IMPLEMENTED = (
     "/configure_logging",
     "/parallelism_config",
     "/get_remote_instance_transfer_engine_info",
+    "/remote_instance_transfer_engine_info",
     "/send_weights_to_remote_instance",
     "/v1/embeddings",
     "/v1/rerank",
@@ -156,6 +156,11 @@ class NativeApi:
     async def weight_version(self, request: Request) -> Response:
         """The weights' version."""
         return Json(WeightVersion(weight_version=self._service.state.weight_version))
+
+    @route("POST", "/post_process_weights", tag="control", reply=bodies.AnswerBody)
+    async def post_process_weights(self, request: Request) -> Response:
+        """Nothing: every update leaves the weights as they are computed with."""
+        return Json(bodies.AnswerBody(message="Nothing to do: updates leave the weights ready."))
 
     @route("POST", "/drain", tag="control", takes=bodies.DrainRequest, reply=bodies.DrainReply)
     async def drain(self, request: Request) -> Response:
