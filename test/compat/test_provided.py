@@ -74,7 +74,8 @@ FIELDS = {
     "AbortReq": "rid abort_all",
     "LoadLoRAAdapterReqInput": "lora_name lora_path pinned lora_id",
     "UnloadLoRAAdapterReqInput": "lora_name lora_id",
-    "LoadLoRAAdapterFromTensorsReqInput": "lora_name config_dict serialized_tensors serialized_named_tensors",
+    "LoadLoRAAdapterFromTensorsReqInput": "lora_name config_dict serialized_tensors serialized_named_tensors "
+    "load_format pinned lora_id added_tokens_config expected_checksums",
     "RpcReqInput": "method parameters",
     "RpcReqOutput": "success message",
     "Function": "description name parameters",

@@ -70,24 +70,9 @@ EndWeightUpdateReqInput = _mutable(io_struct.EndWeightUpdateReqInput)
 UpdateWeightVersionReqInput = _mutable(io_struct.UpdateWeightVersionReqInput)
 GetWeightsByNameReqInput = _mutable(io_struct.GetWeightsByNameReqInput)
 CheckWeightsReqInput = _mutable(io_struct.CheckWeightsReqInput)
-
-
 LoadLoRAAdapterReqInput = _mutable(io_struct.LoadLoRAAdapterReqInput)
+LoadLoRAAdapterFromTensorsReqInput = _mutable(io_struct.LoadLoRAAdapterFromTensorsReqInput)
 UnloadLoRAAdapterReqInput = _mutable(io_struct.UnloadLoRAAdapterReqInput)
-
-
-@dataclass(kw_only=True)
-class LoadLoRAAdapterFromTensorsReqInput:
-    """As Ebbtide's. `serialized_tensors`: one entry for all ranks, as older senders have it."""
-
-    lora_name: str
-    config_dict: dict[str, Any]
-    serialized_tensors: str | None = None
-    serialized_named_tensors: list[Any] | None = None
-    pinned: bool = False
-    added_tokens_config: dict[str, Any] | None = None
-    lora_id: str | None = None
-    load_format: str | None = None
 
 
 @dataclass(kw_only=True)

@@ -136,7 +136,7 @@ class TokenizerManager:
     async def load_lora_adapter_from_tensors(self, obj: Any, request: Any = None) -> LoRAUpdateOutput:
         fields = dict(vars(obj))
         for_all = fields.pop("serialized_tensors")
-        if fields["serialized_named_tensors"] is None and for_all is not None:
+        if for_all is not None and not fields["serialized_named_tensors"]:
             fields["serialized_named_tensors"] = [for_all] * self.core.server_args.tp_size
         return await self._change_adapters("LoadLoRAAdapterFromTensorsReqInput", fields)
 

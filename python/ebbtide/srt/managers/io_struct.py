@@ -393,6 +393,7 @@ class LoadLoRAAdapterFromTensorsReqInput(LoadRequest, frozen=True, kw_only=True)
 
     `config_dict`: what PEFT writes to adapter_config.json. `load_format`: as in updates of the weights.
     `serialized_tensors`: the entry of an engine of one rank, in the place of the list.
+    `expected_checksums`: SHA-256 of the bytes of each tensor; where they are others, nothing is loaded.
     """
 
     row = _load("/load_lora_adapter_from_tensors", per_rank="serialized_named_tensors")
@@ -402,6 +403,7 @@ class LoadLoRAAdapterFromTensorsReqInput(LoadRequest, frozen=True, kw_only=True)
     serialized_tensors: str | None = None
     load_format: str | None = None
     added_tokens_config: Any = None
+    expected_checksums: dict[str, str] | None = None
 
 
 class UnloadLoRAAdapterReqOutput(TotalsReply, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -65,6 +65,11 @@ class EngineAdapters:
             fit = self._fit(adapter_config(config), source)
             adapter = AdapterPlan(self._slots, fit, source, self._device, self.refuses_nonfinite)
             yield from source.open()
+            if (
+                isinstance(request, LoadLoRAAdapterFromTensorsReqInput)
+                and request.expected_checksums is not None
+            ):
+                yield from _compare(request.expected_checksums, source, self._device)
             if with_digest:
                 adapter.digest = yield from _digest(config, source, self._device)
         except BaseException:
@@ -167,19 +172,41 @@ class AdapterPlan:
         self._source.close()
 
 
+def _look(source: WeightSource, device: Device, at: Callable[[str, Tensor], object]) -> Slices[None]:
+    """Have `at` look at each tensor."""
+    tensors = iter(source)
+    while True:
+        # The sender's events are awaited by the current stream, which must be the one of what `at` does.
+        with device.copying(beside=True):
+            if (named := next(tensors, None)) is None:
+                return
+            tensor = whole(named[1])
+            at(named[0], tensor)
+        yield tensor.nbytes
+
+
+def _compare(expected: Mapping[str, str], source: WeightSource, device: Device) -> Slices[None]:
+    """Raises RequestRejected: 400, these are not the tensors whose SHA-256 was sent."""
+    sums: dict[str, str] = {}
+
+    def add(name: str, tensor: Tensor) -> None:
+        sums[name] = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
+
+    yield from _look(source, device, add)
+    names = sorted(name[:200] for name in {*expected, *sums} if expected.get(name) != sums.get(name))
+    if names:
+        raise RequestRejected(f"expected_checksums: {len(names)} tensors differ: {', '.join(names[:5])}")
+
+
 def _digest(config: Mapping[str, Any], source: WeightSource, device: Device) -> Slices[str]:
     """Of the fields that are there, and the bytes of each tensor, wherever it lies."""
     sums: dict[str, Tensor] = {}
     mix = cache(mixed)  # Hundreds of tensors have a few shapes.
-    tensors = iter(source)
-    while True:
-        # The sender's events are awaited by the current stream, which must be the one of the sums.
-        with device.copying(beside=True):
-            if (named := next(tensors, None)) is None:
-                break
-            name, tensor = named[0], whole(named[1])
-            sums[name] = state_sum(tensor.reshape(matrix_shape(tuple(tensor.shape))), mix=mix)
-        yield tensor.nbytes
+
+    def add(name: str, tensor: Tensor) -> None:
+        sums[name] = state_sum(tensor.reshape(matrix_shape(tuple(tensor.shape))), mix=mix)
+
+    yield from _look(source, device, add)
     while not device.copies_done():
         yield 0
     headers = {header.name: f"{header.name} {header.dtype} {header.shape}" for header in source.entries}
