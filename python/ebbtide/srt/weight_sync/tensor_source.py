@@ -159,7 +159,7 @@ class PayloadReader:
     def open(self, entries: Sequence[bytes | str], load_format: str | None) -> Slices[WeightSource]:
         """This rank's entry, base64 text or raw bytes. Without entries there is nothing to write."""
         if load_format is not None and load_format not in _FORMATS:
-            raise _refuse_format(load_format)
+            raise _unknown_format(load_format)
         if not entries:
             return WeightSource((), tuple)
         entry, memory = self._entry_of(entries, load_format)
@@ -354,14 +354,14 @@ def _open_safetensors(entry: bytes | str) -> WeightSource:
     return WeightSource(headers, lambda: tensors)
 
 
-def _refuse_format(load_format: str | None) -> RequestRejected:
+def _unknown_format(load_format: str) -> RequestRejected:
     valid = "null, " + ", ".join(_FORMATS)
-    if load_format is not None and "." in load_format:
+    if "." in load_format:
         return RequestRejected(
             f"load_format: the import path {load_format[:200]!r} is not listed in --custom-weight-loader; "
             f"valid: {valid}"
         )
-    return RequestRejected(f"load_format: unknown value {str(load_format)[:200]!r}; valid: {valid}")
+    return RequestRejected(f"load_format: unknown value {load_format[:200]!r}; valid: {valid}")
 
 
 def _open_each(

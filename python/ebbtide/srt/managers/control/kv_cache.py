@@ -24,6 +24,7 @@ from ebbtide.srt.managers.control import (
     Work,
 )
 from ebbtide.srt.managers.control.memory_occupation import MemoryOccupation
+from ebbtide.srt.managers.control.operations import wait_until
 from ebbtide.srt.managers.control.pace import Ranks, at_once
 from ebbtide.srt.managers.io_struct import (
     AnyReply,
@@ -59,11 +60,10 @@ class KVSize:
         started = time.perf_counter()
         if (request.num_tokens is None) == (request.num_bytes is None):
             raise RequestRejected("expected either num_tokens or num_bytes", 400)
-        try:
-            while self._memory.is_kv_partial or self._is_busy:
-                yield Activity.WAITING
-        except DeadlinePassed:
-            raise RequestRejected("kv_cache is still being resumed or resized", 409) from None
+        yield from wait_until(
+            lambda: not (self._memory.is_kv_partial or self._is_busy),
+            "kv_cache is still being resumed or resized",
+        )
         self._is_busy = True
         try:
             yield Activity.BOUNDARY

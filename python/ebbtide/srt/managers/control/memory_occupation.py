@@ -23,6 +23,7 @@ from ebbtide.srt.managers.control import (
     TagMemory,
     Work,
 )
+from ebbtide.srt.managers.control.operations import wait_until
 from ebbtide.srt.managers.control.pace import Pace, Ranks, at_once
 from ebbtide.srt.managers.io_struct import (
     Preserve,
@@ -258,11 +259,10 @@ class MemoryOccupation:
     def _await_rest(self) -> Work[None]:
         """Wait until an earlier resume has all of the KV cache's memory, or a release has ended that."""
         num_releases = self._num_kv_releases
-        try:
-            while self.is_kv_partial and num_releases == self._num_kv_releases:
-                yield Activity.WAITING
-        except DeadlinePassed:
-            raise RequestRejected("kv_cache is still being resumed", 409) from None
+        yield from wait_until(
+            lambda: not self.is_kv_partial or num_releases != self._num_kv_releases,
+            "kv_cache is still being resumed",
+        )
         if num_releases < self._num_kv_releases == self._failed_at:
             raise RequestRejected("not all of kv_cache was there: it is released again; try again", 409)
 

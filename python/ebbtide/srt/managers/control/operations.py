@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from ebbtide.srt.errors import EngineError, RequestRejected
 from ebbtide.srt.managers.control import (
@@ -141,6 +142,7 @@ class Operations:
             self._turn(call_id, lambda: _certainly(pending.operation))
         else:
             pending.overruled = Overruled(refusal)
+            # A turn without a slice: it ends the operation now if that is safe, else as soon as it is.
             self._turn(call_id, lambda: pending.activity)
 
     def expire(self, call_id: str) -> bool:
@@ -159,15 +161,14 @@ class Operations:
             pending.is_fenced = True
             self._reply(call_id, Prepared(is_overdue=True))
             return False
-        self._turn(call_id, lambda: pending.operation.throw(DeadlinePassed()))
+        self._turn(call_id, partial(pending.operation.throw, DeadlinePassed()))
         return False
 
     def cancel(self, kind: type[ControlRequest], refusal: RequestRejected) -> None:
         """End every pending request of this kind with a refusal."""
         for call_id, pending in list(self._pending.items()):
             if isinstance(pending.request, kind):
-                operation = pending.operation
-                self._turn(call_id, lambda operation=operation: operation.throw(refusal))  # type: ignore[misc]
+                self._turn(call_id, partial(pending.operation.throw, refusal))
 
     def _turn(
         self, call_id: str, turn: Callable[[], Activity], settle: Callable[[], None] = lambda: None
@@ -241,15 +242,18 @@ class Line:
             self._places.remove(place)
 
 
-def in_turn(has_come: Callable[[], bool], refusal: str, status: int) -> Work[None]:
-    """Wait for the front of a line. Raises RequestRejected at the deadline; `refusal` is how it begins."""
+def wait_until(is_true: Callable[[], bool], refusal: str, status: int = 409) -> Work[None]:
+    """Wait while forward passes run. Raises RequestRejected with this message at the deadline."""
     try:
-        while not has_come():
+        while not is_true():
             yield Activity.WAITING
     except DeadlinePassed:
-        raise RequestRejected(
-            f"{refusal}: an earlier update was still waiting at the deadline", status
-        ) from None
+        raise RequestRejected(refusal, status) from None
+
+
+def in_turn(has_come: Callable[[], bool], refusal: str, status: int) -> Work[None]:
+    """Wait for the front of a line. `refusal`: how the message at the deadline begins."""
+    return wait_until(has_come, f"{refusal}: an earlier update was still waiting at the deadline", status)
 
 
 class Stages:

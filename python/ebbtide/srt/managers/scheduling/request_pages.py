@@ -60,16 +60,16 @@ class RequestPages:
 
     def matched(self, req: Req) -> list[int]:
         """The cached pages that it could begin with."""
-        tokens = req.tokens(0, req.num_tokens)
-        lease = self.cache.match(self._namespace(req), tokens, req.reusable_tokens)
+        lease = self._match(req, req.reusable_tokens)
         lease.release()
         return lease.pages[0]
 
     def lease(self, req: Req) -> PrefixLease:
         """Cached pages for a request to begin with."""
-        tokens = req.tokens(0, req.num_tokens)
-        lease = self.cache.match(self._namespace(req), tokens, req.reusable_tokens)
-        return self._with_routes(req, tokens, lease)
+        return self._with_routes(req, self._match(req, req.reusable_tokens))
+
+    def _match(self, req: Req, max_tokens: int) -> PrefixLease:
+        return self.cache.match(self._namespace(req), req.tokens(0, req.num_tokens), max_tokens)
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """Free pages; cached ones that nobody uses are evicted for them. None: too few are left."""
@@ -177,17 +177,18 @@ class RequestPages:
         self.publish(req)
         kv.commit_starts = self.versions.behind(kv.commit_starts, len(kv.lease) * self.page_size)
 
-    def _with_routes(self, req: Req, tokens: list[int], lease: PrefixLease) -> PrefixLease:
-        """A lease of no page whose experts a request wants and nobody knows."""
+    def _with_routes(self, req: Req, lease: PrefixLease) -> PrefixLease:
+        """The lease, cut before the first page whose experts the request wants and nobody knows."""
         first = req.given.routed_experts_start
         if self.routes is None or first is None:
             return lease
         first_page = max(first, req.routes.end) // self.page_size
+        tokens = req.tokens(0, len(lease) * self.page_size)
         num_pages = num_usable(self.routes.found(tokens, lease.pages[0], lease.runs), first_page)
         if num_pages == len(lease):
             return lease
         lease.release()
-        return self.cache.match(self._namespace(req), tokens, num_pages * self.page_size)
+        return self._match(req, num_pages * self.page_size)
 
     def _take_routes(self, req: Req) -> None:
         """The experts of the cached tokens that a request begins with."""

@@ -186,7 +186,7 @@ class WeightSession:
         needs_copy = plan.how is How.LOAD or terms.canary is not None or terms.refuses_nonfinite
         near_bytes = None if needs_copy or not is_alone else plan.near_bytes
         bursts = near_bytes is not None and (nobody_waits or is_burst(near_bytes))
-        yield from self._make_room(plan, terms, bursts=bursts)
+        yield from self._require_staging(plan, terms, bursts=bursts)
         if isinstance(self.state, InPlace) and is_alone and self._serves:
             self.state = Burst(self.state.staging, plan)
         if self._staging is not None and plan.opens:
@@ -200,7 +200,7 @@ class WeightSession:
         Returns the names that count as written no more: what is received overwrites them.
         """
         self._require_sound()
-        yield from self._make_room(plan, terms)
+        yield from self._require_staging(plan, terms)
         staging = self._staging
         if staging is None or plan.how is How.LOAD or not (self.is_staged or not self._serves):
             return frozenset()
@@ -244,10 +244,10 @@ class WeightSession:
                 409,
             )
 
-    def _make_room(self, plan: WritePlan, terms: CommitTerms, *, bursts: bool = False) -> Work[None]:
+    def _require_staging(self, plan: WritePlan, terms: CommitTerms, *, bursts: bool = False) -> Work[None]:
         """Take a copy, or none if the live weights hold nothing to keep and can be written to."""
         if isinstance(self.state, Empty) and plan.num_tensors > 0:
-            yield from self._take_room(bursts=bursts and not self._weights.requires_copy)
+            yield from self._choose_staging(bursts=bursts and not self._weights.requires_copy)
             if self.is_staged:
                 # The pass that waited for it is launched first. In a session it ends, too: else its tokens
                 # would wait for what the host does for the updates that have come.
@@ -264,7 +264,7 @@ class WeightSession:
                 "where memory for a copy is missing, release kv_cache during the update"
             )
 
-    def _take_room(self, *, bursts: bool) -> Work[None]:
+    def _choose_staging(self, *, bursts: bool) -> Work[None]:
         """Take a copy in memory that is free or easily borrowed, else in all that can be, else none."""
         is_staged = False
         try:
@@ -272,20 +272,20 @@ class WeightSession:
             if self._serves and not all((yield from bursting)[1]):
                 yield Activity.BOUNDARY
                 self._kv.set_aside()
-                is_staged = yield from self._stage()
+                is_staged = yield from self._try_copy()
                 if not is_staged:
                     yield Activity.BOUNDARY
                     if self._kv.set_aside(hard=True) or self._weights.requires_copy:
-                        is_staged = yield from self._stage(is_last=True)
+                        is_staged = yield from self._try_copy(is_last=True)
             if not is_staged:
-                yield from self._find_room(in_place=True)
+                yield from self._open_staging(in_place=True)
         except BaseException:
             self.close()
             raise
 
-    def _stage(self, *, is_last: bool = False) -> Work[bool]:
+    def _try_copy(self, *, is_last: bool = False) -> Work[bool]:
         """Take a copy on all ranks, or on none if one has no memory for it; returns whether there is one."""
-        finding = self._find_room(in_place=False, is_last=is_last)
+        finding = self._open_staging(in_place=False, is_last=is_last)
         staging, found = yield from self._ranks.survey(Activity.WORKING, finding, lambda made: made.is_staged)
         if not all(found):
             staging.close()
@@ -293,7 +293,7 @@ class WeightSession:
             self._kv.take_back()
         return all(found)
 
-    def _find_room(self, *, in_place: bool, is_last: bool = True) -> Work[Staging]:
+    def _open_staging(self, *, in_place: bool, is_last: bool = True) -> Work[Staging]:
         def room() -> Slices[Staging]:
             if not in_place:
                 self._kv.hand_over()
