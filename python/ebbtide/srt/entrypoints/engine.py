@@ -1,4 +1,4 @@
-"""The engine in Python: the manager that HTTP has too, in a thread of its own. Source: wire_api section 6."""
+"""The engine in Python: the tokenizer manager in a thread of its own. Source: wire_api section 6."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 class EngineStream:
     """The chunks of a request, for `for` and for `async for`. Leaving it early aborts the request.
 
-    A chunk is made by the reader that asks for it: of hundreds of streams none holds chunks that were not
-    read, and no chunk takes a switch of threads. As with a generator, an error ends it, and so does a reader
-    that is cancelled; a second reader at once is refused with a RuntimeError.
+    The reader itself makes each chunk when it asks for it. So unread chunks take no memory, and a chunk costs
+    no switch of threads. As with a generator, an error or a cancelled reader ends the stream. A second reader
+    at the same time is refused with a RuntimeError.
 
     Args:
-        runner: the loop to which the others belong, and in which this is made.
+        runner: the event loop of the service and the generation; the stream is built there.
     """
 
     def __init__(self, runner: LoopThread, service: EngineService, generation: LiveGeneration) -> None:
@@ -102,7 +102,7 @@ class EngineStream:
         chunk = self._generation.next_chunk()
         meta = chunk["meta_info"]
         if meta["finish_reason"] is not None:
-            # The reader may change its own.
+            # A copy: the reader may change the dictionary that it is given.
             self._runner.call(partial(self._service.metrics.note, meta.copy()))
         return chunk
 
@@ -120,8 +120,8 @@ class Engine(EngineMethods):
     may be called from any thread. Each method `m` blocks; its coroutine `async_m` works in any event loop.
     Control methods return the reply's JSON body as a dict, as over HTTP (docs/control_plane.md).
 
-    While streams run, Python's garbage collector leaves out what the process had before (`gc.freeze`), unless
-    the caller has frozen it: a full collection would stop all streams for as long as it takes to walk that.
+    While streams run, Python's garbage collector leaves out the objects that the process had before
+    (`gc.freeze`), unless the caller has frozen them: walking them all would stop every stream for that time.
 
     Args:
         server_args: all arguments at once, instead of `kwargs`.
@@ -135,7 +135,7 @@ class Engine(EngineMethods):
         RequestRejected: from methods only: the request was refused, and nothing has changed.
     """
 
-    # As long as no loop has begun.
+    # Until the loop thread exists there is nothing to finalize.
     _finalizer: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
@@ -147,10 +147,10 @@ class Engine(EngineMethods):
         service = self._service = self._start(server_args)
         try:
             self._runner = LoopThread()
-            # An engine that is dropped, or still there when the interpreter ends, leaves no process either.
+            # No process is left behind when the engine is garbage-collected or the interpreter exits.
             self._finalizer = weakref.finalize(self, self._runner.end, service.close, service.shutdown)
             if "torch" in sys.modules:
-                # Who has torch sends tensors: the first update does not wait for imports.
+                # A caller that has torch will send tensors. Import now, so the first update does not wait.
                 encoding = "ebbtide.trainer.payload_encoding"
                 Thread(target=import_module, args=[encoding], name="preparing", daemon=True).start()
             self._runner.wait(self._service.open())
@@ -160,7 +160,7 @@ class Engine(EngineMethods):
 
     @classmethod
     def _start(cls, server_args: ServerArgs) -> EngineService:
-        """Other processes behind the same methods: `ebbtide.testing`."""
+        """Start the engine's processes. `ebbtide.testing` overrides this with other ones."""
         with EarlyProcesses(server_args) as early:
             with StageLine() as stages:
                 stages.show("", READING_CONFIG)
@@ -179,7 +179,7 @@ class Engine(EngineMethods):
         return await self._runner.run(self._service.transition(fields))
 
     async def _new_encoder(self) -> PayloadEncoder:
-        # torch: whoever has tensors has it too
+        # Imports torch, which a caller with tensors has imported already.
         from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
 
         # Ranks of another machine open neither what is shared with this one nor what lies on its GPUs.
@@ -217,7 +217,7 @@ class Engine(EngineMethods):
 
         answered = endpoints(Dashboard(self._service))
         routes = [Route(path, endpoint) for route, endpoint in answered for path in route.paths]
-        # The page of another site could read this one if its own name came to lead here.
+        # Against DNS rebinding: another site's page could read this one under a name of its own.
         names = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
         application = Starlette(routes=routes, middleware=[names])
         return self._runner.wait(self._open_door(application, "127.0.0.1", port)) + "/dashboard"
@@ -260,7 +260,7 @@ class Engine(EngineMethods):
         Unlike the other blocking methods it also works inside a running event loop, which it blocks briefly.
         """
         self._finalizer()
-        # The second of two calls at once waits here for the first.
+        # If two calls run at once, the second waits here for the first.
         self._service.shutdown()
         self.forget_mapped()
 

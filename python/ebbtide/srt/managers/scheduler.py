@@ -1,8 +1,8 @@
-"""The loop: messages in, one forward pass, outputs out. Control requests come between two forward passes.
+"""The loop: messages in, one forward pass, outputs out. Control requests run between two forward passes.
 
-With overlap, the next step is planned and launched before the outcome of the one in flight is looked at, so
-that the device never waits for the host. Where a replica has several ranks, each of them turns this loop with
-the same messages, and so makes the same forward passes.
+With overlap, the next step is planned and launched before the results of the step in flight are read, so the
+device never waits for the host. If a replica has several ranks, each of them runs this loop with the same
+messages, and so makes the same forward passes.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from ebbtide.srt.model_executor.batch_plan import (
 
 logger = logging.getLogger(__name__)
 
-# How long the loop waits for memory, time after time, when there is none for a pass of one token: a minute.
+# How long the loop waits for memory before each retry of a pass of one token: a minute in all.
 MEMORY_WAITS_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, *[1.6] * 36)
-# The deadline that ends such a wait.
+# The id of the deadline that ends such a wait.
 MEMORY_WAIT: Final = "memory-wait"
 WAITS_FOR_MEMORY: Final = "a forward pass of one token has found too little device memory, and is tried again"
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A forward pass that was launched at this time of the monotonic clock."""
+    """A forward pass in flight. `at_s`: when it was launched, on the monotonic clock."""
 
     batch: ScheduledBatch
     step: PendingStep
@@ -81,15 +81,17 @@ class Scheduler:
     """One rank's loop.
 
     Args:
-        outputs: to the detokenizer, or to the API process itself where there is no tokenizer.
-        tokenizer: for stop strings; None when the engine deals in token ids only.
+        outputs: the channel to the detokenizer; to the API process if there is no tokenizer.
+        pace: told how long forward passes take.
+        meter: told when no forward pass may run.
+        tokenizer: for stop strings; None if the engine handles token ids only.
         eos_token_ids: of the model and its tokenizer.
-        grammars: None where there is no tokenizer.
-        overlap: whether a step is launched before the one before it is committed.
-        pace: notes how long forward passes take.
-        meter: notes when none may run.
+        overlap: whether a step is launched before the previous one is committed.
+        grammars: None if there is no tokenizer.
 
-    `activity`: what the loop is doing, and since when; None: it waits for messages. Its watchdog reads it.
+    Attributes:
+        activity: what the loop is doing, and since when (monotonic seconds); None: it waits for messages. The
+            watchdog reads it.
     """
 
     _inbox: RankInbox
@@ -117,13 +119,13 @@ class Scheduler:
         self._num_arrived = 0
 
     def run(self) -> None:
-        """Turn until the process ends. While nothing can run, the loop sleeps in its inbox."""
+        """Run until the process ends. While there is nothing to do, the loop sleeps in its inbox."""
         self.answer()
         while True:
             self.turn()
 
     def turn(self) -> None:
-        """One turn, which all ranks make with the same messages; or this rank's own work between two."""
+        """Run one turn, which all ranks run with the same messages, or this rank's own work between turns."""
         self.activity = None
         messages = self._inbox.receive(self.demand)
         self._begin("a turn of the loop")
@@ -135,7 +137,7 @@ class Scheduler:
                 if self.policy.adapters.wanted is not None:
                     self.control.adapters.fetch_wanted()
             else:
-                # Whatever keeps the next pass from running may have been launched behind this one.
+                # What keeps the next pass from running may be queued behind the pass in flight: commit that.
                 self._settle()
                 self._pace.note_idle()
                 if not self.control.can_run and self.policy.has_work:
@@ -146,7 +148,7 @@ class Scheduler:
                 self._begin("the work of control requests")
                 self.control.advance(self._settle)
                 self.answer()
-        # A turn of work may take long, and the others' replies are about to come.
+        # Replies of other ranks are about to come: do not make them wait for a long slice of work.
         if not self._inbox.awaits_replies:
             self.control.ranks.work()
 
@@ -164,12 +166,12 @@ class Scheduler:
 
     @property
     def _to_tell(self) -> tuple[bool, int]:
-        """What the state says that changes without a control request: the wait, and the host memory taken."""
+        """The parts of the reported state that change without a control request."""
         return self._waits_for_memory, self.policy.page_store.num_bytes
 
     @property
     def demand(self) -> Demand:
-        """What there is to do without any further message."""
+        """What the loop would do if no further message came."""
         can_forward = self._allows_forward and self.policy.has_work
         if can_forward or self._in_flight is not None or self.control.operations.is_working:
             return Demand.TURN
@@ -196,7 +198,7 @@ class Scheduler:
                 self._begin(f"{type(message.request).__name__} {message.id}")
                 if not isinstance(message.request, WeightUpdateRequest | LoadRequest):
                     self._settle()
-                # What an update or a new adapter brings is read beside the pass under way.
+                # An update and an adapter are first read, which may overlap with the pass in flight.
                 self.control.apply(message, self._settle)
                 self.answer()
             case Verdict():
@@ -233,7 +235,8 @@ class Scheduler:
                 req.started_s = now
                 self._limits.note(RUNNING, req.arrival)
         try:
-            # The tokens of the step in flight say which may follow; meanwhile the device has enough to do.
+            # Grammar masks depend on the tokens of the step in flight, so it is committed before they are
+            # made. By then the device already has the new pass to work on.
             step = self._runner.launch(batch.plan, before_masks=self._settle)
         except PassOutOfMemory as error:
             self._undo(batch, error)
@@ -242,9 +245,10 @@ class Scheduler:
         return _Launched(batch, step, now)
 
     def _undo(self, batch: ScheduledBatch, error: PassOutOfMemory) -> None:
-        """Take back a pass that found too little memory. Smaller ones follow; behind the smallest, waits.
+        """Take back a pass that found too little memory.
 
-        The request ends that has had no room for one token through all of them, and no other.
+        Smaller passes are tried next. If even one token finds no room, the loop waits and retries. A request
+        whose single token finds no room through all the waits is aborted; no other request is.
         """
         self._settle()
         self.policy.undo(batch)
@@ -263,7 +267,7 @@ class Scheduler:
             self._inbox.set_deadline(MEMORY_WAIT, MEMORY_WAITS_S[num_waits - 1])
 
     def _settle(self) -> None:
-        """Commit the step in flight: nobody but the loop ever sees one."""
+        """Commit the step in flight, so that nothing outside the loop ever sees one."""
         launched, self._in_flight = self._in_flight, None
         self._commit(launched)
 
@@ -339,7 +343,7 @@ class Scheduler:
 
 
 def _output_interval(message: TokenizedGenerateReqInput) -> int | None:
-    """The number of tokens after which an output is sent; None: all of it at the end."""
+    """After how many tokens an output is sent; None: everything is sent at the end."""
     if message.stream:
         return message.stream_interval
     return MASKS_AT_ONCE if message.return_sampling_mask else None

@@ -1,4 +1,4 @@
-"""The life of a request in the API process: checked, sent, read, and aborted if nobody waits for it."""
+"""A request in the API process: checked, tokenized, sent, answered, and aborted if nobody waits for it."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How many long prompts are tokenized at once; short ones have their turn between the pieces of long batches.
+# Threads that tokenize. A long batch is cut into pieces, so that short prompts get a thread in between.
 NUM_TOKENIZING_THREADS: Final = 4
-# Characters of a batch that are tokenized in one go.
+# Characters of a batch that are tokenized in one go; what a prompt that is no text counts as.
 PIECE_CHARACTERS: Final = 1 << 16
 PROMPT_CHARACTERS: Final = 1 << 11
-# Tokens of a batch that are checked, or sent, before the event loop goes on. A prompt or a message costs as
-# much as `OVERHEAD_TOKENS` tokens more than its own.
+# Tokens of a batch that are checked or sent before the event loop gets its turn. Each prompt and each message
+# counts as `OVERHEAD_TOKENS` more than it has.
 PIECE_TOKENS: Final = 1 << 16
 OVERHEAD_TOKENS: Final = 1 << 8
 
@@ -70,19 +70,19 @@ ChooseReplicas: TypeAlias = Callable[[Sequence[TokenizedGenerateReqInput]], list
 
 @dataclass(eq=False)
 class TokenizerManager:
-    """What HTTP and `Engine` have in common. Lives in one event loop; build, `start` and `close` it there.
+    """What HTTP and `Engine` share. It lives in one event loop: build, `start` and `close` it there.
 
     Args:
-        scheduler, inbox: the channel ends, closed by `close`.
+        scheduler, received: the ends of the channels to and from the engine; `close` closes them.
         limits: what one request may hold; known once the scheduler has sized its pool.
         tokenizer: None with `skip_tokenizer_init`.
-        place: where there are several replicas, chooses among them.
+        place: chooses the replica of each output; None: there is one replica.
 
     Attributes:
         reports: what each replica last reported of its state machines, by dp_rank.
         ended: the outputs that may be continued.
         control: sends control requests.
-        on_taken: called with the outputs per prompt of each request, and the most tokens of one.
+        on_taken: called for each request, with its outputs per prompt and its largest max_new_tokens.
     """
 
     _config: EngineConfig
@@ -106,7 +106,7 @@ class TokenizerManager:
         self._request_log = RequestLog(args.log_requests_level) if args.log_requests else None
         self.control = ControlClient(self._scheduler, self._live)
         self._waker = StreamWaker()
-        # The tokenizers library lets go of the interpreter's lock while it works.
+        # The tokenizers library releases the GIL while it works.
         self._threads = ThreadPoolExecutor(NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
         self._compiling = GrammarCompiling(CompilerStart.of(self._config))
         self._grammars_of_ranks = RecentGrammars()
@@ -127,7 +127,7 @@ class TokenizerManager:
         self._reader = asyncio.create_task(self._read())
 
     async def close(self) -> None:
-        """End everything that waits with `EngineDown`, and close the channels. Idempotent."""
+        """Close the channels; everything that waits raises `EngineDown`. Idempotent."""
         self.fail("the engine has been shut down")
         if self._reader is not None:
             self._reader.cancel()
@@ -139,7 +139,7 @@ class TokenizerManager:
         self._inbox.close()
 
     def fail(self, message: str) -> None:
-        """The engine is gone: end every request and control call, also those to come, with this message."""
+        """The engine is gone: fail all requests and control calls, later ones too, with this message."""
         if self._failure is not None:
             return
         self._failure = message
@@ -163,18 +163,20 @@ class TokenizerManager:
     ) -> LiveGeneration:
         """Check a request and start it. Read the returned `LiveGeneration` to its end, or `close()` it.
 
-        Texts are tokenized in a thread, and the event loop goes on between the outputs of a long batch.
-        Cancelled meanwhile, the request never runs; what has been sent of it is aborted.
+        Texts are tokenized in a thread, and the event loop runs between the pieces of a long batch. If this
+        is cancelled, the request does not run: outputs that were already sent are aborted.
 
         Args:
             render: makes the prompts; see `RequestNormalizer.draft`.
             routed_form: how routed experts are encoded.
-            is_incremental: whether the chunks of a stream hold only what is new; None: as the server's do.
-            client: who asks: grammars of different hosts are compiled in turns, and outputs are continued by
-                those who bring the same key.
+            is_incremental: whether the chunks of a stream hold only what is new; None: the server's default.
+            client: who asks. Grammars of different hosts are compiled in turns, and an output can be
+                continued only with the key that it was made with.
 
-        Raises RequestRejected: 400; nothing runs. 503: no requests are taken, or none while it is paused;
-        EngineDown: the engine is gone.
+        Raises:
+            RequestRejected: nothing runs. 400: the request is malformed. 503: the engine drains, or refuses
+                requests while it is paused.
+            EngineDown: the engine is gone.
         """
         self._check_alive()
         if self._refusal is not None:
@@ -189,7 +191,7 @@ class TokenizerManager:
         held = {**fields, "render": render}
         draft = await self.worked_on(held, lambda: self._normalizer.draft(fields, render, client))
         if draft.request.return_sampling_mask and draft.request.stream and not is_incremental:
-            # They would be told again with each token.
+            # Each chunk would repeat all masks so far.
             raise RequestRejected("return_sampling_mask: not in a stream whose chunks repeat those before")
         self._live.claim(draft.all_rids, draft.groups, client)
         try:
@@ -224,15 +226,15 @@ class TokenizerManager:
         await self._live.none_left.wait()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run what would hold up the event loop in a thread, one of those that tokenize.
+        """Run work that would block the event loop in one of the tokenizing threads.
 
-        Raises EngineDown: the engine is gone; whatever the work was, nobody waits for it.
+        Raises EngineDown: the engine is gone. The result of the work is dropped.
         """
         self._check_alive()
         return await self._unless_down(asyncio.get_running_loop().run_in_executor(self._threads, work))
 
     async def worked_on(self, fields: Mapping[str, Any], work: Callable[[], T]) -> T:
-        """What comes of a request's fields; worked out in a thread if they hold much.
+        """Do work on a request's fields, in a thread if the fields are large.
 
         Raises EngineDown: the engine is gone.
         """
@@ -244,7 +246,7 @@ class TokenizerManager:
             self._check_alive()
             return running.result()
         finally:
-            # If it has not started, it never will.
+            # In a thread, only work that has not started can be cancelled.
             running.cancel()
 
     async def _tokenize(self, draft: GenerationDraft) -> list[list[int]]:
@@ -253,7 +255,7 @@ class TokenizerManager:
             for piece in _pieces(draft.prompts, _num_characters, PIECE_CHARACTERS):
                 prompts += await self.in_thread(partial(self._normalizer.tokenize, draft, piece))
             return prompts
-        # A thread would hold the interpreter's lock all the time.
+        # Token ids are checked in Python: a thread would hold the GIL all the time.
         for piece in _pieces(draft.prompts, _cost_of_ids, PIECE_TOKENS):
             if prompts:
                 await self._next_turn()
@@ -261,9 +263,9 @@ class TokenizerManager:
         return prompts
 
     async def _grammars(self, draft: GenerationDraft, client: str) -> dict[str, bytes]:
-        """The compiled grammars that the outputs of a request keep to, by key.
+        """The compiled grammars of a request's outputs, by key.
 
-        Raises RequestRejected: 400, one does not compile, or takes too long.
+        Raises RequestRejected: 400, a grammar does not compile, or takes too long.
         """
         specs = {params.grammar for params in draft.params if params.grammar is not None}
         continued_ids = () if draft.continued is None else draft.continued.output_ids
@@ -274,11 +276,11 @@ class TokenizerManager:
         return compiled
 
     async def _load_grammar(self, key: str, compiled: bytes) -> None:
-        """Send the ranks a grammar that they do not have, and give them the time to read it."""
+        """Send the ranks a grammar that they do not have, and wait as long as they take to read it."""
         while self._grammars_of_ranks.get(key) is None:
             dropped = self._grammars_of_ranks.add(key, compiled)
             self._scheduler.send(LoadGrammar(key=key, compiled=compiled, dropped=tuple(dropped)))
-            # Their loops would wait for what a request behind it needs.
+            # A request that came right behind it would block the ranks' loops until the grammar is read.
             await self._next_turn(len(compiled) / READ_BYTES_PER_S)
 
     async def _send(self, generation: LiveGeneration, grammars: Mapping[str, bytes]) -> None:
@@ -303,7 +305,7 @@ class TokenizerManager:
             raise
 
     async def _next_turn(self, wait_s: float = 0.0) -> None:
-        """Let the event loop go on, for so long. Raises EngineDown: the engine has gone meanwhile."""
+        """Let the event loop run for `wait_s` seconds. Raises EngineDown: the engine has gone meanwhile."""
         await asyncio.sleep(wait_s)
         self._check_alive()
 
@@ -379,7 +381,7 @@ class TokenizerManager:
             while True:
                 for message in await self._inbox.receive_async():
                     self._handle(message)
-                # Messages may come without end: readers must have their turn.
+                # Messages may come without a pause: let the readers of outputs run too.
                 await asyncio.sleep(0)
         except Exception as error:
             logger.exception("reading the engine's messages failed")
@@ -410,7 +412,7 @@ class TokenizerManager:
 
 
 def _pieces(items: Sequence[T], cost: Callable[[T], int], piece_cost: int) -> Iterator[Sequence[T]]:
-    """The items in order, as many together as cost `piece_cost`."""
+    """The items in order, in pieces. A piece ends with the item that brings its cost to `piece_cost`."""
     start = total = 0
     for end, item in enumerate(items, 1):
         total += cost(item)
@@ -420,7 +422,7 @@ def _pieces(items: Sequence[T], cost: Callable[[T], int], piece_cost: int) -> It
 
 
 def _cost_of_fields(fields: Mapping[str, Any]) -> int:
-    """Of reading a request, in tokens: outputs, and what has many entries, among its parameters too."""
+    """The cost of reading a request, in tokens: of its outputs, and of its lists and mappings."""
     params = fields.get("sampling_params")
     params = params if isinstance(params, dict) else {}
     num_samples = params.get("n") or fields.get("n")
@@ -436,7 +438,7 @@ def _cost_of_fields(fields: Mapping[str, Any]) -> int:
 
 
 def _num_characters(prompt: Prompt) -> int:
-    # What makes a prompt takes as long as a short one.
+    # A prompt that is yet to be rendered, or ids: about as cheap as a short text.
     return len(prompt) if isinstance(prompt, str) else PROMPT_CHARACTERS
 
 

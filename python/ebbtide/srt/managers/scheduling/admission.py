@@ -1,4 +1,4 @@
-"""What a pass takes in: which requests are tried first, how much of each prompt, what stays free."""
+"""What a forward pass takes in: the order of requests, the share of each prompt, the pages left free."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from ebbtide.srt.managers.scheduling.request import Req
 if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
 
-# Requests whose prefixes are matched per step: that costs, and nobody waits on the order of the 200th.
+# Requests whose prefixes are matched per step. Matching costs time, and the order of later ones hardly
+# counts.
 MATCHED_WINDOW: Final = 128
-# How many requests of an adapter a step looks at whose version has no slot yet.
+# How many requests of one adapter a step skips because the adapter has no slot yet.
 MAX_BARRED: Final = 64
 
 Key = TypeVar("Key", int, tuple[int, int])
 
-# Shares of prompt tokens in a pass that streams wait for. By default they take about as long as 1,024
-# requests that decode, so that with those a pass takes twice as long as one without prompts. Nothing
-# here is measured, so all ranks decide alike.
+# How many shares of prompt tokens a pass computes while streams decode. By default they take about as long
+# as 1,024 decoding requests: a pass with both takes twice as long as one without prompts. It is a constant
+# and not a measurement, so that all ranks decide alike.
 SHARES_WITH_STREAMS: Final = 3
-# Smaller passes serve fewer tokens per second, which whoever has no token yet waits for: with more of them to
-# each stream than this, passes are whole.
+# Smaller passes compute fewer tokens per second, and new requests wait longer for their first one. With more
+# new requests per stream than this, passes are not cut.
 NEWCOMERS_PER_STREAM: Final = 7
 
 
 @dataclass(eq=False)
 class WaitingRequests:
-    """The requests that wait: those of each adapter, and those of none, in a line of their own.
+    """The waiting requests: one line per adapter, and one for the base model.
 
-    Who has the fewest requests running is next, of equals who was served longest ago: many requests for one
-    adapter keep out neither the others nor the base. Within a line the schedule policy decides. Requests
-    whose KV was taken away come first of all, by arrival.
+    The line with the fewest running requests is next; of equal ones, the line that was served longest ago. So
+    many requests for one adapter do not starve the others. Within a line the schedule policy decides.
+    Retracted requests come before all others, by arrival.
 
     Args:
         policy: `fcfs`, by arrival; `lpm`, the longest cached prefix first; `lof`, the longest output first;
             `priority`, the highest first; `priority-lof`, of equal ones the longest output. Equals go by
             arrival.
-        max_running: requests of one adapter that may run at a time; None: all.
+        max_running: how many requests of one adapter may run at a time; None: all.
 
     Attributes:
-        lines: by adapter, in order of arrival, retracted ones first; none of them is empty.
+        lines: by adapter (None: the base model), in order of arrival, retracted ones first; never empty.
     """
 
     _policy: str
@@ -59,7 +60,7 @@ class WaitingRequests:
     def __post_init__(self) -> None:
         self.lines: dict[str | None, list[Req]] = {}
         self._num_running: Counter[str | None] = Counter()
-        # When each line was last served, by the count of requests that began to run; a new one: now.
+        # When each line was last served, in requests that have begun to run. A new line counts as served now.
         self._served: dict[str | None, int] = {}
         self._num_started = 0
 
@@ -75,7 +76,7 @@ class WaitingRequests:
         return list(islice(self, count))
 
     def num_of(self, adapter: str | None) -> int:
-        """Those that wait for one adapter; None: for the base."""
+        """How many wait for one adapter; None: for the base model."""
         return len(self.lines.get(adapter, ()))
 
     def add(self, req: Req) -> None:
@@ -91,7 +92,7 @@ class WaitingRequests:
             del self.lines[name], self._served[name]
 
     def begin(self, req: Req) -> None:
-        """It leaves its line, and runs."""
+        """Move a request from its line to the running ones."""
         name = req.adapter_name
         self._num_started += 1
         self._num_running[name] += 1
@@ -99,7 +100,7 @@ class WaitingRequests:
         self.remove(req)
 
     def stop(self, req: Req) -> None:
-        """It runs no more."""
+        """Note that a request no longer runs."""
         name = req.adapter_name
         self._num_running[name] -= 1
         if not self._num_running[name]:
@@ -108,11 +109,11 @@ class WaitingRequests:
     def candidates(
         self, cached_pages: Callable[[Req], list[int]], is_ready: Callable[[Req], bool]
     ) -> Iterator[Req]:
-        """The requests to be tried, in order. Each may begin to run before the next is asked for.
+        """The requests to try, in order. The caller may `begin` one before it asks for the next.
 
         Args:
-            cached_pages: the pages of the prefix cache that a request could begin with.
-            is_ready: whether its adapter is where a pass can read it; asked once of each.
+            cached_pages: gives the pages of the prefix cache that a request could begin with.
+            is_ready: whether a pass can read the request's adapter now; called once for each.
         """
         num_matched = MATCHED_WINDOW // len(self.lines) or 1 if self.lines else 0
         walks = {
@@ -140,7 +141,7 @@ class WaitingRequests:
     def _ordered(
         self, line: Sequence[Req], cached_pages: Callable[[Req], list[int]], num_matched: int
     ) -> Iterable[Req]:
-        """The requests of a line to be tried, in order; `num_matched` may be asked about."""
+        """The requests of a line in the order of the policy; at most `num_matched` prefixes are matched."""
         match self._policy:
             case "fcfs":
                 return list(line)
@@ -158,14 +159,14 @@ class WaitingRequests:
         return limit is not None and name is not None and self._num_running[name] >= limit
 
     def _place(self, req: Req) -> tuple[bool, int, int, int, int, Req]:
-        """What the heads of the lines are sorted by; no two of them arrived at once."""
+        """The sort key of a line's head. Arrivals differ, so requests are never compared."""
         name = req.adapter_name
         fairness = (0, 0) if req.was_retracted else (self._num_running[name], self._served.get(name, 0))
         return (not req.was_retracted, *fairness, req.arrival - req.head_start, req.arrival, req)
 
 
 def _by_turn(req: Req) -> tuple[bool, int]:
-    """Requests that had KV first; each group in order of arrival, but for head starts."""
+    """Sort key: retracted requests first, then by arrival less the head start."""
     return not req.was_retracted, req.arrival - req.head_start
 
 
@@ -174,12 +175,12 @@ def _sorted(requests: Sequence[Req], key: Callable[[Req], Key]) -> list[Req]:
 
 
 class PrefillShare:
-    """What one prompt gets of a pass at most, whoever else is there: who comes next waits for that pass.
+    """Shares a pass out to prompts, so that one long prompt does not fill the pass that others wait for.
 
     Attributes:
         budget: prompt tokens of a pass.
-        budget_with_streams: the same, where streams wait for it.
-        tokens: of one prompt; without chunks there are no shares.
+        budget_with_streams: the same while streams decode.
+        tokens: the share of one prompt; without chunked prefill, the whole budget.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
@@ -193,15 +194,15 @@ class PrefillShare:
     def of_running(
         self, prefilling: Sequence[Req], upcoming: Sequence[Req], num_streams: int, room: int
     ) -> tuple[dict[Req, int], int]:
-        """How many tokens a pass computes of each prompt that is being prefilled, where it computes any.
-
-        Those that end with it come first. Returns what is left of the pass too.
+        """How many tokens a pass computes of each running prompt. Prompts that end with it come first.
 
         Args:
-            upcoming: those that wait and may be admitted: a share is left to them. Retracted ones come
-                first.
+            upcoming: requests that wait and may be admitted, retracted ones first: a share is left to them.
             num_streams: requests that decode and are streamed.
             room: tokens that `PassLimit` leaves to prompts.
+
+        Returns:
+            The tokens by request, without zeros; and the tokens of the pass that are left.
         """
         budget = min(self._of_pass(prefilling, upcoming, num_streams), room)
         left = self.tokens if upcoming and 2 * self.tokens <= budget else 0
@@ -216,7 +217,7 @@ class PrefillShare:
     def _of_pass(self, prefilling: Sequence[Req], upcoming: Sequence[Req], num_streams: int) -> int:
         """Prompt tokens of the next pass.
 
-        Streams that have lost their KV stand still until it is there again: they wait for it too.
+        Retracted streams count as streams too: they stall until their KV is there again.
         """
         retracted = [req for req in prefilling if req.was_retracted]
         retracted += takewhile(lambda req: req.was_retracted, upcoming)
@@ -226,8 +227,10 @@ class PrefillShare:
         return self.budget if is_whole or not num_streams else self.budget_with_streams
 
     def short_first(self, chunks: dict[Req, int]) -> dict[Req, int]:
-        """The chunks of a pass. Where short prompts end with it, those that go on wait for the next one, so
-        that first tokens do not wait for them; but never twice in a row, nor for more than a share.
+        """The chunks of a pass, without those of prompts that do not end with it if short prompts do.
+
+        So the first tokens of short prompts do not wait for long ones. Long prompts are left out at most
+        every second pass, and only if the short ones take no more than a share.
         """
         ending = {req: chunk for req, chunk in chunks.items() if chunk == req.num_missing}
         steps_aside = len(ending) < len(chunks) and 0 < sum(ending.values()) <= self.tokens
@@ -235,19 +238,19 @@ class PrefillShare:
         return ending if self._has_stepped_aside else chunks
 
     def of_admitted(self, req: Req, budget: int, room: int) -> int:
-        """How many tokens a pass computes of a prompt that it begins with."""
+        """How many tokens a pass computes of a prompt that was just admitted."""
         return min(req.num_missing, budget, self.tokens) if self._is_chunked else min(req.num_missing, room)
 
 
 class PassLimit:
-    """How many tokens a pass has at most, because one of more has found too little memory on the device.
+    """The most tokens that a pass may have, after a larger one found too little device memory.
 
-    Twice as many are tried after some passes that fitted, and later each time that this was in vain.
+    The limit doubles after some passes that fitted. If the larger pass fails again, more passes must fit
+    before the next try.
 
     Attributes:
-        num_tokens: at most; `sys.maxsize`: none has failed.
-        num_waits: passes of one token of the same request that have failed since one has not. None can be
-            smaller.
+        num_tokens: the limit; `sys.maxsize`: no pass has failed.
+        num_waits: passes in a row that failed with a single token of the same request. None can be smaller.
     """
 
     LEAST_PATIENCE, MOST_PATIENCE = 8, 512
@@ -258,9 +261,11 @@ class PassLimit:
         self._patience, self._has_grown = self.LEAST_PATIENCE, False
 
     def note_failed(self, num_new_R: NDArray[np.int32], first: int) -> None:
-        """A pass of so many tokens of each request has failed, the first of which came as number `first`.
+        """Note that a pass has failed: halve its prompt tokens, or its decoding requests if it has none.
 
-        Less of the prompts may fit, and in the end half of what comes token by token.
+        Args:
+            num_new_R: tokens of each request in the pass.
+            first: arrival number of its first request.
         """
         if self._has_grown:
             self._patience = min(2 * self._patience, self.MOST_PATIENCE)
@@ -274,7 +279,7 @@ class PassLimit:
             self.num_tokens = num_single + num_others // 2 if num_others else num_single // 2
 
     def note_fitting(self) -> None:
-        """A pass was launched. Where even one token had no room, somebody has given memory back."""
+        """Note that a pass fitted. If not even one token did before, memory was freed: lift the limit."""
         if self.num_waits:
             self.num_tokens, self.num_waits = sys.maxsize, 0
         self._num_fitting += 1
@@ -286,10 +291,10 @@ class PassLimit:
 
 
 class GrowthReserve:
-    """How many pages to leave free for running requests, when a new one asks to be admitted.
+    """How many pages stay free for running requests to grow when a new request is admitted.
 
-    Few requests use all of their `max_new_tokens`, so a share of it is set aside: more after a retraction,
-    which costs a second prefill, and slowly less while all goes well.
+    Few requests use all of their `max_new_tokens`, so only a share of that is reserved. The share rises after
+    a retraction, which costs a second prefill, and falls slowly otherwise.
     """
 
     SHARE_AT_START, SHARE_MIN, STEP_UP, DECAY = 0.4, 0.1, 0.2, 0.999
@@ -299,7 +304,7 @@ class GrowthReserve:
         self._share = self.SHARE_AT_START
 
     def pages(self, num_tokens: int) -> int:
-        """How many are kept for `num_tokens` that running requests may still generate."""
+        """Pages reserved for `num_tokens` that running requests may still generate."""
         return int(self._share * num_tokens) // self._page_size
 
     def note_step(self) -> None:

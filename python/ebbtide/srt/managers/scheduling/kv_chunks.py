@@ -1,7 +1,7 @@
-"""The chunks of the KV cache: lent to a second copy of the weights, given up, and brought back in parts.
+"""The chunks of the KV cache: lent to a second copy of the weights, removed, and resumed in parts.
 
-Which chunks are chosen follows from the accounting of pages alone, so it is the same on all ranks. The lowest
-chunk stays: steps that are padded to the size of a CUDA graph read its first page.
+The choice of chunks depends on the accounting of pages alone, so it is the same on all ranks. The lowest
+chunk always stays: steps that are padded to the size of a CUDA graph read its first page.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ebbtide.srt.slices import Slices
 
 logger = logging.getLogger(__name__)
 
-# Room that each running request is left to grow while chunks are lent: more than an update lasts.
+# Tokens that each running request may grow by while chunks are lent: more than come during an update.
 GROWTH_TOKENS: Final = 256
-# The share of the cache that a resume waits for. Each further part is as large as all before it.
+# The share of the cache that a resume waits for. Each further part is as large as all parts before it.
 FIRST_SHARE: Final = 1 / 32
-# Mapped by one call: of memory that was just freed the driver cleans a GiB in 2 ms.
+# Bytes mapped by one call. The driver clears memory that was just freed at about 1 GiB in 2 ms.
 SLICE_BYTES: Final = 1 << 30
 
 
@@ -39,16 +39,16 @@ class ChunkMemory(Protocol):
     def is_resident(self) -> bool: ...
 
     def lend(self, chunks: Sequence[int]) -> None:
-        """Give chunks up to whoever makes a second copy next."""
+        """Lend chunks to the second copy of the weights that is made next."""
 
     def take_back(self, chunks: Sequence[int]) -> None:
-        """Have chunks again that were lent, when the copy is gone; those that were not stay as they are."""
+        """Take back the lent ones of these chunks, after the copy is gone."""
 
     def remove(self, chunks: Sequence[int]) -> int:
-        """Give chunks to the system, and leave them without memory at later resumes; returns the bytes."""
+        """Give the chunks' memory to the system; later resumes leave them out. Returns the bytes."""
 
     def expect(self, chunks: Sequence[int]) -> None:
-        """Have the next resume bring chunks that were removed."""
+        """Let the next resume bring back chunks that were removed."""
 
     def add(self, chunks: Sequence[int]) -> int:
         """Take memory for removed chunks now, all or none; returns the bytes. Raises OutOfDeviceMemory."""
@@ -56,13 +56,12 @@ class ChunkMemory(Protocol):
 
 @dataclass(eq=False)
 class KVChunks:
-    """Takes chunks out of the pool of pages and puts them back, with the memory under them.
+    """Takes chunks out of the page pool and puts them back, with the memory under them.
 
-    The `KVMemory` of the control plane and its `Lender`. No forward pass may be under way while chunks are
-    taken out.
+    Implements `KVMemory` of the control plane. No forward pass may be under way while chunks are taken out.
 
     Args:
-        memory: None: chunks cannot change hands here, so none is lent, given up, or held back.
+        memory: None: this memory saver cannot move chunks, so none is lent, removed, or held back.
         num_wanted: chunks that a copy of the weights takes, on the rank where it takes most.
         may_retract: whether requests may be retracted for a copy, the youngest first.
     """
@@ -76,12 +75,13 @@ class KVChunks:
     def __post_init__(self) -> None:
         self._allocator = self._policy.allocator
         self._lent: list[int] = []
-        # Of a resize: given up; out of the pool and about to be; with memory again, and not in the pool yet.
+        # Of a resize: chunks without memory; out of the pool, and about to lose it; with memory again, and
+        # not in the pool yet.
         self._removed: list[int] = []
         self._emptied: list[int] = []
         self._added: list[int] = []
         self._parked_slots: list[list[int]] = []
-        # Of a resume: not in the pool yet, and those of them that have memory on this rank.
+        # Of a resume: chunks that are not in the pool yet, and those of them that have memory on this rank.
         self._held_back: list[int] = []
         self._mapped: set[int] = set()
         self._num_resumes = 0
@@ -90,11 +90,11 @@ class KVChunks:
 
     @property
     def lent_bytes(self) -> int:
-        """What a copy has of this rank's memory, or is about to have."""
+        """Bytes of this rank's KV cache that a copy of the weights has, or is about to get."""
         return 0 if self._memory is None else len(self._lent) * self._memory.chunk_bytes
 
     def set_aside(self, *, hard: bool = False) -> bool:
-        self.take_back()  # what is left of the last time, if the driver failed then
+        self.take_back()  # chunks that are still lent because the driver failed the last time
         if self._memory is None or not self._memory.is_resident:
             return False
         if hard:
@@ -115,7 +115,7 @@ class KVChunks:
             try:
                 self._memory.lend(self._lent)
             except OutOfDeviceMemory as error:
-                # The copy is then made of what was lent before, and of memory that is free.
+                # The copy then takes the chunks lent so far, and free memory for the rest.
                 logger.warning("not all chunks of the KV cache could be lent: %s", error)
 
     def take_back(self) -> None:
@@ -126,7 +126,7 @@ class KVChunks:
         self._lent = []
 
     def _retract_for_copy(self) -> None:
-        """Retract requests until a whole copy can be lent; none of them if it never could."""
+        """Retract requests until enough chunks for a copy can be lent; none if there never are enough."""
         num_spare = self._allocator.num_pages - self._policy.longest_pages
         if num_spare // self._allocator.pages_per_chunk < self._num_wanted:
             return
@@ -134,7 +134,7 @@ class KVChunks:
             self._policy.retract(self._policy.running[-1], RetractCause.UPDATE)
 
     def _num_lendable(self) -> int:
-        """How many chunks leave room for running requests to grow, and for the longest that may wait."""
+        """Chunks that can go while running requests may grow and the longest possible request still fits."""
         num_needed = self._num_live_pages + sum(map(self._num_growth_pages, self._policy.running))
         num_spare = self._allocator.num_pages - max(num_needed, self._policy.longest_pages)
         num_chunks = len(self._allocator.held_by_chunk()) - 1
@@ -312,12 +312,12 @@ class KVChunks:
 
     @property
     def _num_live_pages(self) -> int:
-        """Pages that requests hold, and not the prefix cache alone."""
+        """Pages that requests hold, not counting those of the prefix cache alone."""
         allocator = self._allocator
         return allocator.num_pages - allocator.num_free - self._policy.cache.num_evictable_pages
 
     def _in_the_way(self, num_chunks: int) -> list[Req]:
-        """The youngest running requests, without whose KV that many chunks can be emptied; oldest first."""
+        """The youngest running requests that must lose their KV to empty this many chunks; oldest first."""
         running, allocator = self._policy.running, self._allocator
         num_left = allocator.num_pages - allocator.num_pages_of(self._sparsest()[:num_chunks])
         num_surplus = self._num_live_pages - num_left
@@ -331,10 +331,10 @@ class KVChunks:
         return running[num_kept:]
 
     def _empty(self, num_chunks: int) -> list[int]:
-        """Take the sparsest chunks out of the pool, and their KV from no request; returns them.
+        """Take the sparsest chunks out of the pool; no request loses KV. Returns the chunks.
 
-        Cached pages are dropped, live ones move to other chunks, where they must have room, else
-        AssertionError. A driver that fails to move them leaves all pages where they were.
+        Pages that only the cache holds are dropped. Live pages move to other chunks, which must have room,
+        else AssertionError. If the driver fails to move them, all pages stay where they were.
         """
         cache, allocator = self._policy.cache, self._allocator
         chunks = self._sparsest()[:num_chunks]
@@ -355,8 +355,8 @@ class KVChunks:
         return chunks
 
     def _sparsest(self) -> list[int]:
-        """All chunks but the lowest: one that has fewer pages than others first, then those with the fewest
-        live pages, of these those with the fewest cached ones, of these the highest."""
+        """All chunks but the lowest, ordered by: fewest pages in all (a last chunk may be cut short), fewest
+        live pages, fewest cached pages, highest place."""
         allocator = self._allocator
         num_held = allocator.held_by_chunk()
         num_live = dict(num_held)

@@ -1,4 +1,4 @@
-"""The scheduler as the control plane handles it: live requests, all at once or by id, and trial passes."""
+"""What the control plane may do to the scheduler: stop and move live requests, and run trial passes."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ WAITING: Final = "waiting-request"
 RUNNING: Final = "running-request"
 SLOW_MASKS: Final = "slow-masks"
 
-# Requests would go on with what is not theirs.
+# A rank that fails half-way must end: its requests could go on with KV that is not theirs.
 _HALF_DONE: Final = ending_rank("what requests hold was changed by half")
 
 
 @dataclass(eq=False)
 class LiveRequests:
-    """Implements `Requests` of the control plane; aborted requests get their last output.
+    """Implements `Requests` of the control plane. Aborted requests get a last output.
 
     Args:
-        calibration: of a KV cache whose scales follow what was seen; None where they stay.
+        calibration: the scales of an FP8 KV cache that are calibrated while it serves; None: they are fixed.
     """
 
     _policy: SchedulePolicy
@@ -131,7 +131,7 @@ class LiveRequests:
         return len(to_move) - num_ended
 
     def _to_move(self, name: str, in_flight: InFlight) -> Iterator[tuple[Req, str]]:
-        """The requests that do not stay where they are, and what becomes of each."""
+        """The requests of an adapter that do not stay on their version, and what happens to each."""
         for req in self._policy.live:
             if req.adapter is None or req.adapter.name != name or "@" in (req.given.adapter or ""):
                 continue
@@ -143,7 +143,7 @@ class LiveRequests:
                 yield req, how
 
     def _move(self, req: Req, version: AdapterVersion) -> None:
-        """Have a request run on another version, with the KV that it has."""
+        """Let a request run on another version of its adapter, keeping its KV."""
         adapters, before = self._policy.adapters, req.adapter
         assert before is not None
         req.adapter = version
@@ -179,13 +179,13 @@ class LiveRequests:
 
 @dataclass(eq=False)
 class TimeLimits:
-    """Ends requests that wait too long for their first step, that run too long, or whose masks take too long.
+    """Aborts requests that wait too long for their first step, run too long, or have too slow masks.
 
-    The clock is the leader's alone: a limit comes to every rank as an `Expire` message, and what it means
-    then is read off the request, which stands alike on all of them.
+    Only the leader reads a clock. Every rank gets the limit as an `Expire` message, and decides by the state
+    of the request, which is the same on all ranks.
 
     Args:
-        set_deadline: has an `Expire` of this id come after this number of seconds.
+        set_deadline: (id, seconds); sends an `Expire` of this id after this time.
     """
 
     _config: ScheduleConfig
@@ -197,21 +197,21 @@ class TimeLimits:
         self._limits_s: dict[str, float | None] = {
             WAITING: self._config.waiting_timeout_s,
             RUNNING: self._config.running_timeout_s,
-            SLOW_MASKS: 0.0,  # Whoever notes it has measured.
+            SLOW_MASKS: 0.0,  # The caller of `note` has measured the time already.
         }
 
     def note(self, kind: str, arrival: int) -> None:
-        """The request that arrived as this one is queued, runs, or has had slow masks, for the first time."""
+        """Note that the request with this arrival number is queued, runs, or has slow masks."""
         limit_s = self._limits_s[kind]
         if limit_s is not None:
             self._set_deadline(f"{kind}-{arrival}", limit_s)
 
     def expire(self, deadline_id: str) -> bool:
-        """Whether this was a limit of a request; ends it, if it still waits for its first step, or runs."""
+        """Abort the request whose limit this is, if it still applies. False: it is no limit of a request."""
         kind, _, arrival = deadline_id.rpartition("-")
         if kind not in self._limits_s:
             return False
-        # Another live request may have its rid by now.
+        # By arrival, since another live request may have its rid by now.
         req = next((req for req in self._policy.live if str(req.arrival) == arrival), None)
         if req is None or (kind == WAITING and (req.phase is Phase.RUNNING or req.was_retracted)):
             return True
@@ -229,12 +229,12 @@ class TimeLimits:
 
 @dataclass
 class SchedulerTrialPass:
-    """A forward pass over tokens of nobody's request, between two passes of the scheduler.
+    """A forward pass over tokens that belong to no request, between two passes of the scheduler.
 
-    Implements `control.weights.TrialPass` with pages of the pool, and with a row of the page table.
+    Implements `control.weights.TrialPass` with pages of the pool and the spare row of the page table.
 
     Args:
-        kv_scales: they do not follow what this pass computes: its weights may never serve.
+        kv_scales: scales that are calibrated; not by this pass, whose weights may never serve.
     """
 
     _policy: SchedulePolicy
@@ -266,9 +266,10 @@ class SchedulerTrialPass:
         spec = SampleSpec(SamplingParams(max_new_tokens=0), 0, frozenset(), ids, [], LogprobSpec(start=0))
         plan = BatchPlan.of_prompt(spec, self._table.spare_row, adapter_slot)
         with self.kv_scales.paused() if self.kv_scales is not None else nullcontext():
-            # Other messages may be ahead of it on one rank and behind it on another.
+            # A message that makes passes forget their room may come before this on one rank and after it on
+            # another, so all of them forget it here, before and after the pass.
             self._runner.forget_room()
-            # The others would wait in the middle of it for one that has failed.
+            # If one rank failed alone, the others would wait for it in the middle of the pass.
             result = self._ranks.certainly(lambda: self._launched(plan))
             self._runner.forget_room()
         if isinstance(result, PassOutOfMemory):
@@ -277,7 +278,7 @@ class SchedulerTrialPass:
         return logprobs
 
     def _launched(self, plan: BatchPlan) -> StepResult | PassOutOfMemory:
-        """What came of it; that there is no room, all ranks find alike."""
+        """The result. A lack of memory is returned, not raised: all ranks find it alike."""
         try:
             return self._runner.launch(plan).wait()
         except PassOutOfMemory as error:

@@ -14,18 +14,18 @@ from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
 
 logger = logging.getLogger(__name__)
 
-# Tokens per second are those of the last stretch of this length in which steps ran.
+# Throughput is measured over stretches of this many seconds in which steps run.
 STRETCH_S = 1.0
 
 
 @dataclass(eq=False)
 class LoadMeter:
-    """Counts what comes out of the steps, and logs it; the rest is the policy's.
+    """Measures the throughput, logs it, and reports the load.
 
-    It reads a clock, and nothing that it says decides anything: ranks may differ in it.
+    It reads a clock, so ranks may differ in it. No decision may depend on it.
 
     Args:
-        log_interval: `--decode-log-interval`, forward passes from one line to the next; 0: no lines at all.
+        log_interval: `--decode-log-interval`, forward passes between two log lines; 0: no lines.
     """
 
     _policy: SchedulePolicy
@@ -44,7 +44,7 @@ class LoadMeter:
         self._step_tokens = 0
 
     def note_step(self, num_tokens: int, num_sampled: int) -> None:
-        """A step of `num_tokens` has run, and sampled `num_sampled` of its own."""
+        """Note a step over `num_tokens` tokens that sampled `num_sampled`."""
         self._step_counts[bisect_left(STEP_BOUNDS, num_tokens)] += 1
         self._step_tokens += num_tokens
         now = time.monotonic()
@@ -55,7 +55,7 @@ class LoadMeter:
             self._log(now)
         previous_s, self._last_step_s = self._last_step_s, now
         if now - previous_s > STRETCH_S:
-            # A new stretch. How long its first step took is not known.
+            # A new stretch begins with the end of this step: when it started is not known.
             self._end_stretch(previous_s)
             self._stretch_start_s = now
             return
@@ -64,13 +64,13 @@ class LoadMeter:
             self._end_stretch(now)
 
     def note_started(self, req: Req) -> None:
-        """A request has its first output. One that never ran has no part in the hit rate."""
+        """Note the first output of a request. One that never ran does not count for the hit rate."""
         if req.cached_tokens is not None:
             self._prompt_tokens += len(req.spec.prompt_ids)
             self._cached_tokens += req.cached_tokens
 
     def load(self, dp_rank: int, *, is_paused: bool) -> Load:
-        """The load as it stands."""
+        """The present load, as `/v1/loads` reports it."""
         policy = self._policy
         is_idle = time.monotonic() - self._last_step_s > STRETCH_S
         if is_idle:
@@ -100,7 +100,7 @@ class LoadMeter:
         )
 
     def note_blocked(self, reason: str) -> None:
-        """No forward pass may run. The first time since the last one, a line says why."""
+        """Log why no forward pass may run, once until one has run again."""
         policy = self._policy
         if self._is_blocked or not self._log_interval:
             return

@@ -1,8 +1,8 @@
 """The scheduler's inbox: messages in, replies and state out, deadlines turned into messages.
 
-Where a replica has several ranks, they turn in lockstep by messages alone. The leader (rank 0) hears from the
-API process and hands every follower the messages of each of its turns, as one `Tick`. Nobody waits in a
-collective for what somebody else may never do. Source: architecture, "Processes and messages".
+If a replica has several ranks, messages alone keep them in lockstep. The leader (rank 0) receives from the
+API process, and sends every follower the messages of each of its turns as one `Tick`. So no rank waits in a
+collective for a rank that may never get there. Source: architecture, "Processes and messages".
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from ebbtide.srt.managers.wire.control_request import dealt, num_entries
 from ebbtide.srt.managers.wire.merging import merge_ranks, merge_refusals
 from ebbtide.srt.managers.wire.message import Decision
 
-# The answers of all ranks may take this much longer than the request itself.
+# How much longer than the request's own deadline the answers of all ranks may take.
 ANSWER_GRACE_S: Final = 2.0
-# The leader has all ranks try what it proposes of its own accord no more often than this.
+# The shortest time between two requests that the leader makes by itself.
 PROPOSAL_INTERVAL_S: Final = 0.25
 PROPOSAL: Final = "proposal-"
 
@@ -64,7 +64,7 @@ class Demand(enum.Enum):
 
 
 class Alarms:
-    """Points in time, each with what it is for."""
+    """Points in time, each with the name of what it is for."""
 
     def __init__(self) -> None:
         self._at: list[tuple[float, str]] = []
@@ -73,7 +73,7 @@ class Alarms:
         heapq.heappush(self._at, (time.monotonic() + after_s, what))
 
     def is_set(self, what: str) -> bool:
-        """Whether there is one for this that has not come."""
+        """Whether an alarm of this name is still to come."""
         return any(other == what for _, other in self._at)
 
     @property
@@ -82,7 +82,7 @@ class Alarms:
         return max(0.0, self._at[0][0] - time.monotonic()) if self._at else None
 
     def take_due(self) -> list[str]:
-        """Those that have come, each once."""
+        """Remove the alarms whose time has come; returns their names."""
         due: list[str] = []
         now = time.monotonic() if self._at else 0.0
         while self._at and self._at[0][0] <= now:
@@ -91,14 +91,14 @@ class Alarms:
 
 
 class RankInbox(ABC):
-    """What one rank's loop reads from and answers to.
+    """Where one rank's loop receives messages and sends its answers.
 
-    Deadlines live here and not in the control plane: time reaches the state machines as an `Expire` message,
-    so that they stay free of clocks.
+    Deadlines are kept here and not in the control plane: its state machines read no clock, and learn of time
+    by an `Expire` message.
 
     Args:
-        ranks: this rank among the others of its replica.
-        tp_rank, dp_rank: whose inbox it is.
+        ranks: how this rank works together with the others of its replica.
+        tp_rank, dp_rank: of the rank that reads this inbox.
     """
 
     def __init__(self, ranks: Ranks, tp_rank: int, dp_rank: int) -> None:
@@ -106,23 +106,23 @@ class RankInbox(ABC):
         self.tp_rank = tp_rank
         self.dp_rank = dp_rank
         self._deadlines = Alarms()
-        # When to end a sleep for what sends the loop no message.
+        # When to end a sleep to look at something that sends the loop no message.
         self._looks = Alarms()
 
     @abstractmethod
     def receive(self, demand: Demand) -> Sequence[TurnInput] | None:
-        """The messages of the next turn; None for no turn: do what this rank has to do on its own.
+        """The messages of the next turn; None: no turn, the rank does its own work only.
 
-        Sleeps until there is something, a deadline included, unless the loop has something to do.
+        Sleeps until there is a message or a deadline, unless `demand` says that there is work.
         """
 
     @abstractmethod
     def reply(self, call_id: str, reply: AnyReply) -> None:
-        """Answer a control request, with the next `answer`."""
+        """Reply to a control request. The next `answer` sends the reply."""
 
     @abstractmethod
     def answer(self, report: StateReport, num_aborts: int) -> None:
-        """Send the state, if it has changed, and behind it the replies: who has a reply finds it agrees.
+        """Send the state if it has changed, then the replies, so that a reply never comes before its effect.
 
         Args:
             num_aborts: see `ControlReply.aborts_before`.
@@ -130,18 +130,18 @@ class RankInbox(ABC):
 
     @property
     def awaits_replies(self) -> bool:
-        """Whether this rank speaks for others, and has replied where they are yet to.
+        """Whether this rank is the leader, and waits for followers' replies to a call that it has replied to.
 
-        Not to what is answered in the turn it comes with: questions may come in every turn.
+        A call that it answers in the turn that brings it does not count: there may be one in every turn.
         """
         return False
 
     def set_deadline(self, call_id: str, timeout_s: float) -> None:
-        """Have an `Expire` of this id come when the time has passed."""
+        """Send this loop an `Expire` of this id after `timeout_s` seconds."""
         self._deadlines.set(call_id, timeout_s)
 
     def wake(self, waits_s: Iterator[float]) -> None:
-        """End a sleep of this loop after the next of these seconds, unless something ends it sooner."""
+        """End a sleep of this loop after `next(waits_s)` seconds, unless it ends sooner."""
         if self._looks.left_s is None:
             self._looks.set("look", next(waits_s))
 
@@ -160,7 +160,7 @@ class RankInbox(ABC):
 
 @dataclass(eq=False)
 class _Tally:
-    """The votes on the phases that the leader has come to: no follower comes to one first."""
+    """The votes on the leader's phases. The leader is first to start a phase: no vote precedes `open`."""
 
     _num_ranks: int
     _num_opened: int = field(default=0, init=False)
@@ -179,7 +179,7 @@ class _Tally:
         self._ballots.pop(phase, None)
 
     def count(self, vote: RankVote) -> None:
-        """Count a vote, unless its phase has ended without it. OutOfStep: the leader is not there."""
+        """Count a vote, unless its phase has ended. Raises OutOfStep: the leader has no such phase."""
         if vote.phase >= self._num_opened:
             raise OutOfStep(f"rank 0 ends: rank {vote.tp_rank} does what rank 0 has given up: see its errors")
         ballot = self._ballots.get(vote.phase)
@@ -207,11 +207,12 @@ class _Tally:
 
 
 class LeaderInbox(RankInbox):
-    """The inbox of rank 0, which speaks for all of them; often there is no other.
+    """The inbox of rank 0, which answers for all ranks of the replica.
 
     Args:
         messages: from the API process and from the followers.
-        ticks: to the followers, by tp_rank from 1 on.
+        manager: to the API process.
+        ticks: to the followers, by tp_rank from 1 on; empty if there is one rank.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class LeaderInbox(RankInbox):
         self._ticks = ticks
         self._answer_limits = Alarms()
         self._replies: dict[str, dict[int, AnyReply]] = {}
-        # The calls of this turn, and those of earlier ones that the leader has replied to.
+        # The calls of this turn; and the earlier calls that the leader has replied to and followers have not.
         self._new_calls: Collection[str] = ()
         self._awaited: set[str] = set()
         self._followers: dict[int, RankReport] = {}
@@ -242,7 +243,7 @@ class LeaderInbox(RankInbox):
 
     @property
     def is_due(self) -> bool:
-        """Whether the next turn begins with something of the leader's own: a request, or a decision."""
+        """Whether there is a request or a decision of the leader's own for the next turn."""
         return bool(self._proposed) or self._tally.has_decided
 
     @property
@@ -295,12 +296,12 @@ class LeaderInbox(RankInbox):
             self._answer_limits.set(call_id, timeout_s + ANSWER_GRACE_S)
 
     def _share(self, message: TurnInput, tp_rank: int) -> TurnInput:
-        """What a follower needs of a message: of a payload with an entry for each rank, its own."""
+        """The message as a follower needs it: a payload with one entry per rank is cut to its own entry."""
         if not isinstance(message, ControlCall):
             return message
         count = num_entries(message.request)
         if count is None or count % self._num_ranks:
-            return message  # One for all; or a number that every rank refuses.
+            return message  # One entry for all ranks, or a number of entries that every rank refuses.
         own = tp_rank if count == self._num_ranks else self.dp_rank * self._num_ranks + tp_rank
         return msgspec.structs.replace(message, request=dealt(message.request, (own,)))
 
@@ -314,7 +315,7 @@ class LeaderInbox(RankInbox):
     def _collect(self, call_id: str, tp_rank: int, reply: AnyReply) -> None:
         if isinstance(reply, Prepared):
             self._send(call_id, reply)
-        # A call that is not known was answered at its limit already.
+        # An unknown call was answered at its time limit already.
         elif (replies := self._replies.get(call_id)) is not None:
             if tp_rank != self.tp_rank and self.tp_rank not in replies:
                 raise OutOfStep(f"rank 0 ends: rank {tp_rank} has given up what rank 0 does: {reply.message}")
@@ -323,7 +324,7 @@ class LeaderInbox(RankInbox):
                 self._awaited.add(call_id)
 
     def _send_answers(self) -> None:
-        """Send the state, once every rank has reported its own, and what all ranks have replied to."""
+        """Send the state once every rank has reported, and the merged replies that are complete."""
         if self._report is None or len(self._followers) < self._num_ranks - 1:
             return
         followers = [self._followers[rank] for rank in range(1, self._num_ranks)]
@@ -360,7 +361,7 @@ class LeaderInbox(RankInbox):
 
 @dataclass(eq=False)
 class _SentVotes:
-    """A follower's votes, on their way to the leader."""
+    """Sends a follower's votes to the leader."""
 
     _leader: SendEnd[RankMessage]
     _tp_rank: int
@@ -374,12 +375,12 @@ class _SentVotes:
 
 
 class FollowerInbox(RankInbox):
-    """The inbox of every other rank: it hears from the leader alone, and answers to nobody else."""
+    """The inbox of every other rank: the leader alone sends to it, and gets its answers."""
 
     def __init__(
         self, ticks: ReceiveEnd[Tick], leader: SendEnd[RankMessage], tp_rank: int, dp_rank: int = 0
     ) -> None:
-        # The leader makes its proposals in the same turn.
+        # The leader proposes the same in the same turn, so a follower need not.
         votes = _SentVotes(leader, tp_rank)
         super().__init__(ManyRanks(votes, propose=lambda request: None), tp_rank, dp_rank)
         self._messages = ticks
@@ -390,14 +391,14 @@ class FollowerInbox(RankInbox):
 
     def receive(self, demand: Demand) -> list[TurnInput] | None:
         if not self._ticks:
-            # The leader is about to turn too: its tick is on the way.
+            # The leader has work too, so its tick is on the way.
             wait_s = None if demand is Demand.TURN else self._wait_s(demand)
             self._ticks.extend(self._messages.receive(wait_s))
             self._looks.take_due()
         return self._ticks.popleft().messages if self._ticks else None
 
     def reply(self, call_id: str, reply: AnyReply) -> None:
-        # It is the same on all ranks, in the same turn: there the leader says so.
+        # All ranks are prepared in the same turn, so the leader's word is enough.
         if not isinstance(reply, Prepared):
             self._replies.append(RankReply(tp_rank=self.tp_rank, id=call_id, reply=reply))
 
@@ -411,18 +412,18 @@ class FollowerInbox(RankInbox):
         self._replies.clear()
 
     def set_deadline(self, call_id: str, timeout_s: float) -> None:
-        """The leader keeps the time."""
+        """Do nothing: the leader keeps the time."""
 
 
 class NoOutputs:
-    """Where followers send what they generate: the leader sends the same."""
+    """Drops what followers generate: the leader sends the same."""
 
     def send(self, message: object) -> None: ...
     def close(self) -> None: ...
 
 
 class LeaderReceiver(Receiver[SchedulerInput | RankMessage]):
-    """One queue for what the API process and what the followers send, so that a sleep ends by either."""
+    """One queue for the API process and the followers, so that a message of either ends a sleep."""
 
     def __init__(self, addresses: ChannelAddresses) -> None:
         super().__init__(addresses.scheduler, SchedulerInput | RankMessage)

@@ -1,4 +1,4 @@
-"""What becomes of a step's result: request state, finish reasons, and the messages that go out."""
+"""Applies the result of a step: request state, finish reasons, and the messages that go out."""
 
 from __future__ import annotations
 
@@ -34,26 +34,28 @@ NOTHING_ALLOWED = FinishReason(
     message="sampling_params: the grammar, bad_words and allowed_token_ids leave no token that may come here",
     status_code=400,
 )
-# How much of the prompt's end the detokenizer sees: enough to know whether the first token joins on to it.
+# Tokens at the prompt's end that the detokenizer gets: enough to decode the first output token after them.
 PROMPT_TAIL = 8
 
 
 @dataclass(eq=False)
 class OutputProcessor:
-    """Applies step results to requests, and builds the outputs that the API process is owed.
+    """Applies step results to requests, and builds the outputs for the API process.
+
+    Shapes: R requests of the batch, L of them live, S of them sampled, P plain streams, O other outputs.
 
     Args:
-        meter: counts what steps sample, and what requests have found in the prefix cache.
+        meter: counts sampled tokens and prefix-cache hits.
 
     Attributes:
-        num_aborts: messages with aborted requests so far.
+        num_aborts: how many messages with aborted requests were made so far.
     """
 
     _policy: SchedulePolicy
     _meter: LoadMeter
     _dp_rank: int
     num_aborts: int = field(default=0, init=False)
-    # Those of all requests that came here: so few that to look for them costs next to nothing.
+    # Stop ids of all requests so far: a set this small makes the search for candidates cheap.
     _stop_ids: set[int] = field(default_factory=set, init=False)
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> TokenOutput | None:
@@ -89,8 +91,9 @@ class OutputProcessor:
     def _end_nonfinite(
         self, batch: ScheduledBatch, result: StepResult, live_R: NDArray[np.bool_]
     ) -> set[int]:
-        """Count logits that are not finite. Returns the requests that end with them, as if this step had not
-        been theirs: they are live no more.
+        """Count rows of logits that are not finite. Returns the indices of requests that end with this.
+
+        They are removed from `live_R`, so nothing else of this step counts for them.
         """
         ended: set[int] = set()
         for index, num_rows in result.num_nonfinite.items():
@@ -114,8 +117,10 @@ class OutputProcessor:
         sampled: NDArray[np.int64],
         tokens_S: NDArray[np.int64],
     ) -> set[int]:
-        """Count what has been computed and sampled. Returns the requests that had to be looked at as a whole:
-        those in their prefill, and all of them at the first step under other weights.
+        """Count what was computed and sampled.
+
+        Returns the indices of requests that took the slow way, object by object: those in prefill, and all
+        requests at their first step under new weights.
         """
         rows, commit, plan = self._policy.rows, self._policy.commit, batch.plan
         rows_L, sampled_rows_S = plan.page_rows_R[live], plan.page_rows_R[sampled]
@@ -137,7 +142,7 @@ class OutputProcessor:
         return set(unsettled)
 
     def _note_first_sampled(self, req: Req, commit: Commit) -> None:
-        """A request samples for the first time since its prefill, or under these weights."""
+        """Note that a request samples for the first time after its prefill, or under these weights."""
         req.note_sampled(commit.version)
         if len(req.spec.output_ids) == req.num_continued:
             req.first_token_s = time.monotonic()
@@ -152,7 +157,7 @@ class OutputProcessor:
         sampled: NDArray[np.int64],
         tokens_S: NDArray[np.int64],
     ) -> set[int]:
-        """Note why requests end with this step; returns which."""
+        """Find the requests that end with this step, and set why; returns their indices."""
         rows, plan = self._policy.rows, batch.plan
         rows_R = plan.page_rows_R
         is_whole_R = rows.planned[rows_R] - rows.in_flight[rows_R] >= rows.limit[rows_R]
@@ -174,7 +179,7 @@ class OutputProcessor:
         dropped = {page for groups in nonfinite for pages in groups for page in pages}
         self._policy.finish(ended)
         if dropped:
-            # NaN in a page would be in the logits of all who go on from it, whatever weights serve then.
+            # NaN in a cached page would reach the logits of every request that reuses it.
             self._policy.cache.drop(dropped)
 
     def _streamed(
@@ -184,7 +189,7 @@ class OutputProcessor:
         plain_P: NDArray[np.int64],
         rows_P: NDArray[np.int32],
     ) -> list[StreamedTokens]:
-        """Most streams have one more token, and nothing else is new: together those that ask for as much."""
+        """The outputs of streams with one new token and nothing else, grouped by the logprobs they want."""
         streamed = []
         for plain, _, spec in self._alike(requests, plain_P, rows_P):
             indices = plain.tolist()
@@ -206,7 +211,7 @@ class OutputProcessor:
         sampled: NDArray[np.int64],
         rows_S: NDArray[np.int32],
     ) -> None:
-        """Those of tokens that go out later, or with more than a token."""
+        """Keep the logprobs of tokens that are not sent by `_streamed` now."""
         if result.output_logprobs is None:
             return
         for indices, rows, spec in self._alike(requests, sampled, rows_S):
@@ -217,7 +222,7 @@ class OutputProcessor:
     def _alike(
         self, requests: list[Req], indices_P: NDArray[np.int64], rows_P: NDArray[np.int32]
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32], LogprobSpec | None]]:
-        """The requests that ask for equally many logprobs together, with their rows, and what that is."""
+        """Group requests by the number of logprobs that they want: yields indices, rows, and the spec."""
         kinds_P = self._policy.rows.logprob_kind[rows_P]
         for kind in np.unique(kinds_P).tolist():
             indices = indices_P[kinds_P == kind]
@@ -230,7 +235,7 @@ class OutputProcessor:
         ended: set[int],
         streamed: list[StreamedTokens],
     ) -> TokenOutput | None:
-        """What is to be sent after this step, of others that sampled beside the streams."""
+        """The message after this step: the plain streams, and other requests that are due or have ended."""
         rows, rows_O = self._policy.rows, batch.plan.page_rows_R[others]
         known_O = rows.planned[rows_O] - rows.in_flight[rows_O]
         is_due_O = (rows.stream_kind[rows_O] > 0) & (known_O >= rows.next_output[rows_O])
@@ -247,7 +252,7 @@ class OutputProcessor:
         )
 
     def end(self, ended: Sequence[tuple[Req, FinishReason]]) -> TokenOutput:
-        """The last outputs of requests, one or more, that have been ended from outside."""
+        """The last outputs of one or more requests that were ended from outside."""
         outputs = []
         for req, reason in ended:
             req.finish = reason
@@ -311,7 +316,7 @@ def _add_routes(batch: ScheduledBatch, routes: Routes, live: NDArray[np.int64]) 
 
 
 def _routed_experts(req: Req) -> RoutedExperts | None:
-    """The experts of all tokens that were computed: not of the last one, which nobody fed back."""
+    """The experts of all computed tokens. The last token was never an input, so it has none."""
     start, end = req.given.routed_experts_start, min(req.num_tokens - 1, req.routes.end)
     if start is None or end <= start:
         return None
@@ -321,7 +326,7 @@ def _routed_experts(req: Req) -> RoutedExperts | None:
 
 
 def _finish_reason(req: Req, *, is_sampled: bool) -> FinishReason | None:
-    """Why a request ends with its last token, if it does."""
+    """Why a request ends with its last token; None: it goes on."""
     spec = req.spec
     if is_sampled:
         token_id = spec.output_ids[-1]

@@ -18,21 +18,22 @@ from ebbtide.srt.managers.wire.generation import SupportList, TokenizedGenerateR
 from ebbtide.srt.mem_cache.radix_cache import Namespace, PrefixLease
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, Routes, SampleSpec
 
-# Tokens of a chunk. Whoever gets more at a time collects them, and has no use for even gaps.
+# Tokens per chunk up to which a client counts as a stream. One that takes more at a time does not need them
+# at an even pace.
 LONGEST_STREAM_INTERVAL: Final = 16
 
 
 class Phase(Enum):
-    """Where a request stands. Only a RUNNING request holds KV, a WAITING one at most in host memory."""
+    """Where a request stands. RUNNING ones alone have KV on the device; WAITING ones may on the host."""
 
-    HELD = auto()  # It waits for a weight version.
+    HELD = auto()  # waits for a weight version
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
 
 
 class KVCounts:
-    """Columns by row of the page table: how many tokens of the request that holds it have KV.
+    """Columns by page-table row: how many tokens of the request in that row have KV.
 
     Attributes:
         launched: tokens whose KV is computed or in flight.
@@ -46,20 +47,20 @@ class KVCounts:
 
 @dataclass(slots=True)
 class KVHold:
-    """The KV that a running request holds: given back as a whole, by finishing or by retraction.
+    """The KV of a running request. It is given back as a whole, when the request ends or is retracted.
 
     Attributes:
-        lease: pins the pages that belong to the prefix cache: the first `len(lease)` in each group.
+        lease: pins the pages that belong to the prefix cache: the first `len(lease)` of each group.
         pages: the pages of each group, in token order.
-        firsts: in each group, the first page that is held: those before it were given up.
+        firsts: the index of the first page that is still held, by group: sliding windows free earlier ones.
         row: the request's row in the page table.
-        rows: numbers that stand in the same row.
-        is_prefilled: whether all tokens that there were when it was taken are computed.
-        is_mixed: some of it was computed with another adapter: nobody else goes on from it.
+        rows: columns of numbers, indexed by `row`.
+        is_prefilled: whether every token that the request had at its admission is computed.
+        is_mixed: some KV was computed with another adapter, so it is not shared.
         commit_starts: (commit, first token) per span of KV that this request computed itself.
-        ends: where others may want to go on from its state, besides every `interval` tokens: where a cached
-            prefix ends that has no checkpoint, and the last whole page before its last token.
-        checkpoints: token → slot with the state behind that many tokens, once these are computed.
+        ends: token counts after which the recurrent state is kept for others, besides each `interval` tokens:
+            the end of a cached prefix without a checkpoint, and the last whole page before the last token.
+        checkpoints: token count → slot with the state after that many tokens, once they are computed.
     """
 
     lease: PrefixLease
@@ -80,7 +81,7 @@ class KVHold:
 
     @property
     def num_launched(self) -> int:
-        """The same, with those that a step in flight computes."""
+        """The same, with the tokens that a step in flight computes."""
         return int(self.rows.launched[self.row])
 
 
@@ -89,12 +90,12 @@ class ParkedKV:
     """KV of a waiting request in host memory.
 
     Attributes:
-        slots: of the page store in each group, one for each page, in token order.
-        state: of the page store, those of its state; none where layers keep none.
-        firsts: as of `KVHold`: the pages that the first slots stand for.
-        num_computed: tokens whose KV is in them.
-        is_prefilled, is_mixed: as of `KVHold`.
-        commit_starts: as of `KVHold`, for all of the KV.
+        slots: page-store slots by group, one per page, in token order.
+        state: page-store slots of the recurrent state; empty if no layer has one.
+        firsts: as in `KVHold`: the page index of the first slot, by group.
+        num_computed: tokens whose KV is in the slots.
+        is_prefilled, is_mixed: as in `KVHold`.
+        commit_starts: as in `KVHold`, but for all of the KV.
     """
 
     slots: list[list[int]]
@@ -111,25 +112,27 @@ class Req:
     """A request from arrival to its last token.
 
     Attributes:
-        given: what was asked for.
+        given: the request's message.
         arrival: position in the order of arrival; retracted requests come back in this order.
-        adapter: what it runs on beside the weights; None: on nothing.
-        new_supports: which tokens could have been sampled, per output token that was not sent on yet.
-        routes: the experts of its tokens, where they are recorded.
-        given_routes: those that the first tokens of its prompt take in place of the router's choice.
-        head_start: requests that it may overtake in the queue.
-        lost: why it gave up its KV, and that of how many tokens; None: it has not, or has taken pages since.
-        first_update: updates that had been committed when it began to run; None before.
+        spec: how it is sampled.
+        stream_interval: output tokens between two outputs; None: one output at the end.
+        adapter: the adapter version that it runs on; None: the base model.
+        new_supports: which tokens could have been sampled, per output token that was not sent yet.
+        routes: the experts of its tokens, if they are recorded.
+        given_routes: the experts that the first prompt tokens take, in place of the router's choice.
+        head_start: how many earlier requests it may overtake in the queue.
+        lost: why it lost its KV, and the KV of how many tokens; None: it did not, or has pages again.
+        first_update: how many updates were committed when it began to run; None before.
         cached_tokens: prompt tokens taken from the prefix cache at the first prefill; None before it.
-        num_continued: output tokens that it came with, of a request before it.
-        num_emitted: output tokens sent on so far, those included.
+        num_continued: output tokens that it began with, from the request that it continues.
+        num_emitted: output tokens sent so far, the continued ones included.
         num_nonfinite: rows of its logits so far that held NaN or +∞.
-        version_starts: (weight version, first output index) per span of the output, of what is new of it.
-        adapter_starts: the same of versions of adapters, by their labels.
+        version_starts: (weight version, index among the new output tokens) per span of the output.
+        adapter_starts: the same for adapter versions, by label.
         kv_versions: versions of the weights that computed the KV used so far, oldest first.
-        prefill_starts: (weight version, first token) per span of the prompt, as it was last prefilled.
-        input_logprobs: of the prompt from `LogprobSpec.start` on; whole once the first prefill is done.
-        unsent_logprobs: of output tokens that were not sent on yet, those before what `OutputLogprobs` has.
+        prefill_starts: (weight version, first token) per span of the prompt, as of the last prefill.
+        input_logprobs: of the prompt from `LogprobSpec.start` on; complete after the first prefill.
+        unsent_logprobs: of output tokens that were not sent yet and are no longer in `OutputLogprobs`.
     """
 
     given: TokenizedGenerateReqInput
@@ -175,7 +178,7 @@ class Req:
         self.reset_input_logprobs()
 
     def reset_input_logprobs(self) -> None:
-        """Forget those of a prefill that did not come to its end."""
+        """Drop the logprobs of a prefill that was not completed."""
         self.input_logprobs.clear()
         logprobs = self.spec.logprobs
         if logprobs is not None and logprobs.start is not None and logprobs.start < len(self.spec.prompt_ids):
@@ -183,7 +186,7 @@ class Req:
             self.input_logprobs.append_nothing()
 
     def pass_over(self, continued_ids: list[int]) -> None:
-        """Begin behind output that there is already. Nothing ends with a stop string that lies in it.
+        """Begin after output that exists already. Stop strings in it do not end the request.
 
         Raises:
             RequestRejected: 400, the request's grammar does not allow it.
@@ -202,18 +205,18 @@ class Req:
 
     @property
     def cache_namespace(self) -> Namespace:
-        """Whose prefixes it shares, whatever weights serve."""
+        """Which requests it shares cached prefixes with, leaving weight versions aside."""
         shared = self.given.cache_namespace
         return shared if self.adapter is None else (*shared, self.adapter.namespace)
 
     @property
     def adapter_name(self) -> str | None:
-        """Whose share of the engine it takes: that of all versions of its adapter, or the base's (None)."""
+        """The adapter whose share of the engine it takes, whatever its version; None: the base model."""
         return None if self.adapter is None else self.adapter.name
 
     @property
     def hold(self) -> KVHold:
-        """What it holds. AssertionError: it does not run."""
+        """Its KV. AssertionError: it does not run."""
         assert self.kv is not None, "a request that does not run holds nothing"
         return self.kv
 
@@ -224,12 +227,12 @@ class Req:
 
     @property
     def was_retracted(self) -> bool:
-        """Whether its KV was taken away: it is admitted again ahead of those that never had any."""
+        """Whether its KV was taken away. It is then admitted ahead of requests that never had any."""
         return self.num_retractions > 0 or self.parked is not None
 
     @property
     def is_streamed(self) -> bool:
-        """Whether its tokens are sent on so few at a time that one long pass between them shows."""
+        """Whether its tokens are sent so few at a time that its reader notices one long pass."""
         return self.stream_interval is not None and self.stream_interval <= LONGEST_STREAM_INTERVAL
 
     @property
@@ -238,7 +241,7 @@ class Req:
         return self.given.max_new_tokens - len(self.spec.output_ids)
 
     def num_to_come_within(self, window: int | None) -> int:
-        """Those of them that are among its first `window` tokens."""
+        """The same, counting only its first `window` tokens."""
         return self.num_to_come if window is None else max(0, min(self.num_to_come, window - self.num_tokens))
 
     @property
@@ -252,7 +255,7 @@ class Req:
 
     @property
     def num_missing(self) -> int:
-        """Tokens of a request that begins to run whose KV is not computed yet."""
+        """Tokens of a running request whose KV is neither computed nor in flight."""
         return self.num_tokens - self.hold.num_launched
 
     def tokens(self, start: int, end: int) -> list[int]:
@@ -266,8 +269,8 @@ class Req:
 
     @property
     def reusable_tokens(self) -> int:
-        """How many tokens may come from the prefix cache: the last one must be computed, to be sampled from,
-        and so must those whose logprobs are still wanted."""
+        """How many tokens may come from the prefix cache. The last one must be computed, since the next token
+        is sampled after it, and so must tokens whose logprobs are still wanted."""
         limit = self.num_tokens - 1
         logprobs = self.spec.logprobs
         if logprobs is not None and logprobs.start is not None and not self.has_input_logprobs:
@@ -276,14 +279,14 @@ class Req:
 
     @property
     def has_input_logprobs(self) -> bool:
-        """Whether the prompt's logprobs are all there (none wanted counts as all)."""
+        """Whether all wanted logprobs of the prompt are there; true if none are wanted."""
         logprobs = self.spec.logprobs
         if logprobs is None or logprobs.start is None:
             return True
         return len(self.input_logprobs) == len(self.spec.prompt_ids) - logprobs.start
 
     def note_sampled(self, version: str) -> None:
-        """The next output token was sampled by these weights: open a span if they are others than before."""
+        """Note the weights that sampled the next output token: open a span if the version has changed."""
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, len(self.spec.output_ids) - self.num_continued))
             self.versions_changed = True
@@ -293,7 +296,7 @@ class Req:
             self.versions_changed = True
 
     def note_kv(self, commit: Commit, first_token: int) -> None:
-        """KV from `first_token` on is being computed by these weights."""
+        """Note that these weights compute the KV from `first_token` on."""
         starts = self.hold.commit_starts
         if not starts or starts[-1][0] != commit:
             starts.append((commit, first_token))

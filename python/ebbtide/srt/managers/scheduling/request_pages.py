@@ -23,18 +23,20 @@ from ebbtide.srt.mem_cache.state_slots import Checkpoints
 
 @dataclass(eq=False)
 class RequestPages:
-    """What a request's KV lies in, and what of it others may use. Which request gets pages is the policy's.
+    """The pages that hold a request's KV, and which of them others may share.
+
+    The schedule policy decides which request gets pages.
 
     Args:
-        windows: of the groups of layers, each of which has pages of its own.
-        states: the slots of states that layers keep of requests; None: they keep none.
-        cache_by_version: whether KV is shared by requests of the same weights only.
+        windows: sliding window of each group of layers; each group has pages of its own.
+        states: slots for recurrent states; None: no layer has one.
+        cache_by_version: whether only requests of the same weights share KV.
         records_routes: whether the experts of every token are kept with its page.
 
     Attributes:
-        commit: the weights that serve; what is computed now is theirs.
-        rows: the running requests' columns of numbers.
-        recomputed: tokens whose KV is computed once more, by why it was given up.
+        commit: the weights that serve, which compute all new KV.
+        rows: columns of numbers about the running requests.
+        recomputed: tokens whose KV is computed a second time, by why it was lost.
     """
 
     allocator: PageAllocator
@@ -59,29 +61,29 @@ class RequestPages:
     # ---------------------------------------------------------------------------------------------- taking
 
     def matched(self, req: Req) -> list[int]:
-        """The cached pages that it could begin with."""
+        """The cached pages that a request could begin with; nothing is pinned."""
         lease = self._match(req, req.reusable_tokens)
         lease.release()
         return lease.pages[0]
 
     def lease(self, req: Req) -> PrefixLease:
-        """Cached pages for a request to begin with."""
+        """Pin the cached pages that a request begins with."""
         return self._with_routes(req, self._match(req, req.reusable_tokens))
 
     def _match(self, req: Req, max_tokens: int) -> PrefixLease:
         return self.cache.match(self._namespace(req), req.tokens(0, req.num_tokens), max_tokens)
 
     def allocate(self, num_pages: int) -> list[int] | None:
-        """Free pages; cached ones that nobody uses are evicted for them. None: too few are left."""
+        """Take free pages, evicting unused cached ones as needed. None: there are too few."""
         shortage = num_pages - self.allocator.num_free
         if shortage > 0:
             self.cache.evict(shortage)
         return self.allocator.allocate(num_pages)
 
     def take(self, lease: PrefixLease, num_pages: int) -> list[list[int]] | None:
-        """Pages for a request's first tokens in each group: those of its lease, and free ones behind them.
+        """Pages for a request's first tokens, by group: those of its lease, then free ones.
 
-        None: too few are left.
+        None: there are too few.
         """
         num_new = num_pages - len(lease)
         pages = self.allocate(num_new * len(self.windows))
@@ -93,7 +95,7 @@ class RequestPages:
         ]
 
     def grow(self, req: Req) -> bool:
-        """Give a request a page more in each group, once it has given up what it needs no more.
+        """Give a request one more page in each group, after freeing those outside its windows.
 
         False: there are too few.
         """
@@ -110,19 +112,19 @@ class RequestPages:
         return True
 
     def slide(self, req: Req) -> None:
-        """Give up the pages of a prefilled request that its next token does not attend to.
+        """Give up the pages of a prefilled request that are outside its sliding windows.
 
-        What the prefix cache has of them may be evicted from now on; the request's own are free at once.
+        The request's own pages are free at once; cached ones may be evicted from now on.
         """
         kv = req.hold
         if not self.cache.windowed or not kv.is_prefilled:
             return
-        # A page more: of what is launched, less may come to be its output, and be of use to who goes on.
+        # Keep one page more: the request may end before its launched tokens do, and others go on from there.
         num_tokens = max(0, kv.num_launched - self.page_size)
         self._give_up(kv, [first_needed(num_tokens, window, self.page_size) for window in self.windows])
 
     def _give_up(self, kv: KVHold, firsts: Sequence[int]) -> None:
-        """Give up the pages of windows before these."""
+        """Give up the pages before these indices, by group, in groups with a window."""
         for group in self.cache.windowed:
             pages, first = kv.pages[group], firsts[group]
             if first > kv.firsts[group]:
@@ -132,8 +134,8 @@ class RequestPages:
         kv.lease.slide(kv.firsts)
 
     def _write(self, kv: KVHold, group: int, start: int, end: int) -> None:
-        """The page table's entries from `start` to `end`. In place of a page that was given up, kernels that
-        read a whole tile find one of the request: numbers that are finite."""
+        """Write the page-table entries from `start` to `end`. Entries of pages that were given up name a page
+        that is still held: kernels that read whole tiles then find finite numbers there."""
         pages, first = kv.pages[group], kv.firsts[group]
         kept = min(max(first, start), end)
         if start < kept:
@@ -141,7 +143,7 @@ class RequestPages:
         self.table.write(kv.row, kept, pages[kept:end], group)
 
     def begin(self, req: Req, hold: KVHold) -> None:
-        """A request runs in these pages. What it has in host memory comes back to them."""
+        """Let a request run in these pages. KV that it has in host memory is copied back."""
         req.kv = hold
         for group, pages in enumerate(hold.pages):
             self._write(hold, group, 0, len(pages))
@@ -153,12 +155,12 @@ class RequestPages:
         self._take_routes(req)
         if req.lost is not None:
             cause, num_tokens = req.lost
-            # What the prefix cache has kept of it is not computed again.
+            # KV that is still in the prefix cache is not computed again.
             self.recomputed[cause] += max(0, num_tokens - hold.num_computed)
             req.lost = None
 
     def _restore(self, req: Req) -> None:
-        """Bring KV back from host memory, but for pages that are cached."""
+        """Copy KV back from host memory, except for pages that are cached."""
         kv, parked = req.hold, req.parked
         if parked is None:
             return
@@ -191,7 +193,7 @@ class RequestPages:
         return self._match(req, num_pages * self.page_size)
 
     def _take_routes(self, req: Req) -> None:
-        """The experts of the cached tokens that a request begins with."""
+        """Give a request the experts of the cached tokens that it begins with."""
         if self.routes is None:
             return
         lease = req.hold.lease
@@ -203,7 +205,7 @@ class RequestPages:
     # -------------------------------------------------------------------------------------------- states
 
     def _begin_state(self, req: Req, states: Checkpoints) -> None:
-        """A request begins behind the state of its prefix, or of what it has in host memory."""
+        """Have the next pass copy the state of a cached prefix, unless the host has a later state."""
         kv = req.hold
         num_parked = 0 if req.parked is None else req.parked.num_computed
         if kv.lease.checkpoint is not None and len(kv.lease) * self.page_size >= num_parked:
@@ -214,7 +216,7 @@ class RequestPages:
             kv.ends = tuple(end * self.page_size for end in sorted({kv.lease.num_common, last}))
 
     def up_to_checkpoint(self, req: Req, num_new: int) -> int:
-        """How many of `num_new` tokens a pass may compute, so that it ends where a state is to be kept."""
+        """`num_new`, cut so that the pass ends at the next token after which the state is kept."""
         kv, states = req.hold, self.states
         if states is None or not self.cache.is_enabled:
             return num_new
@@ -225,7 +227,10 @@ class RequestPages:
     def state_copies(
         self, requests: Sequence[Req], ends_R: NDArray[np.int64]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Copies of states, (slot, target), before a pass that ends at these tokens, and after it."""
+        """The state copies (slot, target slot) before and after a pass that ends at these tokens.
+
+        Copies after it are checkpoints: of requests that end at a page boundary where the state is kept.
+        """
         states = self.states
         assert states is not None
         before, self._copies, after = self._copies, [], []
@@ -242,14 +247,14 @@ class RequestPages:
         return before, after
 
     def state_slots(self, requests: Sequence[Req]) -> list[int]:
-        """The slots that hold something, with those of these running requests."""
+        """The state slots in use: of the prefix cache, and of these running requests."""
         assert self.states is not None
         holds = [req.hold for req in requests]
         pending = [slot for kv in holds for slot in kv.checkpoints.values()]
         return [*self.states.attached, *(kv.row for kv in holds if kv.num_computed), *pending]
 
     def drop_checkpoints(self, requests: Sequence[Req]) -> None:
-        """The contents of all checkpoints will be lost, of those too that these running requests hold."""
+        """Give up all checkpoints, also those that these running requests hold."""
         assert self.states is not None
         self.states.detach_all()
         for kv in [req.hold for req in requests]:
@@ -258,9 +263,10 @@ class RequestPages:
             kv.checkpoints.clear()
 
     def _attach_checkpoints(self, kv: KVHold, starts: Sequence[tuple[Commit, int]], first_page: int) -> None:
-        """Hand checkpoints to the prefix cache with the pages before them.
+        """Hand checkpoints to the prefix cache. Those that it does not want are given back.
 
-        Those from `first_page` on the request computed itself. What the cache does not want nobody needs.
+        Args:
+            first_page: the first page that the request computed itself.
         """
         assert self.states is not None
         for end, slot in [item for item in kv.checkpoints.items() if item[0] <= kv.num_computed]:
@@ -276,17 +282,17 @@ class RequestPages:
     # ------------------------------------------------------------------------------------------ in between
 
     def next_key(self, req: Req, lease: PrefixLease) -> tuple[object, ...]:
-        """What identifies the first page that a request computes itself, behind those of its lease."""
+        """A key of the first page that a request computes itself, after the pages of its lease."""
         start = len(lease) * self.page_size
         return (start, req.cache_namespace, *req.tokens(start, min(start + self.page_size, req.num_tokens)))
 
     def held(self, req: Req, end: int | None = None) -> list[int]:
-        """All pages of a running request, one group after the other; or those of each before `end`."""
+        """The pages of a running request, group by group; up to page `end` of each if it is given."""
         kv = req.hold
         return [page for pages, first in zip(kv.pages, kv.firsts, strict=True) for page in pages[first:end]]
 
     def computed(self, req: Req) -> list[int]:
-        """The pages that hold KV of a running request, one group after the other, then those of its state."""
+        """The pages that hold computed KV of a running request, group by group, then those of its state."""
         kv = req.hold
         pages = self.held(req, -(-kv.num_computed // self.page_size))
         if self.states is not None and kv.num_computed:
@@ -294,13 +300,13 @@ class RequestPages:
         return pages
 
     def prefill_starts(self, req: Req) -> list[tuple[str, int]]:
-        """Each version behind the KV of its prompt, with the token from which on it is that."""
+        """(version, first token) per span of the prompt's KV."""
         kv = req.hold
         starts = self.versions.prefill_starts(kv.lease.runs, kv.commit_starts, self.page_size)
         return [(version, start) for version, start in starts if start < len(req.spec.prompt_ids)]
 
     def relocate(self, kv: KVHold, target_of: Mapping[int, int]) -> None:
-        """Some of a request's pages have moved to others."""
+        """Note that pages of a request have moved. `target_of`: old page → new page."""
         kv.pages = [[target_of.get(page, page) for page in pages] for pages in kv.pages]
         kv.lease.relocate(target_of)
         for group, pages in enumerate(kv.pages):
@@ -339,7 +345,8 @@ class RequestPages:
         return (*namespace, str(self.commit.number)) if self._is_by_version(req) else namespace
 
     def _is_by_version(self, req: Req) -> bool:
-        """Whether it shares KV of the same weights only. One that wants new KV must not find the old."""
+        """Whether the request shares KV only within one commit. "recompute" implies that: after an update
+        the request must not find its old KV in the cache."""
         return self.cache_by_version or req.given.contract.on_update == "recompute"
 
     # ------------------------------------------------------------------------------------------ giving back
@@ -348,7 +355,7 @@ class RequestPages:
         """A running request gives up its KV.
 
         Args:
-            publish: leave it to the prefix cache, as far as that wants it.
+            publish: offer it to the prefix cache.
         """
         kv = req.hold
         if publish:
@@ -365,10 +372,10 @@ class RequestPages:
         req.kv = None
 
     def park(self, req: Req, slots: list[int]) -> None:
-        """A running request's KV has been copied to these slots; its pages are still to be released.
+        """Note that a running request's KV was copied to host memory. Its pages are not released yet.
 
         Args:
-            slots: of the pages that are `computed`.
+            slots: of the page store, one for each page of `computed`.
         """
         kv = req.hold
         starts = self.versions.spans(kv.lease.runs, kv.commit_starts, self.page_size)
@@ -388,13 +395,13 @@ class RequestPages:
         )
 
     def note_lost(self, req: Req, cause: RetractCause) -> None:
-        """A request is about to give up what was computed for it."""
+        """Note that a request is about to lose its KV, and why."""
         held = req.kv or req.parked
         if held is not None:
             req.lost = (cause, held.num_computed)
 
     def tokens_by_version(self, requests: Sequence[Req]) -> dict[str, int]:
-        """KV tokens of running requests by the version that computed them; of a page of two, the newer."""
+        """KV tokens of running requests by weight version. A page of two versions counts as the newer."""
         tokens: Counter[str] = Counter()
         holds = [req.hold for req in requests]
         ends = self.rows.computed[[kv.row for kv in holds]].tolist()
@@ -407,7 +414,7 @@ class RequestPages:
         return dict(tokens)
 
     def drop_parked(self, req: Req) -> None:
-        """What a request has in host memory, if anything, is of no use any more."""
+        """Drop a request's KV in host memory, if it has any."""
         if req.parked is not None:
             for slots in (*req.parked.slots, req.parked.state):
                 self.page_store.drop(slots)

@@ -1,4 +1,4 @@
-"""Which experts each token went through: kept per request as passes tell it, and per cached page for others.
+"""Which experts each token took: recorded per request, and per cached page for requests that reuse it.
 
 Shapes: T tokens, L hidden layers, K experts per token. Source: wire_vllm section 6.1.
 """
@@ -15,11 +15,11 @@ from ebbtide.srt.model_executor.batch_plan import Routes
 
 
 class RouteRows:
-    """The rows of one request's tokens, from the first on; a token keeps the row of its first pass.
+    """The experts of one request's tokens, one row per token. A token keeps the row of its first pass.
 
     Attributes:
-        end: tokens with a row.
-        known_from: rows before this one are not known: their KV was cached without any.
+        end: number of rows.
+        known_from: rows before this one are zeros: their KV came from the cache without experts.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class RouteRows:
         self._pieces: list[Routes] = []
 
     def add(self, start: int, rows_TLK: Routes) -> None:
-        """The rows of the tokens from `start` on."""
+        """Add the rows of the tokens from `start` on; rows that exist already stay."""
         if start > self.end:
             self._pieces.append(np.zeros((start - self.end, *rows_TLK.shape[1:]), dtype=rows_TLK.dtype))
             self.known_from = self.end = start
@@ -38,15 +38,17 @@ class RouteRows:
             self.end += len(new)
 
     def between(self, start: int, end: int) -> Routes:
-        """The rows of tokens [start, end), those that there are."""
+        """The rows of tokens [start, end), as far as they exist."""
         if len(self._pieces) > 1:
             self._pieces = [np.concatenate(self._pieces)]
         return self._pieces[0][start:end]
 
 
 class PageRoutes:
-    """The rows behind cached pages. A page is known by what it holds: one that was moved, or taken for other
-    tokens, has no rows, and whoever wants them computes it again.
+    """The rows of cached pages, each kept with a hash of the page's tokens and its label.
+
+    If a page was moved, or reused for other tokens, its rows are not found: a request that wants them
+    computes the page again.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -56,7 +58,7 @@ class PageRoutes:
     def keep(
         self, tokens: Sequence[int], pages: Sequence[int], runs: Runs, rows: RouteRows, label: int
     ) -> None:
-        """Keep the rows of a request's published pages that were computed under `label`."""
+        """Keep the rows of a request's published pages with this label."""
         labels = _labels(runs)
         for index, tag in enumerate(self._tags(tokens[: len(labels) * self._page_size])):
             start = index * self._page_size
@@ -68,7 +70,7 @@ class PageRoutes:
                 self._of_page[pages[index]] = (tag, label, own)
 
     def found(self, tokens: Sequence[int], pages: Sequence[int], runs: Runs) -> list[Routes | None]:
-        """The rows of each page that a request begins with; None where they are not known."""
+        """The rows of each page that a request begins with; None for pages without."""
         labels = _labels(runs)
         tags = self._tags(tokens[: len(pages) * self._page_size])
         return [
@@ -81,7 +83,7 @@ class PageRoutes:
         return kept is not None and kept[:2] == (tag, label)
 
     def _tags(self, tokens: Sequence[int]) -> list[int]:
-        """Per page a number that stands for its tokens and all before them."""
+        """One hash per page, of its tokens and all tokens before them."""
         bounds = range(0, len(tokens) + 1, self._page_size)
         tags: list[int] = []
         for start, end in pairwise(bounds):
@@ -90,7 +92,7 @@ class PageRoutes:
 
 
 def num_usable(found: Sequence[Routes | None], first_page: int) -> int:
-    """How many pages a request may begin with that wants the rows from `first_page` on."""
+    """How many cached pages a request can use if it wants the rows from `first_page` on."""
     return next(
         (index for index, rows in enumerate(found) if index >= first_page and rows is None), len(found)
     )

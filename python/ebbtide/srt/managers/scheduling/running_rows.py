@@ -1,7 +1,7 @@
-"""What every step reads and changes of all running requests: columns of numbers, by row of the page table.
+"""The numbers that every step reads and changes, as one column each, indexed by page-table row.
 
-A step looks at thousands of requests. As columns they cost it a few operations on arrays; an object for each
-would cost more than the forward pass.
+A step handles thousands of requests. With columns that takes a few array operations; a loop over objects
+would take longer than the forward pass.
 
 Shapes: R requests of a batch; of logprobs P requests, N tokens, W numbers for a token.
 """
@@ -23,17 +23,17 @@ from ebbtide.srt.model_executor.batch_plan import SAMPLED_BEFORE, BatchPlan, Log
 Column = NDArray[np.int64]
 
 PLAIN_STREAM, OTHER_STREAM = 1, 2
-# Numbers that a row of `OutputLogprobs` has room for: with the 20 most likely tokens, those of 24.
+# Numbers per row of `OutputLogprobs`: enough for 24 tokens with the 20 most likely alternatives each.
 ROW_LEN: Final = 1024
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One forward pass: the plan for the runner, the requests behind its rows, and those that it starts.
+    """One forward pass: the plan for the runner, its requests, and those that it admits.
 
     Attributes:
-        serials_R: of the holds of KV when the step was planned. Where another holds the row by the time the
-            step has run the request was ended or retracted meanwhile: its part counts for nothing.
+        serials_R: `RunningRows.serial` of each request's row when the step was planned. If the row has
+            another one when the step has run, the request was ended or retracted: its result is dropped.
     """
 
     requests: list[Req]
@@ -43,27 +43,26 @@ class ScheduledBatch:
 
 
 class RunningRows(KVCounts):
-    """Columns by page-table row; what stands in rows that nobody holds means nothing.
+    """Columns by page-table row. Entries of unused rows mean nothing.
 
     Attributes:
-        serial: of who holds the row: no two holds ever have the same. 0: nobody.
+        serial: number of the request's stay in the row, never used twice; 0: the row is unused.
         num_prompt: tokens of the prompt.
         planned: tokens that are known or in flight.
-        limit: tokens with all that may be generated.
+        limit: the most tokens that prompt and output can have.
         capacity: tokens that the pages have room for.
-        last_token: the output token that came last, as long as none is in flight.
-        settled: number of the weight update under which the request was last looked at as a whole; −1 as long
-            as its prefill goes on. See `OutputProcessor.commit`.
-        is_followed: 1 where every token is looked at: it has stop strings, or a grammar.
-        stream_kind: `PLAIN_STREAM`, each token is sent at once, with its logprobs at most; `OTHER_STREAM`; 0.
-        logprob_kind: the same for all that ask for as many logprobs of the most likely tokens, and of named
-            ids; 0: for none, not even the tokens' own.
-        output_interval: after how many tokens an output is sent.
-        next_output: tokens with which the next one is.
+        last_token: id of the last output token, if none is in flight.
+        settled: number of the commit under which `OutputProcessor` last handled the request as an object; −1:
+            it is in prefill, or runs on another adapter than before.
+        is_followed: 1 if every token must be inspected: there are stop strings or a grammar.
+        stream_kind: `PLAIN_STREAM`: each token is sent at once, with logprobs at most; `OTHER_STREAM`; or 0.
+        logprob_kind: a number that stands for how many top logprobs and named ids are wanted; 0: no logprobs.
+        output_interval: output tokens between two outputs; 0: one output at the end.
+        next_output: the total of tokens at which the next output is due.
         num_routed: tokens whose experts were given with the request.
-        needs_ids: 1 where the next token depends on the ids of all before it.
-        adapter_slot: of its adapter; -1: it has none.
-        logprobs: of output tokens that were not sent on yet.
+        needs_ids: 1 if the next token depends on the ids of all tokens before it.
+        adapter_slot: slot of its adapter; −1: it has none.
+        logprobs: of output tokens that were not sent yet.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -82,7 +81,7 @@ class RunningRows(KVCounts):
         self._num_opened = 0
 
     def open(self, row: int, req: Req, *, num_computed: int, num_pages_tokens: int) -> None:
-        """A request begins to hold a row. `num_pages_tokens`: what its pages have room for."""
+        """Give a row to a request. `num_pages_tokens`: tokens that its pages have room for."""
         self._num_opened += 1
         spec = req.spec
         self.serial[row] = self._num_opened
@@ -100,14 +99,14 @@ class RunningRows(KVCounts):
         logprobs = spec.logprobs
         self.logprob_kind[row] = 0 if logprobs is None else (1 + logprobs.top << 32) + len(logprobs.token_ids)
         self.output_interval[row] = req.stream_interval or 0
-        # The first token goes out at once.
+        # The first token is sent at once.
         num_sent = len(spec.prompt_ids) + req.num_emitted
         self.next_output[row] = num_sent + self.output_interval[row] if req.has_started_output else 0
         self.num_routed[row] = 0 if req.given_routes is None else len(req.given_routes)
         self.set_adapter(row, req)
 
     def set_adapter(self, row: int, req: Req) -> None:
-        """A request runs on its adapter from the next step on, which begins a span of its output."""
+        """Run the request on its adapter from the next step on; a new span of its output begins there."""
         slot = -1 if req.adapter is None else req.adapter.slot
         assert slot is not None, "a request runs on an adapter that no pass can read"
         self.adapter_slot[row], self.settled[row] = slot, -1
@@ -116,34 +115,34 @@ class RunningRows(KVCounts):
         self.serial[row] = 0
 
     def missing(self, rows_R: Column) -> Column:
-        """Tokens whose KV no step computes yet; none where every output token is out or in flight."""
+        """Tokens whose KV is neither computed nor in flight; 0 if the last output token is in flight."""
         planned_R = self.planned[rows_R]
         is_done_R = (self.in_flight[rows_R] > 0) & (planned_R >= self.limit[rows_R])
         return np.where(is_done_R, 0, planned_R - self.launched[rows_R])
 
     def short_of_pages(self, rows_R: Column) -> list[int]:
-        """Which of these need another page for their next token, as indices."""
+        """Indices of the rows that need another page for their next token."""
         is_full_R = self.launched[rows_R] >= self.capacity[rows_R]
         found: list[int] = np.flatnonzero(is_full_R & (self.missing(rows_R) > 0)).tolist()
         return found
 
     def wait_for_ids(self, rows_R: Column) -> bool:
-        """Whether the next token of any depends on the ids of those in flight."""
+        """Whether the next token of any row depends on ids that are in flight."""
         return bool((self.in_flight[rows_R] * self.needs_ids[rows_R]).any())
 
     def is_decoding(self, rows_R: Column) -> NDArray[np.bool_]:
-        """Whether nothing but the last output token is to be computed."""
+        """Whether only the last output token of each row is left to compute."""
         known_R = self.planned[rows_R] - self.in_flight[rows_R]
         is_last_R: NDArray[np.bool_] = known_R - self.computed[rows_R] == 1
         return is_last_R & (known_R > self.num_prompt[rows_R])
 
     def num_streamed(self, rows_R: Column) -> int:
-        """How many of these are streamed: see `Req.is_streamed`."""
+        """How many of the rows are streamed, as `Req.is_streamed` says."""
         interval_R = self.output_interval[rows_R]
         return int(((interval_R > 0) & (interval_R <= LONGEST_STREAM_INTERVAL)).sum())
 
     def num_to_come(self, rows_R: Column, window: int | None = None) -> int:
-        """Output tokens that these may still generate, together; each within its first `window` tokens."""
+        """The sum of output tokens that may still come, each row within its first `window` tokens."""
         known_R = self.planned[rows_R] - self.in_flight[rows_R]
         limit_R = self.limit[rows_R]
         if window is not None:
@@ -151,7 +150,7 @@ class RunningRows(KVCounts):
         return int((limit_R - known_R).sum())
 
     def plan(self, requests: Sequence[Req], rows_R: Column, num_new_R: Column) -> BatchPlan:
-        """The plan of a batch; from here on it counts as launched."""
+        """Make the plan of a batch, which counts as launched from here on."""
         starts_R, planned_R = self.launched[rows_R], self.planned[rows_R]
         in_flight_R, num_prompt_R = self.in_flight[rows_R], self.num_prompt[rows_R]
         ends_R = starts_R + num_new_R
@@ -175,7 +174,7 @@ class RunningRows(KVCounts):
         return plan
 
     def undo(self, plan: BatchPlan) -> None:
-        """The batch planned last counts as launched no more."""
+        """Take back the plan that was made last."""
         self.launched[plan.page_rows_R] -= plan.num_new_R
         self.planned[plan.page_rows_R] -= plan.samples_R
         self.in_flight[plan.page_rows_R] -= plan.samples_R
@@ -183,8 +182,7 @@ class RunningRows(KVCounts):
     def _input_ids(
         self, requests: Sequence[Req], rows_R: Column, starts_R: Column, num_new_R: Column
     ) -> NDArray[np.int64]:
-        """The new tokens, one request after the other. Those of a request are on the host, unless it is one
-        in flight."""
+        """The new token ids, request by request; `SAMPLED_BEFORE` for a token that is still in flight."""
         is_last_R = (num_new_R == 1) & (starts_R + 1 == self.planned[rows_R])
         is_output_R = is_last_R & (starts_R >= self.num_prompt[rows_R])
         singles_R = np.where(self.in_flight[rows_R] > 0, SAMPLED_BEFORE, self.last_token[rows_R])
@@ -202,7 +200,7 @@ class RunningRows(KVCounts):
 def _given_routes(
     requests: Sequence[Req], starts_R: Column, ends_R: Column, num_routed_R: Column
 ) -> dict[int, Routes]:
-    """The experts that were given for new tokens, by the number of the request."""
+    """The given experts of new tokens, by index of the request."""
     given: dict[int, Routes] = {}
     for index in np.flatnonzero(starts_R < num_routed_R).tolist():
         rows = requests[index].given_routes
@@ -218,15 +216,16 @@ def _stream_kind(req: Req) -> int:
 
 
 class OutputLogprobs:
-    """Logprobs of output tokens until they are sent: the last ones by row of the page table, others with the
-    request. A step adds those of all requests as one array: a list for each would take longer than all else.
+    """Logprobs of output tokens that were not sent yet: the latest by row, earlier ones with the request.
 
-    The numbers of a token are its logprob, those of the most likely ones, their ids, and the logprobs of the
-    ids that the request named: side by side, and float32 as the int32 of the same bits.
+    A step adds those of all requests as one array; a list per request would take longer than all the rest.
+
+    Each token has: its logprob, the top logprobs, their ids, and the logprobs of the ids that the request
+    named. They lie side by side as int32; float32 numbers keep their bits.
     """
 
     def __init__(self, num_rows: int) -> None:
-        # Zeros take no memory until something is written there.
+        # Pages of zeros take no memory until they are written to.
         self._numbers = np.zeros((num_rows, ROW_LEN), dtype=np.int32)
         self._num_used = np.zeros(num_rows, dtype=np.int64)
 
@@ -237,10 +236,12 @@ class OutputLogprobs:
         indices_P: NDArray[np.int64],
         rows_P: NDArray[np.int32],
     ) -> None:
-        """One more token of each of the requests with these indices, in these rows.
+        """Add one token for each of P requests that want equally many logprobs.
 
         Args:
-            positions: of those requests alone, as wide as they ask for.
+            positions: logprobs of these P requests, only as many as they want.
+            indices_P: their indices among `requests`.
+            rows_P: their page-table rows.
         """
         columns = [column.view(np.int32) for column in positions.columns if column is not None]
         numbers_PW = np.column_stack(columns)
@@ -258,14 +259,14 @@ class OutputLogprobs:
             self.empty(requests[index])
 
     def empty(self, req: Req) -> None:
-        """A running request takes over what is in its row."""
+        """Move what is in a running request's row to the request."""
         row = req.hold.row
         if self._num_used[row]:
             req.unsent_logprobs.append(self._numbers[row, : self._num_used[row]].tobytes())
             self._num_used[row] = 0
 
     def take(self, req: Req) -> LogprobColumns | None:
-        """All that a request has not sent yet, which is kept no more; None: it asks for none."""
+        """Remove and return all unsent logprobs of a request; None: it wants none."""
         spec = req.spec.logprobs
         if spec is None:
             return None

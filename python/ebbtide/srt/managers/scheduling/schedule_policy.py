@@ -1,6 +1,6 @@
 """Which requests run next, and with which pages. Plain Python: every decision is testable without torch.
 
-Nothing here reads a clock or the device: ranks that get the same messages decide alike.
+Nothing here reads a clock or the device, so ranks that get the same messages make the same decisions.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from ebbtide.srt.config import ScheduleConfig
 
 
-# How many earlier requests the next turn of a conversation may overtake: none waits for ever.
+# How many earlier requests the next turn of a conversation may overtake. It is bounded, so none starves.
 NEXT_TURN_OVERTAKES: Final = 256
-# How many requests that wait for another one's prefix a step passes over at most.
+# How many requests one step may skip because they wait for another request to compute their prefix.
 MAX_DEFERRED: Final = 128
 
 
@@ -39,13 +39,13 @@ MAX_DEFERRED: Final = 128
 class SchedulePolicy:
     """The waiting queue, the running requests, and the pages they share.
 
-    Apart from the queue stand the requests that are held back until another weight version serves.
+    Requests that wait for another weight version are `held`, outside of the queue.
 
-    A batch counts as launched once it is handed out. The next one may be planned before it is committed: the
-    tokens that it samples are then known by number, not by id. Pages that go back while a step in flight
-    still writes to them may be handed out at once, since later steps write after it.
+    A batch counts as launched once `next_batch` has returned it. The next batch may be planned before it is
+    committed: then it is known how many tokens it samples, but not which ids. Pages that are freed while a
+    step in flight still writes to them may be reused at once, since later steps run after it.
 
-    Invariant: the pages that are free, cached, and held by running requests on their own add up to the pool.
+    Invariant: the pages that are free, cached, or held by running requests alone add up to the pool.
     """
 
     config: ScheduleConfig
@@ -62,7 +62,7 @@ class SchedulePolicy:
         self.pass_limit = PassLimit()
         self.waiting = WaitingRequests(config.policy, config.max_running_per_adapter)
         self.running: list[Req] = []
-        # Those that ran until others needed their room: no drain is over before they have come to their ends.
+        # Requests that ran until others needed their pages. A drain waits for them too.
         self.set_back: set[Req] = set()
         self._versions = ServedVersions("")
         self._rows_R: NDArray[np.int64] | None = None
@@ -80,15 +80,15 @@ class SchedulePolicy:
 
     @property
     def longest_pages(self) -> int:
-        """Pages of the longest request that there can be."""
+        """Pages of the longest request that is possible."""
         return int(self.table.array.shape[1]) * self.num_groups
 
     def pages_of(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` of a request fill, in all groups of layers."""
+        """Pages that `num_tokens` of a request take, in all groups of layers together."""
         return -(-num_tokens // self.page_size) * self.num_groups
 
     def tokens_of(self, num_pages: int) -> int:
-        """Tokens that `num_pages` hold, where no window lets any go."""
+        """Tokens that `num_pages` hold, if no sliding window frees any of them."""
         return num_pages * self.page_size // self.num_groups
 
     @property
@@ -97,12 +97,12 @@ class SchedulePolicy:
 
     @property
     def queued(self) -> list[Req]:
-        """The requests that do not run, those that are held back among them."""
+        """All requests that do not run: waiting and held ones."""
         return [*chain.from_iterable(self.waiting.lines.values()), *self.held]
 
     @property
     def live(self) -> list[Req]:
-        """All requests: those that run, and those that do not."""
+        """All requests, running or not."""
         return [*self.running, *self.queued]
 
     def find(self, rid: str) -> Req | None:
@@ -141,13 +141,15 @@ class SchedulePolicy:
             )
 
     def _is_next_turn(self, req: Req) -> bool:
-        """Whether most of its prompt is in the cache: there is little to compute, and an agent waits."""
+        """Whether at least half of the prompt is cached: there is little to compute, and an agent waits."""
         return 2 * len(self.pages.matched(req)) * self.page_size >= req.num_tokens
 
     def serve(self, commit: Commit, *, is_update: bool) -> list[tuple[Req, FinishReason]]:
-        """Other weights serve, or the same ones under another version; returns the requests that this ends.
+        """Note the weights that serve from now on; returns the requests that end with this, and why.
 
-        With an update, what still holds KV of the weights before keeps it, gives it up, or ends, as it asks.
+        Args:
+            is_update: the weights are others, and not the same under another version. A request that has KV
+                of the former weights then keeps it, gives it up, or ends, as its contract says.
         """
         self.pages.commit = commit
         self._versions.note(commit.version, is_update=is_update)
@@ -167,7 +169,7 @@ class SchedulePolicy:
         return ended
 
     def finish(self, requests: Sequence[Req]) -> None:
-        """Requests end, wherever they stand. The prefix cache gets of their KV what it wants."""
+        """End requests, in any phase. The prefix cache takes over what it wants of their KV."""
         for req in requests:
             match req.phase:
                 case Phase.HELD:
@@ -192,9 +194,9 @@ class SchedulePolicy:
             self.adapters.stop(req.adapter)
 
     def retract_all(self, cause: RetractCause) -> int:
-        """Running requests give up their KV and wait again, ahead of all others. Returns how many.
+        """Take the KV of all requests away, also in host memory; returns how many had any.
 
-        So do those that wait with KV in host memory.
+        They wait again, ahead of all others.
         """
         retracted = [req for req in self.queued if req.parked is not None] + self.running
         for req in retracted:
@@ -203,15 +205,15 @@ class SchedulePolicy:
         return len(retracted)
 
     def give_up_kv(self, req: Req) -> None:
-        """What a request has of KV was computed by weights that serve no more."""
+        """Drop a request's KV: it was computed by weights that no longer serve."""
         if req.has_kv:
             self.retract(req, RetractCause.UPDATE)
 
     def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
-        """What can be kept of the pool in `max_pages`; nothing changes yet.
+        """Choose what of the pool is kept in `max_pages` of host memory. Nothing changes yet.
 
         Args:
-            with_cache: keep the prefix cache too, if all of it has room beside the requests.
+            with_cache: keep the prefix cache too, if all of it fits beside the requests.
         """
         rids: set[str] = set()
         pages: set[int] = set()
@@ -230,7 +232,7 @@ class SchedulePolicy:
         return ParkingPlan(frozenset(rids), sorted(held if keeps_cache else pages), keeps_cache)
 
     def park(self, plan: ParkingPlan) -> int:
-        """Let go of all KV but that of the plan; returns how many requests were retracted."""
+        """Drop all KV but that of the plan; returns how many requests were retracted."""
         retracted = [req for req in self.running if req.rid not in plan.rids]
         for req in retracted:
             self.retract(req, RetractCause.RELEASE)
@@ -242,25 +244,25 @@ class SchedulePolicy:
         return len(retracted)
 
     def park_request(self, req: Req, slots: list[int]) -> None:
-        """Take a running request's pages away: what they hold has been copied to these slots of the store.
+        """Take the pages of a running request, whose contents were copied to these slots of the page store.
 
-        When it is admitted again it goes on from there.
+        When the request is admitted again, it goes on from the copy.
         """
         self.pages.park(req, slots)
         self._leave(req)
         self._enqueue(req)
 
     def relocate(self, target_of: Mapping[int, int]) -> None:
-        """Pages have moved to others that are free: requests and the prefix cache have them there."""
+        """Note that the contents of pages have moved to free ones. `target_of`: old page → new page."""
         self.allocator.move(target_of)
         self.cache.relocate(target_of)
         for req in self.running:
             self.pages.relocate(req.hold, target_of)
 
     def borrow_pages(self, num_pages: int) -> list[int] | None:
-        """Pages for what is no request, to be freed by the caller; None: the pool has too few.
+        """Pages for something else than a request; the caller frees them. None: the pool has too few.
 
-        Where too few are free the youngest requests that run give up theirs.
+        If too few are free, the youngest running requests are retracted.
         """
         while (pages := self.pages.allocate(num_pages)) is None and self.running:
             self._reserve.note_retraction()
@@ -269,11 +271,11 @@ class SchedulePolicy:
 
     @property
     def holds_kv(self) -> bool:
-        """Whether KV of any token is in the pool, or parked beside it."""
+        """Whether there is KV of any token, in the pool or in host memory."""
         return bool(self.allocator.held) or any(req.parked is not None for req in self.queued)
 
     def flush_cache(self) -> int:
-        """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
+        """Empty the prefix cache, except for what running requests use; returns the tokens freed."""
         return self.tokens_of(self.cache.flush())
 
     # ------------------------------------------------------------------------------------------- batches
@@ -281,8 +283,8 @@ class SchedulePolicy:
     def next_batch(self) -> ScheduledBatch | None:
         """The next forward pass: a token for every decoding request, and chunks of prompts up to the limits.
 
-        Retracts the youngest running requests while the pool has no page for an older one's next token, so
-        the oldest always gets on. None: there is nothing to run, or nothing before the step in flight is
+        Retracts the youngest running requests while the pool has no page for the next token of an older one,
+        so the oldest always makes progress. None: nothing can run, or not before the step in flight is
         committed.
         """
         if not self.has_work or self._must_commit_first() or not self._grow_running():
@@ -293,7 +295,7 @@ class SchedulePolicy:
             upcoming = [req for req in upcoming if req in self.set_back]
         rows_R = self._running_rows()
         missing_R = self.rows.missing(rows_R)
-        # Rows of one token come first, so that those of a kind lie together.
+        # Decode rows (one token) come first, so that kernels find rows of a kind side by side.
         decoding = np.flatnonzero(missing_R == 1)[: self.pass_limit.num_tokens]
         requests = [self.running[index] for index in decoding.tolist()]
         prefilling = [self.running[index] for index in np.flatnonzero(missing_R > 1).tolist()]
@@ -325,20 +327,20 @@ class SchedulePolicy:
         return ScheduledBatch(requests, self.rows.serial[batch_rows_R], plan, admitted)
 
     def note_committed(self) -> None:
-        """The oldest batch in flight has run."""
+        """Note that the oldest batch in flight has run."""
         self._num_in_flight -= 1
 
     def undo(self, batch: ScheduledBatch) -> None:
-        """The only batch in flight found too little memory: it counts for nothing, the next is smaller."""
+        """Take back the only batch in flight, which found too little memory. The next one is smaller."""
         self.note_committed()
         self.rows.undo(batch.plan)
         self.pass_limit.note_failed(batch.plan.num_new_R, batch.requests[0].arrival)
-        # States have changed in some layers, and would change twice.
+        # Some layers have updated their recurrent states already; a second run would update them twice.
         for req in [] if self.pages.states is None else list(self.running):
             self.retract(req, RetractCause.MEMORY)
 
     def note_computed(self, req: Req) -> None:
-        """A step has computed more of its KV. A complete prompt is shared at once."""
+        """Note that a step has computed more KV of a request. A complete prompt is published at once."""
         kv = req.hold
         if kv.is_prefilled:
             return
@@ -423,18 +425,18 @@ class SchedulePolicy:
         return req.adapter is None or self.adapters.admits(req.adapter)
 
     def _is_computed(self, req: Req, lease: PrefixLease, prefilling: set[tuple[object, ...]]) -> bool:
-        """Whether another request just computes its next page. It waits for that: a group of samples of one
-        prompt prefills it once."""
+        """Whether another request is computing the page that this one needs next. It waits for that page, so
+        the samples of one prompt prefill it once."""
         end = (len(lease) + 1) * self.page_size
         can_share = self.cache.is_enabled and req.parked is None and end <= req.reusable_tokens
         return can_share and self.pages.next_key(req, lease) in prefilling
 
     def _take_pages(self, req: Req, lease: PrefixLease, num_to_come: int) -> KVHold | None:
-        """Pages for all tokens of a waiting request: cached ones first, then free ones. None: no room.
+        """Take pages for all tokens of a waiting request: cached ones, then free ones. None: no room.
 
         Args:
-            num_to_come: tokens that running requests may still generate, counted in each group of layers: in
-                one with a window, until that is full.
+            num_to_come: tokens that running requests may still generate, summed over the groups of layers. In
+                a group with a sliding window they count until the window is full.
         """
         num_pages = -(-req.num_tokens // self.page_size)
         num_needed = (num_pages - len(lease)) * self.num_groups
@@ -452,7 +454,7 @@ class SchedulePolicy:
     # --------------------------------------------------------------------------------------------- pages
 
     def retract(self, req: Req, cause: RetractCause) -> None:
-        """Take a request's KV away, in host memory too; admitted again, it re-prefills prompt and output."""
+        """Drop a request's KV, also in host memory. Admitted again, it prefills prompt and output anew."""
         self.pages.note_lost(req, cause)
         if req.phase is Phase.RUNNING:
             self._leave(req)

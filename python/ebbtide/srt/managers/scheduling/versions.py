@@ -1,4 +1,4 @@
-"""Versions of the weights: of which weights the KV is, and which ones a request asks for.
+"""Versions of the weights: which ones computed the KV, and which ones a request asks for.
 
 Source: control_semantics section 2, "What a request may ask for".
 """
@@ -14,11 +14,11 @@ from ebbtide.srt.managers.wire.generation import FinishReason, VersionContract
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Weights that serve, or have served: several commits may go by one version.
+    """Weights that serve or have served. Several commits may have the same version.
 
     Attributes:
-        number: another one for each commit.
-        version: the name that clients gave it.
+        number: unique.
+        version: the name that clients gave the weights.
     """
 
     number: int
@@ -28,8 +28,8 @@ class Commit:
 class KVVersions:
     """Turns sets of commits into the integer labels of cached pages, and back.
 
-    Most pages are computed by the weights of one commit. A page that was being filled when weights were
-    swapped under a running request has two, or more.
+    Most pages were computed by one commit. A page that was partly filled when weights changed under a running
+    request has two or more.
     """
 
     def __init__(self) -> None:
@@ -43,11 +43,11 @@ class KVVersions:
     def spans(
         self, cached: Sequence[tuple[int, int]], computed: Sequence[tuple[Commit, int]], page_size: int
     ) -> list[tuple[Commit, int]]:
-        """(commit, first token) per span of all of a request's KV. Those of one page's begin together.
+        """(commit, first token) per span of all of a request's KV. Commits of one page begin together.
 
         Args:
-            cached: (label, end page) per run of pages of the prefix cache.
-            computed: (commit, first token) per span that the request has computed.
+            cached: (label, end page) per run of cached pages.
+            computed: (commit, first token) per span that the request computed itself.
         """
         starts: list[tuple[Commit, int]] = []
         own_start = computed[0][1] if computed else None
@@ -60,7 +60,7 @@ class KVVersions:
 
     @staticmethod
     def behind(starts: Sequence[tuple[Commit, int]], first_token: int) -> list[tuple[Commit, int]]:
-        """The spans as they are from `first_token` on."""
+        """The spans of the KV from `first_token` on."""
         reached = max((start for _, start in starts if start <= first_token), default=first_token)
         return [(commit, max(start, first_token)) for commit, start in starts if start >= reached]
 
@@ -69,7 +69,7 @@ class KVVersions:
     ) -> list[tuple[str, int]]:
         """(version, first token) per span of a prompt's KV; arguments as in `spans`.
 
-        A page of two commits counts as the older one's.
+        A page of two commits counts as the older one.
         """
         starts: list[tuple[str, int]] = []
         last_start = -1
@@ -82,11 +82,11 @@ class KVVersions:
     def runs(
         self, starts: Sequence[tuple[Commit, int]], first_page: int, end_page: int, page_size: int
     ) -> Iterator[tuple[int, int]]:
-        """Pages [first_page, end_page) as runs of one label each: yields (label, end of the run).
+        """Cut pages [first_page, end_page) into runs of one label each; yields (label, end page of the run).
 
         Args:
-            starts: (commit, first token) per span of the KV, ascending; a span reaches to the next one. Of
-                spans that begin together each commit may have computed any part.
+            starts: (commit, first token) per span of the KV, ascending; a span reaches to the next one. If
+                spans begin at the same token, each of their commits may have computed any part.
         """
         page = first_page
         while page < end_page:
@@ -96,7 +96,7 @@ class KVVersions:
     def _run(
         self, starts: Sequence[tuple[Commit, int]], page: int, end_page: int, page_size: int
     ) -> tuple[int, int]:
-        """The label of `page`, and where the run of pages that share it ends."""
+        """The label of `page`, and the end of the run of pages that have the same."""
         inside: list[Commit] = []
         inside_from = -1
         for commit, start in starts:
@@ -118,7 +118,7 @@ class KVVersions:
 
 
 class Standing(Enum):
-    """How a contract stands to the weights that serve now."""
+    """Whether the serving weights are what a contract asks for."""
 
     HOLDS = auto()
     NOT_YET = auto()
@@ -126,13 +126,13 @@ class Standing(Enum):
 
 
 class ServedVersions:
-    """The versions that have served so far, and which of two comes first.
+    """The versions that have served so far, and their order.
 
-    Whole numbers are ordered as such. Of other versions one comes before those that served after it.
+    Whole numbers are ordered by value. Any other version comes before those that served after it.
 
     Attributes:
-        current: serves now.
-        num_updates: that were committed so far.
+        current: the version that serves.
+        num_updates: updates committed so far.
     """
 
     def __init__(self, version: str) -> None:
@@ -141,7 +141,7 @@ class ServedVersions:
         self._served = {version}
 
     def note(self, version: str, *, is_update: bool) -> None:
-        """This version serves from now on; of other weights, if `is_update`."""
+        """Note that this version serves from now on. `is_update`: it is of other weights."""
         self.current = version
         self.num_updates += is_update
         self._served.add(version)
@@ -149,11 +149,11 @@ class ServedVersions:
     def why_ended(
         self, contract: VersionContract, first_update: int | None, *, loses_kv: bool
     ) -> FinishReason | None:
-        """Why a request ends with the weights that serve now; None: it goes on.
+        """Why a request ends because of the weights that serve now; None: it goes on.
 
         Args:
-            first_update: `num_updates` when it began to run; None: it has not.
-            loses_kv: whether it has KV of the weights before an update.
+            first_update: `num_updates` when the request began to run; None: it has not.
+            loses_kv: whether it has KV of the weights before this update.
         """
         has_passed = self.standing(contract) is Standing.PASSED
         if first_update is None:
@@ -169,11 +169,11 @@ class ServedVersions:
         return None
 
     def why_passed(self, contract: VersionContract) -> str:
-        """The message for a request whose exact version serves no more."""
+        """The message for a request whose exact version no longer serves."""
         return f"exact_weight_version: {contract.exact_version!r} has passed, {self.current!r} serves"
 
     def standing(self, contract: VersionContract) -> Standing:
-        """Whether a request of this contract may begin now, later, or never."""
+        """Whether a request with this contract may begin now, later, or never."""
         exact, minimum = contract.exact_version, contract.min_version
         if exact is not None and exact != self.current:
             is_past = exact in self._served or self._is_before(exact, self.current)
