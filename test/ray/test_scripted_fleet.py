@@ -111,9 +111,13 @@ class ScriptedEngine:
                     "num_retractions": 0,
                     "weight_versions": [{"version": self.version, "start": 0, "end": number + 1}],
                     "kv_weight_versions": [self.version],
+                    "lora_versions": [{"version": self.version, "start": 0, "end": number + 1}],
                     "output_token_logprobs": [(-0.5, ids[-1] + number + 1, None)],
+                    "output_top_logprobs": [[(-0.5, ids[-1] + number + 1, None)]],
                 },
             }
+        if limit == self.dies_after:
+            raise self.die()
 
     async def answer(self, fields: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(("generate", fields))
@@ -278,24 +282,36 @@ def first_engine(fleet: ScriptedFleet) -> ScriptedEngine:
 def test_another_replica_goes_on_behind_what_was_given(fleet: ScriptedFleet, stream: bool) -> None:
     first_engine(fleet).dies_after = 2
     fleet.started[1][0].version = "second"
-    answer = generate(fleet, stream=stream, timeout_s=60)
+    answer = generate(fleet, stream=stream, timeout_s=60, return_flat_raw_output_top_logprobs=True)
     answer = list(answer)[-1] if stream else answer
     assert answer["output_ids"] == [4, 5, 6, 7, 8, 9]
     meta = answer["meta_info"]
-    assert meta["weight_versions"] == [
-        {"version": "first", "start": 0, "end": 2},
-        {"version": "second", "start": 2, "end": 6},
-    ]
+    spans = [{"version": "first", "start": 0, "end": 2}, {"version": "second", "start": 2, "end": 6}]
+    assert (meta["weight_versions"], meta["lora_versions"]) == (spans, spans)
     assert meta["kv_weight_versions"] == ["first", "second"]
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["num_moves"]) == (3, 6, 1)
     assert (meta["finish_reason"]["length"], meta["replica"]) == (6, "replica 1")
     assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert meta["output_top_logprobs_shape"] == [6, 1]
+    assert meta["output_top_logprobs_idx_flat"] == answer["output_ids"]
+    assert "output_top_logprobs" not in meta
     first, second = fleet.requests()
     so_far = second["so_far"]
     assert (so_far.rid, so_far.prompt_ids, so_far.output_ids) == (first["rid"], [1, 2, 3], [4, 5])
     assert (so_far.params.max_new_tokens, so_far.params.sampling_seed) == (6, 7)
     assert not {"input_ids", "sampling_params"} & second.keys()
     assert 0 < second["timeout_s"] < 60
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_that_dies_behind_the_end_of_an_answer_takes_nothing_of_it_along(
+    fleet: ScriptedFleet, stream: bool
+) -> None:
+    first_engine(fleet).dies_after = PARAMS["max_new_tokens"]
+    answer = generate(fleet, stream=stream)
+    answer = list(answer)[-1] if stream else answer
+    assert (answer["output_ids"], answer["meta_info"]["num_moves"]) == ([4, 5, 6, 7, 8, 9], 0)
+    assert len(fleet.requests()) == 1
 
 
 @pytest.mark.parametrize(
@@ -322,6 +338,12 @@ def test_a_stream_that_cannot_go_on_ends_with_the_reason(fleet: ScriptedFleet) -
     assert next(stream)["output_ids"] == [4]
     with pytest.raises(EngineError, match=r"replica 0 has died after 2 tokens.*with stop.*killed"):
         list(stream)
+
+
+def test_a_stream_of_several_samples_is_refused(fleet: ScriptedFleet) -> None:
+    with pytest.raises(RequestRejected, match="of one output: ask for each by itself"):
+        generate(fleet, stream=True, params={"n": 2})
+    assert fleet.requests() == []
 
 
 def test_whoever_asks_for_an_error_gets_one(fleet: ScriptedFleet) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ebbtide.srt.managers.api.array_forms import flat_form, flat_top_logprobs
 from ebbtide.srt.managers.api.generate_fields import per_prompt
 from ebbtide.srt.managers.api.generate_request import sampling_params_of
 from ebbtide.srt.sampling_params import TOP_P_IDS, SamplingParams
@@ -27,6 +28,11 @@ CHECKPOINT_TOKENS: Final = 64
 # Lists in `meta_info` that grow by what is new, and those that come once, with the prompt.
 OUTPUT_LISTS: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 INPUT_LISTS: Final = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+# The two fields of a request, and the list, of which `flat_top_logprobs` makes arrays once it is whole.
+FLAT_FIELDS: Final = ("return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64")
+TOP_LIST: Final = "output_top_logprobs"
+# Spans of the output's tokens.
+SPAN_LISTS: Final = ("weight_versions", "lora_versions")
 # Taken from the first replica's work.
 OF_THE_FIRST: Final = (
     *("prompt_tokens", "cached_tokens", "queue_time", "first_token_latency", "prefill_weight_versions"),
@@ -60,7 +66,9 @@ class Continuation:
         fields: of the request; one prompt, one output.
         is_incremental: answers hold what is new alone.
 
-    `num_moves`: how many replicas have died of those that worked on it.
+    Attributes:
+        num_moves: how many replicas have died of those that worked on it.
+        has_ended: whether all of it is there.
     """
 
     def __init__(self, fields: Mapping[str, Any], *, is_incremental: bool = False) -> None:
@@ -71,6 +79,7 @@ class Continuation:
             # Any replica that goes on has to draw as the first one would have.
             self._params = replace(self._params, sampling_seed=random.getrandbits(63))
         self._is_stream = bool(self._fields.pop("stream", False))
+        self._flat_form = flat_form(*(self._fields.pop(name, None) for name in FLAT_FIELDS))
         self._wants_prompt = bool(fields.get("return_prompt_token_ids"))
         self._is_incremental = is_incremental
         self._started_s = time.monotonic()
@@ -79,14 +88,15 @@ class Continuation:
         self._output_ids: list[int] = []
         self._lists: dict[str, list[Any]] = {}
         self._kept: dict[str, Any] = {}
-        self._spans: list[dict[str, Any]] = []
+        self._spans: dict[str, list[dict[str, Any]]] = {}
         self._kv_versions: list[str] = []
         self._num_retractions = 0
         # What the replicas before this one have done.
         self._num_before = 0
-        self._spans_before: list[dict[str, Any]] = []
+        self._spans_before = self._spans
         self._retractions_before = 0
         self.num_moves = 0
+        self.has_ended = False
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +124,7 @@ class Continuation:
         self.num_moves += 1
         if self.obstacle or self._prompt_ids is None:
             self._output_ids, self._text, self._lists = [], None, {}
-            self._spans, self._kv_versions = [], []
+            self._spans, self._kv_versions = {}, []
             self._kept = {}
         self._num_before = len(self._output_ids)
         self._spans_before = self._spans
@@ -163,9 +173,14 @@ class Continuation:
         elif self._num_before == 0:
             # The prompt's own are in the first chunk, what comes at the end in the last.
             self._kept |= {name: meta[name] for name in OF_THE_FIRST if meta.get(name)}
-        self._spans = joined_spans(self._spans_before, meta["weight_versions"], self._num_before)
+        self._spans = {
+            name: joined_spans(self._spans_before.get(name, ()), meta[name], self._num_before)
+            for name in SPAN_LISTS
+            if name in meta
+        }
         self._kv_versions += [one for one in meta["kv_weight_versions"] if one not in self._kv_versions]
         self._num_retractions = self._retractions_before + meta["num_retractions"]
+        self.has_ended = meta["finish_reason"] is not None
 
     def answer(self, chunk: Mapping[str, Any], replica: str) -> dict[str, Any]:
         """The answer as it stands, with this chunk, which came last from this replica."""
@@ -179,10 +194,12 @@ class Continuation:
         meta = {**chunk["meta_info"], **self._kept}
         if not fresh:
             meta |= {name: list(values) for name, values in self._lists.items()}
+        if self._flat_form is not None and TOP_LIST in meta:
+            meta |= flat_top_logprobs(meta.pop(TOP_LIST), self._flat_form)
         meta["completion_tokens"] = len(self._output_ids)
         if "output_token_logprobs_length" in meta:
             meta["output_token_logprobs_length"] = len(self._output_ids)
-        meta["weight_versions"] = self._spans
+        meta |= self._spans
         meta["kv_weight_versions"] = list(self._kv_versions)
         meta["num_retractions"] = self._num_retractions
         meta["replica"], meta["num_moves"] = replica, self.num_moves

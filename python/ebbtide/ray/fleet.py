@@ -21,6 +21,7 @@ from ebbtide.ray.launch import places_of_replicas, rank_as_cause
 from ebbtide.ray.supervisor import Supervisor
 from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError, RequestRejected
+from ebbtide.srt.managers.api.generate_request import sampling_params_of
 from ebbtide.srt.managers.io_struct import AbortReq, ControlRequest, PauseGenerationReqInput, PauseMode
 
 # A replica that does not know a request yet is asked again so soon.
@@ -128,7 +129,7 @@ class RayFleet(RemoteMethods):
             raise RequestRejected(f"on_death: expected continue or error, got {on_death!r}")
         singles, is_list = split_batch(given)
         if given.get("stream"):
-            if is_list:
+            if is_list or sampling_params_of(given.get("sampling_params")).n > 1:
                 raise RequestRejected("a stream through a fleet is of one output: ask for each by itself")
             return self._runner.stream(self._relay(singles[0], on_death, None))
         batch = given.get("rid") if is_list and isinstance(given.get("rid"), str) else None
@@ -190,10 +191,13 @@ class RayFleet(RemoteMethods):
                             async for chunk in chunks:
                                 output.add(chunk)
                                 # An answer holds all of the output: only those are made that are asked for.
-                                if is_stream or chunk["meta_info"]["finish_reason"] is not None:
+                                if is_stream or output.has_ended:
                                     yield output.answer(chunk, replica.name)
                         return
                 except EngineError as error:
+                    if output.has_ended:
+                        # It died before it could say that nothing follows.
+                        return
                     await self._after(replica, error, on_death, output.num_tokens)
                     if is_stream and output.num_tokens and output.obstacle:
                         raise EngineError(
