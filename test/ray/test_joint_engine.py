@@ -10,11 +10,17 @@ from fixtures.payloads import open_payload
 
 from ebbtide.formats.stored_tensor import whole
 from ebbtide.ray import joint_engine
+from ebbtide.ray.actor import EngineActor
+from ebbtide.ray.continuation import OutputSoFar
 from ebbtide.ray.joint_engine import JointEngine, WeightBucket
 from ebbtide.ray.node_loans import NodeLender, NodeLoans
 from ebbtide.srt.config import Place
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.managers.api import ended_outputs
 from ebbtide.srt.managers.io_struct import WeightPiece
+from ebbtide.srt.sampling_params import SamplingParams
+from ebbtide.testing import NullRunner
+from ebbtide.testing.null_engine import NullEngine
 
 PARAMETERS = {
     "embedding": torch.arange(10.0),
@@ -159,3 +165,25 @@ class TestNodes:
         with pytest.raises(RequestRejected, match="no room"):
             loans.encode([("p", torch.ones(1))])
         assert willing.lent == []
+
+
+class NullJointEngine(JointEngine, NullEngine):
+    """One without a model, in real processes."""
+
+
+def test_outputs_that_move_here_at_once_do_not_displace_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended_outputs, "MAX_KEPT", 1)
+    params = SamplingParams(max_new_tokens=6, sampling_seed=3)
+    whole = [NullRunner().token(3, position, 0) for position in range(6)]
+
+    async def go_on(actor: EngineActor, rid: str) -> list[int]:
+        chunks = actor.stream(OutputSoFar(rid, [1, 2], whole[:2], params), {"rid": rid})
+        return [token for chunk in [one async for one in chunks] for token in chunk["output_ids"]]
+
+    async def go_on_all(actor: EngineActor) -> list[list[int]]:
+        return await asyncio.gather(*(go_on(actor, rid) for rid in "abcdef"))
+
+    with NullJointEngine(incremental_streaming_output=True) as engine:
+        actor = EngineActor()
+        actor._engine = engine
+        assert asyncio.run(go_on_all(actor)) == [whole[2:]] * 6

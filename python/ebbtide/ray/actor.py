@@ -148,11 +148,8 @@ class EngineActor:
         self, so_far: OutputSoFar | None, fields: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
         """As `answer`, in chunks, behind an output of another engine; None: from the beginning."""
-        given = {**fields, "stream": True}
-        if so_far is not None:
-            await self._running.adopt(so_far)
-            given["continue_from"] = so_far.rid
-        async for chunk in await self._running._generate(given):
+        engine, given = self._running, {**fields, "stream": True}
+        async for chunk in await (engine._generate(given) if so_far is None else engine.go_on(so_far, given)):
             yield chunk
 
     async def shutdown(self) -> None:

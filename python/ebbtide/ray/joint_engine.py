@@ -198,8 +198,8 @@ class JointEngine(Engine):
         async with self._as_payload(fields, tensors) as sent:
             yield sent
 
-    async def adopt(self, so_far: OutputSoFar) -> None:
-        """Have what another engine has generated be continued here, by `continue_from`."""
+    async def go_on(self, so_far: OutputSoFar, fields: Mapping[str, Any]) -> Any:
+        """As `_generate`, behind what another engine has generated."""
         params = so_far.params
         assert params.sampling_seed is not None, "whoever goes on draws by the same seed"
         request = TokenizedGenerateReqInput(
@@ -210,10 +210,12 @@ class JointEngine(Engine):
             seed=params.sampling_seed,
         )
 
-        async def keep() -> None:
+        async def start() -> Any:
+            # Of a replica that dies come thousands: it is looked up before others displace it.
             self._service.manager.ended.keep(request, so_far.output_ids)
+            return await self._start_or_finish({**fields, "continue_from": so_far.rid})
 
-        await self._runner.run(keep())
+        return await self._runner.run(start())
 
     async def read_weights(self, first_index: int) -> WeightBucket:
         """The parameters from this one on, as many as travel at once.
