@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 from fixtures import scripted_engine
 from fixtures.checkpoints import make_checkpoint
-from fixtures.tokenizers import byte_level
+from fixtures.tokenizers import byte_fallback, byte_level
+from hypothesis import example, given, strategies as st
 
 from ebbtide.srt.config import EngineConfig, resolve
 from ebbtide.srt.managers.detokenizer_manager import (
@@ -23,6 +25,7 @@ from ebbtide.srt.managers.io_struct import (
     RequestStart,
     TokenOutput,
 )
+from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 from ebbtide.srt.server_args import ServerArgs
 
@@ -89,6 +92,22 @@ def test_what_might_have_become_a_stop_string_comes_out_at_the_end() -> None:
 
 def test_half_a_character_comes_out_at_the_end() -> None:
     assert finished(ids("dog🦆")[:-1], FinishReason("length", length=2)) == "dog\ufffd"
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@given(output=st.lists(st.integers(0, 299), min_size=2, max_size=20), cut=st.integers(1, 20))
+@example(output=[*ids("🦆")[:2], EOS], cut=2)
+@example(output=[*byte_fallback().encode("🦆")[1:3], *byte_fallback().encode("a")], cut=2)
+def test_what_goes_on_in_another_engine_has_the_text_of_what_was_not_cut(
+    make: Callable[[], Tokenizer], output: list[int], cut: int
+) -> None:
+    """The first one died, and took along what it held back."""
+    tokenizer, prompt, length = make(), ids("the"), FinishReason("length", length=1)
+    whole, cut = RequestOutput("a", output, finish=length), min(cut, len(output) - 1)
+    begun = OutputText(tokenizer, start()).push(RequestOutput("a", output[:cut]))
+    tails = {"prompt_tail": prompt[max(0, len(prompt) + cut - 8) :], "continued_tail": output[:cut][-8:]}
+    rest = OutputText(tokenizer, start(**tails)).push(RequestOutput("a", output[cut:], finish=length))
+    assert begun + rest == OutputText(tokenizer, start()).push(whole)
 
 
 def test_a_request_that_never_ran_and_one_that_is_unknown_have_no_text() -> None:

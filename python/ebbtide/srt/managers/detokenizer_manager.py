@@ -34,6 +34,8 @@ class OutputText:
             start.skip_special_tokens,
             start.spaces_between_special_tokens,
         )
+        # Sent before, but for half a character at its end.
+        self._detokenizer.push(start.continued_tail)
         self._trimmer = StopTrimmer(start.stop_strings, keep_match=start.no_stop_trim)
 
     def push(self, output: RequestOutput) -> str:

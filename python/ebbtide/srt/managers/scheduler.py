@@ -41,7 +41,7 @@ from ebbtide.srt.managers.scheduling.live_requests import (
 )
 from ebbtide.srt.managers.scheduling.load_meter import LoadMeter
 from ebbtide.srt.managers.scheduling.lockstep import Demand, RankInbox
-from ebbtide.srt.managers.scheduling.output_processor import PROMPT_TAIL, OutputProcessor
+from ebbtide.srt.managers.scheduling.output_processor import TAIL, OutputProcessor
 from ebbtide.srt.managers.scheduling.request import Req
 from ebbtide.srt.managers.scheduling.running_rows import ScheduledBatch
 from ebbtide.srt.managers.scheduling.schedule_policy import SchedulePolicy
@@ -317,7 +317,7 @@ class Scheduler:
             assert self.tokenizer is not None
             detokenizer = IncrementalDetokenizer(
                 self.tokenizer,
-                message.input_ids[-PROMPT_TAIL:],
+                message.input_ids[-TAIL:],
                 params.skip_special_tokens,
                 params.spaces_between_special_tokens,
             )

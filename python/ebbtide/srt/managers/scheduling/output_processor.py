@@ -34,8 +34,8 @@ NOTHING_ALLOWED = FinishReason(
     message="sampling_params: the grammar, bad_words and allowed_token_ids leave no token that may come here",
     status_code=400,
 )
-# Tokens at the prompt's end that the detokenizer gets: enough to decode the first output token after them.
-PROMPT_TAIL = 8
+# Tokens before the output that the detokenizer gets: enough to decode the first output token after them.
+TAIL = 8
 
 
 @dataclass(eq=False)
@@ -290,12 +290,15 @@ class OutputProcessor:
     def _start(self, req: Req) -> RequestStart:
         self._meter.note_started(req)
         params, arrival_s = req.spec.params, req.given.arrival_s
-        num_given = len(req.spec.prompt_ids) + req.num_continued
+        num_prompt = len(req.spec.prompt_ids)
+        num_given = num_prompt + req.num_continued
+        tail_start = max(0, num_given - TAIL)
         has_input_logprobs = req.spec.logprobs is not None and req.spec.logprobs.start is not None
         return RequestStart(
             prompt_tokens=num_given,
             cached_tokens=req.cached_tokens or 0,
-            prompt_tail=req.tokens(max(0, num_given - PROMPT_TAIL), num_given),
+            prompt_tail=req.tokens(tail_start, num_prompt),
+            continued_tail=req.tokens(max(tail_start, num_prompt), num_given),
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             no_stop_trim=params.no_stop_trim,

@@ -149,12 +149,16 @@ class FinishReason(Struct, frozen=True, array_like=True, omit_defaults=True):
 class RequestStart(Struct, frozen=True, array_like=True):
     """Goes out once per request, with its first output: what does not change afterwards.
 
-    `input_logprobs`: from the first prompt position that was asked for; None when not asked for.
+    Attributes:
+        prompt_tail, continued_tail: the last tokens before the output: of the prompt, and behind it of what
+            was generated before.
+        input_logprobs: from the first prompt position that was asked for; None when not asked for.
     """
 
     prompt_tokens: int
     cached_tokens: int
     prompt_tail: list[int]
+    continued_tail: list[int]
     skip_special_tokens: bool
     spaces_between_special_tokens: bool
     no_stop_trim: bool
