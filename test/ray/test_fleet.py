@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +70,19 @@ def test_no_request_is_lost_with_its_replica(
     uncut = [one["output_ids"] for one in fleet.generate(input_ids=prompts, sampling_params=params)]
     greedy = fleet.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
     assert references[1].accepts(PROMPTS[0], greedy["output_ids"])
-    answers: list[Any] = []
-    rollout = threading.Thread(
-        target=lambda: answers.extend(fleet.generate(input_ids=prompts[:-1], sampling_params=params))
-    )
-    rollout.start()
     fleet.begin_weight_update()
     fleet.update_weights_from_tensor(weights)
-    stream = fleet.generate(input_ids=prompts[-1], sampling_params=params, stream=True)
-    next(stream)
-    ray.kill(fleet.engines[1].actor)
-    ended = fleet.end_weight_update("2", flush_cache=False, pause_mode="in_place")
-    assert ended["replicas"].keys() == {"replica 0"}
-    *_, last = stream
-    rollout.join()
-    answers.append(last)
+    with ThreadPoolExecutor(1) as thread:
+        rollout = thread.submit(fleet.generate, input_ids=prompts[:-1], sampling_params=params)
+        wait_until(lambda: fleet.status()[1]["num_live"] > 0 or rollout.done(), "it has begun")
+        stream = fleet.generate(input_ids=prompts[-1], sampling_params=params, stream=True)
+        next(stream)
+        ray.kill(fleet.engines[1].actor)
+        wait_until(lambda: not fleet.status()[1]["serves"], "the fleet has heard of it")
+        ended = fleet.end_weight_update("2", flush_cache=False, pause_mode="in_place")
+        assert ended["replicas"].keys() == {"replica 0"}
+        *_, last = stream
+        answers = [*rollout.result(), last]
     assert [one["output_ids"] for one in answers] == uncut
     metas = [one["meta_info"] for one in answers]
     assert any(meta["num_moves"] for meta in metas)
