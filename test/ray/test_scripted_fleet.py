@@ -340,9 +340,23 @@ def test_a_stream_that_cannot_go_on_ends_with_the_reason(fleet: ScriptedFleet) -
         list(stream)
 
 
-def test_a_stream_of_several_samples_is_refused(fleet: ScriptedFleet) -> None:
-    with pytest.raises(RequestRejected, match="of one output: ask for each by itself"):
-        generate(fleet, stream=True, params={"n": 2})
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"params": {"n": 2}}, "of one output: ask for each by itself"),
+        ({"return_sampling_mask": True}, "not in a stream whose chunks repeat"),
+        (
+            {"params": {"custom_params": {"return_top_p_token_ids": True}}},
+            "not in a stream whose chunks repeat",
+        ),
+    ],
+    ids=str,
+)
+def test_a_stream_that_would_mix_or_drop_what_its_chunks_bring_is_refused(
+    fleet: ScriptedFleet, fields: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(RequestRejected, match=told):
+        generate(fleet, stream=True, **fields)
     assert fleet.requests() == []
 
 

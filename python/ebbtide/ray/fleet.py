@@ -23,6 +23,7 @@ from ebbtide.srt.entrypoints.loop_thread import LoopThread, blocking
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError, RequestRejected
 from ebbtide.srt.managers.api.generate_request import sampling_params_of
 from ebbtide.srt.managers.io_struct import AbortReq, ControlRequest, PauseGenerationReqInput, PauseMode
+from ebbtide.srt.sampling_params import TOP_P_IDS
 
 # A replica that does not know a request yet is asked again so soon.
 AGAIN_S: Final = 0.1
@@ -129,8 +130,13 @@ class RayFleet(RemoteMethods):
             raise RequestRejected(f"on_death: expected continue or error, got {on_death!r}")
         singles, is_list = split_batch(given)
         if given.get("stream"):
-            if is_list or sampling_params_of(given.get("sampling_params")).n > 1:
+            params = sampling_params_of(given.get("sampling_params"))
+            if is_list or params.n > 1:
                 raise RequestRejected("a stream through a fleet is of one output: ask for each by itself")
+            if not self._is_incremental and (given.get("return_sampling_mask") or params.returns_top_p_ids):
+                raise RequestRejected(
+                    f"return_sampling_mask, {TOP_P_IDS}: not in a stream whose chunks repeat those before"
+                )
             return self._runner.stream(self._relay(singles[0], on_death, None))
         batch = given.get("rid") if is_list and isinstance(given.get("rid"), str) else None
         answers = await self._runner.run(self._generate_all(singles, on_death, batch))
