@@ -124,6 +124,7 @@ def test_a_dtype_may_have_another_name_or_be_an_object_of_torch(
         (["--data-parallel-size", "3"], "dp_size", 3),
         (["--mem-fraction-static", "0.5"], "mem_fraction_static", 0.5),
         (["--skip-tokenizer-init"], "skip_tokenizer_init", True),
+        (["--no-enable-memory-saver"], "enable_memory_saver", False),
         (["--cuda-graph-bs", "1", "2", "4"], "cuda_graph_bs", [1, 2, 4]),
         (["--custom-weight-loader", "a.b", "c.d"], "custom_weight_loader", ["a.b", "c.d"]),
         (["--schedule-conservativeness", "0.3"], "schedule_conservativeness", 0.3),

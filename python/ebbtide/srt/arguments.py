@@ -77,7 +77,9 @@ class ArgumentSpec:
         else:
             options["default"] = self.default
         if bool in self.types:
-            return {**options, "action": "store_true"}
+            # What is on by default has a flag that turns it off.
+            action = argparse.BooleanOptionalAction if self.default else "store_true"
+            return {**options, "action": action}
         options["type"] = self.types[0]
         if self.is_list:
             options["nargs"] = "+"
