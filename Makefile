@@ -45,7 +45,7 @@ help:
 	@echo "make test     formatting, lint, types, import order, tests"
 	@echo "make unit     the tests that start no process; make contract, make processes: the others"
 	@echo "make demo     a small model learns addition; writes demo_out/report.html"
-	@echo "make test-plugins  verl drives an engine through plugins/ebbtide-verl"
+	@echo "make test-plugins  verl drives an engine through plugins/ebbtide-verl, and by its SGLang rollout"
 	@echo "make test-vllm-names  TRL, OpenRLHF and SkyRL use a server or an engine, without a vLLM wheel"
 	@echo "make test-tinker  SkyRL's Tinker server trains adapters, and samples from an engine"
 	@echo "make wheel    dist/ebbtide-….whl"

@@ -1,4 +1,4 @@
-"""verl's own trainer makes GRPO steps on a CPU, with `rollout.name=ebbtide`."""
+"""verl's own trainer makes GRPO steps on a CPU: with this plugin, and with its SGLang rollout on compat/."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pandas as pd
 from ebbtide.srt.hf_folder import folder_of
 
 NUM_STEPS = 3
+COMPAT = Path(__file__).parents[3] / "compat"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):
     return float(len(solution_str) % 7)
@@ -47,7 +48,7 @@ def make_prompts(file: Path) -> Path:
     return file
 
 
-def settings(folder: Path) -> list[str]:
+def settings(folder: Path, rollout: str) -> list[str]:
     model, prompts = make_model(folder / "model"), make_prompts(folder / "prompts.parquet")
     reward = folder / "reward.py"
     reward.write_text(REWARD)
@@ -70,14 +71,14 @@ def settings(folder: Path) -> list[str]:
         "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
         "actor_rollout_ref.actor.use_torch_compile=False",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.rollout.name=ebbtide",
+        f"actor_rollout_ref.rollout.name={rollout}",
         "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.rollout.dtype=float32",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "actor_rollout_ref.rollout.agent.num_workers=1",
         "actor_rollout_ref.rollout.calculate_log_probs=True",
-        "+actor_rollout_ref.rollout.engine_kwargs.ebbtide.device=cpu",
-        "+actor_rollout_ref.rollout.engine_kwargs.ebbtide.max_total_tokens=4096",
+        f"+actor_rollout_ref.rollout.engine_kwargs.{rollout}.device=cpu",
+        f"+actor_rollout_ref.rollout.engine_kwargs.{rollout}.max_total_tokens=4096",
         f"reward.custom_reward_function.path={reward}",
         "reward.num_workers=1",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
@@ -96,17 +97,19 @@ def settings(folder: Path) -> list[str]:
     ]
 
 
-def test_grpo_trains_and_the_engine_samples_from_its_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rollout", ["ebbtide", "sglang"])
+def test_grpo_trains_and_the_engine_samples_from_its_weights(tmp_path: Path, rollout: str) -> None:
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
         "VERL_PLATFORM": "cpu",
         # verl's training engines are listed by the devices of others; FSDP2 needs none.
         "VERL_ENGINE_DEVICE": "cuda",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*paths, str(COMPAT)] if rollout == "sglang" else paths),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings(tmp_path)]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings(tmp_path, rollout)]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=900
     )
