@@ -314,6 +314,27 @@ def test_one_that_dies_behind_the_end_of_an_answer_takes_nothing_of_it_along(
     assert len(fleet.requests()) == 1
 
 
+def test_a_request_that_moves_waits_where_new_ones_are_turned_away(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.ray.fleet.TURNED_AWAY_S", 0.01)
+    stream, refusals = ScriptedEngine.stream, [RequestRejected("the queue is full", 503)] * 3
+
+    async def full(engine: ScriptedEngine, *request: Any) -> AsyncGenerator[dict[str, Any], None]:
+        if engine is not first_engine(fleet) and refusals:
+            raise refusals.pop()
+        async for chunk in stream(engine, *request):
+            yield chunk
+
+    monkeypatch.setattr(ScriptedEngine, "stream", full)
+    first_engine(fleet).dies_after = 2
+    answer = generate(fleet)
+    assert (answer["output_ids"], answer["meta_info"]["num_moves"]) == ([4, 5, 6, 7, 8, 9], 1)
+    refusals.append(RequestRejected("the queue is full", 503))
+    with pytest.raises(RequestRejected, match="the queue is full"):
+        fleet.generate(input_ids=[[1], [2]])
+
+
 @pytest.mark.parametrize(
     "fields",
     [

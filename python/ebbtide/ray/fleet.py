@@ -27,6 +27,8 @@ from ebbtide.srt.sampling_params import TOP_P_IDS
 
 # A replica that does not know a request yet is asked again so soon.
 AGAIN_S: Final = 0.1
+# A request that a replica has no room for is given to one again so soon.
+TURNED_AWAY_S: Final = 1.0
 
 
 class RayFleet(RemoteMethods):
@@ -183,10 +185,10 @@ class RayFleet(RemoteMethods):
         is_stream = bool(fields.get("stream"))
         output = Continuation(fields, is_incremental=self._is_incremental and is_stream)
         in_chunks = is_stream or (output.is_single and not output.obstacle)
-        replica = first
         with self._aborts.known(output.rid) as asked:
             while True:
-                replica = await self._choose(fields, replica)
+                replica = await self._choose(fields, first)
+                first = None
                 try:
                     with replica.working(), _repeated(asked, replica, output):
                         if not in_chunks:
@@ -200,6 +202,11 @@ class RayFleet(RemoteMethods):
                                 if is_stream or output.has_ended:
                                     yield output.answer(chunk, replica.name)
                         return
+                except RequestRejected as error:
+                    if error.status != 503 or not output.num_moves or asked.is_set():
+                        raise
+                    # One that was taken once is not lost to a queue that is full elsewhere, or to a pause.
+                    await asyncio.sleep(TURNED_AWAY_S)
                 except EngineError as error:
                     if output.has_ended:
                         # It died before it could say that nothing follows.
@@ -210,8 +217,7 @@ class RayFleet(RemoteMethods):
                             f"{replica.name} has died after {output.num_tokens} tokens of this request, "
                             f"which cannot go on elsewhere with {output.obstacle}: {replica.reason}"
                         ) from None
-                output.move()
-                replica = None
+                    output.move()
 
     async def _after(self, replica: Replica, error: EngineError, on_death: str, num_tokens: int) -> None:
         """Return if a request may go on elsewhere; raise otherwise."""
