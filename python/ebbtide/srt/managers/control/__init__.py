@@ -1,4 +1,4 @@
-"""What the control plane needs of the rest of the engine: it decides, these act."""
+"""The interfaces through which the control plane acts on the engine, and the words that its rooms share."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ Fact = TypeVar("Fact")
 
 
 class Activity(enum.Enum):
-    """What an operation that is not done yet is doing."""
+    """What an operation does next: it yields this, and the loop acts on it."""
 
-    # It wants its next slice as soon as the forward pass in between is done.
+    # It wants its next slice after one more forward pass, and no pass may be in flight during the slice.
     WORKING = enum.auto()
-    # The same, but a forward pass may be under way then: it touches nothing of it.
+    # It wants its next slice after one more forward pass. A pass may be in flight: the slice does not touch
+    # what the pass uses.
     COPYING = enum.auto()
-    # It waits for requests, other operations, what others send, or ranks that copy; forward passes
-    # overlap meanwhile.
+    # It waits for requests, other operations, senders, or ranks that copy. Forward passes go on.
     WAITING = enum.auto()
-    # It waits for ranks that work between forward passes: none is under way then.
+    # It waits for ranks that work between forward passes. No pass is in flight when it is resumed.
     HOLDING = enum.auto()
-    # It waits for other ranks, and nothing else of the control plane, no forward pass either, happens before
-    # it has come to its end: on one rank it would be a single step.
+    # It waits for other ranks, and until it ends nothing else happens: no forward pass, and no other work of
+    # the control plane. With a single rank it would be one step.
     ALONE = enum.auto()
-    # It is about to do what no forward pass under way may see: that pass is brought to its end, and the
-    # operation goes on in the same turn.
+    # Its next step must not overlap with a forward pass: the pass in flight is committed, and the operation
+    # goes on in the same turn.
     BOUNDARY = enum.auto()
-    # It waits for requests to end, and need not if other replicas have refused.
+    # It waits for requests to end. If other replicas refuse meanwhile, it may be given up.
     DRAINING = enum.auto()
-    # The next slice is the commit, and will not be refused: of what several replicas commit together it comes
-    # with their verdict, otherwise at once.
+    # Its next slice is the commit, which cannot be refused. A joint operation of several replicas gets it
+    # with their verdict, any other at once.
     PREPARED = enum.auto()
 
 
-# What is done, or waited for, while no forward pass is under way.
+# The activities that are resumed only while no forward pass is in flight.
 BETWEEN_PASSES: Final = frozenset({Activity.WORKING, Activity.HOLDING, Activity.ALONE})
 
-# A control request that takes more than one turn of the loop. It yields between two forward passes; what it
-# returns is the reply, and `RequestRejected` the refusal. It is ended from outside by throwing into it.
+# A control request that takes more than one turn of the loop. It returns the reply, or raises
+# RequestRejected. To end it from outside, the loop throws an exception into it.
 Operation: TypeAlias = Generator[Activity, None, AnyReply]
 
 
-# A state machine's share of the control requests, from the type of a request to its handler.
+# The control requests that a state machine handles: type of request → handler.
 HandlerTable: TypeAlias = Mapping[type, "Callable[[Any], AnyReply | Operation]"]
 
 
@@ -64,11 +64,11 @@ Work: TypeAlias = Generator[Activity, None, T]
 
 
 class DeadlinePassed(Exception):
-    """Thrown into an operation whose time is up."""
+    """Thrown into an operation whose deadline has passed."""
 
 
 class Overruled(RequestRejected):
-    """Thrown into an operation that is given up for other replicas. `left`: what it leaves changed."""
+    """Thrown into an operation because other replicas refused. `left`: what it leaves changed."""
 
     def __init__(self, message: str, status: int = 400, left: str = "") -> None:
         super().__init__(message, status)
@@ -80,26 +80,26 @@ class Superseded(RequestRejected):
 
 
 class CopyStream(Protocol):
-    """Where copies are launched that run beside forward passes."""
+    """The stream for copies that run beside forward passes."""
 
     def copying(self, *, beside: bool = False) -> AbstractContextManager[None]:
-        """Launch copies within, behind all that was launched before, or `beside` the forward pass."""
+        """Within, launch copies on this stream: after all earlier work, or `beside` the forward pass."""
 
     def copies_done(self) -> bool:
-        """Whether they have all run. To be asked outside of `copying`."""
+        """Whether all of them have run. Call it outside of `copying`."""
 
 
 class OutOfStep(EngineError):
-    """This rank is not what others take it for any more: the group goes down, with the reason."""
+    """This rank no longer does what the others rely on. The whole group ends, and says why."""
 
 
 @dataclass(frozen=True)
 class ParkingPlan:
-    """Which KV outlives a release of the pool.
+    """Which KV is kept when the pool is released.
 
     Attributes:
-        rids: the oldest running requests, as far as there is room for their pages.
-        pages: what holds their KV, and the prefix cache if it is kept, ascending.
+        rids: the oldest running requests, as many as fit.
+        pages: the pages of their KV, and of the prefix cache if it is kept; ascending.
         keeps_cache: whether the prefix cache is kept.
     """
 
@@ -109,16 +109,16 @@ class ParkingPlan:
 
 
 class Requests(Protocol):
-    """The live generation requests, as one.
+    """The live generation requests.
 
     Attributes:
-        on_kv_given_up: called when requests have ended or lost their KV, or the prefix cache was emptied.
+        on_kv_given_up: called after requests have ended or lost their KV, or the prefix cache was emptied.
     """
 
     on_kv_given_up: Callable[[], None]
 
     def hold_admission(self, holds: bool) -> None:
-        """Admit no request from here on but those that have begun, or admit all again."""
+        """Admit only requests that ran before (True), or all requests (False), from now on."""
 
     @property
     def num_running(self) -> int:
@@ -126,7 +126,7 @@ class Requests(Protocol):
 
     @property
     def num_begun(self) -> int:
-        """These, and requests that lost theirs to others, but for what a control request did."""
+        """The same, and requests that were retracted for other requests (not by a control request)."""
 
     @property
     def num_queued(self) -> int: ...
@@ -136,40 +136,43 @@ class Requests(Protocol):
         """Whether requests or the prefix cache hold any page of the pool."""
 
     def retract_all(self, cause: RetractCause) -> int:
-        """Running requests give up their KV and go back to the head of the queue; returns how many."""
+        """Retract all running requests to the head of the queue, dropping their KV; returns how many."""
 
     def plan_parking(self, max_pages: int, *, with_cache: bool) -> ParkingPlan:
-        """Which KV is kept in up to `max_pages` of host memory; with the prefix cache if that fits."""
+        """Choose the KV to keep in up to `max_pages` of host memory; with the prefix cache if that fits."""
 
     def park(self, plan: ParkingPlan) -> int:
-        """Let go of all KV but that of the plan; returns how many requests were retracted."""
+        """Drop all KV but that of the plan; returns how many requests were retracted."""
 
     def abort_all(self, message: str) -> int:
-        """Running and queued requests end with what they have; returns how many."""
+        """Abort running and queued requests, which keep the output they have; returns how many."""
 
     def abort(self, rids: Iterable[str], message: str) -> int: ...
 
     def flush_cache(self) -> int:
-        """Empty the prefix cache but for what running requests hold; returns the tokens freed."""
+        """Empty the prefix cache, except for what running requests use; returns the tokens freed."""
 
     def serve(self, version: str, *, is_update: bool = True) -> None:
-        """Have other weights, or this version of the same ones, serve from the next forward pass on.
+        """Note the version that serves from the next forward pass on.
 
-        Requests that ask for a version, or for no other, begin to run or end here.
+        Requests that wait for this version begin to run; requests that cannot run under it end.
+
+        Args:
+            is_update: the weights are others, not the same ones under another version.
         """
 
     def moves_running(self, name: str, in_flight: InFlight) -> bool:
-        """Whether a new version of this name changes anything for requests that have begun to run."""
+        """Whether a new version of this adapter changes anything for requests that have begun to run."""
 
     def move_to(self, version: AdapterVersion, in_flight: InFlight) -> int:
-        """What was to run on another version of its name runs on this one, where it does not say otherwise.
+        """Move requests from other versions of this adapter to this one, as they or `in_flight` say.
 
-        Requests that wait for their first step move in any case, unless they ask for a version. Returns the
-        number of those that moved.
+        Requests that wait for their first step always move, unless they name a version. Returns how many
+        moved.
         """
 
     def end_on(self, version: AdapterVersion, message: str) -> None:
-        """Those that run on it, or are to, end with an error of the engine."""
+        """Abort the requests of this version with status 500."""
 
 
 class TagMemory(Protocol):
@@ -177,7 +180,7 @@ class TagMemory(Protocol):
 
     @property
     def is_needed(self) -> bool:
-        """Whether no forward pass may run without it. What is not needed comes back before one that may."""
+        """Whether a forward pass needs it. Memory that none needs is resumed before the next pass."""
 
     @property
     def virtual_bytes(self) -> int: ...
@@ -190,36 +193,36 @@ class TagMemory(Protocol):
 
     @property
     def keeps_contents(self) -> bool:
-        """Whether a release and a resume keep the contents, unless a request says otherwise."""
+        """Whether contents survive a release and a resume, unless the request says otherwise."""
 
     def prepare_release(self, keep: bool) -> None:
-        """Save the contents for the next resume, or drop them. OutOfDeviceMemory: there is no room."""
+        """Save the contents for the next resume (`keep`), or drop them. OutOfDeviceMemory: no room."""
 
     def release(self) -> int:
-        """Give the physical memory back; returns the bytes."""
+        """Give the physical memory back to the system; returns the bytes."""
 
     def resume(self) -> int:
-        """Take memory at the same addresses; returns the bytes. OutOfDeviceMemory: nothing was kept."""
+        """Take memory at the same addresses; returns the bytes. OutOfDeviceMemory: nothing was taken."""
 
 
 class PageStore(Protocol):
-    """What pages hold: in the pool, and in host memory while that has no room or no memory for them."""
+    """Copies pages between the pool and host memory, and within the pool."""
 
     @property
     def num_free(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
     def save(self, owners: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Copy the pages of several owners; returns each owner's slots, page for page.
+        """Copy the pages of several owners to the host; returns each owner's slots, one per page.
 
-        OutOfDeviceMemory: the host has no room; nothing more is held than before.
+        OutOfDeviceMemory: the host has no room; nothing is kept.
         """
 
     def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy what these slots hold to these pages; the slots stay in use until `drop`."""
+        """Copy slots back to pages of the pool. The slots stay in use until `drop`."""
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy pages to others of the pool, none of which is among them."""
+        """Copy pages to other pages of the pool. No page may be both source and target."""
 
     def drop(self, slots: Sequence[int]) -> None: ...
 
@@ -229,9 +232,9 @@ class ShrinkingPlan:
     """How the KV cache gets smaller.
 
     Attributes:
-        num_chunks: that go.
+        num_chunks: how many chunks go.
         parked: rids of the requests whose KV is kept in host memory, oldest first.
-        retracted: rids of those whose KV is lost.
+        retracted: rids of the requests whose KV is lost.
     """
 
     num_chunks: int
@@ -240,41 +243,41 @@ class ShrinkingPlan:
 
 
 class KVMemory(Protocol):
-    """The chunks of the KV cache as they change hands: at a resize, at a resume, for a copy of the weights.
+    """Moves chunks of the KV cache: for a resize, for a resume in parts, and for a copy of the weights.
 
-    All but `save`, `add` and `map` comes out alike on all ranks.
+    Everything but `save`, `add` and `map` has the same result on all ranks.
     """
 
     @property
     def chunk_bytes(self) -> int: ...
     @property
     def chunk_tokens(self) -> int:
-        """What a chunk holds; the last one may hold fewer."""
+        """Tokens per chunk; the last one may hold fewer."""
 
     @property
     def num_tokens(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
     def choose(self, num_tokens: int | None, num_bytes: int | None) -> int:
-        """How many chunks to add (below 0: remove) for one of these sizes, or a refusal."""
+        """How many chunks to add (negative: remove) for one of these sizes. Refuses a size that cannot be."""
 
     def plan(self, num_chunks: int, preserve: Preserve) -> ShrinkingPlan:
-        """Whose KV goes so that this many chunks become empty, or a refusal. Nothing changes yet."""
+        """Choose whose KV goes, so that this many chunks become empty; or refuse. Nothing changes yet."""
 
     def save(self, plan: ShrinkingPlan) -> int:
-        """Copy what is parked to the host; returns the bytes. OutOfDeviceMemory: no room; nothing is kept."""
+        """Copy the parked KV to the host; returns the bytes. OutOfDeviceMemory: no room; nothing is kept."""
 
     def discard(self) -> None:
-        """Drop what was saved: not every rank had room."""
+        """Drop what was saved, because another rank had no room."""
 
     def withdraw(self, plan: ShrinkingPlan) -> None:
-        """Take those requests' KV away, and the chunks out of use. No forward pass may be under way."""
+        """Take these requests' KV away, and the chunks out of the pool. No forward pass may be in flight."""
 
     def remove(self, num_chunks: int) -> int:
         """Give this many of the withdrawn chunks to the system; returns the bytes."""
 
     def add(self, num_chunks: int) -> int:
-        """Take memory, unused before `restore`; returns the bytes. OutOfDeviceMemory: nothing was kept."""
+        """Take memory, unused before `restore`; returns the bytes. OutOfDeviceMemory: none was taken."""
 
     def unadd(self) -> None:
         """Undo every `add` since the last `restore`."""
@@ -283,29 +286,30 @@ class KVMemory(Protocol):
         """Put the added chunks to use."""
 
     def hold_back(self, pages: Sequence[int]) -> None:
-        """Before a resume: hold back all chunks but those that get memory at once, with these pages."""
+        """Before a resume, keep all chunks out of the pool but a first part and those with these pages."""
 
     def next_part(self) -> list[int]:
-        """The chunks to be mapped next; none: nothing is held back any more."""
+        """The chunks to map next; empty: none is held back any more."""
 
     def map(self, chunks: Sequence[int] | None = None) -> Slices[None]:
-        """Take memory for these chunks, or for all held back. OutOfDeviceMemory: earlier ones are kept."""
+        """Take memory for these chunks, or for all held back. OutOfDeviceMemory: earlier slices stay."""
 
     def put_back(self, chunks: Sequence[int]) -> None:
-        """Put chunks that are mapped on all ranks back into the pool."""
+        """Put chunks, which are mapped on all ranks, into the pool."""
 
     def give_up(self) -> None:
-        """Hold nothing back any more: the memory is released, or about to be."""
+        """Hold nothing back any more, because the memory is released or about to be."""
 
     def set_aside(self, *, hard: bool = False) -> bool:
-        """Choose what is lent next, alike on all ranks; returns whether it is all that a copy takes.
+        """Choose the chunks to lend, the same on all ranks; returns whether they are enough for a copy.
 
         Args:
-            hard: also what is only kept in case it is wanted again; all that a copy takes, or nothing.
+            hard: also empty chunks for it, of cached pages and, where allowed, of requests. Then it chooses
+                enough for a copy or none.
         """
 
     def hand_over(self) -> None:
-        """Lend what was set aside; each rank at its own speed."""
+        """Lend the chunks that were set aside; each rank at its own speed."""
 
     def take_back(self) -> None:
-        """Have everything again once the copy is gone. Idempotent."""
+        """Take all lent chunks back after the copy is gone. Idempotent."""

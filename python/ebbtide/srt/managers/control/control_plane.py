@@ -1,4 +1,4 @@
-"""The control plane: from a request to the handler that owns its state, and from a refusal to a reply."""
+"""The control plane: takes each control request to its handler, and says whether forward passes may run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.wire.control_request import Deadline
 from ebbtide.srt.memory_saver import MemoryTag
 
-# A prepared update waits so much longer than its deadline for the verdict before nothing is served. All
-# replicas have answered by then.
+# How much longer than its deadline a prepared update waits for the verdict of the replicas. After that, no
+# request runs until the verdict comes. By then all replicas have answered.
 VERDICT_GRACE_S: Final = 10.0
 
 
@@ -40,8 +40,8 @@ class ControlPlane:
     """Applies control requests between forward passes, and says whether a forward pass may run.
 
     Args:
-        others: the handler tables of what has no state here. All tables cover every control request once.
-        rank: this rank in reports of the state, but for its tags.
+        others: further handler tables. All tables together cover every control request exactly once.
+        rank: this rank as the reported state names it; its tags are filled in.
     """
 
     generation: Generation
@@ -134,9 +134,9 @@ class ControlPlane:
             self.operations.advance(settle)
 
     def expire(self, deadline_id: str) -> None:
-        """A deadline has passed: of a pending request, or of an open session."""
+        """Note that the deadline of a pending request or of an open session has passed."""
         if any(isinstance(held, Verdict) and held.id == deadline_id for held in self._held):
-            return  # It came in time.
+            return  # The verdict came in time, and is about to be applied.
         if self.operations.expire(deadline_id):
             self._set_deadline(deadline_id, VERDICT_GRACE_S)
         self.updates.expire(deadline_id)
@@ -174,7 +174,7 @@ class ControlPlane:
 
 
 def limit_s(request: AnyControlRequest, update_timeout_s: float) -> float | None:
-    """The seconds after which a request is refused that is still pending; None: it is not."""
+    """Seconds after which a pending request is refused; None: never."""
     row = request.row
     if row.deadline is Deadline.NEVER:
         return None

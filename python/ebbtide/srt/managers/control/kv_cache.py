@@ -37,14 +37,14 @@ from ebbtide.srt.managers.io_struct import (
 
 T = TypeVar("T")
 
-# How much memory changes hands between two forward passes while requests run: 3 to 5 ms of the driver's time.
+# Bytes mapped or unmapped between two forward passes while requests run: 3 to 5 ms of the driver's time.
 PART_BYTES: Final = 6 << 30
 NOT_IN_TIME: Final = "not all ranks did their part in time. Nothing was changed"
 
 
 @dataclass
 class KVSize:
-    """Makes the KV cache smaller and larger."""
+    """Resizes the KV cache."""
 
     _pool: KVMemory
     _memory: MemoryOccupation
@@ -103,14 +103,14 @@ class KVSize:
         )
 
     def _save(self, plan: ShrinkingPlan) -> Work[int]:
-        """Keep the KV of requests that are parked, on all ranks; returns the bytes."""
+        """Copy the KV of the parked requests to the host, on all ranks; returns the bytes."""
         if not plan.parked:
             return 0
         saving = self._take(lambda: self._pool.save(plan), "no room to keep the KV of running requests")
         return (yield from self._or_undone(saving, self._pool.discard))
 
     def _take(self, act: Callable[[], int], problem: str) -> Work[int]:
-        """Do this on all ranks at once. A lack of memory is refused as this problem."""
+        """Do this on all ranks at once. A lack of memory is refused; `problem` is how the message begins."""
 
         def attempt() -> int:
             try:
@@ -121,7 +121,7 @@ class KVSize:
         return self._ranks.phase(Activity.ALONE, at_once(attempt))
 
     def _or_undone(self, work: Work[T], undo: Callable[[], None]) -> Work[T]:
-        """Do what all ranks do, or undo it where one of them cannot or is late."""
+        """Do the work of all ranks. If one of them fails or is late, undo it on this rank."""
         try:
             return (yield from work)
         except (DeadlinePassed, RequestRejected, EngineError) as error:
@@ -161,14 +161,14 @@ class KVSize:
         return min(num_chunks, max(1, PART_BYTES // self._pool.chunk_bytes))
 
     def _let_pass_run(self) -> Work[None]:
-        """Let a forward pass in. What has begun is brought to its end, whatever its deadline."""
+        """Let a forward pass run. A deadline that passes meanwhile does not end the resize half-way."""
         with suppress(DeadlinePassed):
             yield Activity.WORKING
 
 
 @dataclass
 class CacheFlush:
-    """Flushes at once what nobody uses, and on request waits for the rest."""
+    """Empties the prefix cache: at once what no request uses; the rest if the request waits for it."""
 
     _requests: Requests
 

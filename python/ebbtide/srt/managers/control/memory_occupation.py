@@ -1,4 +1,4 @@
-"""Which memory is occupied, per tag `Resident | Released`. Source: control_semantics section 1.2."""
+"""Releasing and resuming the memory of each tag. Source: control_semantics section 1.2."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ MAX_NAMES: Final = 10
 
 
 class WeightContent:
-    """Whether the live weights may be computed with.
+    """Whether the live weights are valid.
 
     Attributes:
-        missing: the parameters that are stale: not written since their memory came back, or half-written.
+        missing: the stale parameters: not written since their memory was resumed, or only half-written.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -61,17 +61,17 @@ class WeightContent:
         return not self.missing
 
     def lose(self, names: frozenset[str] | None = None) -> None:
-        """The contents of these parameters (all by default) are gone."""
+        """Note that these parameters (default: all) have lost their contents."""
         self.missing |= self._names if names is None else names & self._names
         self._report = None
 
     def note_written(self, names: frozenset[str]) -> None:
-        """A committed update has written these parameters."""
+        """Note that a committed update has written these parameters."""
         self.missing -= names
         self._report = None
 
     def report(self) -> WeightsContent:
-        """The state as clients see it. It is asked for in every turn, and sorted when it has changed."""
+        """The state as clients see it. Kept until it changes, since it is asked for in every turn."""
         if self._report is None:
             self._report = WeightsContent(
                 content="valid" if self.is_valid else "stale",
@@ -83,12 +83,12 @@ class WeightContent:
 
 @dataclass
 class MemoryOccupation:
-    """Releases and resumes the memory of tags.
+    """The state machine of memory: releases and resumes the memory of tags.
 
     Args:
-        page_store: where pages of the KV pool are kept while it is released.
-        go_on: has work done that no reply waits for.
-        is_enabled: false without a memory saver; everything then stays resident.
+        page_store: keeps pages of the KV pool while it is released.
+        go_on: does work in the background.
+        is_enabled: False without a memory saver: all memory then stays resident.
     """
 
     _memories: Mapping[MemoryTag, TagMemory]
@@ -102,16 +102,16 @@ class MemoryOccupation:
     _go_on: Callable[[Work[None]], None]
     _: KW_ONLY
     is_enabled: bool
-    # What is on its way into the memory of the weights has lost its destination.
+    # Called before the weights are released: ends what is being written to them.
     on_weights_release: list[Callable[[], None]] = field(default_factory=list, init=False)
-    # What is in the store while the KV cache is released, and in which slots its pages are there.
+    # The KV that is parked while the KV cache is released, and the store's slots that hold its pages.
     _parked: ParkingPlan = field(default=NOTHING_PARKED, init=False)
     _parked_slots: list[int] = field(default_factory=list, init=False)
-    # Counts the times that the KV cache was released: a resume that still takes memory is then void.
+    # How often the KV cache was released. A resume that still takes memory sees by it that it is void.
     _num_kv_releases: int = field(default=0, init=False)
-    # The number of the last release that was made because a resume did not get the rest of its memory.
+    # The count at the last release that was made because a resume did not get all of its memory.
     _failed_at: int = field(default=0, init=False)
-    # What the last release of the weights said.
+    # Whether the last release of the weights kept their contents.
     _keeps_weights: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -124,27 +124,27 @@ class MemoryOccupation:
 
     @property
     def is_kv_released(self) -> bool:
-        """Requests that still hold KV are parked then."""
+        """Whether the KV cache is released. Requests that still have KV are parked then."""
         return MemoryTag.KV_CACHE in self.released
 
     @property
     def allows_forward(self) -> bool:
-        """The memory that a forward pass needs is there, and the weights are whole."""
+        """Whether the memory that a forward pass needs is resident, and the weights are valid."""
         return not self.needed_but_released and self.content.is_valid
 
     @property
     def needed_but_released(self) -> list[MemoryTag]:
-        """What a forward pass needs and is released, in the order of the enumeration."""
+        """The released tags that a forward pass needs, in the order of the enumeration."""
         return [tag for tag in MemoryTag if tag in self.released and self._memories[tag].is_needed]
 
     def release(self, request: ReleaseMemoryOccupationReqInput) -> Operation:
-        """Save what must survive on every rank, then give the memory back."""
+        """Save what must survive, on all ranks or none; then give the memory back."""
         started = time.perf_counter()
         self._require_memory_saver()
         tags = self._selected(request.tags)
         to_release = [tag for tag in tags if tag not in self.released or self._memories[tag].resident_bytes]
         free_before = self._free_bytes()
-        # If an earlier release broke off, what was to survive it has been saved already.
+        # If an earlier release failed half-way, its KV has been saved already.
         gives_up_kv = MemoryTag.KV_CACHE in to_release and not self.is_kv_released
         plan = self._parking(request.preserve) if gives_up_kv else NOTHING_PARKED
         keep = self._keeping(to_release, request.backup)
@@ -179,9 +179,9 @@ class MemoryOccupation:
         )
 
     def resume(self, request: ResumeMemoryOccupationReqInput) -> Operation:
-        """Take the memory again, on every rank or on none.
+        """Take the memory again, on all ranks or none.
 
-        The KV cache comes in parts: forward passes run from the first one on, beside the others.
+        The KV cache comes in parts: forward passes run as soon as the first one is there.
         """
         started = time.perf_counter()
         self._require_memory_saver()
@@ -210,7 +210,7 @@ class MemoryOccupation:
         )
 
     def _resume(self, tags: list[MemoryTag], mapped_bytes: dict[MemoryTag, int]) -> Work[None]:
-        """Take the memory of these tags, of the KV cache the first part; adds to `mapped_bytes`."""
+        """Take the memory of these tags, of the KV cache the first part. Adds bytes to `mapped_bytes`."""
         has_kv = MemoryTag.KV_CACHE in tags
         if has_kv:
             self._kv.hold_back(self._parked.pages)
@@ -227,13 +227,16 @@ class MemoryOccupation:
             self._drop_parked()
 
     def _map_rest(self, num_releases: int, mapped_bytes: dict[MemoryTag, int]) -> Work[None]:
-        """Take the rest of the KV cache's memory beside forward passes, until it is released again.
+        """Take the rest of the KV cache's memory between forward passes, unless it is released meanwhile.
 
-        If not all of it comes, it is released. `num_releases`: as it was when this began.
+        If not all of it can be had, the KV cache is released again.
+
+        Args:
+            num_releases: the count of releases when the resume began.
         """
         try:
             while self._kv.next_part():
-                # A forward pass first: for one that waits the memory that is there may do.
+                # A forward pass first: the memory that is there may be enough for it.
                 yield Activity.WORKING
                 if num_releases != self._num_kv_releases:
                     break
@@ -257,7 +260,7 @@ class MemoryOccupation:
             raise
 
     def _await_rest(self) -> Work[None]:
-        """Wait until an earlier resume has all of the KV cache's memory, or a release has ended that."""
+        """Wait until an earlier resume has all memory of the KV cache, or was ended by a release."""
         num_releases = self._num_kv_releases
         yield from wait_until(
             lambda: not self.is_kv_partial or num_releases != self._num_kv_releases,
@@ -268,14 +271,14 @@ class MemoryOccupation:
 
     @property
     def is_kv_partial(self) -> bool:
-        """Whether the KV cache serves, and some of its memory is yet to come."""
+        """Whether the KV cache serves while some of its memory is still to come."""
         return not self.is_kv_released and bool(self._kv.next_part())
 
     def restore_cuda_graph(self) -> bool:
-        """Before a forward pass, bring released CUDA graphs back: clients release all tags and resume two.
+        """Resume released CUDA graphs before a forward pass, since clients often resume the other tags only.
 
-        Returns whether the state changed. Where there is no room for them, and while several ranks agree on
-        it, steps run without graphs.
+        Returns whether the state changed. Steps run without graphs while there is no room for them, and while
+        several ranks agree on the resume.
         """
         if MemoryTag.CUDA_GRAPH not in self.released:
             return False
@@ -308,7 +311,7 @@ class MemoryOccupation:
         return self._requests.plan_parking(max_pages, with_cache=preserve is Preserve.ALL)
 
     def _give_up_kv(self, plan: ParkingPlan) -> int:
-        """Requests let go of all KV but that of the plan; returns how many were retracted."""
+        """Let requests drop all KV but that of the plan; returns how many were retracted."""
         self._num_kv_releases += 1
         self._kv.give_up()
         return self._requests.park(plan)
@@ -318,17 +321,17 @@ class MemoryOccupation:
         self._parked, self._parked_slots = NOTHING_PARKED, []
 
     def _forget_what_nobody_holds(self) -> None:
-        """Give parked KV up once requests have ended or lost it, and the prefix cache, if kept, is empty."""
+        """Drop parked KV once no request and no kept prefix cache uses it."""
         if not self._parked_slots or not self.is_kv_released or self._requests.num_running > 0:
             return
         if not self._parked.keeps_cache:
-            # Of a prefix cache that was not to be kept, requests have left what they shared.
+            # Pages that requests shared are still in the prefix cache, which was not to be kept.
             self._requests.park(NOTHING_PARKED)
         if not self._requests.holds_pages:
             self._drop_parked()
 
     def _keeping(self, tags: list[MemoryTag], backup: bool | None) -> bool | None:
-        """Whether the weights are kept. None: they are not released, or an earlier release broke off."""
+        """Whether the weights are kept. None: they are not to be released, or an earlier release failed."""
         if MemoryTag.WEIGHTS not in tags or MemoryTag.WEIGHTS in self.released:
             return None
         return self._memories[MemoryTag.WEIGHTS].keeps_contents if backup is None else backup
@@ -347,16 +350,16 @@ class MemoryOccupation:
 
     def _release(self, tag: MemoryTag) -> int:
         memory = self._memories[tag]
-        # Marked first: if the release fails half-way, nothing may run on the memory that is left.
+        # Mark it first: if the release fails half-way, nothing may run on what is left.
         self.released |= {tag}
         if tag is MemoryTag.WEIGHTS and not self._keeps_weights:
             self.content.lose()
         return memory.release()
 
     def _map_all(self, tags: list[MemoryTag]) -> dict[MemoryTag, int]:
-        """The memory of all of these tags, or none of it; returns the bytes.
+        """Take the memory of all these tags, or none; returns the bytes.
 
-        Where it may not suffice, the KV cache takes all of its own at once: that shows before requests run.
+        If memory may run short, the KV cache is mapped whole, so that a lack shows before requests run.
         """
         mapped_bytes: dict[MemoryTag, int] = {}
         is_short = self._free_bytes() < sum(self._memories[tag].virtual_bytes for tag in tags)
@@ -415,7 +418,7 @@ class MemoryOccupation:
 
 
 def _out_of_memory_refused(work: Work[T]) -> Work[T]:
-    """Turn a lack of memory into a refusal."""
+    """Do the work; a lack of memory is refused."""
     try:
         return (yield from work)
     except OutOfDeviceMemory as error:

@@ -1,4 +1,4 @@
-"""Control requests that take more than one turn of the loop: waiting, in line too, or working in slices."""
+"""Control requests that take more than one turn of the loop: they wait, also in line, or work in slices."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Pending:
-    """An operation that is not done.
+    """An operation that has not ended.
 
     Attributes:
+        request: None: background work that no reply waits for.
         is_joint: several replicas commit it together.
-        overruled: why it is to be given up, where that leaves nobody in the middle of something.
-        is_overdue: its deadline came while it was prepared.
-        is_fenced: so did the end of what it was given beyond that.
-        stall: for how long it has kept forward passes from running.
+        overruled: why it is to be given up, as soon as that is safe: while it drains, or is prepared.
+        is_overdue: its deadline passed while it was prepared.
+        is_fenced: the extra time after that has passed too.
+        stall: how long it has kept forward passes from running.
     """
 
     request: ControlRequest | None
@@ -58,10 +59,10 @@ class Operations:
     """The operations under way, oldest first.
 
     Args:
-        reply: sends the one reply of the request with this id; ahead of it, `Prepared` if it is joint.
+        reply: sends the reply to the request with this id; before it, `Prepared` if it is joint.
 
     Attributes:
-        stalls: of the requests that have ended, those that took one turn among them.
+        stalls: of all requests that have ended, also those that took one turn.
     """
 
     def __init__(self, reply: Callable[[str, AnyReply], None]) -> None:
@@ -72,17 +73,17 @@ class Operations:
 
     @property
     def is_working(self) -> bool:
-        """Whether any of them wants another slice, rather than waits."""
+        """Whether any operation wants another slice now."""
         return not self.stands_alone and self._any(Activity.WORKING, Activity.COPYING)
 
     @property
     def stands_alone(self) -> bool:
-        """Whether one of them waits for other ranks, and everything else for it."""
+        """Whether an operation waits for other ranks, and everything else must wait for it."""
         return self._any(Activity.ALONE)
 
     @property
     def is_fenced(self) -> bool:
-        """Whether other replicas may have committed what waits for its verdict here."""
+        """Whether other replicas may have committed an operation whose verdict has not come here."""
         return any(one.is_fenced and one.activity is Activity.PREPARED for one in self._pending.values())
 
     @property
@@ -98,22 +99,22 @@ class Operations:
         *,
         is_joint: bool = False,
     ) -> None:
-        """Run the first slice. The reply follows when the operation ends, maybe at once."""
+        """Run the first slice. The reply is sent when the operation ends, which may be at once."""
         self._pending[call_id] = _Pending(request, operation, is_joint)
         self._turn(call_id, operation.__next__, settle)
 
     def go_on(self, work: Work[object]) -> None:
-        """Have work done that no reply waits for, from the next turn on; a failure is logged."""
+        """Do work in the background, from the next turn on. No reply waits for it; a failure is logged."""
         self._pending[f"work-{next(self._numbers)}"] = _Pending(None, _unanswered(work), is_joint=False)
 
     def is_pending(self, call_id: str) -> bool:
         return call_id in self._pending
 
     def advance(self, settle: Callable[[], None]) -> None:
-        """Give each one slice, oldest first: what an older one has done, a younger one sees at once.
+        """Give each operation one slice, oldest first, so that younger ones see what older ones have done.
 
         Args:
-            settle: ends the forward pass under way; called only for those that need it.
+            settle: commits the forward pass in flight; called only for operations that need it.
         """
         has_ended = True
         while has_ended:
@@ -126,13 +127,13 @@ class Operations:
                 if pending.activity in BETWEEN_PASSES:
                     settle()
                 self._turn(call_id, pending.operation.__next__, settle)
-            # Who was asked before, or not at all, may wait for what has ended; no other turn need come.
+            # Others may have waited for one that has ended. Ask again: there may be no further turn.
             has_ended = any(call_id not in self._pending for call_id in asked)
 
     def decide(self, call_id: str, refusal: str | None) -> None:
-        """Commit this joint operation now, or give it up for this reason. One that has ended stays so.
+        """Commit this joint operation now, or give it up for this reason. Ignored if it has ended.
 
-        OutOfStep: the commit failed, and others have done it.
+        OutOfStep: the commit failed here, while other replicas have committed.
         """
         pending = self._pending.get(call_id)
         if pending is None:
@@ -146,10 +147,10 @@ class Operations:
             self._turn(call_id, lambda: pending.activity)
 
     def expire(self, call_id: str) -> bool:
-        """Its deadline has passed. Does nothing for an operation that has ended.
+        """Note that the deadline of an operation has passed. Ignored if it has ended.
 
-        Returns whether it waits for a verdict, which is on its way: once more its time may pass. The second
-        time nothing is served until it comes, and it is asked for.
+        Returns whether it gets more time, because it waits for a verdict that is on its way. When that has
+        passed too, no request runs until the verdict comes, and the verdict is asked for.
         """
         pending = self._pending.get(call_id)
         if pending is None:
@@ -173,7 +174,11 @@ class Operations:
     def _turn(
         self, call_id: str, turn: Callable[[], Activity], settle: Callable[[], None] = lambda: None
     ) -> None:
-        """Take a turn, and what follows it at once. Without `settle` no forward pass is under way."""
+        """Run one slice, and what must follow it at once; end the operation if it is done.
+
+        Args:
+            settle: commits the forward pass in flight; by default there is none.
+        """
         pending = self._pending[call_id]
         try:
             with pending.stall.measure():
@@ -233,7 +238,7 @@ class Line:
 
     @contextmanager
     def turn(self) -> Iterator[Callable[[], bool]]:
-        """A place in the line; yields what tells whether it has come to the front."""
+        """Within, hold a place in the line. Yields a function: whether the place is at the front."""
         place = object()
         self._places.append(place)
         try:
@@ -257,12 +262,12 @@ def in_turn(has_come: Callable[[], bool], refusal: str, status: int) -> Work[Non
 
 
 class Stages:
-    """The stages of one operation, from its first slice to its reply; every moment belongs to one of them.
+    """Times the stages of an update, from its first slice to its reply. Stages follow without a gap.
 
-    decode: the payload is read and checked, on all ranks. wait: for the updates before it. stage: a place is
-    found, and what overwrites no weights that serve is written. drain: requests end first, and a boundary
-    comes. canary: the trial pass. vote: all replicas are ready. write: what does overwrite them is written.
-    commit: other weights begin to serve. release: memory is given back.
+    decode: read and check the payload, on all ranks. wait: for earlier updates. stage: find memory, and write
+    what does not overwrite serving weights. drain: wait for requests to end, and for a pass boundary. canary:
+    the trial pass. vote: wait until all replicas are ready. write: overwrite serving weights. commit: the new
+    weights begin to serve. release: give memory back.
     """
 
     def __init__(self) -> None:
@@ -270,7 +275,7 @@ class Stages:
         self._ms: dict[str, float] = {}
 
     def end(self, name: str) -> None:
-        """What was done since the last stage ended was this; more of the same adds to it."""
+        """Add the time since the last `end` to this stage."""
         now_s = time.perf_counter()
         self._ms[name] = self._ms.get(name, 0.0) + 1e3 * (now_s - self._began_s)
         self._began_s = now_s
@@ -307,7 +312,7 @@ def _certainly(operation: Operation | Work[None]) -> Activity:
 
 
 def refusal(request: ControlRequest | None, error: Exception) -> Refusal:
-    """The reply to a request that raised: the caller's fault as it says, anything else is ours and logged."""
+    """The reply to a request that raised: a RequestRejected as it says, anything else as a logged 500."""
     if isinstance(error, Overruled):
         return GivenUp(status=error.status, message=error.message, left=error.left)
     if isinstance(error, RequestRejected):
@@ -317,5 +322,5 @@ def refusal(request: ControlRequest | None, error: Exception) -> Refusal:
 
 
 def described(error: Exception) -> str:
-    """What a message says of a failure: of one that the engine has put into words, these."""
+    """A failure in words: the message of an EngineError; else the type and the message."""
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

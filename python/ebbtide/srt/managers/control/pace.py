@@ -1,7 +1,7 @@
-"""How much of what takes long is done between two forward passes, and how long these are kept waiting.
+"""Paces long work: how much of it is done between two forward passes, and how long passes wait for it.
 
-Whatever takes long is an iterator that yields the bytes of each slice that it has just done. Here slices
-become turns of the loop, and nowhere else. What several ranks do in step is in `phases`.
+Long work comes as `Slices`. Only this module makes turns of the loop of them. What several ranks do in step is
+in `phases`.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from ebbtide.srt.slices import Slices
 T = TypeVar("T")
 Fact = TypeVar("Fact")
 
-# A turn's part of the time that a forward pass takes. An update of 16 GB has some 40 ms of work that no
-# pass runs beside: in shorter turns it takes more of them, and a pass goes by with each.
+# The length of a turn, as a share of a forward pass. An update of 16 GB has some 40 ms of work that cannot
+# overlap with a pass. Shorter turns mean more of them, and each one waits for a whole pass.
 SHARE: Final = 0.8
 SHORTEST_TURN_S: Final = 0.5e-3
 LONGEST_TURN_S: Final = 10e-3
-# How much a pass counts that work went on beside, where others came before it.
+# How much a pass counts for the estimate of a pass's time if work went on beside it. Others replace it.
 DISTURBED_WEIGHT: Final = 1 / 16
-# The part of a pass for which a turn waits for copies under way. It is less than a pass has to spare on the
-# host, while each further turn costs a small update a whole pass. If no pass can run, it waits a whole turn.
+# How long a turn waits for copies in flight, as a share of a pass. The host has that much time to spare in a
+# pass, while one more turn delays a small update by a whole pass. If no pass can run, a whole turn is waited.
 WAIT_SHARE: Final = 0.2
-# Where no forward pass waits, a turn ends only so that the loop hears of messages and deadlines.
+# The length of a turn if no forward pass waits: it ends only for messages and deadlines.
 IDLE_TURN_S: Final = 25e-3
-# What a device copies beside a forward pass, and while none runs. Copies are bounded by their bytes, since
-# launching them takes less time than they do.
+# How fast a device copies beside a forward pass, and while none runs. Turns of copies are bounded by bytes,
+# since launching copies takes less time than running them.
 COPY_BYTES_PER_S: Final = 1.4e12
 BURST_BYTES_PER_S: Final = 2e12
 
-# A wait is looked at after at least this, and after at most this.
+# The shortest and the longest time between two looks at a wait.
 SHORTEST_LOOK_S: Final = 1e-3
 LONGEST_LOOK_S: Final = 32e-3
 
-# Turns this rank's loop once more, after the next of these waits; does nothing if that is to happen anyway.
+# Wakes this rank's loop after the next of these seconds; does nothing if a wake-up is set already.
 Wake: TypeAlias = Callable[[Iterator[float]], None]
 
 
 class Stall:
-    """The longest time for which one request, or all of one update, kept the loop from a forward pass."""
+    """The longest time for which one request, or one whole update, kept forward passes from running."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -63,7 +63,7 @@ class Stall:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Count the time within."""
+        """Within, forward passes are kept waiting."""
         started_s = time.perf_counter()
         try:
             yield
@@ -75,13 +75,13 @@ class Stall:
         return self._began_s is not None
 
     def begin(self) -> None:
-        """Count from here to `end`: no forward pass can run, whatever the loop does meanwhile."""
+        """From here to `end` no forward pass can run, whatever the loop does meanwhile."""
         if self._began_s is None:
             self._began_s = time.perf_counter()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Leave the time within out: a forward pass comes to its end that was launched before."""
+        """Within, do not count: a forward pass that was launched before still runs."""
         started_s = time.perf_counter()
         yield
         if self._began_s is not None:
@@ -106,7 +106,7 @@ class StallTally:
     def note(self, request: ControlRequest, stall: Stall) -> None:
         path = request.row.path
         if path is None:
-            return  # asked by the engine itself, at every look
+            return  # the engine's own request
         name = path.removeprefix("/")
         counts = self._counts.setdefault(name, [0] * (len(STALL_BOUNDS_S) + 1))
         counts[bisect_left(STALL_BOUNDS_S, stall.longest_s)] += 1
@@ -121,12 +121,13 @@ class StallTally:
 
 
 class Pace:
-    """Makes turns of work: a share of a forward pass each while passes run, all of it at once while none do.
+    """Cuts work into turns: each a share of a forward pass while passes run, and long ones while none do.
 
-    Ranks measure their own passes, so they may need different numbers of turns: work is paced inside a phase.
+    Each rank measures its own passes, so ranks may need different numbers of turns. Therefore work is paced
+    inside of a phase, which ends on all ranks in the same turn.
 
     Attributes:
-        copied_at_s: of the monotonic clock: when the last copies had run that passes were launched behind.
+        copied_at_s: monotonic time at which the last copies ended that passes were queued behind.
     """
 
     def __init__(self) -> None:
@@ -134,9 +135,11 @@ class Pace:
         self.copied_at_s = 0.0
 
     def note_step(self, step_s: float, *, is_disturbed: bool = False) -> None:
-        """Take note of the time from one forward pass to the next.
+        """Note the time from one forward pass to the next.
 
-        `is_disturbed`: work went on beside it. Its turns make passes longer, which would make turns longer.
+        Args:
+            is_disturbed: work went on beside it. Such passes hardly count: turns make passes longer, and
+                longer passes would make turns longer.
         """
         known_s = self._step_s if is_disturbed and self._step_s is not None else step_s
         self._step_s = known_s + DISTURBED_WEIGHT * (step_s - known_s)
@@ -154,17 +157,18 @@ class Pace:
         waits: bool = True,
         cost: int = 1,
     ) -> Work[tuple[int, T]]:
-        """Do the work, letting a forward pass in after every turn; returns its bytes and its result.
+        """Do the work, and let a forward pass run after every turn; returns the bytes and the result.
 
         Args:
-            slices: yields the bytes of each; 0 ends the turn: nothing more can be done before the next.
-            activity: what is yielded in between. COPYING where the work only launches copies. Taking and
-                giving back memory is not that: a forward pass under way may still use what changes hands, and
-                the driver waits for it where a mapping of a sender's memory is closed.
-            stall: notes the turns; while it lasts no pass can run, so there is nothing to be kept short for.
-            copies: where the work launches its copies. The end is when they have run.
-            waits: False: it is when they are launched, behind the forward pass under way.
-            cost: how many times as long as within the device they take.
+            slices: the work; a slice of 0 bytes ends the turn.
+            activity: what is yielded between turns. COPYING is for work that only launches copies. Taking and
+                giving back memory is WORKING: a pass in flight may still use that memory, and closing a
+                mapping of a sender's memory makes the driver wait for the pass.
+            stall: measures the turns. While it lasts no pass can run, so turns need not be short.
+            copies: the stream on which the work launches its copies.
+            waits: whether the work ends when its copies have run. False: it ends when they are launched,
+                queued behind the forward pass in flight.
+            cost: how many times as long copies take as from the device's own memory.
         """
         num_bytes = 0
         with closing(slices):
@@ -188,12 +192,12 @@ class Pace:
                         break
                 yield activity
         if copies is not None and waits:
-            # Asked outside, where nothing more is being launched.
+            # Outside of `copying`, as `copies_done` requires.
             yield from self._copied(copies, activity, is_held_up=stall is not None and stall.lasts)
         return num_bytes, result
 
     def behind(self, copies: CopyStream) -> Work[None]:
-        """Wait for copies that forward passes were launched behind."""
+        """Wait for copies that forward passes are queued behind."""
         yield from self._copied(copies, Activity.COPYING, is_held_up=True)
         self.copied_at_s = time.monotonic()
 
@@ -205,7 +209,7 @@ class Pace:
                 yield activity
 
     def _budget(self, is_held_up: bool) -> tuple[float, float]:
-        """The seconds of a turn, and the bytes that it may launch."""
+        """How long a turn may take, in seconds, and how many bytes it may launch."""
         if self._step_s is None or is_held_up:
             return IDLE_TURN_S, math.inf
         turn_s = min(max(SHARE * self._step_s, SHORTEST_TURN_S), LONGEST_TURN_S)
@@ -214,7 +218,7 @@ class Pace:
 
 @contextmanager
 def ending_rank(why: str) -> Iterator[None]:
-    """What is done within can neither be left half done nor taken back: a failure is OutOfStep."""
+    """Within, a failure becomes OutOfStep: the work can neither stay half-done nor be undone."""
     try:
         yield
     except OutOfStep:
@@ -224,10 +228,11 @@ def ending_rank(why: str) -> Iterator[None]:
 
 
 class Ranks:
-    """The ranks of a replica, as the state machines of one of them see it. Here it is the only one.
+    """How the state machines of one rank act together with the other ranks. Here there is only one.
 
     Attributes:
-        is_working: whether this rank has more to do for a phase, rather than waits.
+        is_one: whether this is the only rank.
+        is_working: whether this rank still has work to do in a phase.
     """
 
     is_one = True
@@ -237,19 +242,18 @@ class Ranks:
         return False
 
     def phase(self, kind: Activity, work: Work[T]) -> Work[T]:
-        """Do this rank's part; goes on when every rank has done its part, on all of them in the same turn.
+        """Do this rank's part, and wait until every rank has done its own. All go on in the same turn.
 
-        Whatever a part leaves behind is the caller's to undo when this raises: the part itself may have
-        been done, or ended early.
+        If this raises, the caller must undo what the part has done: it may be finished, or ended early.
 
         Args:
-            kind: WORKING, COPYING or ALONE as `Activity` says, the same for all ranks. WAITING where the
-                part waits for what others send: then the first failure ends it for all.
-            work: yields WAITING where it wants to be asked again later, anything else to go on at once.
+            kind: WORKING, COPYING or ALONE, see `Activity`; the same on all ranks. WAITING: the part waits
+                for senders, and the first failure ends it on all ranks.
+            work: yields WAITING to be resumed later, anything else to be resumed at once.
 
         Raises:
-            RequestRejected, EngineError: a rank failed; the same on every rank. It names who failed, unless
-                all did alike.
+            RequestRejected, EngineError: a rank failed. The same error is raised on every rank; it names the
+                ranks that failed, unless all failed alike.
         """
         if kind in BETWEEN_PASSES:
             yield Activity.BOUNDARY
@@ -261,34 +265,34 @@ class Ranks:
             raise EngineError(f"{type(error).__name__}: {error}") from error
 
     def survey(self, kind: Activity, work: Work[T], fact: Callable[[T], Fact]) -> Work[tuple[T, list[Fact]]]:
-        """As `phase`; returns this rank's result, and the facts (plain values) of all ranks' results."""
+        """As `phase`; returns this rank's result, and `fact` (a plain value) of every rank's result."""
         result = yield from self.phase(kind, work)
         return result, [fact(result)]
 
     def certainly(self, act: Callable[[], T]) -> T:
-        """Do what has been decided; on one of several ranks a failure is OutOfStep."""
+        """Do what all ranks have decided to do. With several ranks, a failure is OutOfStep."""
         return act()
 
     def propose(self, request: AnyControlRequest) -> None:
-        """Have all ranks carry this request out soon. Nobody waits for the reply."""
+        """Let all ranks carry out this request soon; there is no reply."""
         raise AssertionError("one rank does at once what it would propose")
 
     def work(self) -> None:
-        """Do the next slice of this rank's parts: of a single rank, operations do their own work."""
+        """Do the next slice of this rank's parts. With a single rank, operations do that themselves."""
 
     def decide(self, decision: Decision) -> bool:
-        """A phase has ended. Whether its parts may have taken memory that passes had on some ranks."""
+        """End a phase. Returns whether its parts may have taken memory that forward passes need."""
         raise AssertionError("one rank casts no votes")
 
 
 def at_once(act: Callable[[], T]) -> Generator[Never, None, T]:
-    """Work, or slices, of a single one."""
+    """This act as work, or slices, of a single step."""
     return act()
     yield
 
 
 def guarded(slices: Slices[T], require: Callable[[], None]) -> Slices[T]:
-    """The same work; before each slice `require` may refuse to go on."""
+    """The same work; `require` is called before each slice, and may refuse."""
     with closing(slices):
         while True:
             require()
@@ -300,12 +304,12 @@ def guarded(slices: Slices[T], require: Callable[[], None]) -> Slices[T]:
 
 
 def is_burst(num_bytes: int) -> bool:
-    """Whether a device copies so much within the longest turn."""
+    """Whether a device copies this much within the longest turn."""
     return num_bytes <= LONGEST_TURN_S * BURST_BYTES_PER_S
 
 
 def look_until(is_done: Callable[[], bool], wake: Wake) -> Work[None]:
-    """Wait for what sends the loop no message, by looking again and again, at most 1/32 too late."""
+    """Poll for something that sends the loop no message. It is seen at most 1/32 of the wait too late."""
     waits_s = _growing()
     while not is_done():
         wake(waits_s)

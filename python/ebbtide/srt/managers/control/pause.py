@@ -1,4 +1,4 @@
-"""Whether generation runs, or in which mode it is paused. Source: control_semantics section 1.1."""
+"""Pausing, continuing and aborting generation. Source: control_semantics section 1.1."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _ABORTED = {
 
 @dataclass
 class Generation:
-    """Pausing, continuing and aborting; and drains, which hold the admission of new requests.
+    """The state machine of pauses; also drains, which hold back the admission of new requests.
 
     Attributes:
-        paused: in which mode no forward pass runs until `continue`; None: they may run.
+        paused: the mode of the pause, during which no forward pass runs; None: generation is not paused.
     """
 
     _requests: Requests
@@ -95,7 +95,7 @@ class Generation:
         )
 
     def stop_requests(self, mode: PauseMode, cause: RetractCause = RetractCause.PAUSE) -> tuple[int, int]:
-        """What a pause in this mode does with live requests; returns how many were retracted and aborted."""
+        """Do with live requests what this mode says; returns how many were retracted, and aborted."""
         match mode:
             case PauseMode.RETRACT:
                 return self._requests.retract_all(cause), 0
@@ -106,7 +106,7 @@ class Generation:
 
     @contextmanager
     def drain(self) -> Iterator[None]:
-        """Admit no new request within; those that run go on to their end."""
+        """Within, admit no new request; running ones go on to their end."""
         self._num_drains += 1
         self._requests.hold_admission(True)
         try:

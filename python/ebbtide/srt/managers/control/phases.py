@@ -1,8 +1,8 @@
-"""What several ranks do in step although each has its own speed and failures: phases, ended by a vote.
+"""Phases: work of several ranks, each with its own speed and failures, that ends with a vote.
 
-All ranks are given the same messages in the same order, so they agree by themselves. What may turn out
-otherwise on one than on another (memory that is not to be had, tensors that arrive late) is done inside a
-phase: its outcome is the same on all, at the same place among their messages.
+All ranks get the same messages in the same order, so most decisions agree by themselves. Work whose outcome
+may differ between ranks (memory runs out, tensors arrive late) is done in a phase. The vote gives it the same
+outcome on all ranks, at the same place among their messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Fact = TypeVar("Fact")
 
-# How an operation waits for the end of a phase of this kind.
+# How an operation waits for the vote, by kind of phase.
 WAITS_AS: Final = {
     Activity.WORKING: Activity.HOLDING,
     Activity.WAITING: Activity.WAITING,
@@ -34,13 +34,13 @@ WAITS_AS: Final = {
 
 
 class Polls(Protocol):
-    """Where the votes of this rank go."""
+    """Takes the votes of this rank."""
 
     def open(self, phase: int) -> None: ...
     def cast(self, phase: int, failure: Refusal | None, fact: Any, *, ends: bool) -> None: ...
 
     def close(self, phase: int) -> None:
-        """Be done with the phase, decided or not."""
+        """Forget the phase, decided or not."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Phase:
     decision: Decision | None = field(default=None, init=False)
 
     def step(self) -> tuple[Refusal | None, Any] | None:
-        """Do the next slice; at the end, return the failure or the fact to vote with."""
+        """Do the next slice; returns None, or at the end the vote: a failure or a fact."""
         failure: Refusal | None
         try:
             self.is_waiting = next(self._work) is Activity.WAITING
@@ -73,10 +73,10 @@ class _Phase:
 
 
 class ManyRanks(Ranks):
-    """One of several ranks, each with its part in every phase.
+    """One of several ranks. Each has its part in every phase.
 
     Args:
-        propose: has a request carried out by all ranks, if this one speaks for them.
+        propose: lets all ranks carry out a request, if this rank is the leader.
     """
 
     is_one = False
@@ -130,16 +130,16 @@ class ManyRanks(Ranks):
                 self._polls.cast(number, failure, fact, ends=ends)
 
     def decide(self, decision: Decision) -> bool:
-        # Its operation may have been ended ahead of it, by a deadline or by another request.
+        # The operation may have been ended before the decision, by a deadline or another request.
         phase = self._phases.get(decision.phase)
         if phase is None:
             return True
         phase.decision = decision
-        # What is done beside passes takes none: an update asks once or twice, not at each of its phases.
+        # Work beside passes takes no such memory. So passes check for it only once or twice in an update.
         return phase.kind in BETWEEN_PASSES
 
     def _due(self) -> dict[int, _Phase]:
-        """While one stands alone, all others stand still."""
+        """The phases to work on: while one stands alone, only that."""
         alone = {number: phase for number, phase in self._phases.items() if phase.kind is Activity.ALONE}
         return alone or dict(self._phases)
 
