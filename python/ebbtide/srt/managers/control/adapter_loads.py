@@ -1,5 +1,7 @@
-"""Loading, unloading and fetching adapters. What comes is checked on every rank, written to a slot that no
-request reads, and means something from one forward pass to the next. Source: control_semantics section 2.
+"""Loading, unloading and fetching adapters.
+
+An adapter is checked on every rank, written to a slot that no request reads, and committed between two
+forward passes. Source: control_semantics section 2.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class AdapterPlan(Protocol):
     """An adapter that was read and fits the model.
 
     Attributes:
-        digest: of its config and tensors, the same wherever they lie; empty: it was not asked for.
+        digest: checksum of its config and tensors, whatever device they are on; empty: it was not asked for.
     """
 
     digest: str
@@ -63,16 +65,16 @@ class AdapterPlan(Protocol):
         """
 
     def detach(self) -> Slices[None]:
-        """Every copy has run: as `WritePlan.detach`."""
+        """After every copy has run: see `WritePlan.detach`."""
 
     def close(self) -> None:
-        """Give the sender's memory back, wherever the load has got to. Idempotent."""
+        """Give the sender's memory back, at any point of the load. Idempotent."""
 
 
 class AdapterMemory(Protocol):
     """The slots of adapters on this rank.
 
-    They belong to the memory of the weights. What they hold outlives a release of that, whatever it says.
+    They belong to the tag `weights`. Their contents survive every release of it, even one without a backup.
     """
 
     num_slots: int
@@ -81,29 +83,29 @@ class AdapterMemory(Protocol):
     def copies(self) -> CopyStream: ...
 
     def open(self, request: LoadRequest, *, with_digest: bool) -> Slices[AdapterPlan]:
-        """Read an adapter as far as it has to be for its check.
+        """Read an adapter as far as needed to check it.
 
         RequestRejected (400): it cannot be read, or does not fit the model.
         """
 
     def is_read(self, slot: int) -> bool:
-        """Whether the forward pass that was launched last reads it."""
+        """Whether the last launched forward pass reads the slot."""
 
     def save(self, slot: int) -> object:
-        """Launch a copy of what a slot holds to host memory. RequestRejected (409): the host has no room."""
+        """Launch a copy of a slot to host memory. RequestRejected (409): the host has no room."""
 
     def restore(self, slot: int, copy: object) -> None:
-        """Launch the copy of what was saved to a slot."""
+        """Launch the copy of saved contents to a slot."""
 
 
 class AdapterLoads:
-    """The control requests about adapters, and what keeps their bytes where forward passes find them.
+    """Handles the control requests about adapters, and brings adapters into slots for requests.
 
     Args:
         slots: None: adapters are not enabled.
 
     Attributes:
-        book: which there are.
+        book: which adapters there are.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class AdapterLoads:
         self._pace = pace
         self._line = Line()
         self._is_fetching = False
-        # Counts releases of the weights: what was on its way to a slot has lost it.
+        # Counts releases of the weights. A copy to a slot sees by it that the slot is gone.
         self._num_releases = 0
         self.handlers: HandlerTable = {
             LoadLoRAAdapterReqInput: self.load,
@@ -140,7 +142,7 @@ class AdapterLoads:
     # ------------------------------------------------------------------------------------- control requests
 
     def load(self, request: LoadRequest) -> Operation:
-        """Make a new version of a name."""
+        """Load a new version of an adapter."""
         self._require_enabled()
         self._check(request)
         try:
@@ -151,14 +153,14 @@ class AdapterLoads:
                 message = f"{request.lora_name} was not loaded in time, nothing has changed"
                 failure = RequestRejected(message, 409)
             if request.session_id is not None:
-                # A session that was to have an adapter is incomplete without it.
+                # The session is incomplete without this adapter.
                 with suppress(RequestRejected):
                     label = frozenset({f"{request.lora_name}@{request.version}"})
                     self._updates.session_named(request.session_id).refused.add(str(failure), label)
             raise failure from failure.__cause__
 
     def unload(self, request: UnloadLoRAAdapterReqInput) -> Operation:
-        """Have a name, or a version of it, mean nothing any more."""
+        """Unload an adapter, or one version of it."""
         self._require_enabled()
         version = None if request.lora_version is None else str(request.lora_version)
         with self._line.turn() as has_come:
@@ -231,12 +233,12 @@ class AdapterLoads:
         return structs.replace(reply, num_moved=num_moved, stall_ms=stall.longest_s * 1e3)
 
     def _give_back(self, plan: AdapterPlan) -> None:
-        """End the mappings of the sender's memory behind the reply: the driver waits for passes there."""
+        """Unmap the sender's memory after the reply, since the driver waits for passes when it unmaps."""
         unmapping = self._pace.turns(plan.detach(), Activity.WORKING)
         self._operations.go_on(self._ranks.phase(Activity.WORKING, unmapping))
 
     def _commit(self, request: LoadRequest, digest: str, slot: int) -> tuple[AdapterVersion, int]:
-        """Have the name mean what is in the slot; returns the version, and how many requests moved to it."""
+        """Make the name mean what is in the slot; returns the version, and how many requests moved to it."""
         path, may_leave, instead_of = "", False, None
         if isinstance(request, LoadLoRAAdapterReqInput):
             path, may_leave, instead_of = request.lora_path, request.may_leave, request.instead_of
@@ -252,7 +254,7 @@ class AdapterLoads:
         return added, self._requests.move_to(added, request.in_flight)
 
     def _open(self, request: LoadRequest, opened: ExitStack) -> Work[AdapterPlan]:
-        """What comes, on every rank fit for its slots."""
+        """Read the adapter and check it against the slots, on every rank."""
 
         def read() -> Work[AdapterPlan]:
             is_stored = isinstance(request, LoadLoRAAdapterReqInput)
@@ -315,7 +317,7 @@ class AdapterLoads:
     # ------------------------------------------------------------------------------------------------ slots
 
     def fetch_wanted(self) -> None:
-        """Begin to bring in what a request waits for."""
+        """Begin to bring the adapter that a request waits for into a slot."""
         if self.book.wanted is not None and not self._is_fetching:
             self._is_fetching = True
             self._operations.go_on(self._fetch(self.book.wanted))
@@ -327,12 +329,12 @@ class AdapterLoads:
                 slot = yield from self._take_slot(version.name, opened)
                 copy = version.copy
                 if copy is None:
-                    return  # Its last request has ended meanwhile.
+                    return  # Its last request has ended.
                 yield from self._copied(at_once(lambda: self._slots.restore(slot, copy)))
                 if version.copy is not None:
                     version.slot = slot
         except (RequestRejected, EngineError) as error:
-            # After a release it is asked for again.
+            # If the weights were released meanwhile, requests ask for it again after the resume.
             if num_releases == self._num_releases:
                 yield Activity.BOUNDARY
                 self._requests.end_on(
@@ -344,9 +346,9 @@ class AdapterLoads:
                 self.book.wanted = None
 
     def _take_slot(self, name: str, opened: ExitStack) -> Work[int]:
-        """A slot for a version of this name, until the stack is closed.
+        """Take a slot for a version of this name, until the stack is closed.
 
-        What is in it is kept in host memory.
+        Its former contents are saved to host memory first.
         """
         while True:
             found = self.book.slot_for(name)
@@ -362,18 +364,18 @@ class AdapterLoads:
                 if holder is None or self.book.vacate(holder, name):
                     opened.push(attempt.pop_all())
                     if self._slots.is_read(slot):
-                        # By requests that have ended, or lost their turn, since that pass was launched.
+                        # Its requests have ended or were retracted, but the pass in flight still reads it.
                         yield Activity.BOUNDARY
                     return slot
 
     def _save(self, version: AdapterVersion, slot: int) -> Work[None]:
-        """Keep what is in a slot in host memory, on all ranks or on none."""
+        """Save a slot to host memory, on all ranks or on none."""
         copy = yield from self._copied(at_once(lambda: self._slots.save(slot)))
         if version.slot == slot:
             version.copy = copy
 
     def _copied(self, slices: Slices[T]) -> Work[T]:
-        """Copy from or to slots while forward passes run, which write none of them."""
+        """Copy from or to slots while forward passes run; passes never write to slots."""
         num_releases = self._num_releases
 
         def require_slots() -> None:
@@ -386,9 +388,9 @@ class AdapterLoads:
         return result
 
     def _end_for_release(self) -> None:
-        """The weights are about to be released: what is on its way to a slot has lost it.
+        """End loads and copies to slots, because the weights are about to be released.
 
-        What slots hold comes back with their memory.
+        The contents of slots come back with their memory.
         """
         self._num_releases += 1
         refusal = Superseded(f"{RELEASED}: resume them, then load again", 409)

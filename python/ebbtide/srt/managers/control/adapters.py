@@ -1,7 +1,7 @@
-"""Which adapters there are, in which slot or host memory each lies, and which requests may run on which.
+"""The book of adapters: which exist, in which slot or host memory each is, and what requests may run on.
 
-Plain bookkeeping that every rank does alike: no clock, no torch. `adapter_loads` changes it between forward
-passes; the schedule policy asks it in each.
+Plain bookkeeping without clock or torch, the same on every rank. `adapter_loads` changes it between forward
+passes; the schedule policy asks it in each pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ebbtide.srt.errors import RequestRejected, first_few
 from ebbtide.srt.managers.io_struct import AdapterReport
 
 MAX_NAME_LENGTH: Final = 256
-# Checksums of versions that have left: a name and a version never come to mean other bytes.
+# How many checksums are remembered, also of versions that are gone: a version may never change its bytes.
 MAX_REMEMBERED: Final = 1 << 14
 _NAME: Final = re.compile(r"[^\s@\x00-\x1f\x7f]+")
 CONTROL_CHARACTERS: Final = re.compile(r"[\x00-\x1f\x7f]")
@@ -29,19 +29,19 @@ class AdapterVersion:
     """One immutable version of an adapter.
 
     Attributes:
-        number: no other version has, or had, the same.
-        digest: of its config and tensors; empty: nobody asked for it.
-        path: the folder that it came from; empty: it came as tensors.
-        slot: where forward passes find it; None: nowhere.
-        copy: what `AdapterMemory.save` kept of its slot; None: nothing yet.
+        number: unique, also among versions that are gone.
+        digest: checksum of its config and tensors; empty: it was not computed.
+        path: the folder that it was loaded from; empty: it came as tensors.
+        slot: the slot that forward passes read; None: it is in none.
+        copy: its slot's contents in host memory, from `AdapterMemory.save`; None: not saved yet.
         is_pinned: it keeps its slot.
         is_reachable: new requests may name it.
-        is_wanted: a request waits for it to come into a slot.
-        may_leave: its name means nothing any more where there is no room for another one's.
-        num_live: requests that run on it, or are to.
+        is_wanted: a request waits until it is in a slot.
+        may_leave: its name may be unloaded to make room for another one.
+        num_live: requests that run or wait to run on it.
         num_running: those of them that hold KV.
-        num_started: requests that have begun to run on it since it was active last.
-        last_used: by the count of admissions; before the first one, that of its load.
+        num_started: requests that have begun to run on it since it last became active.
+        last_used: the count of admissions at its last one; before that, at its load.
     """
 
     name: str
@@ -62,37 +62,37 @@ class AdapterVersion:
 
     @property
     def label(self) -> str:
-        """What answers call it, and what a request may ask for."""
+        """Its name in answers and requests: `name@version`."""
         return f"{self.name}@{self.version}"
 
     @property
     def namespace(self) -> str:
-        """Of the prefix cache: KV of one version is of no use to another."""
+        """Its part of the prefix cache's key: versions share no KV."""
         return f"adapter={self.number}"
 
     @property
     def is_active(self) -> bool:
-        """Whether a request runs on it, or waits for it to come into a slot."""
+        """Whether a request runs on it, or waits until it is in a slot."""
         return self.is_wanted or self.num_running > 0
 
 
 class AdapterBook:
     """The adapters, by name.
 
-    At most `num_active` versions run at a time. There is a slot more than that: a version can be loaded while
-    others run, or run along with pinned ones. While more are asked for, they take turns.
+    At most `num_active` versions run at a time. There is one slot more, so that a version can be loaded while
+    others run, or run beside pinned ones. If more versions are asked for, they take turns.
 
     Args:
-        num_slots: that forward passes read, 2 or more; 0: there are no adapters.
-        keep_versions: earlier versions of a name that may still be asked for.
-        max_names: how many adapters there may be; None without limit.
+        num_slots: slots that forward passes read, 2 or more; 0: there are no adapters.
+        keep_versions: how many earlier versions of a name requests may still ask for.
+        max_names: how many adapters there may be; None: no limit.
         reserved: names that mean the base model.
-        turn: requests that may begin to run on a version before it makes room for another one.
+        turn: how many requests may begin to run on a version before it must make room for another.
 
     Attributes:
-        wanted: what a request waits for, and is to be brought into a slot.
-        staged: the checksums of versions that are loaded, and mean nothing before a session is committed.
-        reports: the versions that requests may ask for; a new list whenever there are others.
+        wanted: the version to bring into a slot next, because a request waits for it.
+        staged: checksums of versions that are loaded in a session and not committed, by (name, version).
+        reports: the versions that requests may ask for; a new list after each change.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class AdapterBook:
         self.wanted: AdapterVersion | None = None
         self._keep_versions = keep_versions
         self._max_names = max_names
-        # Those of a name in the order of their loads: the last one is what the name means.
+        # The versions of each name, in the order of their loads. The name means the last one.
         self._versions: dict[str, list[AdapterVersion]] = {}
         self._retired: list[AdapterVersion] = []
         self.staged: dict[tuple[str, str], str] = {}
@@ -119,7 +119,7 @@ class AdapterBook:
         self._num_loads = self._num_admissions = 0
         self._active: set[AdapterVersion] = set()
         self._pinned: set[AdapterVersion] = set()
-        # While a request waits for a slot, later ones do not begin to run on this version, so that it ends.
+        # While a request waits for a slot, no more requests begin on this version, to free its slot.
         self._leaving: AdapterVersion | None = None
         self._is_blocked = False
         self._num_loads_waiting = 0
@@ -129,7 +129,7 @@ class AdapterBook:
 
     @property
     def current(self) -> dict[str, str]:
-        """The version that each name means now."""
+        """The version that each name means."""
         return {name: versions[-1].version for name, versions in self._versions.items()}
 
     def resolve(self, asked: str) -> AdapterVersion:
@@ -141,9 +141,9 @@ class AdapterBook:
         return self.meant(name, version if at else None)[-1]
 
     def meant(self, name: str, version: str | None) -> list[AdapterVersion]:
-        """What a name, or one version of it, means; what came last is last.
+        """The versions of a name, or the one asked for; the latest is last.
 
-        RequestRejected (404): nothing.
+        RequestRejected (404): there is none.
         """
         found = [one for one in self._versions.get(name, ()) if version in (None, one.version)]
         if not found:
@@ -154,7 +154,7 @@ class AdapterBook:
         return found
 
     def all(self) -> Iterator[AdapterVersion]:
-        """Every version that somebody runs on or may ask for."""
+        """Every version that requests run on or may ask for."""
         for versions in self._versions.values():
             yield from versions
         yield from self._retired
@@ -162,7 +162,7 @@ class AdapterBook:
     # --------------------------------------------------------------------------------------- load and unload
 
     def check_name(self, name: str) -> None:
-        """Refuse (400) what no request could ask for."""
+        """Refuse (400) a name that no request could ask for."""
         if not 0 < len(name) <= MAX_NAME_LENGTH or _NAME.fullmatch(name) is None:
             raise RequestRejected(
                 f"lora_name: expected 1 to {MAX_NAME_LENGTH} characters without spaces and '@', "
@@ -172,9 +172,9 @@ class AdapterBook:
             raise RequestRejected(f"lora_name: {name!r} means the base model, expected another name")
 
     def check_load(self, name: str, version: str | None, digest: str, *, pinned: bool) -> bool:
-        """Refuse what cannot be loaded. Returns whether it is there already: the same bytes.
+        """Refuse a load that cannot be. Returns whether the same bytes are loaded already.
 
-        RequestRejected (409): other bytes have this version, or there is no room.
+        RequestRejected (409): this version exists with other bytes, or there is no room.
         """
         if version is not None:
             known = self._digests.get((name, version), self.staged.get((name, version)))
@@ -217,7 +217,7 @@ class AdapterBook:
         return limit is not None and name not in self._versions and len(self._versions) >= limit
 
     def _leaving_name(self, first: str | None = None) -> str | None:
-        """The name that gives its place to another one: `first`, or if it can be one that nobody runs on."""
+        """The name to unload for another one: `first`, else one that no request uses if possible."""
 
         def rank(name: str) -> tuple[bool, bool, int, str]:
             versions = self._versions[name]
@@ -228,7 +228,7 @@ class AdapterBook:
         return min(leaving, key=rank, default=None)
 
     def check_stage(self, name: str) -> None:
-        """Refuse (409) to stage an adapter that would leave no slot to requests until the session ends."""
+        """Refuse (409) a staged adapter that would leave requests without a slot until the session ends."""
         kept = [f"{staged}@{version}" for staged, version in self.staged]
         kept += sorted(one.label for one in self._pinned if one.name != name)
         if len(kept) >= self.num_active:
@@ -250,7 +250,7 @@ class AdapterBook:
         may_leave: bool = False,
         instead_of: str | None = None,
     ) -> AdapterVersion:
-        """From now on the name means what is in this slot."""
+        """Make the name mean what is in this slot."""
         if self._is_full(name) and (leaving := self._leaving_name(instead_of)) is not None:
             self.remove(leaving, None)
         self._num_loads += 1
@@ -272,7 +272,7 @@ class AdapterBook:
         return added
 
     def remove(self, name: str, version: str | None) -> list[AdapterVersion]:
-        """A name, or one version of it, means nothing any more; returns what it meant."""
+        """Unload a name, or one version of it; returns the versions."""
         removed = self.meant(name, version)
         self._retire(removed)
         return removed
@@ -308,7 +308,7 @@ class AdapterBook:
 
     @contextmanager
     def taken(self, slot: int) -> Iterator[None]:
-        """Nobody else is given this slot meanwhile."""
+        """Within, this slot is given to nobody else."""
         self._taken.add(slot)
         try:
             yield
@@ -316,10 +316,9 @@ class AdapterBook:
             self._taken.discard(slot)
 
     def slot_for(self, name: str) -> tuple[int, AdapterVersion | None] | None:
-        """A slot that may be overwritten, with the version that is in it; None: there is none now.
+        """A slot that may be overwritten, and the version in it; None: there is none now.
 
-        A free one; else that of a version that nobody runs on, the longest unused first. A pinned one of this
-        name goes last.
+        A free slot; else that of the version that is unused for longest. A pinned one of this name is last.
         """
         holders = {one.slot: one for one in self.all() if one.slot is not None}
         free = [slot for slot in range(self.num_slots) if slot not in holders and slot not in self._taken]
@@ -333,7 +332,7 @@ class AdapterBook:
         return chosen.slot, chosen
 
     def vacate(self, version: AdapterVersion, name: str) -> bool:
-        """Take its slot away for this name, unless a request has come to use it."""
+        """Take a version's slot away for this name. False: a request has begun to use it."""
         if not self._may_go(version, name):
             return False
         version.slot = None
@@ -346,14 +345,14 @@ class AdapterBook:
     # --------------------------------------------------------------------------------------------- requests
 
     def begin_pass(self) -> None:
-        """Requests are about to be admitted. Where a load waits for a slot, some make room for it."""
+        """Begin to admit requests of a pass. If a load waits for a slot, one version makes room."""
         self._is_blocked = False
         if self._num_loads_waiting:
             self._make_room()
 
     @contextmanager
     def awaiting_slot(self) -> Iterator[None]:
-        """A load waits for a slot meanwhile, and requests do not keep it out for ever."""
+        """Within, a load waits for a slot, and requests must let it have one in the end."""
         self._num_loads_waiting += 1
         try:
             yield
@@ -361,9 +360,9 @@ class AdapterBook:
             self._num_loads_waiting -= 1
 
     def admits(self, version: AdapterVersion) -> bool:
-        """Whether a request may begin to run on it now; otherwise it is fetched, or room is made for it."""
+        """Whether a request may begin to run on a version now. If not, it is fetched, or room is made."""
         if version.slot is None or version not in self._active:
-            # What is staged in a session has taken slots out of those that requests share.
+            # Versions that are staged in a session take slots from those that requests share.
             others = self._active - {version}
             num_slots = len(others | self._pinned | {version}) + len(self.staged)
             if len(others) >= max(1, self.num_active - len(self.staged)) or num_slots > self.num_slots:
@@ -379,14 +378,14 @@ class AdapterBook:
         return True
 
     def _make_room(self) -> None:
-        """Choose the version whose requests are to come to an end, unless one of them runs still."""
+        """Choose the version that admits no more requests, unless one is chosen and still runs."""
         self._is_blocked = True
         if self._leaving is None or not self._leaving.num_running:
             running = [one for one in self._active - self._pinned if one.num_running]
             self._leaving = max(running, key=lambda one: (one.num_started, one.number), default=None)
 
     def _weigh(self, version: AdapterVersion) -> None:
-        """Whether it is active, or pinned, may have changed."""
+        """Update the sets of active and pinned versions for this one."""
         if not version.is_active:
             version.num_started = 0
         for versions, is_in in ((self._active, version.is_active), (self._pinned, version.is_pinned)):
@@ -396,25 +395,25 @@ class AdapterBook:
                 versions.discard(version)
 
     def join(self, version: AdapterVersion) -> None:
-        """A request is to run on it."""
+        """Note that a request wants to run on a version."""
         version.num_live += 1
 
     def leave(self, version: AdapterVersion) -> None:
-        """A request has ended, or moved to another version."""
+        """Note that a request has ended, or moved to another version."""
         version.num_live -= 1
         if not version.num_live:
             self.give_up(version)
             self._forget_unused()
 
     def give_up(self, version: AdapterVersion) -> None:
-        """It is not brought into a slot any more, unless another request asks for it."""
+        """Do not fetch a version any more, unless another request asks for it."""
         version.is_wanted = False
         self._weigh(version)
         if self.wanted is version:
             self.wanted = None
 
     def start(self, version: AdapterVersion) -> None:
-        """A request begins to run on it."""
+        """Note that a request begins to run on a version."""
         assert version.slot is not None, "a request runs on an adapter that no pass can read"
         self._num_admissions += 1
         version.last_used = self._num_admissions
@@ -424,6 +423,6 @@ class AdapterBook:
         self._weigh(version)
 
     def stop(self, version: AdapterVersion) -> None:
-        """A request holds no KV any more."""
+        """Note that a request on a version no longer holds KV."""
         version.num_running -= 1
         self._weigh(version)

@@ -1,7 +1,7 @@
 """Paces long work: how much of it is done between two forward passes, and how long passes wait for it.
 
-Long work comes as `Slices`. Only this module makes turns of the loop of them. What several ranks do in step is
-in `phases`.
+Long work comes as `Slices`. Only this module makes turns of the loop of it. What several ranks do in step
+is in `phases`.
 """
 
 from __future__ import annotations

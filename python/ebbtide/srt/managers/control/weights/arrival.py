@@ -1,4 +1,4 @@
-"""What an update brings, on all ranks: one plan with the request, or one after the other from its senders."""
+"""Gets the plans of an update on all ranks: one with the request, or several from senders, piece by piece."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.managers.wire.merging import MAX_ERRORS, merge_refusals
 
 Write: TypeAlias = Callable[[WritePlan], Work[None]]
-# A summary; and of a refusal the message, the status, and the further fields.
+# What other ranks learn of a plan: a summary; and if it is refused, the message, status and fields.
 _Fact: TypeAlias = tuple[str, tuple[str, int, dict[str, Any]] | None]
 
 
 @dataclass
 class Arrivals:
-    """Gets hold of what an update brings; `check` refuses a request that the present state does not allow."""
+    """Opens updates on all ranks. `check` refuses a request that the present state does not allow."""
 
     _weights: Weights
     _ranks: Ranks
@@ -52,13 +52,18 @@ class Arrivals:
     def open(
         self, request: WeightUpdateRequest, opened: ExitStack, contents: Contents
     ) -> Work[WritePlan | Pieces]:
-        """What comes with the request, fit to be written on every rank, or the senders of its pieces."""
+        """Open an update: its plan, checked on every rank, or its senders if it comes piece by piece.
+
+        Args:
+            opened: closes the plan or the senders at the end of the update.
+            contents: gets the names of the plan, also if it is refused.
+        """
         if is_piecewise(request):
             return (yield from self._meet(request, opened))
 
         def read() -> Work[_Received]:
-            # It is read before anything is refused, so that closing it gives the sender's memory back, and
-            # so that it is known what was refused.
+            # Read it before refusing anything: then closing it gives the sender's memory back, and the names
+            # of what was refused are known.
             try:
                 _, plan = yield from self._pace.turns(self._weights.open(request), Activity.COPYING)
             except RequestRejected as refusal:
@@ -76,7 +81,7 @@ class Arrivals:
         return received.plan
 
     def receive(self, plan: WritePlan, session: WeightSession, terms: CommitTerms) -> Work[None]:
-        """Wait for what others send, where the session has a place for it; forward passes go on meanwhile."""
+        """Wait for broadcasts, received directly into the session if it allows; forward passes go on."""
         if not plan.is_sent:
             return
         overwritten = yield from session.expect(plan, terms)
@@ -109,19 +114,19 @@ class Arrivals:
 
 @dataclass
 class Contents:
-    """What an update is to write: names as in `WritePlan.sent`; None as long as they are not known."""
+    """The names that an update is to write, as in `WritePlan.sent`; None until they are known."""
 
     names: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
 class _Received:
-    """What a rank's sender has said.
+    """What a rank has received from its sender.
 
     Attributes:
-        plan: None at the end, or where it cannot be read.
-        is_over: the sender says nothing more, and waits for nothing.
-        refusal: why it cannot be taken.
+        plan: None: the end has come, or it could not be read.
+        is_over: the sender sends nothing more, and waits for no answer.
+        refusal: why it is refused; None: it is not.
     """
 
     plan: WritePlan | None = None
@@ -130,7 +135,7 @@ class _Received:
 
     @classmethod
     def of(cls, plan: WritePlan, check: Callable[[], None] = lambda: None) -> _Received:
-        """A plan, with what `check` or the model has against it."""
+        """A plan, refused if `check` raises or if it does not fit the model."""
         try:
             check()
             _refuse_problems(plan)
@@ -139,7 +144,7 @@ class _Received:
         return cls(plan)
 
     def fact(self) -> _Fact:
-        """What other ranks need to know of it."""
+        """What the other ranks need to know."""
         summary = "the end" if self.plan is None else _summary_of(self.plan)
         if self.refusal is None:
             return summary, None
@@ -148,10 +153,10 @@ class _Received:
 
 @dataclass
 class Pieces:
-    """An update's plans as every rank's sender brings them.
+    """An update's plans, one per piece, from the sender of every rank.
 
-    Senders wait for each other: one that has an answer may speak again only when all of them have one. So
-    what is wrong on one rank is answered on all, and each sender is answered to its end.
+    Senders wait for each other: one that was answered goes on only when all were answered. So a problem of
+    one rank is answered to all senders, and each sender is answered until it ends.
     """
 
     _sender: Conversation
@@ -161,7 +166,7 @@ class Pieces:
     _received: _Received = field(default_factory=_Received)
 
     def take(self, write: Write) -> Work[None]:
-        """Write each piece, and answer it, until everything has come; `finish` answers that."""
+        """Write and answer each piece, until the end has come; `finish` answers the end."""
         while (plan := (yield from self._next())) is not None:
             failure: Exception | None = None
             with closing(plan):
@@ -177,11 +182,11 @@ class Pieces:
             self._sender.answer()
 
     def finish(self) -> None:
-        """Let the senders go: what they brought serves, or is staged."""
+        """Answer the end: everything serves, or is staged."""
         self._sender.answer()
 
     def _next(self) -> Work[WritePlan | None]:
-        """The same on all ranks; None: everything has come."""
+        """The next piece, of the same tensors on all ranks; None: the end has come."""
         try:
             _, facts = yield from self._ranks.survey(Activity.WAITING, self._receive(), _Received.fact)
         except DeadlinePassed:
@@ -204,7 +209,7 @@ class Pieces:
         return self._received
 
     def _refuse(self, failure: Exception) -> Work[NoReturn]:
-        """Answer all senders until they end: one would wait for ever where nobody listens any more."""
+        """Answer all senders with the failure until they end, since an unanswered one would wait for ever."""
         with suppress(DeadlinePassed):
             yield from self._ranks.phase(Activity.WAITING, self._answer_all(str(failure)))
         raise failure
@@ -225,7 +230,7 @@ class Pieces:
 
 
 def _summary_of(plan: WritePlan) -> str:
-    """All that decides what becomes of a plan."""
+    """A summary that is equal on two ranks if their plans have the same consequences."""
     names, base = _sum_of(plan.names), plan.base_version
     told = f"{plan.num_tensors} tensors ({plan.num_ignored} ignored, names {names:08x}, {plan.how.value}"
     told += "" if base is None else f" of version {base[:200]!r}"
@@ -238,7 +243,7 @@ def _sum_of(names: frozenset[str]) -> int:
 
 
 def _refuse_problems(plan: WritePlan) -> None:
-    """Refuse tensors that do not fit the model, and list them."""
+    """Refuse a plan whose tensors do not fit the model; the refusal lists them."""
     problems = plan.problems
     if problems:
         listed = first_few([f"{problem['name']}: {problem['reason']}" for problem in problems], "; ")
@@ -251,7 +256,7 @@ def _refuse_problems(plan: WritePlan) -> None:
 
 
 def _loss(overwritten: frozenset[str]) -> str:
-    """What a refusal adds about parameters that the update had overwritten in its session."""
+    """What a refusal adds about parameters of the session that the update has overwritten."""
     if not overwritten:
         return ""
     return (
@@ -265,7 +270,7 @@ def _are_alike(facts: list[_Fact]) -> bool:
 
 
 def _refusal(facts: list[_Fact]) -> RequestRejected | None:
-    """What stands against what was given, on whichever rank: the same on all of them."""
+    """The refusal if any rank has refused, or the ranks were given different tensors; the same on all."""
     refusals = {
         rank: Refusal(message=refused[0], status=refused[1], fields=refused[2])
         for rank, (_, refused) in enumerate(facts)
@@ -284,7 +289,7 @@ def _refusal(facts: list[_Fact]) -> RequestRejected | None:
 
 @dataclass
 class GroupRequests:
-    """The control requests about groups. All ranks join, or none; all leave."""
+    """Handles the control requests about broadcast groups. All ranks join or none does; all leave."""
 
     _weights: Weights
     _ranks: Ranks
@@ -297,7 +302,7 @@ class GroupRequests:
         }
 
     def init(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
-        """Join a group; a live one of that name is left first."""
+        """Join a group. A live group of that name is left first."""
         with ExitStack() as if_refused:
             try:
                 replaced = yield from self._on_all_ranks(self._join(request, if_refused))
@@ -308,7 +313,7 @@ class GroupRequests:
         return WeightsUpdateGroupReqOutput(changed=True, replaced=replaced, message=message)
 
     def destroy(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
-        """Leave a group; what waits for broadcasts in it is refused."""
+        """Leave a group. Updates that wait for broadcasts in it are refused."""
         was_there = yield from self._on_all_ranks(self._leave(request.group_name))
         if not was_there:
             message = f"There is no group {request.group_name}."
@@ -316,7 +321,7 @@ class GroupRequests:
         return WeightsUpdateGroupReqOutput(changed=True, message=f"Left the group {request.group_name}.")
 
     def _on_all_ranks(self, work: Work[bool]) -> Work[bool]:
-        """Whether it was so on any of them."""
+        """Do the work on all ranks; returns whether any rank returned True."""
         try:
             _, answers = yield from self._ranks.survey(Activity.WAITING, work, bool)
         except DeadlinePassed:

@@ -1,7 +1,7 @@
-"""Looks at weights: single ones, checksums, a copy to compare them with, and a trial pass before a commit.
+"""Reads and checks weights: single tensors, checksums, comparison with a copy, and a trial pass (canary).
 
-A trainer that doubts its own updates copies the weights, fills them with anything, sends them again and
-compares. Sources: wire_api section 3.3, `/weights_checker`; control_semantics section 2 (the canary).
+To test its updates, a trainer takes a copy of the weights, overwrites them with random values, sends them
+again and compares. Sources: wire_api section 3.3, `/weights_checker`; control_semantics section 2 (canary).
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ from ebbtide.srt.slices import Slices
 
 T = TypeVar("T")
 
-# Calls what it is given while the new weights serve, and brings the old ones back.
+# Calls its argument while the new weights are live, then brings the old ones back; returns the result.
 Trial: TypeAlias = Callable[[Callable[[], list[float]]], Work[list[float]]]
 
 
 @dataclass
 class WeightChecks:
-    """Answers with single weights, pieces of what may serve, and checks: a copy is on all ranks or on none.
+    """Handles the control requests that read, compare and overwrite weights.
 
-    So it is with replicas: where one cannot copy, or is not as its copy, all keep the copy that they had.
+    All ranks have a copy (snapshot), or none has. The same holds for replicas: if one cannot copy, or differs
+    from its copy, all keep the copy that they had.
     """
 
     _weights: Weights
@@ -137,7 +138,7 @@ class WeightChecks:
                 409,
             )
         names = self._parameters.sources(skipped)
-        # Stale first: whatever becomes of the rest, nothing runs on it.
+        # Mark them stale first: if the rest fails, nothing runs on half-written weights.
         if names:
             self._memory.content.lose(names)
         self._ranks.certainly(lambda: self._parameters.fill(skipped))
@@ -155,7 +156,7 @@ class WeightChecks:
             )
 
     def _watched(self, slices: Slices[T]) -> Work[T]:
-        """Do this work; refused if a control request changes or releases the weights between two turns."""
+        """Do this work; refused as soon as the weights are changed or released between two turns."""
         before = self._parameters.generation, self._memory.content.missing
 
         def require_unchanged() -> None:
@@ -171,7 +172,7 @@ class WeightChecks:
 
 
 def _refusing(differences: Slices[list[dict[str, str]]]) -> Slices[None]:
-    """Refused if there are any."""
+    """Refuse if there are differences."""
     errors = yield from differences
     if errors:
         listed = first_few([f"{error['name']} ({error['reason']})" for error in errors])
@@ -185,14 +186,14 @@ def _refusing(differences: Slices[list[dict[str, str]]]) -> Slices[None]:
 
 @dataclass
 class CanaryTrials:
-    """Tries staged weights out: exchanges them with the live ones for one forward pass."""
+    """Runs one forward pass with staged weights, exchanged with the live ones for that time."""
 
     _pass: TrialPass
     _memory: MemoryOccupation
     _ranks: Ranks
 
     def check(self, canary: Canary) -> None:
-        """Refuse (400) one that can never be tried."""
+        """Refuse (400) a canary that can never be run."""
         ids, logprobs, limits = canary.input_ids, canary.logprobs, self._pass
         if len(ids) > limits.max_tokens:
             raise RequestRejected(
@@ -209,11 +210,14 @@ class CanaryTrials:
             )
 
     def run(self, canary: Canary, trial: Trial, adapter_slot: int | None = None) -> Work[str]:
-        """Run the pass by the new weights, or adapter; says how it went, or refuses where a rank misses."""
+        """Run the pass with the new weights or adapter. Returns a sentence for the reply.
+
+        RequestRejected: a rank's logprobs are not finite, or not as expected.
+        """
         if self._memory.is_kv_released:
             raise RequestRejected("canary: its forward pass needs kv_cache: resume_memory_occupation first")
         yield Activity.BOUNDARY
-        # Not within the phase, whose part comes before a message on one rank and behind it on another.
+        # Outside of the phase: its part runs before a message on one rank, and after it on another.
         with self._pass.room(len(canary.input_ids)):
             passing = trial(lambda: self._pass.logprobs(canary.input_ids, adapter_slot))
             trying = self._ranks.survey(Activity.ALONE, passing, lambda found: found)
@@ -232,7 +236,10 @@ class CanaryTrials:
 
 
 def _to_its_end(work: Work[T]) -> Work[T]:
-    """Do it whatever ends it from outside, which is heard behind it: other ranks are in the middle of it."""
+    """Do the work to its end even if it is ended from outside, which is raised afterwards.
+
+    The other ranks are in the middle of the same work, and would wait for this one.
+    """
     ended: Exception | None = None
     while True:
         try:
@@ -258,7 +265,7 @@ def _expected(canary: Canary) -> list[float]:
 
 
 def _miss(canary: Canary, found: Sequence[float]) -> str:
-    """What is wrong with a rank's logprobs; empty if nothing is."""
+    """Why a rank's logprobs miss the canary; empty if they do not."""
     bad = [index for index, logprob in enumerate(found, 1) if not LOWEST_LOGPROB < logprob < 1]
     if bad:
         return f"{len(bad)} of {len(found)} logprobs are not finite, the first that of token {bad[0]}"

@@ -1,4 +1,4 @@
-"""What an update asks for, what that takes of the engine's state, and what it is answered.
+"""The terms of a commit, whether the engine's state allows them, and how failures are answered.
 
 Source: control_semantics section 2.
 """
@@ -40,7 +40,7 @@ from ebbtide.srt.managers.wire.weight_requests import STATE_DICTS
 
 logger = logging.getLogger(__name__)
 
-# How many names, or refusals, the fields of an answer list at most.
+# The most names, or refusals, that a field of an answer lists.
 MAX_LISTED: Final = 10
 
 
@@ -49,11 +49,12 @@ class CommitTerms:
     """What an update, or the end of a session, asks for.
 
     Attributes:
-        mode: what becomes of running requests if nobody has paused them.
-        version: None keeps the one that serves.
-        canary: what the new weights are tried with first.
-        refuses_nonfinite: an update that holds NaN or Inf is refused.
-        folder: (model_path, load_format) where the weights come from a folder.
+        mode: what happens to running requests, unless generation is paused.
+        flush_cache: whether the prefix cache is emptied.
+        version: of the new weights; None: the version stays.
+        canary: the trial pass before the commit; None: there is none.
+        refuses_nonfinite: whether an update with NaN or Inf is refused.
+        folder: (model_path, load_format) of weights from a folder; else None.
     """
 
     mode: PauseMode
@@ -71,24 +72,24 @@ class Counts(NamedTuple):
 
 
 class RefusedUpdates:
-    """Updates of a session that were refused, until others have written all that these were to write."""
+    """The refused updates of a session whose tensors have not been sent again."""
 
     def __init__(self) -> None:
-        # Why, and what nobody has written since; None: not even its names could be read.
+        # The reason of each, and the names that are still missing; None: its names could not be read.
         self._left: list[tuple[str, frozenset[str] | None]] = []
 
     def add(self, reason: str, names: frozenset[str] | None) -> None:
-        """Count one as refused that was to write these names; None: nobody knows which."""
+        """Note a refused update of these names; None: its names are not known."""
         self._left.append((reason, names))
         self.make_up(frozenset())
 
     def make_up(self, names: frozenset[str]) -> None:
-        """Take these names as written."""
+        """Note that these names were written after all."""
         left = [(reason, None if wanted is None else wanted - names) for reason, wanted in self._left]
         self._left = [refused for refused in left if refused[1] != frozenset()]
 
     def require_none(self) -> None:
-        """Refuse to commit half of what was sent."""
+        """Refuse a commit while tensors of a refused update are missing."""
         if not self._left:
             return
         reasons = [reason for reason, _ in self._left]
@@ -108,14 +109,14 @@ class RefusedUpdates:
 
 
 def is_piecewise(request: WeightUpdateRequest) -> TypeGuard[PiecewiseRequest]:
-    """Whether its tensors come piece by piece, from senders that wait for answers or broadcast on."""
+    """Whether the tensors come piece by piece, from senders that wait for answers or broadcast in a row."""
     if isinstance(request, UpdateWeightsFromDistributedReqInput):
         return request.load_format == STATE_DICTS
     return isinstance(request, UpdateWeightsFromIPCReqInput)
 
 
 def announced_names(request: WeightUpdateRequest) -> frozenset[str] | None:
-    """What a request says that it is to write, whether that can be had or not."""
+    """The names that a request announces before anything is received; None: it announces none."""
     if not isinstance(request, UpdateWeightsFromDistributedReqInput) or is_piecewise(request):
         return None
     names = request.names if request.name is None else [request.name]
@@ -123,11 +124,12 @@ def announced_names(request: WeightUpdateRequest) -> frozenset[str] | None:
 
 
 def require_base(base_version: str | None, serving: str, pending: str | None) -> None:
-    """Refuse a delta of other weights than those that it would change.
+    """Refuse a delta that was made for other weights than those that it would change.
 
     Args:
-        base_version: of which it is; None: it does not say.
-        pending: the version that the open session has come to; None: nobody has named one.
+        base_version: the version that it was made for; None: it does not say.
+        serving: the version that serves.
+        pending: the version that the open session has reached; None: the session has named none.
     """
     if base_version is None or base_version == (serving if pending is None else pending):
         return
@@ -142,14 +144,14 @@ def require_base(base_version: str | None, serving: str, pending: str | None) ->
 
 @dataclass
 class CommitConditions:
-    """The terms of a commit, against generation and memory as they are."""
+    """Checks the terms of a commit against pauses, memory and running requests, and acts on them."""
 
     _generation: Generation
     _memory: MemoryOccupation
     _requests: Requests
 
     def check(self, terms: CommitTerms) -> None:
-        """Refuse a commit that would leave requests with KV that it is to flush. Parked ones lose theirs."""
+        """Refuse a commit that should flush the cache while requests would keep KV of the old weights."""
         frees_kv = self.mode(terms) in (PauseMode.RETRACT, PauseMode.ABORT) or self._memory.is_kv_released
         if terms.flush_cache and self._requests.num_running > 0 and not frees_kv and not self._waits(terms):
             raise RequestRejected(
@@ -159,18 +161,17 @@ class CommitConditions:
 
     @property
     def nobody_waits(self) -> bool:
-        """Whether a commit holds no forward pass up, however long it takes."""
+        """Whether no forward pass waits for a commit, however long it takes."""
         return self._generation.paused is not None or self._requests.num_running == 0
 
     def draining(self, terms: CommitTerms) -> AbstractContextManager[None]:
-        """Within, nothing is admitted, if running requests are to end first."""
+        """Within, admit no new request, if running requests are to end first."""
         return self._generation.drain() if terms.mode is PauseMode.WAIT else nullcontext()
 
     def ready(self, terms: CommitTerms) -> Iterator[Activity]:
-        """Wait for running requests, if they are to end first; then look again.
+        """Wait for running requests, if they are to end first; then check again.
 
-        That is at a boundary only where the pass under way may bring a refusal to its end: behind it fewer
-        requests may run, and not more.
+        If the check fails, it is repeated after the pass in flight is committed: requests may end with it.
         """
         while self._waits(terms) and self._requests.num_begun > 0:
             yield Activity.DRAINING
@@ -181,23 +182,23 @@ class CommitConditions:
             self.check(terms)
 
     def mode(self, terms: CommitTerms) -> PauseMode | None:
-        """What is to become of running requests; None where they are paused, and it is not ours to say."""
+        """What happens to running requests; None: generation is paused, which decides instead."""
         return None if self._generation.paused is not None else terms.mode
 
     def stop_requests(self, terms: CommitTerms, mode: PauseMode | None) -> None:
-        """Have requests out of the way of a commit.
+        """Retract or abort requests before a commit, as the terms say.
 
         Args:
-            mode: as it was when the commit was agreed to. While other replicas were waited for, a pause may
-                have begun or ended: then requests may hold KV against the terms, and are retracted.
+            mode: the result of `mode` when the commit was agreed to. A pause may have begun or ended while
+                other replicas were waited for. Requests that still hold KV against the terms are retracted.
         """
         if mode is not None:
             self._generation.stop_requests(mode, RetractCause.UPDATE)
         if terms.flush_cache and self._requests.num_running > 0:
             self._generation.stop_requests(PauseMode.RETRACT, RetractCause.UPDATE)
 
-    def guarded(self, make: Callable[[Stages], Work[UpdateWeightsReqOutput]]) -> Operation:
-        """Say of every failure what serves now, and in the reply what the time was for."""
+    def answered(self, make: Callable[[Stages], Work[UpdateWeightsReqOutput]]) -> Operation:
+        """Do an update. Its reply has the times of its stages; a failure says which weights serve now."""
         was_valid, stages = self._memory.content.is_valid, Stages()
         try:
             reply = yield from make(stages)
@@ -234,10 +235,10 @@ class CommitConditions:
         return structs.replace(reply, stages_ms=stages.took_ms)
 
     def _waits(self, terms: CommitTerms) -> bool:
-        """Whether running requests get to their end first. They cannot where no forward pass can run."""
+        """Whether running requests are to end first. They cannot end if no forward pass can run."""
         return self.mode(terms) is PauseMode.WAIT and self._memory.allows_forward
 
 
 def describe_nonfinite(nonfinite: Collection[str]) -> str:
-    """Which tensors hold NaN or Inf, as a sentence."""
+    """A sentence that says which tensors hold NaN or Inf."""
     return f"{len(nonfinite)} tensors hold NaN or Inf: {first_few(sorted(nonfinite))}."

@@ -1,4 +1,4 @@
-"""New weights up to their commit: written to a copy of the live ones, or in place, not served before it."""
+"""New weights from their first byte to the commit: written to a copy of the live weights, or in place."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The memory of this many buckets of a session stays mapped, in case the next ones lie in it.
+# How many buckets of a session stay mapped, since the next ones often come in the same memory.
 MAX_MAPPED: Final = 4
 
 
 @dataclass(frozen=True)
 class Empty:
-    """Nothing was written yet."""
+    """Nothing is written, and no place to write is chosen."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Written to a second copy of the weights."""
+    """Updates are written to a second copy of the weights."""
 
     staging: Staging
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """Written to the live weights, which nothing reads from the first byte to the commit."""
+    """Updates are written to the live weights. No pass runs from the first byte to the commit."""
 
     staging: Staging
 
 
 @dataclass(frozen=True)
 class Burst:
-    """One plan is written to live weights that serve, between two forward passes that do not wait for it.
+    """One plan is written to serving weights between two forward passes, without waiting on the host.
 
-    Its copies are launched behind the pass under way, and the commit and the next pass behind them.
+    Its copies are queued behind the pass in flight, and the next pass behind the copies.
     """
 
     staging: Staging
@@ -74,7 +74,7 @@ class Burst:
 
 @dataclass(frozen=True)
 class Unsound:
-    """A plan that changes what it finds broke off half-way: what the copy holds is unknown."""
+    """A patch or a custom loader failed half-way: the contents of the copy are unknown."""
 
     staging: Staging
 
@@ -84,19 +84,23 @@ SessionState: TypeAlias = Empty | Staged | InPlace | Burst | Unsound
 
 @dataclass
 class WeightSession:
-    """What one commit will change; an update outside a session is a session of one part.
+    """All that one commit changes. An update outside a session is a session of its own.
 
     `close` before the commit is the rollback. Source: control_semantics section 2.
 
     Args:
-        deadline_id: of the deadline at which it is aborted; None for the session of a single update.
-        session_id: what its client calls it.
+        deadline_id: the deadline at which it is aborted; None: it is the session of a single update.
+        session_id: the client's name for it; None: the client gave none.
 
     Attributes:
-        names: the checkpoint names that have been written whole.
-        nonfinite: which of the tensors hold NaN or Inf, on any rank.
+        names: the checkpoint names that are written completely.
+        nonfinite: the tensors that hold NaN or Inf on any rank.
+        counts: tensors and bytes written so far.
+        stall: how long it has kept forward passes from running.
+        refused: its updates that were refused.
         version, flush_cache, folder: what its updates asked for, see `CommitTerms`.
-        joined, held: what else is committed in the same turn, and what is given back at the session's end.
+        joined: called at the commit, in the same turn: commits of adapters.
+        held: closed at the end of the session.
     """
 
     _weights: Weights
@@ -122,7 +126,7 @@ class WeightSession:
 
     @property
     def is_staged(self) -> bool:
-        """False once anything was written in place, on all ranks then."""
+        """False if it writes to the live weights; the same on all ranks."""
         return not isinstance(self.state, InPlace | Burst)
 
     @property
@@ -139,11 +143,11 @@ class WeightSession:
         is_committed: bool,
         num_paused: int = 0,
     ) -> UpdateWeightsReqOutput:
-        """The answer to an update of the session, or to its commit, once its copies have run.
+        """The reply to an update of the session, or to its commit, after the copies have run.
 
         Args:
             version: of the weights that serve.
-            plan: the only one of an update. The answer says of a delta whether anybody looked at its base.
+            plan: of an update that has only one. For a delta, the reply says whether its base was checked.
         """
         content = self._content.report()
         delta = plan if plan is not None and plan.how is How.PATCH else None
@@ -162,7 +166,7 @@ class WeightSession:
         )
 
     def require_complete(self) -> None:
-        """Refuse to commit half of what was sent."""
+        """Refuse to commit while tensors are missing: parts of others, or of refused updates."""
         if self._staging is not None:
             self._staging.require_complete()
         self.refused.require_none()
@@ -170,16 +174,16 @@ class WeightSession:
     def prepare(
         self, plan: WritePlan, terms: CommitTerms, *, is_alone: bool = False, nobody_waits: bool = False
     ) -> Work[None]:
-        """Find room for a plan, and open the memory its tensors are in. To be called ahead of each `write`.
+        """Choose where a plan is written, and map the memory of its tensors. Call it before each `write`.
 
-        Tensors in memory that this device reads may be written in place, in one burst: that holds forward
-        passes up no longer than exchanging a copy does, so no copy is made.
+        If this device can read the tensors, they may be written in place as a burst: that delays forward
+        passes no longer than exchanging a copy does, and needs no copy.
 
         Args:
-            is_alone: nothing else is going to be written.
-            nobody_waits: no forward pass runs, and none is held up.
+            is_alone: nothing else will be written before the commit.
+            nobody_waits: no forward pass runs or waits.
 
-        RequestRejected: it needs a copy, and there is none; or what the copy holds is unknown.
+        RequestRejected: the plan needs a copy and there is none, or the contents of the copy are unknown.
         """
         self._require_sound()
         self._require_base(plan)
@@ -190,14 +194,14 @@ class WeightSession:
         if isinstance(self.state, InPlace) and is_alone and self._serves:
             self.state = Burst(self.state.staging, plan)
         if self._staging is not None and plan.opens:
-            # Opening a delta launches work on the device, which belongs with the copies.
+            # Opening a delta launches work on the device, on the stream of the copies.
             copies = self._weights.copies if plan.how is How.PATCH else None
             yield from self._do(plan.open(self._staging), Activity.COPYING, copies)
 
     def expect(self, plan: WritePlan, terms: CommitTerms) -> Work[frozenset[str]]:
-        """Find room for what others are about to send, and have it received there if nothing serves from it.
+        """Choose where broadcasts are written, and receive them there directly if nothing serves from it.
 
-        Returns the names that count as written no more: what is received overwrites them.
+        Returns the names that no longer count as written, because they are overwritten.
         """
         self._require_sound()
         yield from self._require_staging(plan, terms)
@@ -214,7 +218,7 @@ class WeightSession:
         return overwritten
 
     def require_copy(self) -> None:
-        """Refuse to look at new weights first where the old ones cannot be brought back."""
+        """Refuse a trial of new weights if the old ones could not be brought back."""
         if not self.is_staged or not self._serves:
             raise RequestRejected(
                 "canary, refuse_nonfinite: there is no second copy of the weights to look at: the old ones "
@@ -224,7 +228,7 @@ class WeightSession:
 
     @property
     def _serves(self) -> bool:
-        """Whether the live weights are whole."""
+        """Whether the live weights are valid."""
         return self._content.is_valid
 
     def _require_sound(self) -> None:
@@ -245,12 +249,12 @@ class WeightSession:
             )
 
     def _require_staging(self, plan: WritePlan, terms: CommitTerms, *, bursts: bool = False) -> Work[None]:
-        """Take a copy, or none if the live weights hold nothing to keep and can be written to."""
+        """Choose the staging at the first write, and refuse a plan that needs a copy if there is none."""
         if isinstance(self.state, Empty) and plan.num_tensors > 0:
             yield from self._choose_staging(bursts=bursts and not self._weights.requires_copy)
             if self.is_staged:
-                # The pass that waited for it is launched first. In a session it ends, too: else its tokens
-                # would wait for what the host does for the updates that have come.
+                # Let the pass that waited for the copy run first. In a session, let it end too: otherwise its
+                # tokens would wait while the host works on further updates.
                 yield Activity.COPYING
                 if self.deadline_id is not None:
                     yield Activity.COPYING
@@ -265,7 +269,7 @@ class WeightSession:
             )
 
     def _choose_staging(self, *, bursts: bool) -> Work[None]:
-        """Take a copy in memory that is free or easily borrowed, else in all that can be, else none."""
+        """Take a copy in free and easily borrowed memory; else in all that can be borrowed; else none."""
         is_staged = False
         try:
             bursting = self._ranks.survey(Activity.COPYING, at_once(lambda: bursts), bool)
@@ -284,7 +288,7 @@ class WeightSession:
             raise
 
     def _try_copy(self, *, is_last: bool = False) -> Work[bool]:
-        """Take a copy on all ranks, or on none if one has no memory for it; returns whether there is one."""
+        """Take a copy on all ranks, or on none; returns whether there is one."""
         finding = self._open_staging(in_place=False, is_last=is_last)
         staging, found = yield from self._ranks.survey(Activity.WORKING, finding, lambda made: made.is_staged)
         if not all(found):
@@ -304,10 +308,10 @@ class WeightSession:
         return staging
 
     def write(self, plan: WritePlan, terms: CommitTerms) -> Work[None]:
-        """Write one plan's tensors, which were prepared.
+        """Write the tensors of a plan that was prepared.
 
-        If it fails, they count as not written; live weights that serve are then lost, which is no refusal.
-        A burst's copies are launched and not waited for: the commit follows at once, and behind it `finish`.
+        If it fails, they count as missing. If serving weights were overwritten, that is an EngineError and no
+        refusal. The copies of a burst are only launched: the commit follows at once, and `finish` waits.
         """
         staging, num_bytes = self._staging, 0
         if staging is not None and plan.how is How.LOAD:
@@ -333,7 +337,7 @@ class WeightSession:
         serves, is_in_place = self._serves, not self.is_staged
         waits = not isinstance(self.state, Burst)
         if is_in_place:
-            if waits:  # a burst is launched behind the forward pass under way
+            if waits:  # a burst is queued behind the forward pass in flight
                 yield Activity.BOUNDARY
             self._lose(plan)
         kind = Activity.WORKING if is_in_place and waits else Activity.COPYING
@@ -368,15 +372,15 @@ class WeightSession:
         )
         nonfinite = plan.nonfinite() if waits else []
         if not (plan.is_sent or self.stall.lasts):
-            # The sender may use its memory again. It stays mapped for now: the next bucket often comes in the
-            # same memory, and unmapping it has to wait until no pass runs.
+            # The sender may reuse its memory. It stays mapped for now: the next bucket often comes in the
+            # same memory, and unmapping has to wait until no pass runs.
             self._unmap.append(plan.detach())
             if len(self._unmap) > MAX_MAPPED:
                 finish(self._unmap.pop(0))
         return num_bytes, nonfinite
 
     def _lay_base(self, plan: WritePlan, staging: Staging) -> Work[None]:
-        """Bring what a delta changes into the copy, and check the sums that its tensors will have."""
+        """Copy the tensors that a delta changes into the copy, and check the checksums they will have."""
         copies = self._weights.copies
         if self.is_staged:
             untouched = self._weights.names - (plan.names - self.names)
@@ -386,7 +390,7 @@ class WeightSession:
         assert patch is not None
         summing = self._pace.turns(patch.sum_up(staging), Activity.COPYING, self.stall, copies)
         _, shares = yield from self._ranks.survey(Activity.COPYING, summing, lambda _: dict(patch.sums()))
-        # Senders of other ranks may have said otherwise.
+        # In a phase, since the senders of other ranks may have named other checksums.
         yield from self._ranks.phase(Activity.COPYING, at_once(lambda: patch.check_sums(shares)))
 
     def _note_nonfinite(self, plan: WritePlan, names: frozenset[str]) -> None:
@@ -395,20 +399,20 @@ class WeightSession:
             logger.warning("a weight update: %s", describe_nonfinite(self.nonfinite))
 
     def _lose(self, plan: WritePlan) -> None:
-        """From here to the commit the live weights are a mixture, which no forward pass may see."""
+        """Mark the live weights as stale: until the commit they are a mixture that no pass may see."""
         if self._serves:
             self.stall.begin()
         self._content.lose(plan.touched)
 
     def complete(self) -> Work[None]:
-        """Fill what was not written with the live weights, so that the copy is whole."""
+        """Fill what was not written from the live weights, so that the copy is complete."""
         self._require_sound()
         if isinstance(self.state, Staged) and not self.names >= self._weights.names:
             copies = self._weights.copies
             yield from self._do(self.state.staging.complete(self.names), Activity.COPYING, copies)
 
     def trial(self, run: Callable[[], T]) -> Work[T]:
-        """Call `run` while the copy serves, and bring the old weights back; returns its result."""
+        """Call `run` while the copy is live, then bring the old weights back; returns its result."""
 
         def exchanged() -> T:
             with self.stall.measure():
@@ -432,7 +436,7 @@ class WeightSession:
             self.stall.end()
 
     def finish(self) -> Work[None]:
-        """After the commit, wait for the copies of a burst. OutOfStep: they failed, a mixture serves."""
+        """After the commit, wait for the copies of a burst. OutOfStep: they failed, and a mixture serves."""
         if not isinstance(self.state, Burst):
             return
         plan = self.state.plan
@@ -445,7 +449,7 @@ class WeightSession:
         try:
             _, found = yield from self._ranks.survey(Activity.COPYING, finished(), lambda names: names)
         except (DeadlinePassed, RequestRejected):
-            # What serves already is not given up: the rest is waited for in one piece.
+            # The new weights serve already. Wait for the rest in one piece.
             plan.finish()
             found = [plan.nonfinite()]
         except Exception as error:
@@ -454,14 +458,14 @@ class WeightSession:
         self._note_nonfinite(plan, frozenset[str]().union(*found))
 
     def release(self) -> Work[None]:
-        """After the commit, return the copy's memory to those who lent it, and the rest to the system."""
+        """After the commit, return the copy's memory: lent chunks to the KV cache, the rest to the system."""
         if isinstance(self.state, Staged):
             self._ranks.certainly(self.state.staging.repay)
             self._ranks.certainly(self._kv.take_back)
             yield from self._do(self.state.staging.release(), Activity.WORKING)
 
     def detach(self, plan: WritePlan | None) -> Work[None]:
-        """After the commit, let senders use their memory again; returns what has yet to unmap it."""
+        """After the commit, let senders use their memory again; returns work that unmaps it."""
         mapped, self._unmap = self._unmap, []
         try:
             if plan is not None:
@@ -476,7 +480,7 @@ class WeightSession:
         return self._do(unmap(), Activity.WORKING)
 
     def close(self) -> None:
-        """Give back the copy, and unmap what is still mapped of the senders' memory."""
+        """Give back the copy, and unmap the senders' memory. Idempotent."""
         self.held.close()
         if self._staging is not None:
             self._ranks.certainly(self._staging.close)

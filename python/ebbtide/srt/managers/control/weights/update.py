@@ -1,6 +1,6 @@
-"""Taking new weights: decode, check everything, stage, and commit between two forward passes.
+"""Weight updates: decode, check everything, stage, and commit between two forward passes.
 
-One session at a time: `Closed` (None here) or open. An update outside a session is a session of its own.
+At most one session is open at a time. An update outside a session is a session of its own.
 Source: control_semantics section 2.
 """
 
@@ -63,19 +63,19 @@ from ebbtide.srt.managers.io_struct import (
 
 logger = logging.getLogger(__name__)
 
-# How long after its deadline a session is looked at again, while its commit awaits a verdict.
+# After how many seconds a session is looked at again if its deadline passes while it awaits a verdict.
 LOOK_AGAIN_S: Final = 1.0
 
 
 @dataclass
 class WeightUpdates:
-    """Updates of the weights, one at a time, the oldest first.
+    """The state machine of weight updates: one at a time, the oldest first.
 
     Attributes:
         version: of the weights that serve.
-        model_path, load_format: where the weights came from last, when that was a folder.
-        timeout_s: for updates and sessions that bring no limit of their own.
-        trials: of new weights, before they serve.
+        model_path, load_format: the last folder that the weights were loaded from.
+        timeout_s: the limit of updates and sessions that name none.
+        trials: runs canaries.
     """
 
     _weights: Weights
@@ -123,20 +123,20 @@ class WeightUpdates:
         self._requests.serve(self.version, is_update=False)
 
     def update(self, request: WeightUpdateRequest) -> Operation:
-        """Carry one update out: a session of its own, or a part of the open one."""
+        """Carry out one update: as a session of its own, or as a part of the open one."""
         contents = Contents(announced_names(request))
-        operation = self._conditions.guarded(partial(self._update, request, contents))
+        operation = self._conditions.answered(partial(self._update, request, contents))
         try:
             return (yield from operation)
         except Exception as error:
-            # An update of the open session that is refused leaves the session incomplete.
+            # A refused update leaves the open session incomplete.
             session = self._session
             if session is not None and request.session_id in (None, session.session_id):
                 session.refused.add(str(error), contents.names)
             raise
 
     def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
-        """Open a session, behind the updates that came before."""
+        """Open a session, after the updates that came before."""
         self._refuse_second_session()
         with self._line.turn() as has_come:
             yield from in_turn(has_come, "no session was opened", 409)
@@ -151,10 +151,10 @@ class WeightUpdates:
         """Commit the open session."""
         self._require_session()
         self._require_named(request, 409)
-        return self._conditions.guarded(partial(self._end, request))
+        return self._conditions.answered(partial(self._end, request))
 
     def abort(self, request: AbortWeightUpdateReqInput) -> AnyReply:
-        """Discard the open session, and what is being done for it."""
+        """Discard the open session, and the updates under way in it."""
         changed = self._session is not None
         self._abort_session("aborted by abort_weight_update")
         message = "The session was discarded." if changed else "No session was open."
@@ -163,9 +163,9 @@ class WeightUpdates:
         return WeightSessionReqOutput(changed=changed, message=message)
 
     def set_version(self, request: UpdateWeightVersionReqInput) -> Operation:
-        """Give the weights another version, behind what came before; in a session, from its commit on.
+        """Give the weights another version, after earlier requests; in a session, at its commit.
 
-        Where only some replicas have a session, these have answered when the others are ready: all refuse.
+        If only some replicas have an open session, those reply while the others are prepared: all refuse.
         """
         version, message = request.new_version, f"Weight version updated to {request.new_version}."
         with self._line.turn() as has_come:
@@ -190,7 +190,7 @@ class WeightUpdates:
         if self._session is None or self._session.deadline_id != deadline_id:
             return
         if self._awaits_verdict:
-            self._set_deadline(deadline_id, LOOK_AGAIN_S)  # Other replicas may be committing it just now.
+            self._set_deadline(deadline_id, LOOK_AGAIN_S)  # Other replicas may be committing it now.
         else:
             logger.warning(
                 "a weight update session was open longer than weight_update_timeout_s, and is aborted"
@@ -235,7 +235,7 @@ class WeightUpdates:
                 return (yield from self._conclude(session, outcome, plan))
 
     def _require_fit(self, plan: WritePlan) -> None:
-        """Refuse, ahead of the first byte, a plan for other weights, or for parts of parameters alone."""
+        """Refuse, before the first byte, a delta of other weights, or a plan that is incomplete by itself."""
         pending = None if self._session is None else self._session.version
         require_base(plan.base_version, self.version, pending)
         if self._session is None and plan.incomplete:
@@ -248,11 +248,11 @@ class WeightUpdates:
         terms: CommitTerms,
         opened: ExitStack | None = None,
     ) -> Work[None]:
-        """Write what comes; but for a burst, which is only prepared.
+        """Write all parts of an update. A burst is only prepared here; `_commit` writes it.
 
         Args:
-            opened: of an update that is a session of its own. Where that has no copy, what runs is waited for
-                ahead of the first byte; of a single plan, which takes no time to come, while it is prepared.
+            opened: given if the update is a session of its own. If that is written in place, running requests
+                are drained before the first byte; for a single plan, draining begins while it is prepared.
         """
         before = session.counts.num_tensors
         is_whole, is_alone = not isinstance(parts, Pieces), opened is not None
@@ -317,10 +317,10 @@ class WeightUpdates:
                 return (yield from self._conclude(session, outcome))
 
     def _commit(self, session: WeightSession, terms: CommitTerms, stages: Stages) -> Work[tuple[str, int]]:
-        """Make the session whole, wait for the boundary and the verdict of all replicas, and commit it.
+        """Complete the session, wait for a pass boundary and the verdict of all replicas, and commit it.
 
-        Weights, version and cache change together. Returns what the answer says of it, and how many requests
-        it has kept waiting.
+        Weights, version and cache change together. Returns the reply's message, and how many requests were
+        kept waiting.
         """
         yield from session.complete()
         stages.end("stage")
@@ -333,7 +333,7 @@ class WeightUpdates:
             tried.append((yield from self.trials.run(terms.canary, session.trial)))
             stages.end("canary")
         mode = self._conditions.mode(terms)
-        # Nothing is refused from here on. Where several replicas commit together, all are waited for.
+        # Nothing is refused from here on. If several replicas commit together, wait for all of them.
         self._awaits_verdict = True
         try:
             yield Activity.PREPARED
@@ -341,7 +341,7 @@ class WeightUpdates:
             self._awaits_verdict = False
         stages.end("vote")
         if isinstance(session.state, Burst):
-            # There is no way back from its first byte on: other replicas were waited for before it.
+            # A burst cannot be undone from its first byte on, so it waits for the verdict.
             yield from session.write(session.state.plan, terms)
             stages.end("write")
         version = terms.version if terms.version is not None else session.version
@@ -397,12 +397,12 @@ class WeightUpdates:
     def _require_named(
         self, request: WeightUpdateRequest | EndWeightUpdateReqInput, status: int = 400
     ) -> None:
-        """Refuse a request for another session than the open one: its update would be served at once."""
+        """Refuse a request that names another session than the open one: it would be committed at once."""
         if request.session_id is not None:
             self.session_named(request.session_id, status)
 
     def session_named(self, session_id: str, status: int = 409) -> WeightSession:
-        """The open session. Raises RequestRejected: none is, or another one."""
+        """The open session of this name. Raises RequestRejected: none is open, or another one."""
         if self._session is None or self._session.session_id != session_id:
             why = self._why_closed if self._session is None else "another session is open"
             raise RequestRejected(f"the session {session_id[:200]!r} is not open ({why})", status)
@@ -417,16 +417,16 @@ class WeightUpdates:
     def _conclude(
         self, session: WeightSession, outcome: tuple[str, int], plan: WritePlan | None = None
     ) -> Work[UpdateWeightsReqOutput]:
-        """Let forward passes in between the commit and giving memory back; returns the reply.
+        """After the commit, finish and give memory back, letting forward passes run first; returns the reply.
 
-        Where no request runs the copy goes in one piece: those that were retracted have prompts to compute
-        first. The driver takes milliseconds to end a sender's mappings, which happens behind the reply. What
-        is committed stays so, whatever deadline, cancellation or failure comes.
+        If no request runs, the copy is given back in one piece when the session is closed: retracted requests
+        must prefill first anyway. The sender's memory is unmapped after the reply, since that takes the
+        driver milliseconds. A deadline, cancellation or failure does not undo the commit.
         """
         is_waited_for = self._generation.paused is None and self._requests.num_running > 0
         try:
             if is_waited_for:
-                # A pass is launched ahead of all that is left.
+                # Let a pass run before the rest is done.
                 yield Activity.WORKING if session.is_staged else Activity.COPYING
             yield from session.finish()
             if is_waited_for:
