@@ -369,6 +369,7 @@ def _load(path: str, per_rank: str | None = None) -> ControlRow:
         per_rank=per_rank,
         turn=Turn.SHARED,
         settles=False,
+        is_beside=True,
         is_joint=True,
         undone="The session was discarded, as others had staged this adapter",
     )
@@ -449,7 +450,7 @@ class GetLoadReqOutput(Reply, frozen=True, kw_only=True):
 class GetLoadReqInput(ControlRequest, frozen=True):
     """Ask how much every replica has to do. Changes nothing."""
 
-    row = ControlRow(GetLoadReqOutput)
+    row = ControlRow(GetLoadReqOutput, is_beside=True)
 
 
 class PingReqOutput(Reply, frozen=True, kw_only=True):
@@ -462,7 +463,7 @@ class PingReqInput(ControlRequest, frozen=True):
     Its deadline has the rank that does not named before whoever asks gives up.
     """
 
-    row = ControlRow(PingReqOutput, deadline=Deadline.OWN)
+    row = ControlRow(PingReqOutput, deadline=Deadline.OWN, is_beside=True)
     timeout_s: ClassVar[float] = PING_TIMEOUT_S
 
 

@@ -25,11 +25,9 @@ from ebbtide.srt.managers.io_struct import (
     Expire,
     FinishReason,
     LoadGrammar,
-    LoadRequest,
     TokenizedGenerateReqInput,
     TurnInput,
     Verdict,
-    WeightUpdateRequest,
 )
 from ebbtide.srt.managers.scheduling.admission import PassLimit
 from ebbtide.srt.managers.scheduling.live_requests import (
@@ -196,9 +194,8 @@ class Scheduler:
                 self._shelf().load(message)
             case ControlCall():
                 self._begin(f"{type(message.request).__name__} {message.id}")
-                if not isinstance(message.request, WeightUpdateRequest | LoadRequest):
+                if not message.request.row.is_beside:
                     self._settle()
-                # An update and an adapter are first read, which may overlap with the pass in flight.
                 self.control.apply(message, self._settle)
                 self.answer()
             case Verdict():
@@ -267,7 +264,7 @@ class Scheduler:
             self._inbox.set_deadline(MEMORY_WAIT, MEMORY_WAITS_S[num_waits - 1])
 
     def _settle(self) -> None:
-        """Commit the step in flight, so that nothing outside the loop ever sees one."""
+        """Commit the step in flight, so that what follows may change what a step reads."""
         launched, self._in_flight = self._in_flight, None
         self._commit(launched)
 

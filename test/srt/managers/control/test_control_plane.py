@@ -10,6 +10,7 @@ from ebbtide.srt.managers.io_struct import (
     AnyReply,
     ControlRequest,
     FlushCacheReqInput,
+    GetLoadReqInput,
     InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
     PauseMode,
@@ -90,3 +91,16 @@ def test_passes_overlap_beside_an_operation_that_merely_waits(
     assert harness.reply(call).success
     harness.run_until_idle()
     assert not harness.runner.under_way
+
+
+def test_questions_leave_the_pass_under_way_which_counts_as_not_done() -> None:
+    harness = Harness()
+    harness.generate(range(1, 9), max_new_tokens=100)
+    harness.turn(5)
+    for _ in range(20):
+        num_launched = harness.runner.num_steps
+        pinged, asked = harness.call(PingReqInput()), harness.call(GetLoadReqInput())
+        harness.turn()
+        assert harness.reply(pinged).success
+        num_done = sum(harness.reply(asked).loads[0].step_counts)
+        assert num_launched - num_done == int(harness.schedule.overlap)

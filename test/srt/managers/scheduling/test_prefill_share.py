@@ -141,7 +141,7 @@ def test_a_prompt_that_steps_aside_before_it_has_any_kv_counts_for_none() -> Non
     for prompt in (range(4), range(100, 140)):
         harness.generate(prompt, max_new_tokens=2)
     load = harness.do(GetLoadReqInput()).loads[0]
-    while load.num_waiting_reqs:
+    while not load.kv_tokens:
         load = harness.do(GetLoadReqInput()).loads[0]
     assert (load.num_running_reqs, list(load.kv_tokens.values())) == (2, [4])
 

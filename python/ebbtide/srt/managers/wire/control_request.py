@@ -59,6 +59,8 @@ class ControlRow:
         turn: how it waits for earlier requests about the same subject.
         settles: nothing earlier about the same subject is undone once this has been sent. False for what is
             refused where something earlier holds.
+        is_beside: it starts while a forward pass may be in flight: it only reads what has been counted, or
+            waits for a boundary itself. Before any other request, the pass in flight is committed.
         is_joint: replicas commit it together: each prepares it, and waits for a `Verdict`.
         undone: said in the refusal when it was undone on those that did not refuse.
     """
@@ -76,6 +78,7 @@ class ControlRow:
     subject: str | None = None
     turn: Turn = Turn.AT_ONCE
     settles: bool = True
+    is_beside: bool = False
     is_joint: bool = False
     undone: str = ""
 

@@ -119,6 +119,7 @@ def _update(path: str, op: str | None = None, per_rank: str | None = None) -> Co
         subject="session",
         turn=Turn.SHARED,
         settles=False,
+        is_beside=True,
         is_joint=True,
         undone="The session was discarded, as others had staged this update",
     )
