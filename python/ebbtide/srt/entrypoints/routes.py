@@ -55,6 +55,7 @@ NOT_IMPLEMENTED = (
     "/encode",
     "/classify",
     "/load_lora_adapter_from_distributed",
+    "/register_lora_adapter",
     "/start_profile",
     "/stop_profile",
     "/set_internal_state",
