@@ -1,7 +1,7 @@
-"""One contiguous range of addresses per memory tag; the memory behind it is released, resumed and swapped.
+"""Arenas: one contiguous address range per memory tag, whose memory can be released, resumed and swapped.
 
-Everything with the tag is a view into its arena: release and resume are a few calls, whatever the number of
-tensors, and addresses never change. Not for use from several threads at once.
+All tensors of a tag are views into its arena. So a release or a resume takes a few driver calls, whatever the
+number of tensors, and addresses never change. Arenas are not thread-safe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ebbtide.srt.slices import Slices
 
 
 class ArenaState(Enum):
-    RELEASED = auto()  # not all of its memory is there
+    RELEASED = auto()  # some of its memory, or all, is missing
     RESIDENT = auto()
     CLOSED = auto()
 
@@ -27,17 +27,17 @@ class Arena(ABC):
     """The memory of one tag. It starts released: call `resume` before touching a view.
 
     Attributes:
-        num_bytes: what views may cover. 0 is legal: both states, no memory.
-        virtual_bytes: bytes of address space, which is also what a whole arena holds.
+        num_bytes: bytes that views may cover. 0 is legal: an arena without memory.
+        virtual_bytes: bytes of address space; an arena with all of its memory holds as many.
     """
 
     def __init__(self, tag: MemoryTag, num_bytes: int) -> None:
         self.tag = tag
         self.num_bytes = num_bytes
         self.virtual_bytes = num_bytes
-        self._live: Arena | None = None  # of a shadow, what it is of
+        self._live: Arena | None = None  # of a shadow: the arena that it is a copy of
 
-    # ------------------------------------------------------------------------- what each kind does in its way
+    # --------------------------------------------------------------------------------- what subclasses define
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class Arena(ABC):
     @property
     @abstractmethod
     def is_whole(self) -> bool:
-        """Whether all of its memory is held, be it under its addresses or not."""
+        """Whether it holds all of its memory, mapped at its addresses or not."""
 
     @property
     @abstractmethod
@@ -64,16 +64,16 @@ class Arena(ABC):
 
     @abstractmethod
     def close_by_chunks(self) -> Slices[None]:
-        """Close, yielding the bytes of each piece; ended early, the rest is given back at once.
+        """Close, yielding the bytes of each piece. If it is ended early, the rest is given back at once.
 
-        Nothing may be running that reads or writes them.
+        No work that reads or writes the memory may be running.
         """
 
     @abstractmethod
     def shrink(self, num_bytes: int) -> int:
-        """Give up for good the chunks that lie wholly behind `num_bytes`; returns the bytes.
+        """Give up for good the chunks that lie entirely after `num_bytes`; returns the bytes.
 
-        Views into them, and shadows, may not be used again. Memory that torch allocates stays as it is.
+        Views into them, and shadows, may not be used again. Memory from torch's allocator is not given up.
         """
 
     @abstractmethod
@@ -82,9 +82,10 @@ class Arena(ABC):
 
     @abstractmethod
     def _resume_by_chunks(self, *, at_once: bool) -> Slices[None]:
-        """Take the missing memory, yielding the bytes of each piece, or `at_once`.
+        """Take the missing memory, yielding the bytes of each piece. If it is ended early, it keeps nothing.
 
-        Ended early, it keeps nothing.
+        Args:
+            at_once: nobody waits between pieces, so the quicker way may be taken.
         """
 
     @abstractmethod
@@ -96,19 +97,19 @@ class Arena(ABC):
 
     @abstractmethod
     def _exchange(self, other: Arena) -> None:
-        """Change contents with a whole twin, after all that was launched has run."""
+        """Exchange contents with a twin that has all its memory, after all launched work has run."""
 
-    # ------------------------------------------------------------------------------------------- what all do
+    # ---------------------------------------------------------------------------------------- what all share
 
     @property
     def is_resident(self) -> bool:
         return self.state is ArenaState.RESIDENT
 
     def resume(self) -> int:
-        """Put physical memory under the addresses, contents undefined; returns the bytes mapped.
+        """Map physical memory at the addresses, contents undefined; returns the bytes mapped.
 
         Raises:
-            OutOfDeviceMemory: `needed_bytes` is all that was missing. Nothing is kept; a retry is legal.
+            OutOfDeviceMemory: nothing was taken; `needed_bytes` is all that is missing. It may be retried.
             EngineError: the arena is closed.
         """
         if self.is_resident:
@@ -117,16 +118,16 @@ class Arena(ABC):
         return sum(self._resume_by_chunks(at_once=True))
 
     def release(self) -> int:
-        """Give the physical memory back; the contents are lost, the addresses stay. Returns the bytes freed.
+        """Give the physical memory back; returns the bytes. Contents are lost, addresses stay.
 
-        What was launched is waited for first. Where the driver fails half-way, a second call does the rest.
+        Waits for launched work first. If the driver fails half-way, a second call does the rest.
         """
         return self._release() if self.resident_bytes or self.is_resident else 0
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor at `offset` bytes, for as long as the arena is open; touch it while resident.
+        """A contiguous tensor at `offset` bytes. Use it only while the arena is resident.
 
-        ValueError: it does not fit, or lies between two elements.
+        ValueError: it does not fit, or the offset is not aligned to the dtype.
         """
         end = offset + prod(shape) * dtype.itemsize
         if not 0 <= offset <= end <= self.num_bytes:
@@ -136,9 +137,9 @@ class Arena(ABC):
         return self._flat()[offset:end].view(dtype).view(shape)
 
     def stage(self) -> Slices[Arena]:
-        """A shadow: a second set of memory of the same layout, to be written aside and swapped in.
+        """Make a shadow: a second arena of the same layout, to be written and then swapped in.
 
-        Yields the bytes of each chunk just taken. Ended early, or without room (OutOfDeviceMemory), it keeps
+        Yields the bytes of each chunk just taken. Ended early, or out of memory (OutOfDeviceMemory), it keeps
         nothing.
         """
         twin = self._twin()
@@ -151,14 +152,14 @@ class Arena(ABC):
         return twin
 
     def swap(self, shadow: Arena) -> None:
-        """Exchange physical memory with a shadow under the live addresses, or the bytes of torch's memory.
+        """Exchange contents with a shadow: by mapping its memory here, or by copying if torch allocated it.
 
-        If it fails, both are as they were. What was launched on a device is waited for first. The shadow's
-        tensors may not be touched afterwards, which saves the driver half its work.
+        Waits for launched work first. If it fails, both are as they were. The shadow's tensors may not be
+        used afterwards: its memory is not mapped again, which saves the driver half of the work.
 
         Raises:
             EngineError: the arena is released, or the shadow is closed.
-            OutOfDeviceMemory: the machine has no room to hold the pages while they change places.
+            OutOfDeviceMemory: there is too little memory for the exchange itself.
             ValueError: the shadow is not one of this arena.
         """
         if shadow._live is not self:
@@ -169,7 +170,7 @@ class Arena(ABC):
         self._exchange(shadow)
 
     def repay(self) -> None:
-        """Of a shadow, give up as many chunks as were lent for it; after that it may only be closed."""
+        """Return as many chunks of a shadow as were lent for it. Afterwards it may only be closed."""
         return
 
     def require_resident(self) -> None:

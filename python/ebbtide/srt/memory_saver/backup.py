@@ -1,4 +1,4 @@
-"""The memory of a tag as it is released and resumed, with a copy on the host of what must survive that."""
+"""Memory of a tag that can be released and resumed, with a backup in host memory of what must survive."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 
 logger = logging.getLogger(__name__)
 
-# The buffer is taken, pinned and copied in such pieces: no call holds the driver up for long. A copy may not
-# reach from one pinned piece into the next, so the pieces are the same for all three.
+# The buffer is allocated, pinned and copied in pieces of this size, so that no call blocks the driver for
+# long. A copy may not cross from one pinned piece into the next, so all three use the same pieces.
 PIECE_BYTES = 256 << 20
 
 
 class HostBuffer:
-    """Host memory that a device copies from and to, pinned where that makes copies quicker.
+    """Host memory for copies from and to a device, pinned if that makes copies faster.
 
-    `allocate` takes `num_bytes`, which are kept until `close`. `pinning` is None where it gains nothing.
+    Args:
+        num_bytes: taken by `allocate`, and kept until `close`.
+        pinning: None: pinning would gain nothing.
 
     Attributes:
-        is_pinned: whether copies from and to a device run beside the host.
+        is_pinned: whether copies from and to a device are asynchronous.
     """
 
     def __init__(self, tag: MemoryTag, num_bytes: int, pinning: CudaHostPinning | None = None) -> None:
         self._arena = VirtualArena(tag, num_bytes, HostVirtualMemory(), PIECE_BYTES)
         self._pinning = pinning
-        self._pins = ExitStack()  # undoes what is pinned
+        self._pins = ExitStack()  # unpins the pieces
         self.is_pinned = False
 
     @property
@@ -43,11 +45,11 @@ class HostBuffer:
         return self._arena.resident_bytes
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor at `offset` bytes, which may not reach from one `PIECE_BYTES` into the next."""
+        """A contiguous tensor at `offset` bytes, which may not cross a multiple of `PIECE_BYTES`."""
         return self._arena.view(offset, shape, dtype)
 
     def allocate(self) -> None:
-        """Take and pin the memory, where that is not done. OutOfDeviceMemory: no room; nothing is held."""
+        """Take and pin the memory, unless that is done already. OutOfDeviceMemory: no room; none is taken."""
         self._arena.resume()
         if self._pinning is None or self.is_pinned:
             return
@@ -77,7 +79,8 @@ class ArenaMemory:
     """An arena whose contents are lost when it is released.
 
     Args:
-        trim: called after a release, to give memory back that was only kept for reuse; `Device.trim`.
+        trim: called after a release; `Device.trim`: it frees memory that torch keeps for reuse.
+        is_needed: whether a forward pass needs this memory.
     """
 
     keeps_contents: bool = False
@@ -102,7 +105,7 @@ class ArenaMemory:
         return 0
 
     def prepare_release(self, keep: bool) -> None:
-        """Do nothing: nothing survives."""
+        """Do nothing: the contents do not survive a release."""
         assert not keep, "only weights are kept"
 
     def release(self) -> int:
@@ -118,13 +121,13 @@ class ArenaMemory:
 class BackedUpMemory(ArenaMemory):
     """An arena whose contents can be kept in host memory while it is released.
 
-    The host's memory is taken once, and stays. Contents that have not changed are not copied again.
+    The host memory is allocated once, and kept. Contents that have not changed are not copied again.
 
     Args:
-        generation: of the contents; it rises with every change.
-        pinning: of the device. Where there is one, and every release keeps the contents, the host's memory is
-            taken from now on in the background: pinned memory takes seconds to get.
-        keeps_contents: whether releases that do not say keep them.
+        generation: gives a number that rises with every change of the contents.
+        pinning: of the device; None: no pinning. With pinning and `keeps_contents`, the host memory is
+            allocated in the background from now on, since pinning takes seconds.
+        keeps_contents: whether a release keeps the contents if its request does not say.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class BackedUpMemory(ArenaMemory):
         return self._buffer.num_bytes
 
     def prepare_release(self, keep: bool) -> None:
-        """Copy the arena to the host if it is to be kept, unless this generation is there already."""
+        """Copy the contents to the host if they are to be kept, unless this generation is there already."""
         if keep:
             self._arena.require_resident()
             self._save(self._generation())
@@ -169,7 +172,7 @@ class BackedUpMemory(ArenaMemory):
         if self._allocation is not None:
             self._allocation.join()
         self._buffer.allocate()
-        self._held_generation = None  # until the copy is whole
+        self._held_generation = None  # until the copy is complete
         self._copy(to_host=True)
         self._held_generation = generation
 
@@ -182,15 +185,15 @@ class BackedUpMemory(ArenaMemory):
         self._buffer.synchronize()
 
     def _allocate(self) -> None:
-        with suppress(OutOfDeviceMemory):  # the first save tries again, and says why
+        with suppress(OutOfDeviceMemory):  # the first save tries again, and reports it
             self._buffer.allocate()
 
 
 class JointMemory:
-    """Two memories of one tag, which come and go together; the second one always keeps its contents.
+    """Two memories of one tag, released and resumed together. The second always keeps its contents.
 
     Args:
-        first: what the tag is about: whether it keeps its contents, a release says.
+        first: the main memory of the tag; the release request says whether its contents are kept.
     """
 
     is_needed = True

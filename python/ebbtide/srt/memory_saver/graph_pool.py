@@ -1,7 +1,8 @@
-"""CUDA graphs' scratch memory in an arena, so that it can be released while the graphs are kept.
+"""Puts the scratch memory of CUDA graphs into an arena, so that it can be released while the graphs stay.
 
-What a captured graph computes in between lies at fixed addresses, here in an arena: released with it, and
-back after a resume. Nothing outlives a replay but the outputs, which are read before a release.
+Captured graphs keep intermediate results at fixed addresses, here in an arena. After a resume the addresses
+are valid again. The contents need not survive: only outputs outlive a replay, and they are read before a
+release.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ebbtide.srt.errors import EngineError
 from ebbtide.srt.memory_saver.arena import Arena, round_up
 from ebbtide.srt.memory_saver.saver import keep_for_ever, let_go
 
-# What torch expects of an allocation on a device.
+# The alignment that torch expects of device memory.
 ALIGNMENT_BYTES = 512
 
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -25,7 +26,7 @@ _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, c
 
 
 class BlockCutter:
-    """Cuts blocks out of a range of bytes, each at the lowest place where it fits."""
+    """A first-fit allocator over a range of bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free: list[tuple[int, int]] = [(0, num_bytes)]  # (start, end), in order, never touching
@@ -70,22 +71,22 @@ class GraphPool:
     the arena.
 
     Args:
-        make_pool: from the addresses of the two C functions a pool, and what must outlive it; None: a
-            torch.cuda.MemPool and its allocator.
+        make_pool: makes the pool, and an object that must outlive it, from the addresses of the two C
+            functions; None: a torch.cuda.MemPool and its allocator.
     """
 
     def __init__(self, arena: Arena, make_pool: Callable[[int, int], tuple[Any, Any]] | None = None) -> None:
-        # The first attribute is the first to go: as it ends, the pool calls the functions below.
+        # The first attribute, so that it is destroyed first: the pool then still calls the functions below.
         self._pool: Any = None
         self._arena = arena
         self._blocks = BlockCutter(arena.num_bytes)
-        # Never given out: an arena may itself be memory of torch's, which knows a block by its address.
+        # Never hand out the first block: the arena may be an allocation of torch, with the same address.
         self._blocks.take(ALIGNMENT_BYTES)
         self._functions = (_ALLOCATE(self._allocate), _FREE(self._free))
         addresses = [_address(function) for function in self._functions]
         make = make_pool if make_pool is not None else _torch_pool
         self._pool, self._allocator = make(*addresses)
-        # A process that ends without `close` must not have it call functions that are gone by then.
+        # At an exit without `close`, the pool must not be destroyed: its functions may be gone already.
         keep_for_ever(self._pool)
 
     @property
@@ -96,17 +97,17 @@ class GraphPool:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the arena, from its start, that were ever in use."""
+        """The most bytes of the arena, counted from its start, that were ever in use."""
         return self._blocks.peak_bytes
 
     def trim(self) -> int:
-        """After the last capture, give up for good what no capture has used; returns the bytes."""
+        """After the last capture, give up for good the memory that none has used; returns the bytes."""
         return self._arena.shrink(self.peak_bytes)
 
     def close(self) -> None:
-        """Give torch's pool up.
+        """Destroy torch's pool.
 
-        EngineError: a graph, or a tensor made during capture, still has memory here.
+        EngineError: a graph, or a tensor made during capture, still uses memory of it.
         """
         if self._pool is not None:
             let_go(self._pool)

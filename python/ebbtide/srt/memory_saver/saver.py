@@ -1,9 +1,8 @@
-"""Where arenas come from: one per memory tag, from the backend that the engine was started with.
+"""Memory savers: they make the arenas, by the backend that the engine was started with.
 
-The library torch_memory_saver takes memory away and brings it back. It ends the process when the driver
-refuses, when memory is out at a resume, and when memory is paused or resumed twice. So it is asked for one
-thing at a time, in the one state in which it can be done, and only after looking whether there is room. (A
-process that takes the room in the same instant cannot be guarded against.)
+The library torch_memory_saver ends the process if the driver refuses, if memory is out at a resume, or if
+memory is paused or resumed twice. So each call is made only in the state that allows it, and after a check
+that there is room. (A process that takes the room at the same moment cannot be guarded against.)
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from ebbtide.srt.memory_saver.virtual_memory import VirtualMemory
 from ebbtide.srt.slices import Slices
 
 _PRELOAD_STEM = "torch_memory_saver_hook_mode_preload"
-# torch cuts smaller requests out of segments of this size, and pages of the driver are this large: a request
-# for whole segments is given exactly those, so that bytes released are bytes free.
+# torch cuts smaller requests out of segments of the first size; the second is the size of the driver's pages.
+# A request for whole segments gets exactly those, so all bytes that are released become free.
 _SEGMENT_BYTES = 20 << 20
 _PAGE_BYTES = 2 << 20
-# Left free at a resume: the driver needs room for its tables, and other processes come and go.
+# Left free at a resume: for the driver's tables, and for other processes that come and go.
 MARGIN_BYTES = 256 << 20
-# Chunks mean nothing here; what is laid out in them is laid out as on a device's own pages.
+# There are no chunks here, but the KV pool is laid out as if there were, on pages like a device's own.
 TORCH_GRANULARITY = 2 << 20
-# Three copies per piece: one that fits into the device's cache is read from there the second time.
+# Bytes exchanged at a time, with three copies. A piece that fits the device's cache is read from there again.
 EXCHANGE_BYTES = 16 << 20
 
 
@@ -42,24 +41,24 @@ class ArenaSource(Protocol):
 
     @property
     def granularity(self) -> int:
-        """Bytes: of what chunks should be a multiple."""
+        """Bytes of which chunk sizes should be a multiple."""
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
-        """A released arena, its memory taken in pieces of `chunk_bytes` where that can be chosen.
+        """A released arena. Its memory is taken in pieces of `chunk_bytes`, if the backend can do that.
 
-        OutOfDeviceMemory: addresses, or memory that is taken from the start, could not be had.
+        OutOfDeviceMemory: there is no address range, or no memory for a backend that takes it right away.
         """
 
 
 class MemorySaver(ArenaSource, Protocol):
-    """Where all arenas of an engine come from."""
+    """Makes all arenas of an engine."""
 
     def chunk_pool(self, chunk_bytes: int) -> ChunkPool | None:
-        """What makes arenas that pass chunks on to one another; None where memory cannot change places."""
+        """A pool whose arenas pass chunks on to each other; None: the backend cannot move memory."""
 
 
 class VirtualMemorySaver:
-    """Arenas over virtual memory, of the host or of a CUDA device."""
+    """Makes arenas over virtual memory, of the host or of a CUDA device."""
 
     def __init__(self, vm: VirtualMemory) -> None:
         self._vm = vm
@@ -76,9 +75,9 @@ class VirtualMemorySaver:
 
 
 class PlainMemory:
-    """Arenas for an engine that never gives memory back: torch allocates them, and a release is an error.
+    """Makes arenas that never give memory back: torch allocates them, and a release is an error.
 
-    A shadow is more of the same memory; to swap is to exchange the bytes, in about the time of four copies.
+    A shadow is more of the same memory. A swap exchanges the bytes, which takes as long as about four copies.
     """
 
     granularity = TORCH_GRANULARITY
@@ -90,11 +89,11 @@ class PlainMemory:
         return TorchArena(tag, num_bytes, self._device)
 
     def chunk_pool(self, chunk_bytes: int) -> None:
-        """Memory that torch allocates cannot change places."""
+        """None: memory that torch allocates cannot be moved."""
 
 
 class SavedDevice(Protocol):
-    """What arenas need of the device that their memory is on."""
+    """What arenas need of their device."""
 
     @property
     def name(self) -> str: ...
@@ -108,7 +107,7 @@ class SavedDevice(Protocol):
 
 
 class TorchArena(Arena):
-    """Memory that is there from the first to the last moment: released only until it is first resumed."""
+    """Memory of torch's allocator, taken at once. Its state is released until the first resume."""
 
     def __init__(self, tag: MemoryTag, num_bytes: int, device: SavedDevice) -> None:
         super().__init__(tag, num_bytes)
@@ -160,13 +159,13 @@ class TorchArena(Arena):
         return 0
 
     def _twin(self) -> TorchArena:
-        """Memory of torch's own, also of an arena that is released in another way."""
+        """A shadow in plain memory of torch's allocator, also for subclasses."""
         return TorchArena(self.tag, self.num_bytes, self._device)
 
     def _exchange(self, other: Arena) -> None:
         assert isinstance(other, TorchArena)
         try:
-            # All memory that is needed is taken before the first byte moves.
+            # Take all memory before the first byte moves, so that a failure changes nothing.
             piece_bytes = min(self.num_bytes, EXCHANGE_BYTES)
             spare = torch.empty(piece_bytes, dtype=torch.uint8, device=self._device.name)
         except torch.OutOfMemoryError as error:
@@ -188,7 +187,7 @@ class TorchArena(Arena):
 
 
 def open_memory_saver(backend: str, device: SavedDevice) -> MemorySaver:
-    """The backend "auto", "torch_memory_saver" or "none"; ConfigurationError if it does not work here."""
+    """Open the backend "auto", "torch_memory_saver" or "none". ConfigurationError: it does not work here."""
     match backend:
         case "auto":
             return VirtualMemorySaver(device.virtual_memory())
@@ -199,7 +198,7 @@ def open_memory_saver(backend: str, device: SavedDevice) -> MemorySaver:
 
 
 def preload_environment() -> dict[str, str]:
-    """What to set for a child process so that the library is there before anything else (mode preload).
+    """The environment that makes a child process load the library before anything else (mode preload).
 
     ConfigurationError: it is not installed, or not for this CUDA.
     """
@@ -212,14 +211,17 @@ def preload_environment() -> dict[str, str]:
 
 
 def hook_mode() -> str:
-    """How the library gets at allocations in this process: "preload" if it was preloaded, else "torch"."""
+    """How the library hooks allocations in this process: "preload" if it was preloaded, else "torch"."""
     return "preload" if "torch_memory_saver" in os.environ.get("LD_PRELOAD", "") else "torch"
 
 
 class TorchMemorySaverBackend(PlainMemory):
-    """Arenas of one allocation each, in a region of the library that is theirs alone: a release pauses it.
+    """Makes arenas of one allocation each, in a region of the library of their own. A release pauses it.
 
-    A shadow is memory of torch's own. `library`: None: `torch_memory_saver.torch_memory_saver`.
+    A shadow is plain memory of torch's allocator.
+
+    Args:
+        library: None: `torch_memory_saver.torch_memory_saver`.
 
     ConfigurationError: the library is not installed, or cannot work in this process.
     """
@@ -228,10 +230,10 @@ class TorchMemorySaverBackend(PlainMemory):
         super().__init__(device)
         if library is None:
             library = _module("torch_memory_saver").torch_memory_saver
-            with suppress(AttributeError):  # it can be set once in a process, and will have been to the same
+            with suppress(AttributeError):  # it can be set only once per process, and always to the same
                 library.hook_mode = hook_mode()
         self._library = library
-        # Destroyed as the interpreter ends, it would free its pools outside of any region and call exit(1).
+        # If it were destroyed at exit, it would free its pools outside of any region, and call exit(1).
         keep_for_ever(library)
 
     def arena(self, tag: MemoryTag, num_bytes: int, chunk_bytes: int | None = None) -> Arena:
@@ -241,14 +243,14 @@ class TorchMemorySaverBackend(PlainMemory):
 
 
 class _SavedArena(TorchArena):
-    """One allocation in a region of its own: two of one name would be paused together."""
+    """One allocation in a region with a unique name: regions of one name are paused together."""
 
     def __init__(self, tag: MemoryTag, num_bytes: int, device: SavedDevice, library: Any) -> None:
         self._region = f"{tag}-{token_hex(4)}"
         self._library = library
         super().__init__(tag, num_bytes, device)
         self.virtual_bytes = _whole_segments(num_bytes)
-        # Dropped, its memory could be given out again while it is paused.
+        # If it were freed, torch could hand its memory out again while it is paused.
         keep_for_ever(self._bytes)
         self._library.pause(self._region)
 
@@ -307,10 +309,10 @@ def _module(name: str) -> Any:
 
 
 def keep_for_ever(subject: object) -> None:
-    """Take a reference that nobody gives back, unless `let_go` does."""
+    """Take a reference that is never dropped, except by `let_go`."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(subject))
 
 
 def let_go(subject: object) -> None:
-    """Give back the reference that `keep_for_ever` took."""
+    """Drop the reference that `keep_for_ever` took."""
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(subject))

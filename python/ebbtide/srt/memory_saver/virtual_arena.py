@@ -1,10 +1,10 @@
-"""Arenas over virtual memory: a reservation of addresses in chunks, with a handle under each or nothing.
+"""Arenas over virtual memory: a reserved address range, cut into chunks with or without physical memory.
 
-The arenas of a `ChunkPool` have chunks of one size, which they pass on to one another without asking the
-driver. An arena *lends* chunks: their memory is unmapped and kept spare. A shadow of another arena takes
-spare chunks before it has new ones created. When the shadow is closed, as many chunks as are owed become
-spare again, whichever they are, and the lender takes them back. So a second copy of the weights that was made
-of lent chunks and swapped in leaves the memory of the former weights to the lender: nothing is allocated.
+The arenas of a `ChunkPool` have chunks of one size, and pass them on to each other without the driver. An
+arena *lends* chunks: their memory is unmapped and kept as spare. A shadow of another arena takes spare chunks
+before it creates new ones. When the shadow is closed, as many of its chunks as are owed become spare again,
+no matter which ones, and the lender takes them back. So if a second copy of the weights was made of lent
+chunks and swapped in, the lender gets the memory of the former weights, and nothing is allocated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class ChunkSlot:
     """A chunk's place in the reservation.
 
     Attributes:
-        handle: the memory that is ours, which is given up before it is unmapped; None: there is none.
-        is_mapped: whether something is still mapped here.
-        is_lent: others have the memory that belongs here.
-        is_removed: there is to be no memory here.
+        handle: the physical memory, released before it is unmapped; None: there is none.
+        is_mapped: whether memory is mapped here.
+        is_lent: whether its memory is lent.
+        is_removed: whether it is to have no memory, also after a resume.
     """
 
     offset: int
@@ -43,19 +43,22 @@ class ChunkSlot:
 
     @property
     def is_missing(self) -> bool:
-        """Whether a resume puts memory here."""
+        """Whether a resume must put memory here."""
         return not (self.is_mapped or self.is_lent or self.is_removed)
 
     @property
     def is_held(self) -> bool:
-        """Whether there is physical memory: both are so, but for what a driver has broken off half-way."""
+        """Whether there is physical memory. Both hold, unless the driver has failed half-way."""
         return self.is_mapped or self.handle is not None
 
 
 class VirtualArena(Arena):
-    """An arena in chunks of a `VirtualMemory`, of whose granularity all sizes become multiples.
+    """An arena in chunks of a `VirtualMemory`. Sizes are rounded up to its granularity.
 
-    `chunk_bytes` None: one piece. OutOfDeviceMemory: no addresses.
+    Args:
+        chunk_bytes: None: the arena is one chunk.
+
+    Raises OutOfDeviceMemory: there is no address range.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class VirtualArena(Arena):
             for offset in range(0, self.virtual_bytes, step or 1)
         ]
         self._is_closed = False
-        self._is_resumed = False  # of an arena without slots nothing else tells
+        self._is_resumed = False  # the only state of an arena without slots
         self._reservation = vm.reserve(self.virtual_bytes) if self.virtual_bytes else None
 
     @property
@@ -87,7 +90,7 @@ class VirtualArena(Arena):
 
     @property
     def resident_bytes(self) -> int:
-        # Every report of the state asks for it, so it is spelled out what `is_held` says.
+        # Inlines `is_held`: every report of the state asks for it.
         return sum(slot.num_bytes for slot in self._slots if slot.is_mapped or slot.handle is not None)
 
     @property
@@ -130,7 +133,7 @@ class VirtualArena(Arena):
         return self._vm.as_tensor(self._reservation)
 
     def _resume_by_chunks(self, *, at_once: bool) -> Slices[None]:
-        """`at_once`: all of it is made accessible at the end, which is quicker, but takes milliseconds."""
+        """`at_once`: make all of it accessible at the end, which is quicker, but one call of milliseconds."""
         missing = [slot for slot in self._slots if slot.is_missing]
         taken_bytes = 0
         try:
@@ -166,7 +169,7 @@ class VirtualArena(Arena):
         pairs = list(zip(self._slots, other._slots, strict=True))
         with ExitStack() as undo:
             for arena in (self, other):
-                # It comes after the handles are back: what is put on the stack first is undone last.
+                # Registered first, so it is undone last: after the handles are mapped again.
                 undo.callback(arena._make_mapped_accessible)
                 for part in arena._unmap_all(slot for slot in arena._slots if slot.is_mapped):
                     undo.callback(arena._map_again, part)
@@ -204,13 +207,13 @@ class VirtualArena(Arena):
         self._make_accessible(slot for slot in self._slots if slot.is_mapped)
 
     def _make_accessible(self, slots: Iterable[ChunkSlot]) -> None:
-        """Each run of adjacent slots in one call."""
+        """Make slots accessible, with one call for each run of adjacent ones."""
         for run in _runs(slots):
             assert self._reservation is not None
             self._vm.make_accessible(self._reservation, run[0].offset, _num_bytes(run))
 
     def _unmap_all(self, slots: Iterable[ChunkSlot]) -> Generator[list[ChunkSlot], None, None]:
-        """Yields the slots that each call has unmapped: whole runs, where a call cannot break off."""
+        """Unmap slots; yields those of each call: a run of slots if a call cannot fail half-way, else one."""
         for run in _runs(slots):
             for part in [run] if self._vm.keeps_for_free else [[slot] for slot in run]:
                 assert self._reservation is not None
@@ -229,9 +232,9 @@ class VirtualArena(Arena):
             self._discard(slot)
 
     def _discard(self, slot: ChunkSlot) -> None:
-        """Give a slot's memory back; called again after an error it does what is left.
+        """Give a slot's memory back. After an error, a second call does the rest.
 
-        The handle goes first: its contents need not be kept at the unmap, which then needs no memory.
+        The handle is released first: then the unmap need not keep its contents, which could take memory.
         """
         if slot.handle is not None:
             self._vm.release(slot.handle)
@@ -241,11 +244,11 @@ class VirtualArena(Arena):
 
 
 class ChunkPool:
-    """The chunks of a rank; an `ArenaSource` whose arenas consist of them.
+    """The chunks of a rank: an `ArenaSource` whose arenas consist of them.
 
     Attributes:
-        spare: chunks that are mapped nowhere. They are all owed.
-        num_owed: chunks that arenas have lent and not taken back.
+        spare: chunks that are not mapped. All of them are owed to lenders.
+        num_owed: chunks that arenas have lent and not got back.
     """
 
     def __init__(self, vm: VirtualMemory, chunk_bytes: int) -> None:
@@ -261,11 +264,11 @@ class ChunkPool:
 
     @property
     def is_owed_more(self) -> bool:
-        """Whether lenders wait for more chunks than are spare."""
+        """Whether more chunks are owed than are spare."""
         return len(self.spare) < self.num_owed
 
     def forgive(self, num_chunks: int) -> None:
-        """A lender has ended, and wants nothing back."""
+        """Note that a lender has ended, and wants its chunks no longer."""
         self.num_owed -= num_chunks
         while len(self.spare) > self.num_owed:
             self._vm.release(self.spare.pop())
@@ -281,7 +284,7 @@ class ChunkArena(VirtualArena):
         self.num_bytes = num_bytes
         self._pool = pool
         self._is_twin = is_twin
-        # Chunks that a twin has of lenders: as many it gives back to them, be they others by then.
+        # How many chunks a twin has from lenders. It gives back as many, which may be other ones.
         self._num_borrowed = 0
 
     @property
@@ -294,17 +297,17 @@ class ChunkArena(VirtualArena):
 
     @property
     def num_lent(self) -> int:
-        """Chunks that it has lent and that are not back."""
+        """Chunks that it has lent and not got back."""
         return sum(slot.is_lent and slot.handle is None for slot in self._slots)
 
     def lend(self, chunks: Sequence[int]) -> None:
-        """Give the memory of these chunks (by their place) to the pool. Their contents are lost.
+        """Lend the memory of these chunks (indices) to the pool. Their contents are lost.
 
-        What was launched is waited for first. A release and a resume in between leave them lent.
+        Waits for launched work first. The chunks stay lent through a release and a resume.
 
         Raises:
-            EngineError: the arena is not resident, or the driver failed: those before are lent then.
-            OutOfDeviceMemory: the machine cannot keep them unmapped.
+            EngineError: the arena is not resident, or the driver failed; chunks before that are lent.
+            OutOfDeviceMemory: the machine cannot keep the memory unmapped.
         """
         self.require_resident()
         slots = [self._slots[chunk] for chunk in sorted(chunks)]
@@ -319,10 +322,11 @@ class ChunkArena(VirtualArena):
                 slot.handle, slot.is_lent = None, True
 
     def take_back(self, chunks: Sequence[int]) -> None:
-        """Have memory under lent chunks again, contents undefined; those that are not lent stay as they are.
+        """Map memory under lent chunks again, contents undefined; chunks that are not lent are left alone.
 
-        Of a released arena it goes back to the driver: the next resume brings these chunks along.
-        EngineError: they are still in use, or the driver failed: a second call does the rest.
+        If the arena is released, the memory goes back to the driver, and the next resume maps these chunks
+        too.
+        EngineError: the chunks are still in use, or the driver failed; a second call does the rest.
         """
         slots = [slot for slot in (self._slots[chunk] for chunk in sorted(chunks)) if slot.is_lent]
         for slot in slots:
@@ -342,7 +346,7 @@ class ChunkArena(VirtualArena):
             slot.is_lent = False
 
     def remove(self, chunks: Sequence[int]) -> int:
-        """Give the memory of these chunks to the system, once launched work has run; returns the bytes."""
+        """Give the memory of these chunks to the system, after launched work has run; returns the bytes."""
         slots = [self._slots[chunk] for chunk in sorted(chunks)]
         given_bytes = _num_bytes(slot for slot in slots if slot.is_held)
         assert not any(slot.is_lent or slot.is_removed for slot in slots), (
@@ -354,12 +358,12 @@ class ChunkArena(VirtualArena):
         return given_bytes
 
     def expect(self, chunks: Sequence[int]) -> None:
-        """Have the next resume bring these chunks, which were removed."""
+        """Let the next resume bring back these removed chunks."""
         for chunk in chunks:
             self._slots[chunk].is_removed = False
 
     def add(self, chunks: Sequence[int]) -> int:
-        """Have memory again under removed chunks; returns the bytes. OutOfDeviceMemory: nothing was kept."""
+        """Map memory under removed chunks again; returns the bytes. OutOfDeviceMemory: none was taken."""
         self.require_resident()
         slots = [self._slots[chunk] for chunk in sorted(chunks)]
         assert all(slot.is_removed for slot in slots), "a chunk is added that was not removed"
@@ -373,7 +377,7 @@ class ChunkArena(VirtualArena):
             raise
 
     def repay(self) -> None:
-        """Make as much spare again as lenders wait for: the chunks that they lent, or others."""
+        """Make as many chunks spare as lenders wait for, no matter which ones."""
         for slot in self._slots:
             if not self._is_owed_more:
                 return
@@ -409,7 +413,7 @@ class ChunkArena(VirtualArena):
 
 
 def _runs(slots: Iterable[ChunkSlot]) -> list[list[ChunkSlot]]:
-    """Slots in order, cut where they are not adjacent."""
+    """The slots as runs of adjacent ones."""
     runs: list[list[ChunkSlot]] = []
     for slot in slots:
         if runs and runs[-1][-1].offset + runs[-1][-1].num_bytes == slot.offset:

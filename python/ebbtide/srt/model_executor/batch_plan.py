@@ -34,13 +34,13 @@ Routes: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Supports:
-    """Which tokens could have been sampled in G rows of a step, without an object for any of them.
+    """Which tokens could have been sampled in G rows of a step, as flat arrays.
 
     Attributes:
-        rows: which ones; of a step's result, its requests.
-        ids: int32, those of the first row in ascending order, then those of the next, and so on.
-        ends_G: int64, where each row's ids end.
-        logprobs_G: float32, among them, of the token that was sampled.
+        rows: the G rows; in the result of a step, indices of requests.
+        ids: int32, the token ids of all rows, row by row, ascending within a row.
+        ends_G: int64, where each row's ids end in `ids`.
+        logprobs_G: float32, logprob of the sampled token among the ids of its row.
     """
 
     rows: Sequence[int]
@@ -50,16 +50,16 @@ class Supports:
 
 
 class TokenMask(Protocol):
-    """Which tokens may come next. It follows the output, token by token."""
+    """Which tokens may come next, updated with each output token."""
 
     def fill(self, others: Sequence[Self], words_MW: NDArray[np.int32]) -> None:
-        """In the first row set bit i % 32 of word i // 32 for each token i that may come next, and clear all
-        other bits; in the rows behind it do so for the others. All masks of an engine are of one kind.
+        """Set bit i % 32 of word i // 32 in the first row for each token i that may come next, and clear all
+        other bits; do the same in the next rows for `others`. All masks of an engine are of one class.
         """
         ...
 
     def accept(self, token_id: int) -> bool:
-        """A token was sampled; whether it is one of those."""
+        """Note a sampled token; returns whether it was allowed."""
         ...
 
     @property
@@ -70,17 +70,17 @@ class TokenMask(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SampleSpec:
-    """How one request is sampled. Lives as long as the request; identity stands for the request.
+    """How one request is sampled. There is one object per request, and it is compared by identity.
 
     Attributes:
         params: checked and resolved parameters.
         seed: noise depends on this and the output position alone.
-        stop_ids: ids that are masked until `params.min_new_tokens` tokens are out (EOS and stop_token_ids).
+        stop_ids: EOS and stop_token_ids; they are masked for the first `params.min_new_tokens` tokens.
         prompt_ids: the prompt (repetition penalty).
         output_ids: the request's live output list, appended to by the scheduler after each step.
         logprobs: None when the request wants none.
-        mask: None where every token may come.
-        returns_support: whether it returns which tokens could have been sampled.
+        mask: None: every token may come.
+        returns_support: whether to return which tokens could have been sampled.
     """
 
     params: SamplingParams
@@ -119,14 +119,15 @@ class BatchPlan:
         page_rows_R: int32, each request's row in the PageTable.
         starts_R: int32, tokens whose KV each request already has.
         num_new_R: int32, new tokens of each request, ≥ 1; their sum is T. A decode step is 1.
-        samples_R: bool, whether a token is sampled after the request's last new token
-            (false for all but the last chunk of a chunked prefill, and for scoring without output).
+        samples_R: bool, whether a token is sampled after the request's last new token. False for all but the
+            last chunk of a chunked prefill, and for scoring without output.
         num_outputs_R: int64, output tokens of each request before this step, those in flight included.
         specs: per request.
-        given_routes: by request, the experts that the first of its new tokens take in place of the router's
-            choice, [tokens, L, K].
+        given_routes: by index of the request, the experts that its first new tokens take in place of the
+            router's choice, [tokens, L, K].
         adapters_R: int32, the slot of each request's adapter; −1: it has none; None: no request has one.
-        copies_before, copies_after: of states, (slot, slot it is copied to), one after the other.
+        copies_before, copies_after: copies of states before and after the pass, in order: (slot, target
+            slot).
     """
 
     input_ids_T: NDArray[np.int64]
@@ -176,13 +177,14 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class LogprobArrays:
-    """Logprobs at N positions, without an object for any of them. −∞ is the lowest float32.
+    """Logprobs at N positions, as arrays. −∞ is the lowest float32.
 
     Attributes:
         tokens_N: float32, of the tokens at these positions.
-        top_NK, top_ids_NK: float32 and int32, the most likely tokens, best first. K is the most that any
-            position asks for (`LogprobSpec.top`); None: none does.
-        chosen_NC: float32, of `LogprobSpec.token_ids`, in that order; C and None likewise.
+        top_NK, top_ids_NK: float32 and int32, the most likely tokens, best first. K is the largest
+            `LogprobSpec.top` of the positions; None: all are 0.
+        chosen_NC: float32, of `LogprobSpec.token_ids`, in that order, padded to the longest; None: all are
+            empty.
     """
 
     tokens_N: NDArray[np.float32]
@@ -195,7 +197,7 @@ class LogprobArrays:
         return self.tokens_N, self.top_NK, self.top_ids_NK, self.chosen_NC
 
     def part(self, rows: slice | NDArray[np.int64], spec: LogprobSpec) -> LogprobArrays:
-        """The positions of these rows, and of them what this asks for."""
+        """The positions of these rows, with only the logprobs that `spec` asks for."""
         tops = slice(spec.top)
         return LogprobArrays(
             self.tokens_N[rows],
@@ -207,7 +209,7 @@ class LogprobArrays:
         )
 
     def spread(self, places: Sequence[int], num_positions: int) -> LogprobArrays:
-        """The same at these places among `num_positions`. The others hold zeros."""
+        """The same positions, placed among `num_positions`; the others are zeros."""
 
         def spread(column: NDArray[Any] | None) -> NDArray[Any] | None:
             if column is None:
@@ -224,7 +226,7 @@ class LogprobArrays:
 
     @staticmethod
     def joined(pieces: Sequence[LogprobArrays]) -> LogprobArrays:
-        """The positions of all pieces, which ask for the same."""
+        """The positions of all pieces, which must have the same columns."""
         tokens_N, *others = (
             None if columns[0] is None else np.concatenate(columns)
             for columns in zip(*(piece.columns for piece in pieces), strict=True)
@@ -235,22 +237,21 @@ class LogprobArrays:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one forward pass gave.
+    """The result of one forward pass.
 
     Attributes:
-        token_ids: per request of the plan, the sampled id; −1 where `samples_R` is false.
-        output_logprobs: a position per request, for the sampled token; nothing that means anything where
-            none was sampled or none asked for; None: nobody asked. Log-softmax over the whole vocabulary
-            after penalties, logit_bias and temperature (greedy: temperature 1), before top-k, top-p and
-            min-p (wire_api section 2.3).
-        input_logprobs: by request, for the prompt tokens that this step's logits predict:
-            absolute prompt positions max(start, starts) + 1 .. starts + num_new, as far as they lie in the
-            prompt (the first position that was asked for is predicted by nothing that counts).
-            Log-softmax of the raw logits.
-        routes: of all tokens of the plan; None where nobody records them.
-        supports: of the requests that sampled and asked for it; None: nobody asked.
-        num_nonfinite: by request, rows of logits with NaN or +∞ in them, where there are any: what was
-            sampled from one, and the logprobs there, mean nothing. −∞ is what a masked token has.
+        token_ids: the sampled id of each request of the plan; −1 if `samples_R` is false.
+        output_logprobs: one position per request, for the sampled token; undefined for requests that sampled
+            nothing or want no logprobs; None: no request wants any. Log-softmax over the whole vocabulary
+            after penalties, logit_bias and temperature (greedy: temperature 1), before top-k, top-p and min-p
+            (wire_api section 2.3).
+        input_logprobs: by index of the request, for the prompt tokens that this step's logits predict:
+            absolute prompt positions max(start, starts) + 1 .. starts + num_new, as far as they are in the
+            prompt. (The first requested position has no logprob.) Log-softmax of the raw logits.
+        routes: the experts of all tokens of the plan; None: they are not recorded.
+        supports: of the requests that sampled and want it; None: no request does.
+        num_nonfinite: by index of the request, how many rows of logits held NaN or +∞; requests without are
+            left out. Tokens and logprobs of such rows mean nothing. (−∞ is the score of masked tokens.)
     """
 
     token_ids: list[int]
@@ -270,13 +271,13 @@ class PendingStep(Protocol):
 
 
 class PassOutOfMemory(EngineError):
-    """A device has too little memory for a forward pass. What was launched of it has run.
+    """A device has too little memory for a forward pass. Launched parts of it have run.
 
-    Of several ranks all raise it, before anything was launched.
+    With several ranks, all of them raise it, before anything was launched.
     """
 
 
-# What to do between the forward pass and the masks of its requests.
+# Called between the launch of a forward pass and the making of its token masks.
 BeforeMasks: TypeAlias = Callable[[], None] | None
 
 
@@ -287,17 +288,17 @@ class Runner(Protocol):
         """Launch a step.
 
         Args:
-            before_masks: if any request has a mask, it is asked for when the forward pass has been launched,
-                and this is called before.
+            before_masks: called after the launch of the forward pass and before the masks are made, if any
+                request has a mask.
 
-        PassOutOfMemory: states of its requests may have changed, and KV from their starts on. Nothing else
-        has, and the step may be launched again, whole or in parts.
+        PassOutOfMemory: recurrent states of its requests may have changed, and their KV from `starts_R` on.
+        Nothing else has. The step may be launched again, whole or in parts.
         """
         ...
 
     def forget_room(self) -> None:
-        """Have the next pass of several ranks make sure that all of them still have memory for it.
+        """Let the next pass of several ranks check again that all of them have memory for it.
 
-        To be called on all of them between the same two passes.
+        All ranks must call it between the same two passes.
         """
         ...

@@ -38,15 +38,15 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where a plan's tokens stand, on the host.
+    """The positions, slots and pages of a plan's tokens, on the host.
 
     Attributes:
         positions_T: int64.
-        slots_GT: int64, in each group of layers; a slot is page · page_size + offset in the pool.
-        lens_R: int32, all tokens of each request, the new ones among them.
-        page_table_GRP: int32 page ids, as wide as the longest request needs.
-        kv_indices_GI: int32, the page ids of all requests, one after the other.
-        kv_indptr_R1: int32, where each request's pages begin in I; the last entry is the end.
+        slots_GT: int64, by group of layers; a slot is page · page_size + offset in the pool.
+        lens_R: int32, all tokens of each request, with the new ones.
+        page_table_GRP: int32 page ids by group, as wide as the longest request needs.
+        kv_indices_GI: int32 by group, the page ids of all requests, request by request.
+        kv_indptr_R1: int32, where each request's pages begin in `kv_indices_GI`; the last entry is the end.
         last_page_len_R: int32, tokens in each request's last page, 1 .. page_size.
     """
 
@@ -67,7 +67,7 @@ class BatchLayout:
         width = int(num_pages_R.max())
         # Group by group: gathering from all of them at once takes numpy ten times as long.
         tables = [page_table[plan.page_rows_R, :width] for page_table in page_tables]
-        # Row t of request r stands at position t + (starts_r − first row of r).
+        # Row t of request r is at position t + (starts_r − first row of r).
         firsts_R = np.cumsum(num_new_R, dtype=np.int64) - num_new_R
         positions_T = np.arange(len(plan.input_ids_T)) + np.repeat(starts_R - firsts_R, num_new_R)
         requests_T = np.repeat(np.arange(len(num_new_R)), num_new_R)
@@ -95,11 +95,11 @@ class ForwardBatch:
         input_ids_T: int64; `SAMPLED_BEFORE` where the step before samples the token.
         rows_T: int64, the page row of each token's request.
         positions_T: int64.
-        paged: what attention reads.
-        sampled_R: requests that sample, ascending; the S of `sampled_rows_S`.
+        paged: the pages that attention reads.
+        sampled_R: indices of the requests that sample, ascending.
         sampled_rows_S: int64, the rows whose logits are sampled.
         sampled_page_rows_S: int64, the page rows of these requests.
-        prompt_rows: where prompt logprobs come from; empty as a rule.
+        prompt_rows: rows that give prompt logprobs; usually empty.
     """
 
     input_ids_T: Tensor
@@ -156,7 +156,7 @@ class ForwardBatch:
 
 
 def state_step(pool: StatePool, plan: BatchPlan, batch: ForwardBatch) -> StateStep:
-    """The requests of a plan as layers with a state see them."""
+    """What layers with a recurrent state need of a plan's requests."""
     num_decoding = batch.paged.num_decoding
     firsts_R = batch.paged.q_indptr_R1[:-1]
     slots_R = batch.rows_T[batch.paged.pages.q_indptr_R1[:-1].long()]
@@ -180,12 +180,12 @@ def state_step(pool: StatePool, plan: BatchPlan, batch: ForwardBatch) -> StateSt
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """What requests of a step share.
+    """The prefixes that requests of a step share.
 
     Attributes:
-        order_R: the requests of the plan in an order in which those that share stand side by side.
-        places_R: where each request of the plan stands in that order.
-        runs: who shares, as places in that order.
+        order_R: the plan's requests in an order in which requests that share a prefix are neighbours.
+        places_R: the place of each of the plan's requests in that order.
+        runs: the neighbours that share, as places in that order.
     """
 
     order_R: NDArray[np.int64]
@@ -199,23 +199,24 @@ def shared_prefixes(
     page_size: int,
     is_worth_it: Callable[[int, int, int], bool],
 ) -> SharedPrefixes | None:
-    """What the requests of a decode step share; None where it is too little.
+    """The prefixes that requests of a decode step share; None: too little is shared.
 
-    A page with the same id at the same place in two requests is a page of the prefix cache, and a page of the
-    cache has one path to it: all pages before it are the same ones too.
+    If two requests have the same page at the same place, it is a page of the prefix cache. A cached page has
+    only one path to it, so all earlier pages are the same too.
 
     Args:
         page_table: int32 [rows, max_pages], `PageTable.array`.
-        is_worth_it: of the number of requests, of the pages that sharing saves reading, and of all of theirs.
+        is_worth_it: (number of requests, pages that sharing saves reading, pages of all requests) → whether
+            to.
     """
-    # Nothing is written any more to pages that are full without the new token.
+    # Only pages that are full before the new token can be shared: nothing is written to them any more.
     num_full_R = plan.starts_R // page_size
-    # The longest request shares no more than the next has.
+    # The longest request cannot share more pages than the second longest has.
     width = int(np.partition(num_full_R, -2)[-2]) if len(num_full_R) > 1 else 0
     if width == 0:
         return None
     table_RP = page_table[plan.page_rows_R, :width]
-    # Any order of page ids brings equal beginnings together.
+    # Sort rows of page ids as bytes: any order brings equal prefixes together.
     by_bytes = table_RP.view(f"V{table_RP.strides[0]}")[:, 0].tolist()
     order_R = np.array(sorted(range(len(num_full_R)), key=by_bytes.__getitem__))
     runs = runs_of_neighbours(table_RP[order_R], num_full_R[order_R])
@@ -225,7 +226,7 @@ def shared_prefixes(
 
 
 def resolve_tokens(input_ids_T: Tensor, rows_T: Tensor, next_tokens: Tensor) -> Tensor:
-    """Input tokens with `SAMPLED_BEFORE` replaced by what was sampled last for the page row."""
+    """Replace `SAMPLED_BEFORE` by the token that was sampled last for the page row."""
     return torch.where(input_ids_T == SAMPLED_BEFORE, next_tokens[rows_T], input_ids_T)
 
 
@@ -238,8 +239,7 @@ def _indptr(counts_R: NDArray[np.int32]) -> NDArray[np.int32]:
 def _prompt_rows(plan: BatchPlan, ends_R: NDArray[np.int64]) -> list[PromptRows]:
     """Rows that predict a prompt position after `LogprobSpec.start`: the row at position p predicts p + 1."""
     rows = []
-    # One new token that samples is the last of a prompt, or no part of it: nothing is looked at for each of
-    # the many that decode.
+    # Skip requests with one new token that samples: it predicts no prompt token. Most requests are such.
     for request in np.flatnonzero((plan.num_new_R > 1) | ~plan.samples_R).tolist():
         spec = plan.specs[request]
         if spec.logprobs is None or spec.logprobs.start is None:

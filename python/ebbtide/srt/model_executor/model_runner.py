@@ -1,4 +1,4 @@
-"""Runs one batch plan: hidden states, logits where they are needed, tokens and logprobs.
+"""Runs batch plans: the forward pass, logits of the rows that need them, sampling and logprobs.
 
 Shapes: T tokens, R requests, S requests that sample, D hidden, V vocabulary.
 """
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from ebbtide.srt.device import Device
     from ebbtide.srt.model_executor.graph_runner import DecodeGraphs
 
-# Positions whose logits prompt logprobs hold at a time: 300 MiB of bfloat16 with 150,000 ids.
+# Rows of logits that prompt logprobs hold at a time: 300 MiB of bfloat16 with 150,000 ids.
 PROMPT_LOGITS_ROWS = 1024
-# Logprobs beside the tokens' own that are made at a time: they take as much again.
+# Top and named logprobs of a prompt that are made at a time: they take as much memory again.
 PROMPT_ALTERNATIVES = 1 << 24
 
 
@@ -67,9 +67,9 @@ class PromptLogprobs:
 
     Attributes:
         rows: the positions, request by request.
-        specs: what each of these requests asks for.
-        tokens_M: of the tokens at all positions, as `marked_nonfinite` has them.
-        others: what else is asked for, of `rows_at_once` positions after the other.
+        specs: what each of these requests wants.
+        tokens_M: logprobs of the tokens at all positions, from `marked_nonfinite`.
+        others: the other wanted logprobs, in pieces of `rows_at_once` positions.
     """
 
     rows: Sequence[PromptRows]
@@ -79,7 +79,7 @@ class PromptLogprobs:
     rows_at_once: int
 
     def result(self) -> dict[int, LogprobArrays]:
-        """The logprobs of each request, by its row. To be called once the device has run the pass."""
+        """The logprobs by index of the request. Call it after the device has run the pass."""
         parts = torch.split(self.tokens_M, self.rows_at_once)
         pieces = [other.result(part.numpy()) for other, part in zip(self.others, parts, strict=True)]
         ends = np.cumsum([len(piece.tokens_N) for piece in pieces]).tolist()
@@ -104,11 +104,11 @@ class LaunchedStep:
 
     Attributes:
         num_requests: R.
-        sampled_R: the requests that sample.
-        sample: None where none of them does.
-        prompt_logprobs: of all prompt positions in this step, piece by piece; None: there are none.
-        routes: the experts of all tokens; None where nobody records them.
-        has_run: recorded behind the last launch; None on a CPU, where to launch is to run.
+        sampled_R: indices of the requests that sample.
+        sample: None: no request samples.
+        prompt_logprobs: None: no request wants any in this step.
+        has_run: an event recorded after the last launch; None on a CPU, where a launch runs at once.
+        routes: the experts of all tokens; None: they are not recorded.
     """
 
     num_requests: int
@@ -148,21 +148,22 @@ class LaunchedStep:
 
 @dataclass(eq=False)
 class ModelRunner:
-    """A model, its weights, its KV pool and what turns plans into tokens.
+    """A model with its weights and KV pool; runs plans.
 
-    The caller sees to it that both arenas are resident and the weights valid, and that the page table
-    holds pages for every token of a plan.
+    The caller makes sure that both arenas are resident, that the weights are valid, and that the page table
+    has pages for every token of a plan.
 
     Args:
         device: where all of it is.
-        next_tokens: int64, the token sampled last for each row of the page table, and one row more.
-        kernels: which products take kernels of ours.
-        adapters: None: plans have none.
+        next_tokens: int64, the last sampled token of each page-table row, and one spare row.
+        kernels: which products use our own kernels.
+        adapters: None: no plan has any.
 
     Attributes:
-        graphs: decode steps that were captured; None to launch every kernel of every step.
-        routes_TLK: where the experts of a pass's tokens are left, at an address that stays; None: nowhere.
-        room: made before passes of several ranks; None: a pass that finds too little may stop anywhere.
+        graphs: captured decode steps; None: every kernel of every step is launched.
+        routes_TLK: buffer at a fixed address for the experts of a pass's tokens; None: they are not recorded.
+        room: memory that several ranks make sure of before a pass; None: there is one rank, and a pass may
+            run out of memory anywhere.
     """
 
     model: CausalLM
@@ -183,11 +184,13 @@ class ModelRunner:
         self._device = torch.device(self.device.name)
 
     def launch(self, plan: BatchPlan, before_masks: BeforeMasks = None) -> PendingStep:
-        """Write the new tokens' KV and sample; returns at once on CUDA, and with the step done on a CPU.
+        """Launch a step: write the new tokens' KV and sample. On CUDA it does not wait for the device.
 
-        Where requests have masks it waits for what `before_masks` waits for, while the device computes.
+        If a request has a mask, `before_masks` is called while the device computes.
 
-        EngineError: too little memory in the middle of a pass of several ranks.
+        Raises:
+            PassOutOfMemory: see `Runner.launch`.
+            EngineError: memory ran out in the middle of a pass of several ranks.
         """
         if self.room is not None:
             self.room.make(*self._size(plan))
@@ -209,14 +212,14 @@ class ModelRunner:
             self.room.forget()
 
     def _size(self, plan: BatchPlan) -> tuple[int, int]:
-        """The tokens whose layers are computed in memory of torch's, and the rows of logits at a time."""
+        """How many tokens of a pass take memory from torch, and how many rows of logits at a time."""
         num_rows = int(plan.samples_R.sum())
         if plan.is_decode:
             is_replayed = self.graphs is not None and self.graphs.fits(plan)
             return 0 if is_replayed else num_rows, num_rows
         num_tokens = len(plan.input_ids_T)
         if any(spec.logprobs is not None and spec.logprobs.start is not None for spec in plan.specs):
-            # Their logits are float32 too.
+            # Counted twice: prompt logprobs also make a float32 copy of the logits.
             num_rows = max(num_rows, 2 * min(num_tokens, PROMPT_LOGITS_ROWS))
         return num_tokens, num_rows
 
@@ -249,7 +252,7 @@ class ModelRunner:
         hidden_RD = graphs.replay(listed, layout, runs)
         page_rows_R = graphs.inputs.rows[: len(plan.specs)]
         if prefixes is not None:
-            # Whoever samples finds the requests in the plan's order.
+            # Sampling takes the requests in the plan's order.
             places_R = upload(prefixes.places_R, self._device)
             hidden_RD, page_rows_R = hidden_RD[places_R], page_rows_R[places_R]
         step = LaunchedStep(len(plan.specs), range(len(plan.specs)))
@@ -258,10 +261,10 @@ class ModelRunner:
         return step
 
     def _routes(self, num_tokens: int, places_T: Tensor | None = None) -> Tensor | None:
-        """The experts of the pass just launched, on their way to the host.
+        """Launch the copy to the host of the experts of the last launched pass.
 
         Args:
-            places_T: where the tokens of the plan stood in the pass; None: where they do in the plan.
+            places_T: the place in the pass of each token of the plan; None: the same as in the plan.
         """
         if self.routes_TLK is None:
             return None
@@ -272,11 +275,11 @@ class ModelRunner:
         batch = ForwardBatch.from_plan(plan, self.page_table.arrays, self.kv_pool.page_size, self._device)
         attention = self.attention.prepare(batch.paged)
         input_ids_T = resolve_tokens(batch.input_ids_T, batch.rows_T, self._next_tokens)
-        # A prompt's last row alone is wanted, unless it asks for the logits of each row.
+        # The last layer need only compute the last row of each prompt, unless prompt logprobs are wanted.
         wants_last = bool(batch.sampled_R) and not plan.is_decode and not batch.prompt_rows
-        # Every row of the last layer has experts of its own.
+        # If experts are recorded or given, the last layer needs all rows.
         wants_last = wants_last and self.routes_TLK is None and not plan.given_routes
-        # So that the slots of adapters are those of the same rows in every layer.
+        # Adapter slots are given per row, and must match the rows of every layer.
         wants_last = wants_last and plan.adapters_R is None
         wanted_M = batch.sampled_rows_S if wants_last else None
         hidden_TD = self.forward(
@@ -307,7 +310,7 @@ class ModelRunner:
         wanted_M: Tensor | None = None,
         given_TLK: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states; arguments as in `Step`, and the slots of the tokens' adapters."""
+        """Final hidden states. Arguments as in `Step`; `slots_T`: the slot of each token's adapter."""
         adapters = None
         if slots_T is not None:
             assert self.adapters is not None, "a plan has adapters, and the engine has no slots for them"
@@ -327,13 +330,13 @@ class ModelRunner:
         )
 
     def _slots(self, plan: BatchPlan) -> Tensor | None:
-        """The slots of the tokens' adapters, as `StepAdapters` has them."""
+        """The slot of each token's adapter, as `StepAdapters.of` takes them."""
         if plan.adapters_R is None:
             return None
         return upload(np.repeat(plan.adapters_R, plan.num_new_R), self._device)
 
     def _given(self, plan: BatchPlan) -> Tensor | None:
-        """The experts that the plan gives to tokens, as `Step` has them."""
+        """The given experts of the plan's tokens as `Step` takes them: −1 where none are given."""
         if not plan.given_routes:
             return None
         firsts_R = plan.num_new_R.cumsum() - plan.num_new_R
@@ -361,7 +364,7 @@ class ModelRunner:
         self._next_tokens.index_copy_(0, page_rows_S, step.sample.tokens_S)
 
     def _prompt_logprobs(self, plan: BatchPlan, rows: list[PromptRows], hidden_TD: Tensor) -> PromptLogprobs:
-        """Some rows at a time, of whatever requests: a long prompt's logits are large."""
+        """Launch the logprobs of prompt positions, some rows at a time, since logits are large."""
         specs = [spec for each in rows if (spec := plan.specs[each.request].logprobs) is not None]
         specs_M: list[LogprobSpec] = []
         for each, spec in zip(rows, specs, strict=True):
@@ -381,8 +384,8 @@ class ModelRunner:
             tokens.append(tokens_M)
             norms.append(norm_M1)
             others.append(alternatives(logits_MV, norm_M1, specs_M[part]))
-            # The next ones take its memory.
+            # Free it for the next piece.
             del logits_MV
-        # One copy of all: a copy for each piece would hold the device up every time.
+        # One copy to the host for all pieces: each copy delays the device.
         tokens_M = marked_nonfinite(torch.cat(tokens), torch.cat(norms))
         return PromptLogprobs(rows, specs, download(tokens_M), others, rows_at_once)

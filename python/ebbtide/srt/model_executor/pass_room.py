@@ -1,4 +1,4 @@
-"""Memory that several ranks have before they begin a forward pass: in its middle none could go back alone."""
+"""Memory that all ranks make sure of before a forward pass: in the middle of it none could stop alone."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ if TYPE_CHECKING:
     from ebbtide.srt.device import Device
     from ebbtide.srt.distributed.parallel_group import ParallelGroup
 
-# Room beyond what a pass takes is no more than this.
+# The most that is kept beyond what a pass takes.
 SPARE_BYTES: Final = 128 << 20
 
 
 @dataclass(eq=False)
 class PassRoom:
-    """What torch keeps on every rank for passes to compute in. Ranks ask alike, or would wait for ever.
+    """The memory that torch keeps on every rank for passes to compute in.
+
+    All ranks must call the same methods between the same passes, or they would wait for each other for ever.
 
     Args:
-        token_bytes: what a pass takes for each token that it computes; the same on all ranks, as all but the
-            device and the group.
-        row_bytes: what it takes for each row of logits.
+        token_bytes: bytes that a pass takes per token; the same on all ranks.
+        row_bytes: bytes that it takes per row of logits; the same on all ranks.
     """
 
     _device: Device
@@ -33,15 +34,15 @@ class PassRoom:
     _room_bytes: int = field(default=0, init=False)
 
     def forget(self) -> None:
-        """Have the next pass make sure of its room. To be called between the same passes on all ranks."""
+        """Let the next pass check for memory again. All ranks must call it between the same passes."""
         self._room_bytes = 0
 
     def make(self, num_tokens: int, num_rows: int) -> None:
-        """Have room for a pass, and for up to half as much again: passes that grow ask seldom.
+        """Make sure of memory for a pass, and of up to half as much more, so that growing passes ask seldom.
 
-        The host waits for all ranks only where a pass takes more than those since the last `forget`.
+        The host waits for all ranks only if a pass takes more than all passes since the last `forget`.
 
-        PassOutOfMemory: a rank has no room; raised on all of them, and none keeps any.
+        PassOutOfMemory: a rank has too little. All ranks raise it, and none keeps any memory.
         """
         needed_bytes = num_tokens * self.token_bytes + num_rows * self.row_bytes
         if needed_bytes <= self._room_bytes:

@@ -1,4 +1,4 @@
-"""Where tensors go in the weights, and copies there: launched, and looked at for NaN and Inf."""
+"""Copies of tensors into the weights: destinations, planned kernels, and the search for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 AnyTensor = TypeVar("AnyTensor", Tensor, StoredTensor, Tensor | StoredTensor)
 
-# Narrower floating types mean nothing without the scales that belong to them; FP8's NaN is one with any.
+# Types that may be converted. Narrower floating types mean nothing without their scales.
 CONVERTIBLE: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-# Tensors that are looked at for NaN and Inf by one call.
+# How many tensors one call searches for NaN and Inf.
 LOOKED_AT_ONCE: Final = 64
-# What one kernel copies: about a millisecond of a device's time.
+# Bytes that one kernel copies: about a millisecond of a device's time.
 LAUNCH_BYTES: Final = 2 << 30
-# What addresses and lengths of planned copies are multiples of.
+# Addresses and lengths of planned copies are multiples of this.
 ALIGNMENT_BYTES: Final = 16
-# What describes a copy, and those of its fields that are addresses and lengths, which come first.
+# How many numbers describe a copy, and how many of them, which come first, are addresses and lengths.
 SPAN_FIELDS: Final = 7
 ALIGNED_FIELDS: Final = 5
-# The bits that are all ones in NaN and Inf, in 32 bits of elements, and the lowest of those in each element.
+# By dtype, as masks over 32 bits of elements: the exponent bits, which are all ones in NaN and Inf, and the
+# lowest exponent bit of each element.
 EXPONENTS: Final = {
     FP8: (0x7F7F7F7F, 0x01010101),
     torch.bfloat16: (0x7F807F80, 0x00800080),
@@ -48,10 +49,10 @@ class Destination:
     """Where a tensor goes on this rank.
 
     Attributes:
-        region: of a parameter, which may be wider than what is written.
-        part: what this rank holds of the tensor; None: all of it.
-        is_first: whether no rank before this one holds the same.
-        scales: those of the region, where it holds 8 bits of each element: a tensor of more is quantised.
+        region: the part of a parameter that is written; it may have a wider dtype than the tensor.
+        part: the part of the tensor that this rank holds; None: all of it.
+        is_first: whether no lower rank holds the same part.
+        scales: the scales of a region of 8 bits, into which a wider tensor is quantised; else None.
         layout: of the scales.
     """
 
@@ -62,12 +63,12 @@ class Destination:
     layout: ScaleLayout = BLOCKS
 
     def is_like(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Whether such a tensor could be received here as it is: byte for byte, in one piece."""
+        """Whether such a tensor could be received here directly: byte for byte, in one piece."""
         same = self.part is None and tuple(self.region.shape) == shape and self.region.dtype == dtype
         return same and self.region.is_contiguous()
 
     def part_of(self, tensor: AnyTensor) -> AnyTensor:
-        """What this rank holds of a whole tensor."""
+        """This rank's part of a whole tensor."""
         part = self.part
         if part is None:
             return tensor
@@ -77,7 +78,7 @@ class Destination:
         return pieces  # type: ignore[no-any-return]
 
     def nonfinite_region(self, dtype: torch.dtype) -> Tensor:
-        """What holds NaN or Inf if the tensor of this dtype does that was written."""
+        """Where to search for NaN and Inf after a tensor of this dtype was written."""
         return self.region if self.scales is None or dtype == self.region.dtype else self.scales
 
     def write(self, tensor: Tensor) -> None:
@@ -85,7 +86,7 @@ class Destination:
         finish(self.write_by_slices(tensor, self.region.nbytes))
 
     def write_by_slices(self, tensor: Tensor | StoredTensor, slice_bytes: int) -> Slices[None]:
-        """As `write`, yielding the bytes of each slice just written, which has about this many."""
+        """As `write`, in slices of about `slice_bytes` of the region."""
         part, region, scales = self.part_of(tensor), self.region, self.scales
         if scales is None or tensor.dtype == region.dtype:
             for piece, room in row_slices(part, region, slice_bytes):
@@ -94,7 +95,7 @@ class Destination:
             return
         first_column = 0
         if self.layout is CHANNELS and self.part is not None and self.part.dim == 1:
-            # A row has the same scale on all ranks.
+            # All ranks need the same scale for a row, so they quantise whole rows.
             part, first_column = tensor, self.part.start
         for piece, room in row_slices(part, region, slice_bytes, multiple_of=BLOCK):
             num_scales = -(-len(room) // self.layout.block_rows)
@@ -106,7 +107,7 @@ class Destination:
 def row_slices(
     source: Tensor | StoredTensor, destination: Tensor, slice_bytes: int, multiple_of: int = 1
 ) -> Iterator[tuple[Tensor | StoredTensor, Tensor]]:
-    """Pairs of rows of two tensors of one shape, of about `slice_bytes` in the destination."""
+    """Cut two tensors of one shape into pairs of row ranges, of about `slice_bytes` in the destination."""
     if destination.nbytes <= slice_bytes or source.dim() == 0:
         yield source, destination
         return
@@ -118,13 +119,13 @@ def row_slices(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Where a tensor goes that lies in the weights in one piece.
+    """A contiguous range of the weights that a tensor is copied to.
 
     Attributes:
-        offset: in the arena, in bytes.
-        skipped_bytes: of the tensor ahead of what this rank holds of it.
-        line_bytes, step_bytes: what it holds of the tensor's memory is lines of so many bytes, which begin so
-            many bytes apart; 0 and 0: one piece.
+        offset: of the range in the arena, in bytes.
+        skipped_bytes: bytes of the tensor before the part that this rank holds.
+        line_bytes, step_bytes: the part consists of lines of `line_bytes` that begin `step_bytes` apart; 0
+            and 0: it is contiguous.
     """
 
     offset: int
@@ -135,20 +136,20 @@ class Run:
     step_bytes: int = 0
 
     def span(self, address: int, arena_address: int) -> tuple[int, ...]:
-        """Its copy from a tensor there into weights there, as `SpanCopies` takes it."""
+        """The copy from a tensor at `address` into weights at `arena_address`, as `SpanCopies` takes it."""
         masks = EXPONENTS.get(self.dtype, (0, 0))
         source, destination = address + self.skipped_bytes, arena_address + self.offset
         return source, destination, self.num_bytes, self.line_bytes, self.step_bytes, *masks
 
 
 class RunTable:
-    """Where the tensors of a table go, those of them that are copied as they are.
+    """Where the tensors of a table go, if they are copied byte for byte.
 
     Args:
-        runs: of each tensor; None: it is not.
+        runs: one for each tensor; None: it is copied in another way.
 
     Attributes:
-        is_run_T: which ones are.
+        is_run_T: which tensors have a run.
     """
 
     def __init__(self, runs: Sequence[Run | None]) -> None:
@@ -159,7 +160,7 @@ class RunTable:
     def spans(
         self, address_T: NDArray[np.int64], arena_address: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The numbers of those that can be copied from these addresses [S], and their spans [S, 7]."""
+        """The indices of tensors that can be copied from these addresses [S], and their spans [S, 7]."""
         spans_T7 = self._spans_T7.copy()
         spans_T7[:, 0] += address_T
         spans_T7[:, 1] += arena_address
@@ -173,13 +174,13 @@ _NOWHERE: Final = Run(0, 0, 0, torch.uint8)
 
 @dataclass(slots=True)
 class PlannedSpans:
-    """Copies into weights that begin at an address: good for others of the same tensors, wherever they go.
+    """Prepared copies, which can be moved to other addresses and launched again for the same tensors.
 
     Attributes:
-        names: of what is copied, and then of what is quantised.
-        ready: to be launched.
+        names: of the tensors that are copied, then of those that are quantised.
+        ready: the prepared launches.
         address: where the weights begin.
-        origin: what the addresses of the tensors are relative to.
+        origin: the address that the tensors' addresses are relative to.
     """
 
     names: tuple[str, ...]
@@ -188,15 +189,15 @@ class PlannedSpans:
     origin: int
 
     def is_for(self, origin: int) -> bool:
-        """Whether these are the copies of the same tensors from an origin, too: all remain aligned."""
+        """Whether the copies also serve this origin: all addresses must stay aligned."""
         return (origin - self.origin) % ALIGNMENT_BYTES == 0
 
 
 class WeightCopies:
-    """Copies of tensors that lie in a device's memory as they are to lie in the weights, or in bfloat16.
+    """Copies, by few kernels, of tensors on the device: byte for byte, or quantised from bfloat16.
 
-    They are planned first, which touches nothing, and then launched by few kernels: launching thousands of
-    copies one by one takes longer than copying. Of two for one name the later one counts.
+    Copies are planned first, which touches no memory, and then launched together: launching thousands of
+    copies one by one would take longer than copying. If a name is planned twice, the later plan counts.
 
     Args:
         device: where the weights are.
@@ -212,9 +213,9 @@ class WeightCopies:
         self._is_found: Tensor | None = None
 
     def plan(self, name: str, tensor: Tensor, run: Run, arena_address: int) -> bool:
-        """Take a tensor into account, which is to live until its copy has run.
+        """Plan the copy of a tensor, which must live until the copy has run.
 
-        Returns False for one that is not alike, and is to be copied in some other way.
+        Returns False if the tensor must be copied in another way: its dtype, layout or device differs.
         """
         self._forget(name)
         is_alike = tensor.dtype == run.dtype and tensor.is_contiguous() and tensor.device == self._device
@@ -229,9 +230,9 @@ class WeightCopies:
     def plan_table(
         self, names: Sequence[str], address_T: NDArray[np.int64], runs: RunTable, arena_address: int
     ) -> list[int]:
-        """As `plan`, of contiguous tensors on the device at these addresses, no two of one name.
+        """As `plan`, for contiguous tensors on the device at these addresses; names must be unique.
 
-        Returns the numbers of those that are to be copied in some other way.
+        Returns the indices of the tensors that must be copied in another way.
         """
         chosen_S, spans_S7 = runs.spans(address_T, arena_address)
         self._tables.append(([names[index] for index in chosen_S.tolist()], spans_S7))
@@ -241,7 +242,7 @@ class WeightCopies:
         return left
 
     def plan_quantized(self, name: str, part: Tensor, region: Tensor, scales: Tensor) -> bool:
-        """As `plan`, of what this rank holds of a tensor that is to be quantised into region and scales."""
+        """As `plan`, for this rank's part of a tensor, which is quantised into region and scales."""
         self._forget(name)
         is_alike = part.dtype == torch.bfloat16 and region.dtype == FP8 and part.device == self._device
         if not (is_alike and part.dim() == 2 and part.stride(1) == region.stride(1) == scales.stride(1) == 1):
@@ -260,14 +261,14 @@ class WeightCopies:
         self._quantized.pop(name, None)
 
     def prepare(self, address: int, origin: int = 0) -> PlannedSpans | None:
-        """Everything is planned: have it ready to be launched, on the stream where that will be.
+        """Prepare the launch of everything that was planned, on the stream where it will run.
 
         Args:
             address: where the weights begin.
-            origin: what the addresses of the tensors are relative to. What is returned may be taken again,
-                for others that lie in the same way behind theirs.
+            origin: the address that the tensors' addresses are relative to. The result can be given to `take`
+                later, for tensors at the same distances from another origin.
         """
-        # Triton is where GPUs are.
+        # Triton is only installed with GPUs.
         from ebbtide.srt.layers.kernels.copy_spans import SpanCopies
         from ebbtide.srt.layers.kernels.fp8.quantize import QuantizedSpans
 
@@ -283,17 +284,17 @@ class WeightCopies:
         return PlannedSpans(self._names, self._ready, address, origin)
 
     def take(self, planned: PlannedSpans, address: int, origin: int = 0) -> None:
-        """Instead of planning, have planned copies of the same tensors ready, see `prepare`."""
+        """Instead of planning, reuse copies of the same tensors that `prepare` has returned."""
         for ready in planned.ready:
             ready.move(origin - planned.origin, address - planned.address)
         planned.address, planned.origin = address, origin
         self._names, self._ready = planned.names, planned.ready
 
     def launch(self, cost: int = 1) -> Slices[None]:
-        """Launch what is ready; yields the bytes of each kernel. To be run to its end.
+        """Launch what was prepared; yields the bytes of each kernel. It must be run to its end.
 
         Args:
-            cost: how many times as long as from the device's own memory the copies take.
+            cost: how many times as long the copies take as from the device's own memory.
         """
         for ready in self._ready:
             yield from ready.launch(LAUNCH_BYTES // cost)
@@ -302,7 +303,7 @@ class WeightCopies:
             self._is_found = download(found[0] if len(found) == 1 else torch.cat(found))
 
     def nonfinite(self) -> list[str]:
-        """Once everything that was launched has run: the names of what holds NaN or Inf."""
+        """The names of tensors with NaN or Inf. Call it after all copies have run."""
         if self._is_found is None:
             return []
         return [self._names[index] for index in np.flatnonzero(self._is_found.numpy()).tolist()]
@@ -313,7 +314,7 @@ def _table(spans: dict[str, tuple[int, ...]], width: int) -> NDArray[np.int64]:
 
 
 def compile_copies(device: torch.device, *, of_lines: bool) -> None:
-    """Have the kernels ready, those of lines too: an update should not wait for a compiler."""
+    """Compile the copy kernels, so that no update waits for that. `of_lines`: also those of lines."""
     tensor = torch.zeros(ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     address = torch.empty_like(tensor).data_ptr()
     for line_bytes in (0, ALIGNMENT_BYTES) if of_lines else (0,):
@@ -323,7 +324,7 @@ def compile_copies(device: torch.device, *, of_lines: bool) -> None:
 
 
 def compile_quantizing(device: torch.device) -> None:
-    """The same of weights that become ones of 8 bits."""
+    """Compile the kernels that quantise weights."""
     weight = torch.zeros((BLOCK, BLOCK), dtype=torch.bfloat16, device=device)
     values = torch.empty_like(weight, dtype=FP8)
     scales = torch.empty((1, 1), dtype=torch.float32, device=device)
@@ -339,9 +340,9 @@ def _run_through(copies: WeightCopies) -> None:
 
 
 class NonFinite:
-    """Which of the tensors that were written hold NaN or Inf.
+    """Finds which of the written tensors hold NaN or Inf.
 
-    They are looked at where they are, and what was found is read once. To be used where copies are launched.
+    Tensors are searched on their device, and the result is read once. Use it on the stream of the copies.
     """
 
     def __init__(self) -> None:
@@ -352,7 +353,7 @@ class NonFinite:
         self._is_good: Tensor | None = None
 
     def add(self, name: str, region: Tensor) -> None:
-        """Look at it, now or later. Types that have neither NaN nor Inf are skipped."""
+        """Search a region, now or with later ones. Types without NaN and Inf are skipped."""
         if region.dtype == FP8:
             self._in_eight_bits.append((name, _has_no_nan(region)))
         elif region.dtype in CONVERTIBLE:
@@ -361,7 +362,7 @@ class NonFinite:
             self._look()
 
     def finish(self) -> None:
-        """After the last `add`, launch the looks that are left, and the reading of what they find."""
+        """After the last `add`, launch the rest of the search, and the copy of its result to the host."""
         self._look()
         found = [torch.stack(self._norms).isfinite()] if self._norms else []
         if self._in_eight_bits:
@@ -370,11 +371,11 @@ class NonFinite:
             self._is_good = download(torch.cat(found))
 
     def names(self) -> list[str]:
-        """The tensors with NaN or Inf, once everything that was launched has run."""
+        """The tensors with NaN or Inf. Call it after all launched work has run."""
         if self._is_good is None:
             return []
         is_good = self._is_good.tolist()
-        # A norm may be infinite where nothing else is: only those few are waited for.
+        # A norm may overflow although all elements are finite: check those few again, and wait for that.
         suspects = [named for named, good in zip(self._named, is_good, strict=False) if not good]
         names = [name for name, region in suspects if not bool(region.isfinite().all())]
         of_nan = zip(self._in_eight_bits, is_good[len(self._named) :], strict=True)
@@ -388,7 +389,7 @@ class NonFinite:
 
 
 def _has_no_nan(region: Tensor) -> Tensor:
-    """Whether FP8 holds no NaN, whose bits are the largest of either sign: a bool on its device."""
+    """Whether FP8 values hold no NaN, which has the largest bits of either sign; a bool on their device."""
     if region.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=region.device)
     return (region.view(torch.int8).max() < 0x7F) & (region.view(torch.uint8).max() < 0xFF)

@@ -33,11 +33,11 @@ from ebbtide.srt.slices import Slices
 
 ALIGNMENT_BYTES = 256
 LOCAL_SLICE_BYTES = 64 << 20
-# To copy this much out of pageable memory takes about as long as a forward pass can be kept waiting.
+# A copy of this size from pageable memory takes about as long as a forward pass may be kept waiting.
 TRANSFER_BYTES = 16 << 20
-# What decides how many bits a weight has.
+# The arguments that decide which weights have 8 bits.
 OTHER_PRECISION = "--quantization, --quantization-exclude"
-# Messages repeat no more characters than this of a sender's names and shapes.
+# The most characters that a message repeats of a sender's names and shapes.
 MAX_TEXT = 200
 
 
@@ -46,7 +46,8 @@ class TensorProblem:
     """Why a tensor cannot be written.
 
     Attributes:
-        missing: what has to come with it and does not, and the weight that both are of; None: another reason.
+        missing: a tensor that must come with it and is missing, and the weight that both belong to; None: the
+            reason is another one.
     """
 
     name: str
@@ -70,24 +71,26 @@ class Slot:
 class WeightStore:
     """All parameters of a model, or of a rank's part of it, laid out in one `weights` arena.
 
-    Two kinds of names lead to the same memory: checkpoint names (Hugging Face's, unfused), which speak of
-    whole tensors on every rank, and with `direct` this rank's own parameters. The arena is resident after
-    construction; its contents are not valid until every name has been written.
+    Parameters have two kinds of names. Checkpoint names (Hugging Face's, not fused) mean whole tensors, the
+    same on all ranks. With `direct`, names are those of this rank's own parameters. After construction the
+    arena is resident; its contents are valid when every name has been written.
 
     Args:
         model: with parameters on the meta device; each is replaced by a view of the arena.
-        saver: where the arena comes from.
-        chunk_bytes: pieces in which it is taken, see `Arena`. A staged copy is taken piece by piece too.
-        group: the ranks that divide the model among them.
+        saver: makes the arena.
+        chunk_bytes: size of the pieces in which memory is taken, see `Arena`; for staged copies too.
+        group: the ranks that divide the model.
         quantization: which weights are kept in 8 bits; None: none.
 
     Attributes:
-        placements: where each tensor of a checkpoint lies in this rank's parameters.
-        sums: this rank's shares of tensors' sums (`state_sum`) in the live weights, by checkpoint name, if
-            they are known: then a delta is summed up alone, and not all that it is of.
-        num_chunks: of the arena, on the rank where it has most; 0 where it has none that change places.
+        names: every checkpoint name that the model needs.
+        placements: where each checkpoint tensor is in this rank's parameters.
+        generation: a number that rises with every write to the live weights.
+        sums: this rank's share of the checksum (`state_sum`) of live tensors, by checkpoint name, as far as
+            known. With it, only the changed elements of a delta are summed, and not whole tensors.
+        num_chunks: chunks of the arena, on the rank that has most; 0: the memory saver cannot move chunks.
 
-    Raises ConfigurationError where the model cannot be divided among them, or not be quantised.
+    Raises ConfigurationError: the model cannot be divided among the ranks, or cannot be quantised.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class WeightStore:
         self.device = self.arena.view(0, (0,), torch.uint8).device
         num_chunks = self.arena.num_chunks if isinstance(self.arena, ChunkArena) else 0
         self.num_chunks = -self._group.smallest(-num_chunks)
-        # Most names are asked about several times with each update.
+        # Computed once, since updates ask for most names several times.
         self._wanted: frozenset[str] = frozenset()
         self._wanted = frozenset(name for name in self.placements if not self.ignored(name))
         self.generation = 0
@@ -166,11 +169,11 @@ class WeightStore:
         return self.arena.num_bytes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a tensor by its checkpoint name."""
+        """Shape of the whole tensor of a checkpoint name."""
         return self._place(name).target.shape
 
     def ignored(self, name: str) -> bool:
-        """Whether a checkpoint may hold this name although there is nothing to write."""
+        """Whether a checkpoint may have this name although the model has no use for it."""
         return name not in self._wanted and (self._model.ignored(name) or scale_place(name) is not None)
 
     def knows(self, name: str, direct: bool = False) -> bool:
@@ -180,7 +183,7 @@ class WeightStore:
     def check(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, direct: bool = False
     ) -> TensorProblem | None:
-        """What stands against writing such a tensor; None if nothing does. Reads and changes no data."""
+        """Why such a tensor cannot be written; None: it can. Reads and changes no data."""
         if not direct and self.ignored(name):
             return None
         expected = self._expected_shape(name, direct)
@@ -206,9 +209,13 @@ class WeightStore:
     def check_scales(
         self, name: str, dtype: torch.dtype, others: Mapping[str, torch.dtype], direct: bool = False
     ) -> TensorProblem | None:
-        """What stands against a tensor that `check` accepts together with `others`, the dtypes by name.
+        """Why a tensor that `check` accepts cannot come together with `others`; None: it can.
 
-        Values of 8 bits and their scales come together; what is quantised here brings no scales.
+        Values of 8 bits and their scales must come together. A weight that is quantised here brings no
+        scales.
+
+        Args:
+            others: dtypes of all tensors that come together, by name.
         """
         if self._expected_shape(name, direct) is None:
             return None
@@ -220,7 +227,7 @@ class WeightStore:
         if self._slot(name, direct).dtype != FP8:
             return None
         if (other := others.get(name, dtype)) != dtype:
-            # One would be quantised with scales that are not those of the other.
+            # One would be quantised with other scales than those that came.
             return TensorProblem(name, f"expected it once, got it in {dtype} and in {other}")
         scales = name + self._layout.suffix
         if dtype == FP8 and scales not in others:
@@ -231,20 +238,20 @@ class WeightStore:
         return None
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Shape and dtype of a whole tensor as the model keeps it; None if it has none of this name."""
+        """Shape and dtype of a whole tensor in the model; None: there is no such tensor."""
         return (self.shape(name), self._slot(name, direct=False).dtype) if self._knows(name) else None
 
     def precision_of(self, name: str) -> str:
-        """How values from `read` differ from those kept; empty if they do not."""
+        """How values from `read` differ from the stored ones; empty if they do not."""
         if name not in self.placements or self._slot(name, direct=False).dtype != FP8:
             return ""
         return f"dequantized: it is kept as float8_e4m3fn, with a scale for each {self._layout}"
 
     def check_change(self, name: str, dtype: torch.dtype, *, of_bits: bool) -> TensorProblem | None:
-        """What stands against changing some elements of a tensor that `check` accepts.
+        """Why some elements of a tensor that `check` accepts cannot be changed; None: they can.
 
         Args:
-            of_bits: whether what changes is bits of the parameter.
+            of_bits: whether the changes are to the bits of the parameter, and not to values.
         """
         if self.ignored(name):
             return None
@@ -262,7 +269,7 @@ class WeightStore:
     def write(
         self, name: str, tensor: Tensor | StoredTensor, shadow: Arena | None, direct: bool = False
     ) -> int:
-        """Copy a tensor that `check` accepts into the staged copy, or in place where `shadow` is None.
+        """Copy a tensor that `check` accepts into the staged copy, or in place if `shadow` is None.
 
         Returns the bytes written on this rank, in the parameter's dtype; 0 for an ignored name.
         """
@@ -277,11 +284,10 @@ class WeightStore:
     ) -> Slices[None]:
         """As `write`, yielding the bytes of each slice just copied; nothing for an ignored name.
 
-        Tensors of the same device are one slice: there a copy is launched and not waited for. A copy to
-        another device, or of what has to be read first, holds the caller up, so it is cut into slices of at
-        most 16 MiB.
+        A tensor on the same device is one slice, since its copy is only launched. A copy from another device,
+        or of a stored tensor, blocks the caller, so it is cut into slices of at most 16 MiB.
 
-        Raises RequestRejected where a stored tensor cannot be read: some of it may have been written.
+        Raises RequestRejected: a stored tensor cannot be read; some of it may have been written.
         """
         destination = self.destination(name, shadow, direct)
         if destination is None:
@@ -305,24 +311,24 @@ class WeightStore:
             assert place is not None
             assert place.scales is not None
             if place.part is not None and len(place.part.ranges) > 1:
-                return False  # What is put together of several ranges does not live until the copies run.
+                return False  # A part put together of several ranges would be freed before the copies run.
             return copies.plan_quantized(name, place.part_of(tensor), place.region, place.scales)
         run = self._runs[direct].get(name)
         return run is not None and copies.plan(name, tensor, run, self.address(shadow))
 
     def run(self, name: str, dtype: torch.dtype, direct: bool = False) -> Run | None:
-        """Where a tensor goes that `check` accepts, if it is copied as it is."""
+        """Where a tensor that `check` accepts goes, if it is copied byte for byte; else None."""
         run = None if not direct and self.ignored(name) else self._runs[direct].get(name)
         return run if run is not None and run.dtype == dtype != torch.float64 else None
 
     def address(self, shadow: Arena | None) -> int:
-        """Where the weights begin, those of the staged copy or the live ones."""
+        """Address of the first byte of the staged copy, or of the live weights."""
         return (self.arena if shadow is None else shadow).address
 
     def destination(self, name: str, shadow: Arena | None, direct: bool = False) -> Destination | None:
-        """Where a tensor that `check` accepts goes; None for an ignored name.
+        """Where a tensor that `check` accepts goes; None for an ignored name. Thread-safe.
 
-        Who writes there in place says so: `note_write`. From any thread.
+        A caller that writes there in place must call `note_write`.
         """
         if not direct and self.ignored(name):
             return None
@@ -332,7 +338,7 @@ class WeightStore:
         return Destination(self._region(name, shadow, direct), part, is_first, scales, self._layout)
 
     def note_write(self, sums: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Note that the live weights are about to be written, or have been. `sums`: as known from then on."""
+        """Note that the live weights are written. `sums`: the checksums that are known from then on."""
         self.generation += 1
         self.sums = sums
 
@@ -350,8 +356,7 @@ class WeightStore:
     def complete(self, shadow: Arena, written: Iterable[str]) -> Slices[None]:
         """Copy everything but `written` (checkpoint names) from the live weights into the staged copy.
 
-        A generator of the bytes of each slice (at most 64 MiB) just copied: the caller may do other
-        things between two slices, as long as the live weights stay as they are.
+        Slices have at most 64 MiB. The live weights may not change between two slices.
         """
         kept = sorted(self.names - frozenset(written))
         scales = [scale for name in kept if (scale := name + self._layout.suffix) in self._scales]
@@ -362,36 +367,36 @@ class WeightStore:
                 yield room.nbytes
 
     def parameters(self, shadow: Arena | None = None) -> Iterator[tuple[str, Tensor]]:
-        """This rank's own parameters under the names that `direct` means: live, or those of a staged copy."""
+        """This rank's own parameters, by the names that `direct` means; live, or of a staged copy."""
         for name in self._slots:
             yield name, self._region(name, shadow, direct=True)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of what the model computes with besides its parameters; no checkpoint holds that."""
+        """Copies of the model's buffers, which no checkpoint holds."""
         return {name: buffer.clone() for name, buffer in self._model.named_buffers()}
 
     def commit(self, shadow: Arena) -> None:
         """Make the staged copy live, at the same addresses.
 
-        The shadow then holds the former weights: not to be read, but to be made live again.
+        The shadow then holds the former weights. They cannot be read, but a second commit makes them live.
         """
         self.arena.swap(shadow)
         self.note_write()
 
     def stored_as(self, name: str) -> str:
-        """The name under which a tensor is read: the embedding's for an output layer that is tied to it."""
+        """The name under which a tensor is stored: for a tied output layer, that of the embedding."""
         return self._model.stored_as(name)
 
     def read(self, name: str, max_rows: int) -> Tensor:
-        """The first rows of a whole tensor by its checkpoint name, as float32; RequestRejected if unknown.
+        """The first rows of a whole tensor by its checkpoint name, as float32. RequestRejected: it is
+        unknown.
 
-        Of what is kept in 8 bits these are the values times their scales. All ranks of the group call it in
-        the same turn.
+        Tensors of 8 bits are dequantised. All ranks of the group must call it in the same turn.
         """
         return self.reading(name, max_rows)()
 
     def reading(self, name: str, max_rows: int) -> Callable[[], Tensor]:
-        """Read this rank's part; what is returned does the rest of `read`: on all ranks or on none."""
+        """Read this rank's part. The returned function does the rest; all ranks call it, or none."""
         name = self.stored_as(name)
         if not self._knows(name):
             raise RequestRejected(f"the model has no parameter {name!r}")
@@ -413,14 +418,14 @@ class WeightStore:
             else:
                 rows.narrow(part.dim, first, length).copy_(mine[:max_rows].narrow(part.dim, start, length))
             start = end
-        # What the others hold is zero here.
+        # The parts of other ranks are zeros here, so a sum puts all parts together.
         return lambda: self._group.all_reduce_(rows)
 
     def _slot(self, name: str, direct: bool) -> Slot:
         return self._slots[name if direct else self._place(name).target.parameter]
 
     def _place(self, name: str) -> Placement:
-        """Where a tensor of a checkpoint goes, or scales."""
+        """The placement of a checkpoint tensor, or of scales."""
         placement = self.placements.get(name) or self._joint.get(name)
         return self._scales[name] if placement is None else placement
 
@@ -428,7 +433,7 @@ class WeightStore:
         return name in self.placements or name in self._joint or name in self._scales
 
     def _weight_of(self, name: str, direct: bool) -> str | None:
-        """The name of the values that belong to scales; None if it is no name of scales."""
+        """The name of the values that these scales belong to; None: it is no name of scales."""
         weight = name.removesuffix(self._layout.suffix)
         is_known = weight in self._slots if direct else name in self._scales
         return weight if is_known and weight != name else None
@@ -439,7 +444,7 @@ class WeightStore:
         return self._region(name + self._layout.suffix, shadow, direct)
 
     def _kept_as(self, weight: str, direct: bool) -> str:
-        """What a refusal says about how a weight is kept."""
+        """For a refusal: how a weight is kept."""
         if self._slot(weight, direct).dtype != FP8:
             return f"its weight is not kept in 8 bits here ({OTHER_PRECISION})"
         scales, layout = weight + self._layout.suffix, self._layout
@@ -448,7 +453,7 @@ class WeightStore:
         return f"its weight has a scale for each {layout} here: {scales}, float32 of shape {expected}"
 
     def _run(self, name: str) -> Run | None:
-        """Where a tensor of a checkpoint goes, if it goes there as it is, into one piece."""
+        """Where a checkpoint tensor goes, if it is copied byte for byte into one piece; else None."""
         placement = self._place(name)
         target, part, slot = placement.target, placement.part, self._slots[placement.target.parameter]
         if part is not None and (part.dim > 1 or len(part.ranges) > 1):

@@ -1,4 +1,4 @@
-"""The control plane's view of adapters: where loads come from, and the slots that they are written to."""
+"""Implements the control plane's interfaces to adapters: opens loads, and copies them to and from slots."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ MAX_CONFIG_BYTES: Final = 1 << 20
 
 @dataclass(eq=False)
 class EngineAdapters:
-    """Opens loads of adapters, and moves what slots hold.
+    """Opens loads of adapters, and saves and restores slots.
 
     Args:
-        refuses_nonfinite: loads that hold NaN or Inf are refused.
+        refuses_nonfinite: whether loads with NaN or Inf are refused.
     """
 
     _slots: AdapterSlots
@@ -56,7 +56,7 @@ class EngineAdapters:
     def __post_init__(self) -> None:
         self.num_slots = self._slots.num_slots
         self.copies: CopyStream = self._device
-        # A trainer sends an adapter of the same names and shapes again and again.
+        # A trainer sends adapters with the same names and shapes again and again.
         self._fits: Recent[tuple[Hashable, AdapterConfig], AdapterFit] = Recent(MAX_FIT_BYTES)
 
     def open(self, request: LoadRequest, *, with_digest: bool) -> Slices[AdapterPlan]:
@@ -93,7 +93,7 @@ class EngineAdapters:
                 raise RequestRejected(f"{type(request).__name__} is no load of an adapter")
 
     def _fit(self, config: AdapterConfig, source: WeightSource) -> AdapterFit:
-        """Raises RequestRejected: 400, it does not fit the slots."""
+        """Check an adapter against the slots. Raises RequestRejected (400): it does not fit."""
         fit = None if source.digest is None else self._fits.get((source.digest, config))
         if fit is None:
             fit = self._slots.fit(config, [(one.name, one.shape, one.dtype) for one in source.entries])
@@ -120,7 +120,7 @@ class AdapterPlan:
     """An adapter that fits the slots.
 
     Args:
-        refuses_nonfinite: `write` refuses it where it holds NaN or Inf.
+        refuses_nonfinite: whether `write` refuses NaN or Inf.
     """
 
     _slots: AdapterSlots
@@ -148,14 +148,14 @@ class AdapterPlan:
                 raise RequestRejected(f"refuse_nonfinite: nothing was loaded. {describe_nonfinite(names)}")
 
     def _planned(self, slot: int) -> tuple[WeightCopies | None, Iterator[tuple[str, Tensor]]]:
-        """Copies, by one kernel, of what is on the device as it is to be in the slot; and all the rest."""
+        """Copies by one kernel, of tensors that are on the device as the slot needs them; and the others."""
         source, runs, device = self._source, self._fit.runs, torch.device(self._device.name)
         is_table = isinstance(source, TableSource) and source.table.form.is_contiguous_T.all()
         if runs is None or source.near_bytes is None or not is_table:
             return None, ((name, whole(tensor)) for name, tensor in source)
         assert isinstance(source, TableSource)
         copies, names, address = WeightCopies(device), source.table.form.names, self._slots.address(slot)
-        # The sender's events are awaited by the current stream, which must be the one of the copies.
+        # The current stream waits for the sender's events, so it must be the stream of the copies.
         with self._device.copying(beside=True):
             left = copies.plan_table(names, source.address_T, runs, address)
             copies.prepare(address)
@@ -166,7 +166,7 @@ class AdapterPlan:
         return self._source.detach()
 
     def close(self) -> None:
-        # After an early end, copies from the sender's memory may still be under way.
+        # If the load ended early, copies from the sender's memory may still run.
         if self._is_read and not self._device.copies_done():
             self._device.synchronize()
         self._source.close()
@@ -199,7 +199,7 @@ def _compare(expected: Mapping[str, str], source: WeightSource, device: Device) 
 
 
 def _digest(config: Mapping[str, Any], source: WeightSource, device: Device) -> Slices[str]:
-    """Of the fields that are there, and the bytes of each tensor, wherever it lies."""
+    """A checksum of the config's fields and of the bytes of each tensor, on whatever device it is."""
     sums: dict[str, Tensor] = {}
     mix = cache(mixed)  # Hundreds of tensors have a few shapes.
 
@@ -212,22 +212,22 @@ def _digest(config: Mapping[str, Any], source: WeightSource, device: Device) -> 
     headers = {header.name: f"{header.name} {header.dtype} {header.shape}" for header in source.entries}
     lines = [json.dumps(config, sort_keys=True, default=str)]
     if sums:
-        # One wait for the device instead of hundreds.
+        # Wait for the device once, not for each tensor.
         totals = torch.stack([one.to(device.name) for one in sums.values()]).tolist()
         lines += sorted(f"{headers[name]} {as_hex(total)}" for name, total in zip(sums, totals, strict=True))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
-    """What PEFT has written to a folder. Raises RequestRejected: 400; 404, there is nothing."""
+    """Read a folder's PEFT config. Raises RequestRejected: 400, it is malformed; 404, there is none."""
     file = folder / CONFIG_FILE
     try:
-        # Opening a pipe would wait for somebody to write to it.
+        # Non-blocking: opening a pipe would wait until somebody writes to it.
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             text = opened.read(MAX_CONFIG_BYTES + 1) or b""  # None: a pipe that nobody has written to
         config = json.loads(text) if len(text) <= MAX_CONFIG_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
-        # On a file system that several machines share, it may be there a moment later.
+        # 404 can be retried: on a shared file system, the file may appear a moment later.
         status = 404 if isinstance(error, FileNotFoundError) else 400
         message = f"{file} cannot be read: {error}. Expected a PEFT folder"
         raise RequestRejected(message[:1000], status) from error
@@ -237,7 +237,7 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
 
 
 def _open_folder(folder: Path) -> Slices[WeightSource]:
-    """The tensors of a PEFT folder. Raises RequestRejected: 400; 404, there are none."""
+    """Read a folder's PEFT tensors. Raises RequestRejected: 400, they are damaged; 404, there are none."""
     path = next((folder / name for name in TENSORS_FILES if (folder / name).is_file()), None)
     if path is None:
         raise RequestRejected(f"{folder} has none of {', '.join(TENSORS_FILES)}: expected a PEFT folder", 404)

@@ -1,4 +1,4 @@
-"""The control plane's view of the weights, over the weight store and the weight sources."""
+"""Implements the control plane's interfaces to the weights, over the weight store and the weight sources."""
 
 from __future__ import annotations
 
@@ -52,12 +52,11 @@ from ebbtide.srt.weight_sync.tensor_source import PayloadReader
 
 T = TypeVar("T")
 
-# What is read at once: intermediate results take twice as much beside it.
+# Bytes of a parameter that are handled at once. Intermediate results take twice as much in addition.
 PIECE_BYTES: Final = 16 << 20
 
 WORD_BYTES: Final = 8
-# SplitMix64's numbers without their highest bits: odd, with bits all over. They stay: a client may have kept
-# sums to compare with later.
+# SplitMix64's constants without their highest bits. They may never change: clients may have stored checksums.
 PLACE_FACTOR: Final = 0x1E3779B97F4A7C15
 MIXING_FACTORS: Final = (0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 LOW_32_BITS: Final = (1 << 32) - 1
@@ -65,7 +64,7 @@ LOW_32_BITS: Final = (1 << 32) - 1
 
 @dataclass(eq=False)
 class EngineWeights:
-    """Opens updates, and finds room for them. Implements `control.weights.Weights`."""
+    """Implements `control.weights.Weights`: opens updates, and makes their stagings."""
 
     _store: WeightStore
     _config: EngineConfig
@@ -180,7 +179,7 @@ class EngineWeights:
 
 
 def _announced(request: UpdateWeightsFromDistributedReqInput) -> Announcement:
-    """What the request announces, in its lists or in its older fields for a single tensor."""
+    """The tensors that a request announces, in its lists or in the older fields for a single tensor."""
     names = request.names if request.name is None else [request.name]
     dtypes = request.dtypes if request.dtype is None else [request.dtype]
     shapes = request.shapes if request.shape is None else [request.shape]
@@ -200,7 +199,7 @@ def _port(given: int | str) -> int:
 
 @dataclass
 class ParameterChecker:
-    """Implements `control.weights.Parameters`, piece by piece on their device."""
+    """Implements `control.weights.Parameters`; parameters are read in pieces on their device."""
 
     _store: WeightStore
     _device: Device
@@ -213,7 +212,7 @@ class ParameterChecker:
     def checksums(
         self, skipped: Sequence[str], algorithm: ChecksumAlgorithm = "sum64"
     ) -> Slices[RankChecksums]:
-        """Of the bytes of each parameter and their places; the same on every kind of device."""
+        """Checksums of the bytes of each parameter and their order; the same on every kind of device."""
         checksums: dict[str, str] = {}
         summed = _sha256 if algorithm == "sha256" else _sum64
         for name, parameter in _without(skipped, self._store):
@@ -248,7 +247,7 @@ class ParameterChecker:
                 try:
                     copy = torch.empty_like(piece, device="cpu")
                 except RuntimeError as error:
-                    # Others take memory too, and this process may have a limit of its own.
+                    # Other processes take memory too, and this one may have a limit of its own.
                     raise _no_room(needed_bytes, taken_bytes) from error
                 taken_bytes += len(piece)
                 copies[name].append(copy.copy_(piece))
@@ -258,7 +257,7 @@ class ParameterChecker:
     def _differences(
         self, copies: Mapping[str, list[Tensor]], skipped: Sequence[str]
     ) -> Slices[list[dict[str, str]]]:
-        """A reason gives the largest difference of two elements, `max_abs_err`; NaN where one of them is."""
+        """Each reason has the largest difference of two elements, `max_abs_err`; NaN if either is NaN."""
         found: list[dict[str, str]] = []
         for name, parameter in _without(skipped, self._store):
             num_different, max_abs_err = 0, 0.0
@@ -325,7 +324,7 @@ def _without(skipped: Sequence[str], store: WeightStore) -> Iterator[tuple[str, 
 
 
 def _pieces(parameter: Tensor) -> Iterator[Tensor]:
-    """Views of its bytes, in order."""
+    """Views of a parameter's bytes, in order."""
     return iter(torch.split(parameter.detach().reshape(-1).view(torch.uint8), PIECE_BYTES))
 
 
@@ -348,7 +347,7 @@ def _sha256(parameter: Tensor) -> Slices[str]:
 
 
 def _words(piece: Tensor) -> Tensor:
-    """The bytes in words; the last one filled up with zeros."""
+    """The bytes as words of 8 bytes; the last one is padded with zeros."""
     num_odd = len(piece) % WORD_BYTES
     if num_odd:
         piece = torch.nn.functional.pad(piece, (0, WORD_BYTES - num_odd))
@@ -356,9 +355,9 @@ def _words(piece: Tensor) -> Tensor:
 
 
 def _sum_of_mixed(words: Tensor, first: int) -> int:
-    """The sum of numbers that each depend on every bit of a word and of its place, modulo 2^64.
+    """The sum, modulo 2^64, of a hash of each word and its place.
 
-    Integers wrap around alike on every device, in whatever order they are added. Source: the multiply and
+    Integers wrap around the same way on every device, in any order of addition. Source: the multiply and
     shift steps of SplitMix64 (Steele, Lea, Flood, 2014).
     """
     mixed = torch.arange(first, first + len(words), device=words.device)
@@ -366,7 +365,7 @@ def _sum_of_mixed(words: Tensor, first: int) -> int:
     mixed ^= words
     for factor in MIXING_FACTORS:
         mixed *= factor
-        # The shift of signed words brings ones along.
+        # Shifting a negative word fills it with ones: clear them.
         high = mixed >> 32
         high &= LOW_32_BITS
         mixed ^= high

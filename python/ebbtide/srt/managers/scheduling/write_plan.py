@@ -1,4 +1,4 @@
-"""An update's tensors on their way into the weights: checked, opened, planned, written, and given back."""
+"""Write plans: an update's tensors are checked, opened, copied into the weights, and given back."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from ebbtide.srt.weight_sync.sparse_source import DeltaSource, PlacedChanges
 
 T = TypeVar("T")
 
-# How many copies one slice plans, in less than a millisecond.
+# Copies that one slice plans; it takes less than a millisecond.
 PLANNED_AT_ONCE: Final = 64
 
 
 @dataclass(eq=False)
 class WeightStaging:
-    """Where plans are written: a second copy of the weights, or the live ones.
+    """Where plans are written: a second copy of the weights, or the live weights.
 
     Args:
-        shadow: the copy; None: there is none.
+        shadow: the copy; None: plans write to the live weights.
 
     Attributes:
-        unpaired: by the name of a part of 8-bit weights that came, the name of the one that has not.
-        is_complete: whether the copy holds everything.
+        unpaired: tensors of 8-bit weights that came without their partner (values or scales): name → name of
+            the missing partner.
+        is_complete: whether the copy holds all tensors.
     """
 
     _store: WeightStore
@@ -53,17 +54,18 @@ class WeightStaging:
 
     def __post_init__(self) -> None:
         self.is_staged = self.shadow is not None
-        # What is not written is copied from the live weights, whose sums hold until somebody writes to them.
+        # Tensors that no plan writes are copied from the live weights, so their checksums hold here too, as
+        # long as the live weights are not written to.
         self._generation, self._sums = self._store.generation, self._store.sums
 
     def sums(self) -> Mapping[str, int]:
-        """The known sums of the weights that are there, see `WeightStore.sums`."""
+        """The known checksums of the tensors in this staging, see `WeightStore.sums`."""
         if self.shadow is None:
             return self._store.sums
         return self._sums if self._generation == self._store.generation else {}
 
     def note_write(self, names: Iterable[str], sums: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Take these as written, from before the first byte on; `sums`: known sums of their new values."""
+        """Note that these names are about to be written. `sums`: their new checksums, if they are known."""
         known = dict(self._store.sums if self.shadow is None else self._sums)
         for name in names if known else ():
             known.pop(name, None)
@@ -90,7 +92,7 @@ class WeightStaging:
 
     def commit(self) -> None:
         if self.shadow is None:
-            # Forward passes run behind the copies: after these, the live weights are the new ones.
+            # Forward passes are queued behind the copies, so they see the new weights.
             self._device.follow_copies()
             return
         store = self._store
@@ -101,7 +103,7 @@ class WeightStaging:
 
     def roll_back(self) -> None:
         assert self.shadow is not None, "there is no way back from what was written in place"
-        # A commit exchanges the two copies, so a second one undoes it.
+        # A commit exchanges the two copies, so a second commit undoes it.
         self.commit()
 
     def repay(self) -> None:
@@ -124,10 +126,10 @@ def make_plan(
     cache: PlanCache,
     loader: CustomLoader | None = None,
 ) -> Slices[TensorPlan]:
-    """The plan of a source's tensors, held against the model. The source is closed if that fails.
+    """Make the plan of a source's tensors, checked against the model. The source is closed if that fails.
 
     Args:
-        loader: writes them, to any parameters that it likes: nothing is checked then.
+        loader: writes the tensors to any parameters that it likes, so nothing is checked.
     """
     try:
         if loader is not None:
@@ -153,7 +155,7 @@ class TensorPlan:
         self.problems = fit.problems
         self.base_version = source.base_version
         self.is_sent, self.near_bytes = source.is_sent, source.near_bytes
-        # A patch moves what lies in the weights.
+        # A patch moves data within the device's own memory.
         self.cost = (source.cost or 1) if self.how is How.COPY else 1
         self.opens = not self.is_sent or bool(fit.scales)
         self.incomplete = ""
@@ -169,12 +171,12 @@ class TensorPlan:
         self._device = device
         self._is_planned = source.near_bytes is not None and store.device.type == "cuda"
         self._copies = WeightCopies(store.device)
-        # Tensors on the device that no planned copy covers.
+        # Tensors on the device without a planned copy.
         self._others: dict[str, Tensor] = {}
-        # Those that are covered live until the copies have run: some are not the sender's memory.
+        # Tensors with a planned copy. They live until it has run: some are not in the sender's memory.
         self._covered: list[Tensor] = []
         self._looked_at = NonFinite()
-        # Received where they belong, and by whom.
+        # If broadcasts are received directly into a staging: that staging, and the regions.
         self._receives_into: WeightStaging | None = None
         self._received: list[tuple[str, Tensor]] | None = None
 
@@ -183,7 +185,7 @@ class TensorPlan:
         source, store = self._source, self._store
         if not isinstance(source, BroadcastSource) or not source.can_receive_in_place(store.device):
             return False
-        if self._fit.scales:  # They are checked before anything is written, so they must be received aside.
+        if self._fit.scales:  # Scales are checked before anything is written: receive them in buffers.
             return False
 
         def destinations() -> list[Destination | None]:
@@ -214,7 +216,7 @@ class TensorPlan:
             self._receives_into.note_write(self.names)
 
     def open(self, staging: Staging) -> Slices[None]:
-        """Also plans the copies of tensors on the device, so that a burst only has to launch them."""
+        """Map the sender's memory, and plan the copies of tensors on the device."""
         assert isinstance(staging, WeightStaging)
         yield from self._source.open()
         yield from self._check_scales()
@@ -222,7 +224,7 @@ class TensorPlan:
             return
         planning = self._plan(staging)
         while True:
-            # The sender's events are awaited by the current stream, which must be the one of the copies.
+            # The current stream waits for the sender's events, so it must be the stream of the copies.
             with self._device.copying(beside=staging.is_staged):
                 if (planned := next(planning, None)) is None:
                     return
@@ -265,7 +267,7 @@ class TensorPlan:
             spans[direct] = planned
 
     def _to_plan(self, address: int) -> Iterable[NamedTensor]:
-        """The tensors that are planned one by one. Most tensors of a table are planned here, all at once."""
+        """Plan most tensors of a table at once; returns the tensors that are left to plan one by one."""
         source, runs = self._source, self._fit.runs
         if not isinstance(source, TableSource) or runs is None:
             return source
@@ -292,7 +294,7 @@ class TensorPlan:
         return frozenset(joined)
 
     def write(self, staging: Staging) -> Slices[None]:
-        """Launch the copies. What was received in place needs none."""
+        """Launch the copies. Tensors that were received in place need none."""
         assert isinstance(staging, WeightStaging)
         staging.note_write(self.names, {} if self.patch is None else self.patch.sums())
         yield from self._write(staging)
@@ -316,7 +318,7 @@ class TensorPlan:
         except RequestRejected as error:
             if staging.is_staged:
                 raise
-            # No refusal: that would say that nothing was written.
+            # A refusal would say that nothing was written.
             raise EngineError(f"the update broke off half-way: {error.message}") from error
 
     def nonfinite(self) -> list[str]:
@@ -331,7 +333,7 @@ class TensorPlan:
         return self._source.detach()
 
     def finish(self) -> None:
-        # After an early end, copies from the sender's memory may still be under way.
+        # If the update ended early, copies from the sender's memory may still run.
         if not self._device.copies_done():
             self._device.synchronize()
 
@@ -344,7 +346,7 @@ class TensorPlan:
 
 
 class PatchPlan(TensorPlan):
-    """What changes of tensors, checked against the sums that these are to have."""
+    """Changes of some elements, checked against the checksums that the tensors must have afterwards."""
 
     how = How.PATCH
 
@@ -403,7 +405,7 @@ class PatchPlan(TensorPlan):
 
 
 class LoaderPlan(TensorPlan):
-    """What a custom loader makes of tensors."""
+    """Tensors that a custom loader writes."""
 
     how = How.LOAD
 
@@ -418,7 +420,7 @@ class LoaderPlan(TensorPlan):
         self._loader = loader
 
     def _write(self, staging: WeightStaging) -> Slices[None]:
-        """Call the loader in one slice, since it cannot be left half-way; not at all without tensors."""
+        """Call the loader, unless there are no tensors. It is one slice, since it cannot be interrupted."""
         if not self._source.entries:
             return
         assert staging.shadow is not None
@@ -431,7 +433,7 @@ class LoaderPlan(TensorPlan):
 
 
 def paced_by_time(slices: Slices[T]) -> Slices[T]:
-    """The same work, paced by the time it takes alone: the device does not have to copy its bytes."""
+    """The same work with slices of 1 byte, so that it is paced by time alone: the device copies nothing."""
     with closing(slices):
         while True:
             try:
