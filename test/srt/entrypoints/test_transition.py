@@ -1,12 +1,13 @@
 """Transitions over a control function that the tests script: order, refusals, retries."""
 
 import asyncio
+import tracemalloc
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from ebbtide.srt.entrypoints.transition import MAX_RECORDED, Transitions
+from ebbtide.srt.entrypoints.transition import MAX_RECORDED, MAX_STEPS, Transitions
 from ebbtide.srt.errors import EngineError, RequestRejected
 
 SLEEP = [{"op": "pause", "mode": "retract"}, {"op": "release", "tags": ["kv_cache"]}, {"op": "continue"}]
@@ -142,6 +143,7 @@ def test_without_an_op_id_each_call_runs() -> None:
         ({"steps": [{"op": "release", "tags": ["vram"]}]}, "step 1 (release): .*kv_cache"),
         ({"steps": [{"op": ["pause"]}]}, "step 1: unknown op ['pause']; expected one of .*pause"),
         ({"steps": [{"op": {"a": 1}}]}, "step 1: unknown op {'a': 1}; expected one of .*pause"),
+        ({"steps": [{"op": "continue"}] * (MAX_STEPS + 1)}, f"length <= {MAX_STEPS} - at `$.steps`"),
         ({"steps": [], "op_id": 7}, "op_id"),
         ({"steps": [], "op_id": "a" * 257}, "length <= 256 - at `$.op_id`"),
         (
@@ -164,3 +166,22 @@ def test_old_outcomes_are_forgotten() -> None:
     bodies = [{"steps": SLEEP[:1], "op_id": str(number)} for number in range(MAX_RECORDED + 1)]
     outcomes = run(control, *bodies, bodies[-1], bodies[0])
     assert [outcome["replayed"] for outcome in outcomes[-2:]] == [True, False]
+
+
+def test_steps_that_are_long_are_not_kept() -> None:
+    async def done(kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {"success": True, "message": "done"}
+
+    async def num_bytes_kept() -> int:
+        transitions = Transitions(done)
+        tracemalloc.start()
+        try:
+            long = {"input_ids": list(range(1000, 100_000))}
+            step = {"op": "update_from_disk", "model_path": "a", "canary": long, "unknown": long}
+            await transitions.run({"steps": [step], "op_id": "x"})
+            del long, step
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    assert asyncio.run(num_bytes_kept()) < 1 << 18

@@ -7,14 +7,15 @@ the outcome that was recorded, or waits for the one that is on its way; nothing 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from ebbtide.srt.entrypoints.bodies import AnswerBody, Body
 from ebbtide.srt.errors import EngineError, RequestRejected
@@ -28,6 +29,8 @@ STEPS: Final[dict[str, type[ControlRequest]]] = {
 }
 # How many outcomes are remembered: a retry comes within seconds or minutes, not after a thousand others.
 MAX_RECORDED = 1024
+# Each is checked in the event loop, in 25 µs. An RL step takes about ten.
+MAX_STEPS = 64
 
 
 class TransitionRequest(Struct, frozen=True):
@@ -38,7 +41,7 @@ class TransitionRequest(Struct, frozen=True):
         op_id: names this transition for retries; made by the engine when not given.
     """
 
-    steps: list[dict[str, Any]]
+    steps: Annotated[list[dict[str, Any]], Meta(max_length=MAX_STEPS)]
     op_id: Name | None = None
 
 
@@ -68,7 +71,7 @@ class Transitions:
 
     def __init__(self, control: Callable[[type[Any], Mapping[str, Any]], Awaitable[Any]]) -> None:
         self._control = control
-        self._recorded: OrderedDict[str, tuple[list[Body], asyncio.Task[list[StepOutcome]]]] = OrderedDict()
+        self._recorded: OrderedDict[str, tuple[bytes, asyncio.Task[list[StepOutcome]]]] = OrderedDict()
 
     async def run(self, fields: Mapping[str, Any]) -> Body:
         """Carry the steps out in order, up to the first refusal; all are checked before the first runs.
@@ -77,16 +80,16 @@ class Transitions:
         RequestRejected: malformed (400), nothing ran; or the refusal of a step, with the whole answer;
         EngineError: the engine failed in a step.
         """
-        request = _request(fields)
+        request, digest = _request(fields)
         op_id = request.op_id if request.op_id is not None else uuid.uuid4().hex
         replayed = op_id in self._recorded
         if replayed:
             recorded, task = self._recorded[op_id]
-            if recorded != request.steps:
+            if recorded != digest:
                 raise RequestRejected(f"op_id {op_id!r} was used for other steps: take a new one", 409)
         else:
             task = asyncio.ensure_future(self._run(request.steps))
-            self._recorded[op_id] = request.steps, task
+            self._recorded[op_id] = digest, task
             self._forget_old()
         steps = await asyncio.shield(task)
         failed = steps[-1] if steps and steps[-1].status != 200 else None
@@ -139,18 +142,21 @@ class Transitions:
                 del self._recorded[op_id]
 
 
-def _request(fields: Mapping[str, Any]) -> TransitionRequest:
+def _request(fields: Mapping[str, Any]) -> tuple[TransitionRequest, bytes]:
+    """The transition, and a digest of its steps, which may be long: without fields that are ignored."""
     request = read(TransitionRequest, fields)
+    digest = hashlib.sha256()
     for number, step in enumerate(request.steps, 1):
         op = step.get("op")
         if not isinstance(op, str) or op not in STEPS:
             given = repr(op)[:MAX_CHARACTERS]
             raise RequestRejected(f"step {number}: unknown op {given}; expected one of {', '.join(STEPS)}")
         try:
-            build_request(STEPS[op], _step_fields(step))
+            built, _ = build_request(STEPS[op], _step_fields(step))
         except RequestRejected as error:
             raise RequestRejected(f"step {number} ({op}): {error.message}") from None
-    return request
+        digest.update(msgspec.msgpack.encode(built, order="deterministic"))
+    return request, digest.digest()
 
 
 def _step_fields(step: Mapping[str, Any]) -> Body:
