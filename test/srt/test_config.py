@@ -29,6 +29,7 @@ QWEN3: dict[str, Any] = {
     "eos_token_id": 257,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 @pytest.fixture
@@ -167,7 +168,8 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     assert "'no-such-model'" in refused("no-such-model")
     assert "no config.json" in refused(tmp_path)
     (tmp_path / "file").write_text("")
-    assert "expected a checkpoint folder" in refused(tmp_path / "file")
+    assert "(a file)" in refused(tmp_path / "file")
+    assert "model_path: expected a checkpoint folder or a hub id, got ''" in refused("")
 
 
 @pytest.mark.parametrize(
@@ -183,6 +185,8 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         ({"model_type": "qwen3_next", "linear_num_key_heads": 0}, "linear_num_key_heads"),
         ({"model_type": "glm4_moe", "n_group": 0}, "n_group"),
         ({"architectures": None}, "architectures"),
+        ({"architectures": "Qwen3ForCausalLM"}, "list of names, got 'Qwen3ForCausalLM'"),
+        ({"quantization_config": {**FP8, "modules_to_not_convert": 5}}, "list of names, got 5"),
         ({"dtype": "float64"}, "float64"),
         ({"max_position_embeddings": 0}, "max_position_embeddings"),
         ({"vocab_size": "many"}, "'vocab_size' expected int, got str"),
@@ -201,8 +205,19 @@ def test_a_bad_config_json_is_refused_with_the_reason(
 def test_a_bad_generation_config_is_refused(folder: Path, text: str) -> None:
     (folder / "generation_config.json").write_text(text)
     assert "generation_config.json" in refused(folder)
-    (folder / "config.json").write_text("{")
-    assert "/config.json" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", " cannot be read: "),
+        ("[1]", ": expected a JSON object, got [1]"),
+        ("[" * 10**5, " cannot be read: "),
+    ],
+)
+def test_a_config_that_is_no_json_object_is_refused(folder: Path, text: str, said: str) -> None:
+    (folder / "config.json").write_text(text)
+    assert f"{folder}/config.json{said}" in refused(folder)
 
 
 BAD_ARGUMENTS: dict[str, list[Any]] = {

@@ -51,11 +51,13 @@ def local_folder(argument: str, given: str, revision: str | None, *, with_weight
         with_weights: whether the weight files are wanted too.
     """
     folder = folder_of(given)
-    if folder.is_dir():
+    # Path("") is the working directory: an unset variable of a shell would serve that.
+    if given and folder.is_dir():
         return folder
     if folder.exists() or not _HUB_ID.fullmatch(given):
         raise ConfigurationError(
-            f"{argument}: expected a checkpoint folder or a hub id, got {given!r} (no such folder)"
+            f"{argument}: expected a checkpoint folder or a hub id, got {given!r} "
+            f"({'a file' if folder.is_file() else 'no such folder'})"
         )
     from huggingface_hub import snapshot_download  # not for those who keep their models in folders
 
@@ -79,6 +81,26 @@ def read_json(file: Path) -> Iterator[Any]:
         raise RequestRejected(f"{file} cannot be read: {error!r}") from error
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json of a checkpoint folder says. ConfigurationError: it has none, or no JSON object."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigurationError(
+            f"{folder}: expected a Hugging Face checkpoint folder, it has no config.json"
+        )
+    return _read_object(file)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigurationError(f"{file}: expected a JSON object, got {fields!r:.100}")
+    return fields
+
+
 def has_weights(folder: Path) -> bool:
     """Whether there are weight files in a folder."""
     return any(True for pattern in _WEIGHT_FILES for _ in folder.glob(pattern))
@@ -92,10 +114,7 @@ def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str
     transformers, which takes a second.
     """
     overrides = _parse_overrides(overrides_json)
-    if not (folder / "config.json").is_file():
-        raise ConfigurationError(
-            f"{folder}: expected a Hugging Face checkpoint folder, it has no config.json"
-        )
+    read_config(folder)
     from transformers import AutoConfig, PreTrainedConfig  # more than a second: not for `--help`
 
     try:
@@ -130,7 +149,15 @@ def architectures(folder: Path, hf_config: SimpleNamespace) -> list[str]:
         raise ConfigurationError(
             f'{folder}/config.json: expected "architectures" to name a class, got {names!r}'
         )
-    return list(names)
+    return list(_names(folder, "architectures", names))
+
+
+def _names(folder: Path, field: str, given: Any) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise ConfigurationError(
+            f"{folder}/config.json: expected {field} to be a list of names, got {given!r:.200}"
+        )
+    return tuple(given)
 
 
 def positive_int(folder: Path, hf_config: SimpleNamespace, name: str) -> int:
@@ -213,8 +240,8 @@ def _stored_quantization(folder: Path, hf_config: SimpleNamespace) -> tuple[str,
             f"{folder}/config.json: quantization_config: expected {expected}, or compressed-tensors with a "
             f"scale for each row, or none, got {found}"
         )
-    names = given.get("modules_to_not_convert") or given.get("ignored_layers") or ()
-    return "fp8", tuple(str(name) for name in names)
+    names = given.get("modules_to_not_convert") or given.get("ignored_layers") or []
+    return "fp8", _names(folder, "modules_to_not_convert", names)
 
 
 def _is_mxfp4(hf_config: SimpleNamespace) -> bool:
@@ -237,7 +264,7 @@ def _compressed_tensors(folder: Path, fields: dict[str, Any]) -> tuple[str, tupl
             f"{folder}/config.json: quantization_config: expected of compressed-tensors one group, "
             f"{expected}, got {found}"
         )
-    return "w8a8_fp8", tuple(str(name) for name in fields.get("ignore") or ())
+    return "w8a8_fp8", _names(folder, "ignore", fields.get("ignore") or [])
 
 
 def _fields_of(given: Any, expected: Any) -> Any:
@@ -253,13 +280,7 @@ def eos_token_ids(folder: Path, hf_config: SimpleNamespace) -> frozenset[int]:
     path = folder / "generation_config.json"
     if not path.is_file():
         return in_config
-    try:
-        generation = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigurationError(f"{path}: not JSON: {error}") from error
-    if not isinstance(generation, dict):
-        raise ConfigurationError(f"{path}: expected a JSON object")
-    return in_config | _ids(path, generation.get("eos_token_id"))
+    return in_config | _ids(path, _read_object(path).get("eos_token_id"))
 
 
 def _ids(path: Path, given: Any) -> frozenset[int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ebbtide.formats.delta import BITS
 from ebbtide.formats.tensor_refs import TensorHeader
 from ebbtide.srt.errors import ConfigurationError, RequestRejected
-from ebbtide.srt.hf_folder import folder_of, read_json
+from ebbtide.srt.hf_folder import folder_of, read_config
 from ebbtide.srt.model_executor.loader import Checkpoint
 from ebbtide.srt.slices import Slices
 from ebbtide.srt.weight_sync.patch import Patch, PatchKind
@@ -66,8 +66,8 @@ def open_checkpoint(model_path: str, load_format: str | None, *, architecture: s
     RequestRejected (400): it is missing, incomplete, damaged or of another model than `architecture`.
     """
     path = folder_of(model_path)
-    _check_architecture(path, architecture)
     try:
+        _check_architecture(path, architecture)
         checkpoint = Checkpoint(path, load_format if load_format is not None else "auto")
     except ConfigurationError as error:
         raise RequestRejected(str(error)) from error
@@ -77,12 +77,10 @@ def open_checkpoint(model_path: str, load_format: str | None, *, architecture: s
 def _check_architecture(path: Path, architecture: str) -> None:
     if not path.is_dir():
         raise RequestRejected(f"{path} is not a folder; expected a Hugging Face checkpoint folder")
-    file = path / "config.json"
-    with read_json(file) as config:
-        found = config.get("architectures") if isinstance(config, dict) else None
+    found = read_config(path).get("architectures")
     if not isinstance(found, list) or architecture not in found:
         raise RequestRejected(
-            f"{file} names the architectures {found!r:.200}, the engine runs {architecture}"
+            f"{path}/config.json names the architectures {found!r:.200}, the engine runs {architecture}"
         )
 
 
