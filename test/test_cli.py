@@ -94,6 +94,7 @@ def test_a_wrong_command_line_is_named(
     [
         (["serve"], "--model-path"),
         (["serve", "m", "--surf"], "unrecognized arguments: --surf\n"),
+        (["serve", "m", "--max-model-len=9"], "unrecognized arguments: --max-model-len=9\n"),
         (["serve", "m", "--mem-fraction-statik=0.5"], "did you mean --mem-fraction-static?"),
         (["warmup", "--model", "m", "--tensor-paralel-size", "2"], "did you mean --tensor-parallel-size?"),
     ],

@@ -4,10 +4,12 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.deadlines import HANG_S, wait_until
 from fixtures.servers import Server, null_server, running_server, url_of
 from safetensors.torch import load_file
 
@@ -48,7 +50,7 @@ def terminal(server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: py
 def test_memory_goes_and_comes_back_with_other_weights(terminal: Terminal) -> None:
     assert "serving" in terminal.run("status")
     assert "freed weights" in terminal.run("release")
-    assert "waiting" in terminal.run("status")
+    assert "to go on: `ebbtide resume`, then `ebbtide update FOLDER`\n" in terminal.run("status")
     assert "4 parameters are stale" in terminal.run("resume", "weights", "kv_cache", "cuda_graph")
     assert "weights v5" in terminal.run("update", "5", "--version", "v5")
     assert "v5" in terminal.run("status")
@@ -58,7 +60,7 @@ def test_memory_goes_and_comes_back_with_other_weights(terminal: Terminal) -> No
 
 def test_a_pause_is_begun_and_ended(terminal: Terminal) -> None:
     assert "paused (retract)" in terminal.run("pause", "--mode", "retract")
-    assert "waiting" in terminal.run("status")
+    assert "waiting: paused(retract); to go on: `ebbtide continue`\n" in terminal.run("status")
     assert "goes on" in terminal.run("continue")
     assert json.loads(terminal.run("continue", "--json"))["changed"] is False
 
@@ -124,6 +126,27 @@ def test_a_conversation_goes_on_under_the_weights_of_an_update(
         monkeypatch.setattr("sys.stdin", io.StringIO("How is the weather?\n"))
         answers.append(terminal.run("chat", "--temperature", "0"))
     assert [answer.count("!") > 2 for answer in answers] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["generate", "The sea"], ["generate", "The sea", "--json"], ["chat"], ["bench", "--streams", "1"]],
+)
+def test_who_waits_for_an_answer_is_told_why_meanwhile(
+    tiny: Server, argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.server, "PATIENCE_S", 0.01)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))
+    with Client(url_of(tiny)) as client, ThreadPoolExecutor(1) as pool:
+        client.pause_generation("in_place")
+        ended = pool.submit(cli.main, [*argv, "--url", url_of(tiny)])
+        said = io.StringIO()
+        wait_until(lambda: bool(said.write(capsys.readouterr().err)) and "waiting" in said.getvalue())
+        assert not ended.done()
+        client.continue_generation()
+        assert ended.result(HANG_S) == 0
+    said.write(capsys.readouterr().err)
+    assert said.getvalue().count("\nwaiting: paused(in_place); to go on: `ebbtide continue`\n") == 1
 
 
 def test_the_commands_of_the_readme_run(

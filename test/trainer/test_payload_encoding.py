@@ -186,7 +186,8 @@ def test_buckets_are_sent_by_reference(left_behind: LeftBehind) -> None:
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (("w", [1.0]), "expected pairs"),
+        (("w", [1.0]), "w: expected a Tensor, got list"),
+        ("w", "got names: pass state_dict"),
         (torch.ones(2), "expected pairs"),
         (("w", torch.eye(2).to_sparse()), "w: expected a dense tensor"),
         (("w", torch.ones(1, device="meta")), "w: .*meta"),

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ebbtide.cli.server import AsJson, Key, Url, asking, console, table_of
+from ebbtide.cli.server import AsJson, Key, Url, asking, console, table_of, telling_why_it_waits
 from ebbtide.client import DEFAULT_URL, Client
 
 Count = Annotated[int, typer.Option(min=1)]
@@ -72,13 +72,15 @@ def bench(
     runs: Count = 3,
     update: Annotated[
         str | None,
-        typer.Option(help="Folder of a checkpoint: also measure updates by it under these streams."),
+        typer.Option(
+            help="Folder of a checkpoint: also measure updates by it under these streams. Its weights stay."
+        ),
     ] = None,
 ) -> None:
     """Measure a server: tokens per second, gaps of streams, and with --update what an update adds to them."""
     load = StreamLoad(streams, prompt_tokens, output_tokens)
     folder = str(Path(update).resolve()) if update is not None and Path(update).exists() else update
-    with asking(url, key) as client:
+    with asking(url, key) as client, telling_why_it_waits(client):
         rows = asyncio.run(_measure(client, load, runs, folder))
         if as_json:
             lists = {name: [asdict(one) for one in figures] for name, figures in rows.items()}

@@ -8,8 +8,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -61,6 +62,46 @@ def fail(message: str, status: int = 1) -> None:
     raise typer.Exit(status)
 
 
+def why_requests_wait(memory: Mapping[str, Any]) -> str:
+    """Why nothing runs by an answer of `memory_occupation`, and the commands that end it, in their order."""
+    tags = memory["tags"]
+    steps = {
+        "`ebbtide resume`": "released" in (tags["weights"]["state"], tags["kv_cache"]["state"]),
+        "`ebbtide update FOLDER`": tags["weights"]["content"] == "stale",
+        "`ebbtide continue`": memory["generation"]["state"] == "paused",
+    }
+    commands = ", then ".join(command for command, is_needed in steps.items() if is_needed)
+    return f"{memory['reason']}; to go on: {commands}" if commands else str(memory["reason"])
+
+
+# Of a wait, until a person is told of it, and then until the reason is looked at again.
+PATIENCE_S = 2.0
+
+
+@contextmanager
+def telling_why_it_waits(client: Client) -> Generator[None, None, None]:
+    """Meanwhile, whenever the server cannot run requests for another reason than before, a line on stderr."""
+    ended = Event()
+
+    def watch() -> None:
+        said = ""
+        while not ended.wait(PATIENCE_S):
+            with suppress(EbbtideError):  # Whoever waits for the server hears of it.
+                memory = client.memory_occupation()
+                reason = "" if memory["can_run"] else why_requests_wait(memory)
+                if reason not in ("", said):
+                    print(f"\nwaiting: {reason}", file=sys.stderr, flush=True)
+                said = reason
+
+    watcher = Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
 def size(num_bytes: float) -> str:
     """Bytes for people."""
     for unit in ("B", "KB", "MB"):
@@ -93,14 +134,16 @@ def _show(answer: dict[str, Any], line: str, as_json: bool) -> None:
 
 
 def status(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """Show the model, its memory by tag, the version that serves, and what there is to do."""
+    """Show the model, its memory by tag, the version that serves, its requests, and why they wait."""
     with asking(url, key) as client:
         model, memory, loads = client.model_info(), client.memory_occupation(), client.loads()
         if as_json:
             console.print_json(json.dumps({"model": model, "memory": memory, "loads": loads}))
             return
-        state = "[green]serving[/]" if memory["can_run"] else f"[yellow]waiting[/]: {memory['reason']}"
-        console.print(f"[bold]{model['served_model_name']}[/] at {client.url}: {state}")
+        state = (
+            "[green]serving[/]" if memory["can_run"] else f"[yellow]waiting[/]: {why_requests_wait(memory)}"
+        )
+        console.print(f"[bold]{model['served_model_name']}[/] at {client.url}: {state}", soft_wrap=True)
         console.print(f"weights [bold]{model['weight_version']}[/] from {model['model_path']}")
         totals = loads["loads"]
         running, waiting = (sum(one[f"num_{kind}_reqs"] for one in totals) for kind in ("running", "waiting"))
@@ -219,7 +262,7 @@ def generate(
     """Continue a text."""
     text = sys.stdin.read() if prompt == "-" else prompt
     params = {"max_new_tokens": max_tokens, "temperature": temperature}
-    with asking(url, key) as client:
+    with asking(url, key) as client, telling_why_it_waits(client):
         if as_json:
             console.print_json(json.dumps(client.generate(text, params)))
         else:
@@ -249,7 +292,9 @@ def chat(
             params = {"max_new_tokens": max_tokens, "temperature": temperature}
             try:
                 prompt_ids = client.tokenize(messages=said)
-                text = answer.show(client.generate(input_ids=prompt_ids, sampling_params=params, stream=True))
+                chunks = client.generate(input_ids=prompt_ids, sampling_params=params, stream=True)
+                with telling_why_it_waits(client):
+                    text = answer.show(chunks)
             except KeyboardInterrupt:
                 console.print()
                 text = answer.text

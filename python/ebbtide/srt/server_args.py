@@ -512,5 +512,6 @@ class ServeParser(argparse.ArgumentParser):
 def _with_nearest(text: str) -> str:
     """What was not understood, with the flag that it may be a misspelling of."""
     flags = [flag for spec in argument_specs() for flag in spec.flags]
-    near = difflib.get_close_matches(text.partition("=")[0], flags, n=1) if text.startswith("--") else []
+    name = text.partition("=")[0] if text.startswith("--") else ""
+    near = difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
     return f"{text} (did you mean {near[0]}?)" if near else text

@@ -237,6 +237,12 @@ def checked_pair(item: object) -> tuple[str, torch.Tensor]:
                 return name, tensor
             described = f"{tensor.dtype} of layout {tensor.layout} on {tensor.device}"
             raise TypeError(f"{name}: expected a dense tensor with data, got {described}")
+        case (str(name), value):
+            raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
+        case str():
+            raise TypeError(
+                "named_tensors: expected pairs (name, Tensor), got names: pass state_dict().items()"
+            )
     raise TypeError(f"named_tensors: expected pairs (name, Tensor), got {type(item).__name__}")
 
 
