@@ -1,4 +1,4 @@
-"""LoRA adapters in memory: slots of one arena, which hold what PEFT's names and shapes say.
+"""LoRA adapters in memory: slots of one arena, and where PEFT's tensors go in a slot.
 
 Shapes: S slots, E experts, P fused tensors, R ranks, D inputs, O outputs.
 """
@@ -35,22 +35,22 @@ from ebbtide.srt.slices import finish
 if TYPE_CHECKING:
     from ebbtide.srt.device import Device
 
-# Elements that A and B begin at multiples of.
+# A and B begin at multiples of this many elements.
 ALIGNMENT = 256
-# What tensor cores multiply.
+# Ranks are padded to a multiple of this, for tensor cores.
 RANK_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
 class _AdapterLayout:
-    """Where the adapters of one product lie in a slot.
+    """Where the adapters of one product are in a slot.
 
     Attributes:
-        names: the checkpoint's modules that are fused in the product, expert after expert, and their parts.
+        names: the checkpoint modules that are fused in the product, expert by expert, with their placements.
         ends: where the outputs of each fused tensor of an expert end.
         rank: R.
-        first_scaling: of its P scalings among those of a slot.
-        a_offset, b_offset: in elements.
+        first_scaling: index of the first of its P scalings in a slot.
+        a_offset, b_offset: where A and B begin in a slot, in elements.
     """
 
     names: Mapping[str, Placement]
@@ -83,11 +83,14 @@ class _Module:
     """Where the adapter of one module goes.
 
     Attributes:
-        expert: None: of all experts, whose ranks come one after the other in A and beside each other in B.
-        first_rank: of the rows of A, and of the columns of B, that are its own.
-        parts: ranges of the rows of B as it comes, and where they begin in the product's outputs.
-        columns: the range of the columns of A as it comes.
-        num_outputs, num_inputs: of B and A as they come.
+        expert: None: it is of all experts at once: their ranks follow each other in the rows of A, and in the
+            columns of B.
+        part: which of the fused tensors it is of.
+        first_rank: the first of its rows of A, and of its columns of B.
+        parts: ranges of rows of the sent B, and where they begin in the product's outputs.
+        columns: the range of columns of the sent A.
+        num_outputs, num_inputs: of the sent B and A.
+        most_ranks: the largest rank that fits.
     """
 
     layout: _AdapterLayout
@@ -103,14 +106,13 @@ class _Module:
 
 @dataclass(frozen=True, eq=False)
 class AdapterFit:
-    """Where the tensors of an adapter go that fits the slots.
+    """Where the tensors of an adapter go in a slot.
 
     Attributes:
-        places: by their names, in the order in which they come: the module of each, and whether it is "A" or
-            "B" of it.
-        scalings: of a slot.
-        runs: where those go that lie in a slot as they come, relative to its first byte; None on a CPU, where
-            nobody asks.
+        places: name → (module, "A" or "B"), in the order in which the tensors are sent.
+        scalings: all scalings of the slot.
+        runs: where tensors go that are copied byte for byte, relative to the slot's first byte; None on a
+            CPU, where it is not used.
     """
 
     places: Mapping[str, tuple[_Module, str]]
@@ -120,7 +122,7 @@ class AdapterFit:
 
 @dataclass(frozen=True, eq=False)
 class SlotCopy:
-    """What a slot holds, in host memory."""
+    """The contents of a slot in host memory."""
 
     values: Tensor
     scalings: Tensor
@@ -130,16 +132,16 @@ class AdapterSlots:
     """A rank's adapters, slot by slot in one arena of the tag `weights`, and the products' views of them.
 
     Args:
-        model: behind the weight store: its products get their `adapters`.
-        placements: where a checkpoint's tensors lie in this rank's parameters.
-        saver: where the arena comes from.
+        model: the model whose products get their `adapters`.
+        placements: where a checkpoint's tensors are in this rank's parameters.
+        saver: makes the arena.
         dtype: of A and B.
 
     Attributes:
         num_slots, max_rank: as configured.
-        arena: resident after construction, all slots cleared.
-        generation: of the contents; it rises with every change.
-        last_read_R: the slots of the forward pass that was launched last; None: it had no adapters.
+        arena: resident after construction, with all slots zeroed.
+        generation: a number that rises with every change of the contents.
+        last_read_R: the slots of the last launched forward pass; None: it had no adapters.
 
     Raises ConfigurationError for targets that the model does not have.
     """
@@ -169,7 +171,7 @@ class AdapterSlots:
         self._scalings_SQ = self.arena.view(values_bytes, (self.num_slots, num_scalings), torch.float32)
         self._values_SN.zero_()
         self._scalings_SQ.zero_()
-        # By a product's first scaling, which no other has.
+        # By the product's first scaling, which is unique.
         self._adapters = {layout.first_scaling: self._views(layout) for layout in layouts.values()}
         for parameter, layout in layouts.items():
             _give(model, parameter, self._adapters[layout.first_scaling])
@@ -180,11 +182,11 @@ class AdapterSlots:
         return self._values_SN[0].nbytes + self._scalings_SQ[0].nbytes
 
     def is_read(self, slot: int) -> bool:
-        """Whether the forward pass that was launched last reads it."""
+        """Whether the last launched forward pass reads the slot."""
         return self.last_read_R is not None and slot in self.last_read_R
 
     def address(self, slot: int) -> int:
-        """Where a slot begins."""
+        """The address of a slot's first byte."""
         return self._values_SN[slot].data_ptr()
 
     def fit(
@@ -192,9 +194,9 @@ class AdapterSlots:
         config: AdapterConfig,
         names_shapes_dtypes: Iterable[tuple[str, Sequence[int], torch.dtype]],
     ) -> AdapterFit:
-        """Hold the tensors of an adapter, by PEFT's names, against the slots. Reads and changes no data.
+        """Check the tensors of an adapter, by PEFT's names, against the slots. Reads and changes no data.
 
-        Raises RequestRejected, naming the tensor or the field and what was expected.
+        Raises RequestRejected: it names the tensor or field, and what was expected.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, torch.dtype] = {}
@@ -224,14 +226,15 @@ class AdapterSlots:
         copies: WeightCopies | None = None,
         looked_at: NonFinite | None = None,
     ) -> None:
-        """Write an adapter into a slot that no request runs on, and no pass under way reads.
+        """Write an adapter into a slot that no request runs on, and that no pass in flight reads.
 
-        On a GPU copies are launched beside forward passes and not waited for: the tensors must live until
-        `Device.copies_done`, and passes with the slot follow `Device.follow_copies`.
+        On a GPU, copies are only launched, beside forward passes: tensors must live until
+        `Device.copies_done`, and passes that use the slot must come after `Device.follow_copies`.
 
         Args:
-            tensors: those that `copies` does not write, which are ready to be launched.
-            looked_at: is to say which of the tensors hold NaN or Inf as they are written.
+            copies: prepared copies of some of the tensors; None: there are none.
+            tensors: the other tensors.
+            looked_at: searches the written tensors for NaN and Inf; None: nobody asks.
         """
         self.generation += 1
         with self._device.copying(beside=False):
@@ -241,7 +244,7 @@ class AdapterSlots:
             named = [
                 (name, pair) for name, one in tensors for pair in self._copies(slot, *fit.places[name], one)
             ]
-            # At once: one call for each of hundreds of small tensors would take as long as a pass.
+            # One call for all: a call for each of hundreds of small tensors would take as long as a pass.
             if named:
                 rooms, pieces = zip(*(pair for _, pair in named), strict=True)
                 torch._foreach_copy_(list(rooms), list(pieces), non_blocking=True)
@@ -252,12 +255,12 @@ class AdapterSlots:
                 looked_at.finish()
 
     def save(self, slot: int) -> SlotCopy:
-        """Copy a slot to pinned host memory. On a GPU the copy is launched and not waited for."""
+        """Copy a slot to pinned host memory. On a GPU, the copy is only launched."""
         with self._device.copying(beside=False):
             return SlotCopy(_on_host(self._values_SN[slot]), _on_host(self._scalings_SQ[slot]))
 
     def restore(self, slot: int, copy: SlotCopy) -> None:
-        """Copy what was saved into a slot that no request runs on; as `write`."""
+        """Copy saved contents into a slot, under the conditions of `write`."""
         self.generation += 1
         with self._device.copying(beside=False):
             self._values_SN[slot].copy_(copy.values, non_blocking=True)
@@ -276,7 +279,7 @@ class AdapterSlots:
         )
 
     def _run(self, module: _Module, half: str, shape: tuple[int, ...], dtype: torch.dtype) -> Run | None:
-        """Where a tensor goes, if it goes there as it comes."""
+        """Where a tensor goes, if it is copied byte for byte into one piece; else None."""
         copies = list(self._copies(0, module, half, torch.empty(shape, dtype=dtype, device="meta")))
         if len(copies) != 1:
             return None
@@ -289,7 +292,7 @@ class AdapterSlots:
     def _copies(
         self, slot: int, module: _Module, half: str, given: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where the parts of A or B go that this rank holds, and the parts."""
+        """(destination, source) of each part of the sent A or B that this rank holds."""
         layout = module.layout
         adapters = self._adapters[layout.first_scaling]
         num_blocks = layout.num_experts if module.expert is None else 1
@@ -317,7 +320,7 @@ class AdapterSlots:
         names: Mapping[str, str],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> tuple[_Module, float]:
-        """The module of an A and a B, and what their product is multiplied by."""
+        """Check an A and its B; returns their module and scaling."""
         if len(names) < 2:
             (name,) = names.values()
             raise _tensor_refused(name, f"lora_{'B' if 'A' in names else 'A'} of the module with it")
@@ -343,10 +346,10 @@ class AdapterSlots:
     def _find(
         self, name: str, tensor: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...]
     ) -> tuple[str, _Module]:
-        """The module that a name means, and its own name."""
+        """The module that a name means, with the module's own name."""
         if (module := self._modules.get(name) or self._modules.get(self._stored_as(name))) is not None:
             return name, module
-        # PEFT wraps a layer's experts once for each parameter: which one, the shapes say.
+        # PEFT wraps a layer's experts once for each parameter. The shapes tell which parameter it is.
         experts = name.removesuffix(".base_layer")
         fused = {key: self._modules.get(f"{experts}.{key}") for key in ("gate_up_proj", "down_proj")}
         for key, module in fused.items():
@@ -378,7 +381,7 @@ def _tensor_refused(name: str, expected: str) -> RequestRejected:
 
 
 def _pairs(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The names of "A" and "B" of each module."""
+    """Module → {"A": name, "B": name} of its tensors."""
     pairs: dict[str, dict[str, str]] = {}
     for name in names:
         match = _PEFT_NAME.fullmatch(name)
@@ -397,7 +400,7 @@ def _on_host(row: Tensor) -> Tensor:
 
 
 def _products(model: CausalLM, placements: Mapping[str, Placement]) -> dict[str, dict[str, Placement]]:
-    """The parameters that can have adapters, and the checkpoint's modules in each, in its order."""
+    """The parameters that can have adapters, each with its checkpoint modules in order."""
     products: dict[str, dict[str, Placement]] = {}
     for name, placement in sorted(placements.items(), key=lambda item: item[1].target.start):
         parameter = placement.target.parameter
@@ -427,7 +430,7 @@ def _layouts(
             continue
         num_rows, num_inputs = model.get_parameter(parameter).shape
         if isinstance(module, Experts):
-            # One A for all that is fused in an expert: PEFT's has one, and others lie in blocks of it.
+            # One A for all fused tensors of an expert, as PEFT's; separate ones are blocks of its rows.
             ends = [num_rows // num_experts]
             rank = max_rank * (len(modules) // num_experts)
         else:
@@ -471,7 +474,7 @@ def _modules(model: CausalLM, layouts: Mapping[str, _AdapterLayout]) -> Iterable
             module = _Module(layout, expert, part, first_rank, pieces, columns, num_outputs, num_inputs, most)
             yield name, module
             if len(layout.names) == 1:
-                # What transformers calls it, where checkpoints have another name.
+                # transformers may have another name for it than checkpoints.
                 yield holder, module
             if is_experts and expert == 0:
                 before = place * num_outputs
@@ -487,7 +490,7 @@ def _modules(model: CausalLM, layouts: Mapping[str, _AdapterLayout]) -> Iterable
 
 
 def _held(part: Part | None, dim: int, length: int) -> list[slice]:
-    """What this rank holds of a dimension."""
+    """The ranges of a dimension that this rank holds."""
     if part is None or part.dim != dim:
         return [slice(0, length)]
     return [slice(start, start + count) for start, count in part.ranges]

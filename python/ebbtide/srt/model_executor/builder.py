@@ -1,4 +1,4 @@
-"""From configuration to a model runner that is ready to run."""
+"""Builds a model runner from the configuration: weights, KV pool, kernels, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 CUDA_GRAPH_CHUNK_BYTES = 16 << 20
 PROGRESS_INTERVAL_S = 10.0
-# FlashInfer is imported and looks for its kernels in less.
+# Importing FlashInfer and finding compiled kernels takes less. If it takes longer, it compiles.
 COMPILING_AFTER_S = 6.0
 
 
@@ -76,16 +76,17 @@ def build_model_runner(
     stages: Progress = no_progress,
     rehearses: bool = False,
 ) -> ModelRunner:
-    """Build the model, load its weights, size the KV pool, capture decode steps: all of it is resident then.
+    """Build the model, load its weights, size the KV pool, and capture decode steps. All memory is resident
+    then.
 
     Args:
-        group: the ranks that divide the model among them, all of which build at the same time.
+        group: the ranks that divide the model. All of them build at the same time.
         progress: called with what is compiled, from several threads; None: it is logged.
-        stages: called with what is built, and with what is compiled unless `progress` is.
-        rehearses: whether the kernels of all passes are compiled side by side first, even where attention's
+        stages: called with what is built; without `progress`, also with what is compiled.
+        rehearses: whether to compile the kernels of all passes in parallel first, even if those of attention
             are compiled already.
 
-    Raises ConfigurationError for a model, a checkpoint, a dtype or a size that does not do.
+    Raises ConfigurationError: the model, checkpoint, dtype or a size is not possible.
     """
     group = ParallelGroup() if group is None else group
     progress = LoggedProgress(stages) if progress is None else progress
@@ -93,7 +94,7 @@ def build_model_runner(
     heads = (config.model.num_heads, Division.EQUAL, "num_attention_heads")
     _, num_heads = part_of(group.rank, group.size, *heads)
     torch_device = torch.device(device.name)
-    # A page has the same id on all ranks, so they must have the same chunks.
+    # A page has the same id on all ranks, so all ranks need chunks of the same size.
     is_cuda = torch_device.type == "cuda"
     device_bytes = group.smallest(device.memory_info().total_bytes) if is_cuda else None
     model = _model(config, torch_device, group)
@@ -105,12 +106,12 @@ def build_model_runner(
     layout = kv_layout(groups, spec, cache_config, saver, device_bytes)
     pool = saver.chunk_pool(layout.chunk_bytes)
     arenas: ArenaSource = saver if pool is None else pool
-    # The compilers of attention are processes of their own, while everything else goes on.
+    # Compilers of attention run in processes of their own, while everything else goes on.
     with ThreadPoolExecutor(1) as thread:
         compiled = thread.submit(make_attention.compile, shape, torch_device, progress, whole=rehearses)
         weight_store = _weights(model, config.model, arenas, layout.chunk_bytes, group, torch_device, stages)
         adapters = _adapters(model, weight_store, config.model, saver, device)
-        # What is not over by then compiles for most of a minute, in which other kernels may as well.
+        # If attention still compiles, it takes most of a minute: compile other kernels meanwhile.
         if is_cuda and (rehearses or wait([compiled], COMPILING_AFTER_S).not_done):
             _rehearse(model, config, shape, torch_device, progress)
         compiled.result()
@@ -121,7 +122,7 @@ def build_model_runner(
         device.synchronize()
         logger.info("kernels loaded: s=%.1f", time.monotonic() - started)
     stages("allocating the KV cache", 0, 0)
-    device.trim()  # What loading took is no reason for a smaller pool.
+    device.trim()  # Free what loading took before the pool is sized.
     kv_pool = build_kv_pool(
         layout,
         groups,
@@ -134,7 +135,7 @@ def build_model_runner(
         scales=build_kv_scales(config.model, cache_config, group, torch_device),
         states=[spec for spec in model.cache_specs if isinstance(spec, State)],
     )
-    if kv_pool.states is not None:  # There may be room for fewer requests than may run otherwise.
+    if kv_pool.states is not None:  # There may be room for the states of fewer requests.
         num_rows = kv_pool.states.slots.num_rows
         config = replace(config, schedule=replace(config.schedule, max_running_requests=num_rows))
     attention = make_attention(kv_pool, model.attention_layers, shape)
@@ -142,7 +143,7 @@ def build_model_runner(
 
 
 def _longest_pass(config: EngineConfig) -> int:
-    """The tokens of prompts that a pass may compute."""
+    """The most prompt tokens that a pass may compute."""
     return config.schedule.chunked_prefill_size or config.schedule.max_prefill_tokens
 
 
@@ -178,7 +179,7 @@ def _weights(
     device: torch.device,
     stages: Progress,
 ) -> WeightStore:
-    """The model's weights, read from its folder."""
+    """The weight store, filled from the model's folder."""
     started = time.monotonic()
     quantization = _quantization(config, device)
     try:
@@ -193,7 +194,7 @@ def _weights(
 def _adapters(
     model: CausalLM, store: WeightStore, config: ModelConfig, saver: MemorySaver, device: Device
 ) -> AdapterSlots | None:
-    """Memory for adapters, where the engine serves any."""
+    """The slots of adapters; None: the engine serves none."""
     if config.adapters is None:
         return None
     try:
@@ -229,7 +230,7 @@ def _ready(
     adapters: AdapterSlots | None,
     group: ParallelGroup,
 ) -> ModelRunner:
-    """The runner, with its kernels warm and its decode steps captured."""
+    """The runner, warmed up, with its decode steps captured."""
     torch_device, num_rows = torch.device(device.name), config.schedule.max_running_requests
     next_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=torch_device)
     runner = ModelRunner(
@@ -258,28 +259,28 @@ def _ready(
             runner.room = _pass_room(runner, config, group, taken_bytes)
         _log_left(device, config.cache)
     if kv_pool.scales is not None:
-        kv_pool.scales.begin()  # Not earlier: what ran so far was of nobody's request.
+        kv_pool.scales.begin()  # Not earlier: the passes so far had no real tokens.
     return runner
 
 
 def _pass_room(runner: ModelRunner, config: EngineConfig, group: ParallelGroup, taken_bytes: int) -> PassRoom:
-    """Room for passes, by what the one of the warm-up's longest prompt took at its peak."""
+    """Room for passes, sized by the peak of the warm-up's longest prompt."""
     num_tokens = min(_longest_pass(config), config.model.context_len)
-    # An eighth more, since tensors leave gaps between them.
+    # An eighth more for fragmentation.
     token_bytes = -group.smallest(-(taken_bytes * 9 // 8 // num_tokens))
     itemsize = 4 if config.server_args.enable_fp32_lm_head else DTYPES[config.model.dtype].itemsize
-    # Logits of this rank, of all, and these put together.
+    # Three times: this rank's logits, those of all ranks, and these concatenated.
     room = PassRoom(runner.device, group, token_bytes, 3 * itemsize * config.model.vocab_size)
     room.make(num_tokens, 1)
     return room
 
 
 def _room_for_routes(model: CausalLM, config: EngineConfig, device: torch.device) -> torch.Tensor:
-    """Where the longest pass may leave the experts of its tokens, [T, L, K]; other layers leave zeros."""
+    """A buffer for the experts of the longest pass, [T, L, K]; zeros for layers without experts."""
     schedule = config.schedule
     if (routed := model.routed) is None:
         raise ConfigurationError(f"enable_return_routed_experts: {config.model.architecture} has no experts")
-    # If prompts are not chunked, the last one of a pass comes whole, however little room is left.
+    # Without chunks, the last prompt of a pass is computed whole, even beyond max_prefill_tokens.
     whole = schedule.max_prefill_tokens + config.model.context_len
     max_tokens = schedule.chunked_prefill_size or whole
     shape = (max_tokens + schedule.max_running_requests, routed.num_layers, routed.per_token)
@@ -290,7 +291,7 @@ def _room_for_routes(model: CausalLM, config: EngineConfig, device: torch.device
 def _rehearse(
     model: CausalLM, config: EngineConfig, shape: AttentionShape, device: torch.device, progress: Progress
 ) -> None:
-    """Have the kernels of the passes compiled that `warm_up` and the graphs run one after the other."""
+    """Compile in parallel the kernels that `warm_up` and the graphs need."""
     sampler = Sampler(config.model.vocab_size, device)
     lens = _warm_up_lens(_longest_pass(config), config.model.context_len)
     limits = config.model.adapters
@@ -300,9 +301,9 @@ def _rehearse(
 
 
 def _quantization(model_config: ModelConfig, device: torch.device) -> Quantization | None:
-    """Which weights are kept in 8 bits.
+    """Which weights are kept in 8 bits; None: none.
 
-    Raises ConfigurationError where this device has no products of them.
+    Raises ConfigurationError: this device cannot multiply them.
     """
     if (name := model_config.quantization) is None:
         return None
@@ -315,7 +316,7 @@ def _quantization(model_config: ModelConfig, device: torch.device) -> Quantizati
 
 
 def _log_left(device: Device, cache_config: CacheConfig) -> None:
-    """What nobody has, now that torch keeps what the longest step and the graphs took."""
+    """Log the free device memory, after torch has reserved what the longest step and the graphs need."""
     memory = device.memory_info()
     if cache_config.max_total_tokens is not None:
         why = f"max_total_tokens is {cache_config.max_total_tokens}"
@@ -325,7 +326,7 @@ def _log_left(device: Device, cache_config: CacheConfig) -> None:
 
 
 def attention_shape(model: CausalLM, spec: TokenSpec, num_heads: int, config: EngineConfig) -> AttentionShape:
-    """What the attention backend must serve; `spec` and `num_heads` are of this rank."""
+    """The shapes that the attention backend must serve; `spec` and `num_heads` are those of this rank."""
     num_kv_heads, head_dim = spec.token_shape
     return AttentionShape(
         num_q_heads=num_heads,
@@ -344,7 +345,7 @@ def attention_shape(model: CausalLM, spec: TokenSpec, num_heads: int, config: En
 def _attention_backend(
     chosen: str | None, shape: AttentionShape, device: torch.device
 ) -> type[AttentionBackend]:
-    """The chosen backend, or the best that serves."""
+    """The chosen backend, or the best that can serve this shape."""
     backend, problems = choose_backend(chosen, shape, device)
     if problems:
         logger.warning(
@@ -357,10 +358,10 @@ def _attention_backend(
 
 
 class LoggedProgress:
-    """Says in the log when something begins, and now and then how far it is; for several threads.
+    """Logs when something begins, and its progress every few seconds. Thread-safe.
 
     Args:
-        also: called each time.
+        also: called each time too.
     """
 
     def __init__(self, also: Progress) -> None:
@@ -380,9 +381,9 @@ def _warm_up_lens(num_tokens: int, longest: int) -> list[int]:
 
 
 def warm_up(runner: ModelRunner, num_tokens: int, dtype: torch.dtype) -> int:
-    """Run a short and a long prompt and a decode step, so that kernels are compiled and libraries started.
+    """Run a short and a long prompt and a decode step, so that kernels are compiled and libraries loaded.
 
-    Their KV goes to the first page, which nobody has yet. Returns the bytes that the long prompt took.
+    Their KV goes to the first page, which no request has yet. Returns the peak bytes of the long prompt.
     """
     longest = runner.page_table.array.shape[1] * runner.kv_pool.page_size
     runner.sampler.warm_up(dtype)
@@ -402,9 +403,9 @@ def capture_graphs(
     next_tokens: torch.Tensor,
     stages: Progress = no_progress,
 ) -> DecodeGraphs:
-    """Decode steps of these sizes as CUDA graphs.
+    """Capture decode steps of these sizes as CUDA graphs.
 
-    Raises ConfigurationError where there is no room for their scratch memory.
+    Raises ConfigurationError: there is no room for their scratch memory.
     """
     from ebbtide.srt.model_executor.graph_runner import DecodeGraphs
 

@@ -1,4 +1,4 @@
-"""How the KV of a rank is laid out, how much of it there is room for, and its scales at the start."""
+"""The layout and size of a rank's KV pool, and its scales at the start."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from ebbtide.srt.model_executor.loader import Checkpoint
 logger = logging.getLogger(__name__)
 
 CPU_KV_FRACTION = 0.1
-# Of states: a checkpoint is as large as the state of a running request, and copied in its time.
+# How many state checkpoints there are: each is as large as the state of a running request.
 ROWS_PER_CHECKPOINT, MIN_CHECKPOINTS = 4, 8
-# What they may take of the memory for states and pages, where nobody says how many requests may run.
+# The share of the memory for states and pages that states may take if max_running_requests is not given.
 STATE_SHARE = 0.5
 CHECKPOINT_TOKENS = 2048
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,7 +45,7 @@ KV_DTYPES = DTYPES | {"fp8_e4m3": FP8}
 
 
 def cache_groups(specs: Sequence[CacheSpec], context_len: int) -> CacheGroups:
-    """The layers that keep something of each token in groups; a window that no request exceeds is none."""
+    """Group the layers that store each token. A window that no request can exceed is dropped."""
 
     def within(spec: TokenSpec) -> TokenSpec:
         if isinstance(spec, Paged) and (spec.window or 0) >= context_len:
@@ -62,10 +62,10 @@ def kv_layout(
     saver: MemorySaver,
     device_bytes: int | None,
 ) -> KVLayout:
-    """What this rank stores in a page, and where.
+    """The layout of this rank's pages.
 
     Args:
-        spec: what layers keep on this rank.
+        spec: what a layer stores per token on this rank.
         device_bytes: memory of the GPU; None for the CPU.
     """
     layout = KVLayout(
@@ -84,7 +84,7 @@ def kv_layout(
         pool_bytes = num_tokens // layout.page_size * len(groups.windows) * layout.page_bytes
     chunk_bytes = cuda_chunk_bytes(device_bytes, pool_bytes)
     run_bytes = CUDA_MIN_RUN_BYTES
-    if pool_bytes is not None:  # Where the pool is small, more chunks are worth more than long runs.
+    if pool_bytes is not None:  # In a small pool, more chunks matter more than long runs.
         run_bytes = min(run_bytes, chunk_bytes // layout.num_planes)
     return replace(layout, min_chunk_bytes=chunk_bytes, min_run_bytes=run_bytes)
 
@@ -101,10 +101,10 @@ def build_kv_pool(
     scales: KVScales | None = None,
     states: Sequence[State] = (),
 ) -> KVPool:
-    """A resident pool of as many pages as `choose_num_pages` says on the rank with least room.
+    """A resident pool. Its size is what `choose_num_pages` says on the rank with the least room.
 
     Args:
-        states: of the layers that keep one, with the sizes of all ranks.
+        states: the specs of layers with a recurrent state, with the sizes of all ranks together.
     """
     state_layout = StateLayout.of(states, group.size, layout.page_bytes)
     schedule_config, cache_config = config.schedule, config.cache
@@ -158,14 +158,14 @@ def build_kv_pool(
 def choose_num_rows(
     schedule_config: ScheduleConfig, cache_config: CacheConfig, layout: StateLayout, room_bytes: int
 ) -> int:
-    """How many requests may run, of each of which the layers keep a state.
+    """How many requests may run, if layers keep a recurrent state of each.
 
-    As many as `max_running_requests` says, or, where that was left open, as many as there is room for.
+    As many as `max_running_requests`; if that was not given, as many as there is room for.
 
     Args:
         room_bytes: for their states and for checkpoints.
 
-    Raises ConfigurationError, with the bytes, where there is no room for them, or for one.
+    Raises ConfigurationError: there is no room for them, or not even for one. It names the bytes.
     """
     most = schedule_config.max_running_requests
 
@@ -196,7 +196,7 @@ def _num_checkpoints(num_rows: int, cache_config: CacheConfig) -> int:
 
 
 def _room_for_states(layout: KVLayout, num_groups: int, cache_config: CacheConfig, budget_bytes: int) -> int:
-    """What states may take so that enough is left for pages: in whole chunks, as pages."""
+    """The bytes that states may take beside the pages, in whole chunks."""
     if cache_config.max_total_tokens is None:
         room_bytes = int(budget_bytes * STATE_SHARE)
     else:
@@ -206,15 +206,15 @@ def _room_for_states(layout: KVLayout, num_groups: int, cache_config: CacheConfi
 
 
 def choose_budget(cache_config: CacheConfig, free_bytes: int, weight_bytes: int) -> int:
-    """What pages and states may take beside the weights.
+    """The bytes that pages and states may take beside the weights.
 
-    Weights and these together get `mem_fraction_static` of the memory that was free before the weights were
-    loaded, but these no less than `least_pool_share` of what is free now. Where the fraction is null they get
-    a tenth of that.
+    Weights, pages and states together get `mem_fraction_static` of the memory that was free before the
+    weights were loaded. Pages and states get at least `least_pool_share` of what is free now. Without a
+    fraction they get a tenth of what is free now.
 
     Args:
-        free_bytes: this rank's share of what is free now, with the weights loaded.
-        weight_bytes: what they take.
+        free_bytes: this rank's share of the free memory, with the weights loaded.
+        weight_bytes: bytes of the weights.
     """
     fraction = cache_config.mem_fraction_static
     if fraction is None:
@@ -233,16 +233,16 @@ def choose_num_pages(
     max_running_requests: int,
     context_len: int,
 ) -> int:
-    """How many pages the KV pool gets. Tokens are counted as if each took a page's part in every group.
+    """How many pages the KV pool gets. Each token counts in every group of layers, as if without windows.
 
-    `max_total_tokens` is taken as it is, in whole pages. Sized by memory, the pool has whole chunks, and is
-    never larger than `max_running_requests` full contexts can fill.
+    `max_total_tokens` is rounded down to whole pages. Without it, the pool gets as many whole chunks as fit,
+    but no more than `max_running_requests` full contexts can fill.
 
     Args:
-        free_bytes: this rank's share of what is free, with the weights loaded.
-        budget_bytes: from `choose_budget`, less what states take.
+        free_bytes: this rank's share of the free memory, with the weights loaded, less the states.
+        budget_bytes: from `choose_budget`, less the states.
 
-    Raises ConfigurationError, with the bytes, where not one chunk fits.
+    Raises ConfigurationError: not even one chunk fits. It names the bytes.
     """
     page_size, chunk_bytes = layout.page_size, layout.chunk_bytes
     if max_total_tokens is not None:
@@ -271,10 +271,10 @@ def choose_num_pages(
 def build_kv_scales(
     model_config: ModelConfig, cache_config: CacheConfig, group: ParallelGroup, device: torch.device
 ) -> KVScales | None:
-    """The scales of a KV cache; None: all are 1, and stay so.
+    """The scales of an FP8 KV cache; None: all are 1 and fixed.
 
     Args:
-        model_config: with the heads of all ranks.
+        model_config: with the numbers of heads of all ranks together.
 
     Raises ConfigurationError as `checkpoint_scales`.
     """
@@ -298,13 +298,13 @@ def build_kv_scales(
 def checkpoint_scales(
     path: str, load_format: str, config: ModelConfig, group: ParallelGroup
 ) -> Tensor | None:
-    """The scales that a checkpoint brings for this rank's heads, [layers, 2, K]; None where it has none.
+    """A checkpoint's scales of this rank's heads, [layers, 2, K]; None: it has none.
 
     Args:
-        config: with the heads of all ranks.
+        config: with the numbers of heads of all ranks together.
 
-    Raises ConfigurationError for a scale that is missing, there twice, of another shape, or not a finite
-    number above 0.
+    Raises ConfigurationError: a scale is missing, there twice, of another shape, or not a finite number above
+    0.
     """
     if load_format == "dummy":
         return None

@@ -1,8 +1,8 @@
-"""The memory behind payloads: a sender's, which is opened, read, and given back once.
+"""A sender's memory behind a payload: it is opened, read, and given back once.
 
-GPU memory stays mapped between updates if the sender says that it stays where it is: the next payload of the
-same bytes finds it open and itself decoded. The sender holds a lock on the file in which its references are
-counted, until the memory goes, or it ends.
+GPU memory stays mapped between updates if the sender declares that it stays in place. Then the next payload
+with the same bytes needs no decoding and no mapping. The sender holds a lock on the file that counts its
+references, until it frees the memory or ends.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from ebbtide.srt.weight_sync.cuda_memory import CudaIpc, MappedAllocation
 
 logger = logging.getLogger(__name__)
 
-# The buckets of one trainer, and some more: what comes after them takes the place of the oldest.
+# The most payloads that are kept: more than the buckets of one trainer. Later ones replace the oldest.
 MAX_PAYLOADS: Final = 256
-# How soon memory is let go of that a trainer does not hold on to any more.
+# How often to look for memory that its trainer no longer holds.
 ENDED_LOOK_S: Final = 1.0
 
 
 @dataclass
 class KeptPayload:
-    """A payload whose memory stays mapped: what it describes, and planned copies from where it is mapped.
+    """A payload whose memory stays mapped, with its decoded contents and planned copies.
 
     Attributes:
-        mapped, ends: as in `BorrowedMemory`, in part until it was opened for the first time.
+        mapped, ends: as in `BorrowedMemory`; filled when the payload is opened for the first time.
+        spans: planned copies from where it is mapped, by `direct`.
+        num_users: updates that use it now.
     """
 
     refs: Sequence[CudaStorageRef]
@@ -49,17 +51,17 @@ class KeptPayload:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody holds on to its memory."""
+        """Whether the sender no longer holds its memory."""
         return not all(is_held(name) for name in {ref.counter_file for ref in self.refs})
 
 
 class KeptMemory:
-    """The payloads that are kept on a rank, the least recently used first."""
+    """The kept payloads of a rank, the least recently used first."""
 
     def __init__(self, ipc: CudaIpc) -> None:
         self._ipc = ipc
         self._payloads: dict[bytes, KeptPayload] = {}
-        # Ends are seen by a thread, while the loop may be asleep.
+        # A thread looks for ended senders, since the loop may be asleep.
         self._lock = threading.Lock()
         self._watch: threading.Thread | None = None
 
@@ -67,7 +69,7 @@ class KeptMemory:
         return len(self._payloads)
 
     def take(self, data: bytes) -> KeptPayload | None:
-        """The payload of these bytes, in use until `give_back`; None: it is not kept."""
+        """The kept payload with these bytes, in use until `give_back`; None: it is not kept."""
         with self._lock:
             payload = self._payloads.pop(data, None)
             if payload is None:
@@ -80,7 +82,7 @@ class KeptMemory:
             return payload
 
     def add(self, data: bytes, refs: Sequence[CudaStorageRef], decoded: object) -> KeptPayload | None:
-        """Keep a payload, in use until `give_back`; None: its sender holds nothing."""
+        """Keep a payload, in use until `give_back`. None: its sender does not hold the memory."""
         payload = KeptPayload(refs, decoded)
         if not refs or payload.has_ended:
             return None
@@ -100,7 +102,7 @@ class KeptMemory:
             payload.num_users -= 1
 
     def drop_ended(self) -> None:
-        """Unmap what nobody holds on to."""
+        """Unmap memory that its sender no longer holds."""
         with self._lock:
             ended = [key for key, one in self._payloads.items() if one.num_users == 0 and one.has_ended]
             self._unmap([self._payloads.pop(key) for key in ended])
@@ -126,17 +128,18 @@ class KeptMemory:
 
 
 class BorrowedMemory:
-    """Shared memory, held open by block, and device memory, each allocation of which is mapped once.
+    """The memory of one payload: blocks of shared memory, and device memory, mapped once per allocation.
 
-    `record` takes references over, `require` checks those that are to be read, `open` maps device memory, in
-    steps. Whatever happens, `close` gives all that was recorded back.
+    `record` takes references over, `require` checks the ones to be read, and `open` maps device memory in
+    slices. `close` gives back everything that was recorded, whatever has happened.
 
     Args:
-        cuda: for the device that the engine runs on; None where that is the CPU.
-        reader, num_readers: of all ranks that were sent the same references, which one this is. The first one
-            takes the references over. CUDA memory is for a single reader: several refuse it, all of them.
-        is_kept: the sender keeps device memory by itself, and sends the same references again and again: the
-            first to come is given back.
+        cuda: of the engine's device; None: it runs on the CPU.
+        reader, num_readers: the number of this rank among all ranks that were sent the same references. The
+            first one takes the references over. CUDA memory may have only one reader: with several, all
+            refuse it.
+        is_kept: the sender keeps device memory by itself, and sends the same references again and again. Only
+            the first one is given back.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class BorrowedMemory:
         self._required: dict[CudaStorageRef, None] = {}
         self._blocks: dict[bytes, SharedBlock] = {}
         self._mapped: dict[object, MappedAllocation] = {}
-        # Where mappings end, by their beginnings.
+        # The end address of each mapping, by its first address.
         self._ends: dict[int, int] = {}
         self._opened: dict[object, list[CudaStorageRef]] = {}
         self._counters = Counters()
@@ -160,17 +163,17 @@ class BorrowedMemory:
         self._stays_in: tuple[KeptMemory, KeptPayload] | None = None
 
     def stay_in(self, keeper: KeptMemory, payload: KeptPayload) -> None:
-        """Keep what is mapped with this payload, and use what it has mapped; it is in use until `close`."""
+        """Use the mappings of a kept payload, and add new ones to it. It is in use until `close`."""
         self._stays_in = keeper, payload
         self._mapped, self._ends = payload.mapped, payload.ends
 
     @property
     def spans(self) -> dict[bool, PlannedSpans] | None:
-        """See `KeptPayload`; None where the memory does not stay."""
+        """See `KeptPayload`; None: the memory is not kept."""
         return None if self._stays_in is None else self._stays_in[1].spans
 
     def record(self, ref: AnyStorageRef) -> None:
-        """Take over a reference that the payload makes."""
+        """Take over a reference of the payload."""
         self._recorded.append(ref)
 
     @property
@@ -178,7 +181,7 @@ class BorrowedMemory:
         return [ref for ref in self._recorded if isinstance(ref, CudaStorageRef)]
 
     def require(self, storage: AnyStorageRef | None) -> None:
-        """Check that the memory of tensors is there and within reach; RequestRejected if not."""
+        """Check that memory of tensors exists and can be reached. RequestRejected: it does not, or cannot."""
         match storage:
             case StorageRef():
                 self._block(storage)
@@ -188,14 +191,14 @@ class BorrowedMemory:
 
     @property
     def cost(self) -> int | None:
-        """How many times as long as its own memory a device takes to read it; None: some is on none."""
+        """How many times as long the device takes to read it as its own memory; None: some is on the host."""
         is_on_device = bool(self._required) and all(isinstance(ref, CudaStorageRef) for ref in self._recorded)
         return self._cost if is_on_device else None
 
     def open(self) -> Slices[None]:
-        """Map the device memory of the tensors that `require` was given; yields the bytes of each reference.
+        """Map the required device memory; yields the bytes of each reference.
 
-        RequestRejected: the sender has ended, or the memory is not what the payload says.
+        RequestRejected: the sender has ended, or the memory is not as the payload says.
         """
         looked_at: set[tuple[bytes, int]] = set()
         for ref in self._required:
@@ -212,7 +215,7 @@ class BorrowedMemory:
             yield ref.num_bytes
 
     def tensor(self, ref: TensorRef) -> torch.Tensor | StoredTensor:
-        """The sender's tensor: a view of device memory, for torch's current stream; or one that is read."""
+        """The sender's tensor: a view of device memory, for torch's current stream; or a stored tensor."""
         match ref.storage:
             case None:
                 return torch.empty(ref.shape, dtype=ref.dtype)
@@ -226,13 +229,13 @@ class BorrowedMemory:
         return empty.set_(storage, ref.offset, ref.shape, ref.stride)
 
     def address(self, storage: AnyStorageRef | None) -> int:
-        """Where open device memory is mapped, for torch's current stream; 0 for what is not required."""
+        """The address of mapped device memory, for torch's current stream; 0: it is not required."""
         if not isinstance(storage, CudaStorageRef) or storage not in self._required:
             return 0
         return self._awaited_mapping(storage).address + storage.offset_bytes
 
     def detach(self) -> Slices[None]:
-        """See `WritePlan.detach`; what is returned yields the bytes of each mapping."""
+        """See `WritePlan.detach`; the returned work yields the bytes of each mapping."""
         opened, self._opened = self._opened, {}
         mapped, self._mapped = ({} if self._stays_in is not None else self._mapped), {}
         self._give_back([ref for refs in opened.values() for ref in refs])
@@ -269,7 +272,7 @@ class BorrowedMemory:
         return block
 
     def _check_reach(self, ref: CudaStorageRef) -> None:
-        """Refuse what this engine's device does not reach, without opening it."""
+        """Refuse memory that this engine's device cannot reach, without opening it."""
         if self._cuda is None:
             raise RequestRejected(
                 "the payload refers to memory of a CUDA device, and this engine runs on the CPU: "
@@ -286,14 +289,14 @@ class BorrowedMemory:
         self._cost = max(self._cost, cost)
 
     def _check_extent(self, cuda: CudaIpc, begin: int, ref: CudaStorageRef) -> None:
-        """Refuse a storage that reaches beyond its mapping: reading there would end the engine's context."""
+        """Refuse a storage that reaches beyond its mapping: reading there would destroy the CUDA context."""
         needed_end = begin + ref.offset_bytes + ref.num_bytes
         end = self._ends.get(begin, begin)
         while end < needed_end:
             # An expandable segment is mapped in pieces that follow one another.
             extent = cuda.extent(end)
             if extent is None and end == begin:
-                return  # Nothing is known about this kind of mapping.
+                return  # The driver does not tell the size of this kind of mapping.
             if extent is None or sum(extent) <= end or (end == begin and extent[0] != begin):
                 raise RequestRejected(
                     f"{ref}: bytes {ref.offset_bytes} to {ref.offset_bytes + ref.num_bytes} do not "
@@ -302,7 +305,7 @@ class BorrowedMemory:
             end = self._ends[begin] = sum(extent)
 
     def _awaited_mapping(self, ref: CudaStorageRef) -> MappedAllocation:
-        """What is launched from here on, on torch's current stream, runs after the sender's writes."""
+        """The mapping; torch's current stream is made to wait for the sender's writes."""
         assert self._cuda is not None
         mapping = self._mapped.get(self._cuda.key(ref))
         if mapping is None:
@@ -315,7 +318,7 @@ class BorrowedMemory:
     def _give_back(self, refs: Sequence[CudaStorageRef]) -> None:
         if not self._owns_references:
             return
-        # Thousands of allocations may be counted in one place.
+        # Many references share a counter: change each counter once.
         by_counter: dict[tuple[bytes, int], list[CudaStorageRef]] = {}
         for ref in refs:
             if ref not in self._given_back:
@@ -327,10 +330,10 @@ class BorrowedMemory:
                 self._counters.add(alike[0], -min(len(alike), num_left))
 
     def _close_blocks(self, recorded: Sequence[StorageRef]) -> None:
-        """Let go of the blocks, and drop the references, also those that travelled unread."""
+        """Close the blocks and drop the references, also those that were never read."""
         if self._owns_references:
             for ref in recorded:
-                # What cannot be opened holds nothing of the sender's.
+                # A block that cannot be opened holds no memory of the sender.
                 with suppress(RequestRejected):
                     self._block(ref)
         while self._blocks:

@@ -1,10 +1,10 @@
-"""Updates that a sender brings piece by piece, and says something about each piece first.
+"""Updates that come piece by piece, each announced by its sender.
 
-checkpoint-engine (`update_weights_from_ipc`), on the same GPU as each rank, offers one buffer of its memory
-and says what it has filled it with, again and again. Source: wire_api section 4.5.
+checkpoint-engine (`update_weights_from_ipc`) runs on the same GPU as each rank. It offers one buffer of its
+memory, and then says again and again which tensors it has put there. Source: wire_api section 4.5.
 
-prime-rl's trainer broadcasts state dicts: first how many there are; of each the length of a pickle, the
-pickle, which lists names, shapes and sizes by dtype, and for each dtype one broadcast of all its elements.
+prime-rl's trainer broadcasts state dicts: first their number. Then for each: the length of a pickle; the
+pickle, which lists names, shapes and sizes by dtype; and one broadcast per dtype, of all its elements.
 Source: wire_vllm section 3.2.
 """
 
@@ -44,39 +44,39 @@ Plan = TypeVar("Plan")
 MakePlan: TypeAlias = Callable[[WeightSource], Slices[Plan]]
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-# How long a last answer is kept for a sender that does not take it.
+# How long the last answer is kept for a sender that has not read it.
 LINGER_MS: Final = 2000
-# A thread that answers a sender whose update was given up.
+# The name of a thread that answers a sender after its update was given up.
 ANSWERING: Final = "ipc-answers"
 _FIELDS: Final = ("name", "shape", "dtype", "offset")
 _DONE: Final = b""
 MAX_STATE_DICTS: Final = 1 << 16
 MAX_PICKLE_BYTES: Final = 64 << 20
 _NUMBER: Final[TensorKinds] = [((1,), torch.int64)]
-# What is received next; sent in: what has come. Yields a source where a state dict is whole.
+# Yields what to receive next, and is sent what has arrived; yields a source when a state dict is complete.
 _Receiving: TypeAlias = Generator[TensorKinds | WeightSource, list[Tensor], None]
 
 
 class _Stage(enum.Enum):
-    """What the sender says next."""
+    """What the sender's next message is."""
 
-    BUFFER = enum.auto()
-    BUCKETS = enum.auto()
-    END = enum.auto()  # the buffer has been given back
-    LAST_WORD = enum.auto()  # the buffer was refused: it says something to that, and no more
-    OVER = enum.auto()  # nothing: everything has come
-    FAILED = enum.auto()  # nothing
-    LEFT = enum.auto()  # what nobody hears any more
+    BUFFER = enum.auto()  # the handle of its buffer
+    BUCKETS = enum.auto()  # what it has put into the buffer, or that there is no more
+    END = enum.auto()  # its end, after the buffer was given back
+    LAST_WORD = enum.auto()  # its last message, after its buffer was refused
+    OVER = enum.auto()  # none: everything has come
+    FAILED = enum.auto()  # none: the update has failed
+    LEFT = enum.auto()  # nobody listens any more
 
 
 class _Conversation(Generic[Plan]):
-    """What both have: a piece is planned when it has come, and the first problem is remembered.
+    """What both kinds share: each piece is planned, and the first problem is remembered.
 
     Args:
-        plan: holds a piece against the model.
+        plan: makes the plan of a piece.
 
     Attributes:
-        bucket: the piece that has come; None: none, or everything has.
+        bucket: the piece that has come; None: there is none, or the end has come.
     """
 
     def __init__(self, plan: MakePlan[Plan]) -> None:
@@ -95,7 +95,11 @@ class _Conversation(Generic[Plan]):
 
 
 class IpcConversation(_Conversation[Plan]):
-    """One rank's end of an update, as `control.weights.Conversation`."""
+    """Implements `control.weights.Conversation` with checkpoint-engine, over a ZMQ socket.
+
+    Args:
+        address: the `ipc://` address of this rank's sender.
+    """
 
     def __init__(self, plan: MakePlan[Plan], address: str, cuda: CudaIpc) -> None:
         super().__init__(plan)
@@ -106,7 +110,7 @@ class IpcConversation(_Conversation[Plan]):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # It reports nothing of a sender that is not there yet.
+        # The monitor reports only disconnects, so nothing about a sender that is not there yet.
         self._ends: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.connect(address)
@@ -117,7 +121,7 @@ class IpcConversation(_Conversation[Plan]):
             ) from error
 
     def poll(self) -> bool:
-        # This is asked ahead of the messages, since the end comes behind the last of them.
+        # Look for the sender's end before reading messages: it may follow right after the last one.
         has_ended = bool(self._ends.poll(0))
         while not self._owes_answer and self._socket.poll(0):
             message = self._socket.recv()
@@ -138,7 +142,7 @@ class IpcConversation(_Conversation[Plan]):
         self._socket.send(problem.encode() or _DONE)
 
     def close(self) -> None:
-        """Give the buffer back. A sender in the middle is answered to its end: it would wait for ever."""
+        """Give the buffer back. A thread answers a sender in the middle, which would wait for ever else."""
         problem = self._refused or "the update was given up"
         if self._owes_answer:
             self.answer(problem)
@@ -153,7 +157,7 @@ class IpcConversation(_Conversation[Plan]):
             _close(*sockets)
 
     def _take(self, message: bytes) -> None:
-        """Do what the sender says, and answer it; but for what the caller is to do."""
+        """Handle a message, and answer it unless the caller must do that."""
         stage, said = self._stage, None
         if stage is _Stage.BUFFER:
             self._stage = _Stage.LAST_WORD
@@ -220,7 +224,7 @@ def _close(socket: zmq.Socket[bytes], ends: zmq.Socket[bytes]) -> None:
 def open_conversation(
     plan: MakePlan[Plan], zmq_handles: Mapping[str, str], cuda: CudaIpc | None
 ) -> IpcConversation[Plan]:
-    """Connect to this rank's sender; addresses are by device, `GPU-<uuid>`."""
+    """Connect to this rank's sender. `zmq_handles`: `GPU-<uuid>` of the device → address."""
     for address in zmq_handles.values():
         if not address.startswith("ipc://") or "\0" in address:
             raise RequestRejected(f"zmq_handles: expected addresses as ipc://PATH, got {address[:200]!r}")
@@ -259,9 +263,9 @@ def _place(item: object, num_bytes: int) -> tuple[TensorHeader, int]:
 
 
 class StateDictConversation(_Conversation[Plan]):
-    """One rank's end of an update, as `control.weights.Conversation`: the sender itself hears no answers.
+    """Implements `control.weights.Conversation` over broadcasts. The sender gets no answers.
 
-    After a problem the rest is received all the same: a sender in mid-broadcast would wait for ever.
+    After a problem the rest is still received, since the sender would wait for ever in its broadcasts.
 
     Args:
         timeout_s: how long each broadcast may take.
@@ -289,7 +293,7 @@ class StateDictConversation(_Conversation[Plan]):
         return True
 
     def close(self) -> None:
-        """Leave a group whose trainer is in the middle of something."""
+        """Leave the group if the trainer is in the middle of an update."""
         self.bucket = None
         if not self._is_over:
             self._is_over = True
@@ -304,7 +308,7 @@ class StateDictConversation(_Conversation[Plan]):
             self._owes_answer = not self._refused
             return
         except RequestRejected:
-            # What comes next is not known.
+            # It is unknown what would come next, so the group is left.
             self.close()
             raise
         if isinstance(asked, WeightSource):
@@ -337,7 +341,7 @@ def _number(arrived: list[Tensor], what: str, most: int) -> int:
 
 
 def _listed(pickled: bytes) -> dict[torch.dtype, list[TensorHeader]]:
-    """What comes, by dtype, in the order of the broadcasts."""
+    """The headers of a state dict by dtype, in the order of the broadcasts."""
     said = read_pickle(pickled, _resolve)
     if not isinstance(said, dict):
         raise RequestRejected(f"a state dict: expected lists of tensors by dtype, got {kind_of(said)}")
@@ -354,7 +358,7 @@ def _listed(pickled: bytes) -> dict[torch.dtype, list[TensorHeader]]:
 
 
 def _resolve(module: str, name: str) -> object:
-    """As `resolve_global`; dtypes, which are keys here, by their names."""
+    """As `resolve_global`, but a dtype becomes its name, since dtypes are keys here."""
     found = resolve_global(module, name)
     return name if isinstance(found, torch.dtype) else found
 

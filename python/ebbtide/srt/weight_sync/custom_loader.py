@@ -28,9 +28,9 @@ MAX_PROBLEM_CHARS: Final = 1000
 
 
 class StagedModel:
-    """What a custom weight loader is given as a model: a staged copy of this rank's weights.
+    """The model that a custom weight loader gets: a staged copy of this rank's weights.
 
-    It starts as the weights that serve, with what an open session has staged.
+    It begins with the serving weights, and what the open session has staged.
     """
 
     def __init__(self, store: WeightStore, shadow: Arena) -> None:
@@ -42,10 +42,10 @@ class StagedModel:
         self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Write whole tensors under their checkpoint names; each rank keeps its part of them.
+        """Write whole tensors by their checkpoint names; each rank keeps its part. Returns the names.
 
-        Returns the names. Raises ValueError for a tensor that the model has no place for, or values of 8 bits
-        without their scales; those before it are written.
+        Raises ValueError: the model has no such tensor, or values of 8 bits come without their scales.
+        Tensors before it are written.
         """
         dtypes: dict[str, torch.dtype] = {}
         for name, tensor in weights:
@@ -67,11 +67,11 @@ class StagedModel:
         yield from self._parameters.items()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of what else the model computes with. An update does not change that."""
+        """Copies of the model's buffers, which an update does not change."""
         yield from self._store.buffers().items()
 
     def require_in_place(self) -> None:
-        """Raise ValueError if a parameter was given other memory, which nothing would ever read."""
+        """Raise ValueError if a parameter was moved to other memory, which the engine would never read."""
         for name, parameter in self._parameters.items():
             if parameter.data_ptr() != self._addresses[name]:
                 raise ValueError(f"{name}: its data was replaced; write into it, as copy_() does")
@@ -79,22 +79,22 @@ class StagedModel:
 
 @dataclass(frozen=True)
 class CustomLoader:
-    """A function that writes an update's tensors, and the import path that it goes by."""
+    """A function that writes an update's tensors, and its import path."""
 
     path: str
     function: Callable[[StagedModel, NamedTensors], object]
 
     def load(self, model: StagedModel, named_tensors: NamedTensors) -> None:
-        """Call it. It is given the list for good: afterwards the list is empty.
+        """Call the function with the list, which is empty afterwards.
 
-        RequestRejected: it raised something. What it has written until then stays in the copy.
+        RequestRejected: it raised an error. What it has written until then stays in the copy.
         """
         problem = None
         try:
             with torch.no_grad():
                 self.function(model, named_tensors)
             model.require_in_place()
-        # What ends a process by itself, sys.exit(), is not to end the engine.
+        # SystemExit too: a loader that calls sys.exit() must not end the engine.
         except (Exception, SystemExit) as error:
             logger.error("the custom weight loader %s failed", self.path, exc_info=error)
             problem = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARS]
@@ -108,7 +108,7 @@ class CustomLoader:
 
 
 def import_loaders(paths: Sequence[str]) -> dict[str, CustomLoader]:
-    """The functions behind import paths `package.module.function`, or ConfigurationError."""
+    """Import functions by their paths `package.module.function`. ConfigurationError: one is missing."""
     return {path: CustomLoader(path, _imported(path)) for path in paths}
 
 

@@ -47,9 +47,9 @@ def open_folder(
     describe: Describe,
     device: torch.device,
 ) -> WeightSource:
-    """The source of a folder: what was pulled into it, else the checkpoint that it is.
+    """The source of a folder: the published versions that were pulled into it, else its checkpoint.
 
-    RequestRejected (400): as `open_checkpoint`; or no path can be so, such as a name that is too long.
+    RequestRejected (400): as `open_checkpoint`; or the path is invalid, such as a name that is too long.
     """
     path = Path(model_path)
     try:
@@ -61,9 +61,9 @@ def open_folder(
 
 
 def open_checkpoint(model_path: str, load_format: str | None, *, architecture: str) -> WeightSource:
-    """Opens a local Hugging Face folder; reads its config.json and the headers of its tensors, not the data.
+    """Open a local Hugging Face folder: read its config.json and the headers of its tensors, not the data.
 
-    RequestRejected (400): it is missing, incomplete, damaged or of another model than `architecture`.
+    RequestRejected (400): it is missing, incomplete, damaged, or of another architecture.
     """
     path = folder_of(model_path)
     try:
@@ -86,14 +86,14 @@ def _check_architecture(path: Path, architecture: str) -> None:
 
 @dataclass
 class _Changes:
-    """What becomes of a tensor's bytes: those of `values` where `mask` says so, or by exclusive or."""
+    """Changes of a tensor's bytes: `values` where `mask` is true; without a mask, by exclusive or."""
 
     values: Tensor
     mask: Tensor | None
     digest: tuple[str, str] | None = None
 
     def follow(self, later: _Changes) -> None:
-        """Both, one after the other."""
+        """Add later changes to these."""
         if self.mask is None or later.mask is None:
             self.values ^= later.values
         else:
@@ -114,13 +114,13 @@ class _Changes:
 
 
 def open_published(state: PulledState, describe: Describe, device: torch.device) -> DeltaSource:
-    """Folds several published versions into one delta. RequestRejected (400): one is missing or torn."""
+    """Combine several published versions into one delta. RequestRejected (400): one is missing or damaged."""
     chain = read_chain(state.source_dir, state.base, state.target)
     if len({delta.encoding for delta in chain}) > 1:
         raise RequestRejected("these versions are encoded in several ways: pull one at a time")
     files = [open_files(delta) for delta in chain]
     described = {name: describe(name) for name in names_of(chain)}
-    # What the model does not have is refused, unless it has no use for it.
+    # Tensors that the model does not have get a header too: the check refuses them, unless they are ignored.
     entries = [
         TensorHeader(name, *(found if found is not None else ((), torch.uint8)))
         for name, found in described.items()

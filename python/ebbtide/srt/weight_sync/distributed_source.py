@@ -1,6 +1,6 @@
-"""The groups of a rank in which trainers broadcast weights, and the source of what comes in them.
+"""Groups in which trainers broadcast weights to this rank, and the sources of what they broadcast.
 
-Tensors are received straight where they belong, or in buffers. Source: wire_api section 3.3.
+Tensors are received directly into the weights, or in buffers. Source: wire_api section 3.3.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ from ebbtide.srt.weight_sync.sparse_source import (
     Placing,
 )
 
-# A request ends at its own deadline; a broadcast that nobody waits for any more ends a little later.
+# How much later than the request's deadline a broadcast ends that nobody waits for any more.
 GRACE_S: Final = 5.0
 FORMATS: Final = ("flattened_bucket", "packed", "sparse")
-# How much may be on its way at a time of what cannot be received where it belongs.
+# The most bytes of buffers for tensors that cannot be received directly.
 IN_FLIGHT_BYTES: Final = 1 << 30
 # NCCL's kernels read and write aligned memory faster.
 ALIGNMENT_BYTES: Final = 256
 
 
 class BroadcastSource(WeightSource):
-    """Tensors that a trainer broadcasts, received from the first `arrived` on.
+    """Tensors that a trainer broadcasts. The first call of `arrived` begins to receive them.
 
-    Iterate once that is True, unless they are received in place. Closed in between, it leaves the group.
+    Iterate when `arrived` is True, unless tensors are received in place. If it is closed before that, it
+    leaves the group.
 
     Args:
-        chunks: which of the entries each broadcast holds, as bytes one behind the other; None: one each.
+        chunks: the entries of each broadcast, whose bytes follow each other; None: each has one entry.
     """
 
     is_sent = True
@@ -80,19 +81,19 @@ class BroadcastSource(WeightSource):
         self._tensors: list[torch.Tensor] | None = None
 
     def can_receive_in_place(self, device: torch.device) -> bool:
-        """Whether tensors can be received where they belong on this device, rather than be copied there."""
+        """Whether tensors can be received directly into weights on this device, without a copy."""
         names = {entry.name for entry in self.entries}
-        # The later one of two tensors for one place counts, and so it does if they are copied in order.
-        # A single chunk takes as much memory either way.
+        # If a name comes twice, the later tensor must win: copies in order do that. And a single chunk would
+        # take as much memory either way.
         is_one_chunk = self._chunks is not None and len(self._chunks) == 1
         is_simple = len(names) == len(self.entries) > 0 and not is_one_chunk
         return is_simple and self._group.device.type == device.type
 
     def receive_in_place(self, destinations: Callable[[], Sequence[Destination | None]]) -> None:
-        """Before the first `arrived`: receive each tensor where it belongs.
+        """Before the first `arrived`: receive each tensor directly into its destination.
 
         Args:
-            destinations: makes, in another thread, where each goes; None for one that nobody needs.
+            destinations: gives the destinations, and is called in another thread; None for an ignored tensor.
         """
         self._destinations = destinations
 
@@ -124,7 +125,7 @@ class BroadcastSource(WeightSource):
         self._tensors = None
 
     def abandon(self) -> bool:
-        """Leave the group, and wait for what a device is doing; whether nothing is written any more."""
+        """Leave the group, and wait for the device; returns whether nothing is written any more."""
         self._group.close("an update ended before all of its broadcasts had arrived")
         return self._broadcasts is None or self._broadcasts.ends()
 
@@ -153,7 +154,7 @@ class BroadcastSource(WeightSource):
 def _sparse(
     entries: Sequence[TensorHeader], num_updates: Sequence[int], group: WeightGroup, timeout_s: float
 ) -> DeltaSource:
-    """Patches that a trainer broadcasts: of each, the positions as int32, then the values."""
+    """Patches that a trainer broadcasts: for each tensor, positions as int32, then values."""
     headers = [
         TensorHeader(entry.name, (count,), dtype)
         for entry, count in zip(entries, num_updates, strict=True)
@@ -180,7 +181,7 @@ def _sparse(
 def open_broadcast(
     announced: Announcement, group: WeightGroup, timeout_s: float
 ) -> BroadcastSource | DeltaSource:
-    """The source of what was announced, or a refusal (400). Nothing is received yet."""
+    """The source of announced broadcasts, or a refusal (400). Nothing is received yet."""
     if announced.load_format not in (None, *FORMATS):
         raise RequestRejected(
             f"load_format: unknown value {announced.load_format[:200]!r}; valid: null, {', '.join(FORMATS)}"
@@ -229,10 +230,10 @@ def _check_sparse(entries: Sequence[TensorHeader], num_updates: Sequence[int]) -
 
 
 class _Buffers:
-    """Two pieces of memory in turn: one is received into while what the other holds is copied.
+    """Two buffers in turn: one is received into while tensors of the other are copied.
 
     Args:
-        sizes: bytes of all tensors that will be received in them. A tensor lies in one piece.
+        sizes: bytes of all tensors that will be received. A tensor is in one buffer as a whole.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
@@ -256,7 +257,7 @@ class _Buffers:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Tensors one behind the other, and where each goes: received in a buffer, and copied from there."""
+    """Tensors that come as one run of bytes, with their destinations. They are copied from a buffer."""
 
     places: Places
     destinations: Sequence[Destination | None]
@@ -275,11 +276,13 @@ def receive_plan(
     *,
     num_apart: int,
 ) -> Iterator[Transfer]:
-    """The transfers that bring tensors to their destinations, in order; None for what nobody needs.
+    """The transfers that bring tensors to their destinations, in order.
 
-    All memory is taken before this returns: taking it while a broadcast waits for its source could wait too.
+    All memory is allocated before this returns: an allocation could block while a broadcast waits for its
+    source.
 
     Args:
+        destinations: None for an ignored tensor.
         num_apart: how many of the first tensors must be received in buffers.
     """
     in_place = [
@@ -304,9 +307,9 @@ def receive_plan(
 
 
 class _Joining(InThread[list[Member]]):
-    """A group that is being joined. The thread ends when its time is up, whoever has given it up.
+    """A thread that joins a group. It ends at its time limit at the latest, even if it was given up.
 
-    Its member is in the list until somebody takes it.
+    The result is a list with the member, until somebody takes it out.
     """
 
     def __init__(self, address: GroupAddress, timeout_s: float, device: torch.device) -> None:
@@ -314,14 +317,14 @@ class _Joining(InThread[list[Member]]):
         super().__init__(f"join-{address.name}", lambda: [connect(address, timeout_s, device)])
 
     def give_up(self, why: str) -> None:
-        """Leave the group as soon as it was joined, unless somebody has taken its member."""
+        """Leave the group when it is joined, unless somebody has taken the member."""
         self.given_up = self.given_up or why
         self.future.add_done_callback(_leave)
 
 
 def _leave(joined: Future[list[Member]]) -> None:
     if joined.exception() is None and joined.result():
-        # It may take as long as a peer likes.
+        # In a thread: leaving takes as long as the peers let it.
         InThread("leave", partial(abort, joined.result()))
 
 
@@ -331,7 +334,7 @@ class Memberships:
 
     _device: torch.device
     _place: Place = ONE_RANK
-    # The closed ones too, until others of their names are joined.
+    # Also closed groups, until another one of the same name is joined.
     groups: dict[str, WeightGroup] = field(default_factory=dict, init=False)
     _joining: dict[str, _Joining] = field(default_factory=dict, init=False)
 
@@ -340,11 +343,12 @@ class Memberships:
         return sorted(name for name, group in self.groups.items() if not group.is_closed)
 
     def join(self, address: GroupAddress, timeout_s: float) -> Slices[None]:
-        """Join a group, yielding while others are not there; closed before its end, this is given up.
+        """Join a group, yielding until all members are there. If it is ended early, joining is given up.
 
-        A live group of that name is left first, then those whose trainers have ended.
-        RequestRejected: an address that cannot be (400); another one of that name is just being joined (409).
-        Later (400): it was not joined in time, or is to be left.
+        A live group of that name is left first, and then all groups whose trainers have ended.
+
+        RequestRejected: at once, if the address is invalid (400) or a group of that name is being joined
+            (409); later (400), if the group was not joined in time, or was left meanwhile.
         """
         self._check(address)
         if address.name in self._joining:

@@ -1,4 +1,4 @@
-"""What a delta changes of a tensor, in the one form that every source is decoded into, and where that lies.
+"""Patches: the common form of changes to a tensor, and their places in this rank's weights.
 
 Source: wire_vllm section 5.5.
 """
@@ -23,14 +23,15 @@ from ebbtide.srt.model_executor.weight_copies import Destination
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.weight_sync.published import checksum_of
 
-# `MatrixPart.numbers` of a tensor that is not there.
+# `MatrixPart.numbers` of a tensor that this rank does not have.
 _NOWHERE: Final = [0] * 8
 
 
 class PatchKind(Enum):
-    """What becomes of an element: the value replaces it, or its bits are those of both, exclusive or.
+    """How a value changes an element. SET: it replaces it. XOR: the bits of both are combined by exclusive
+    or.
 
-    BYTES: positions and values are those of bytes, which replace the tensor's.
+    BYTES: positions and values are bytes, which replace bytes of the tensor.
     """
 
     SET = "set"
@@ -40,14 +41,14 @@ class PatchKind(Enum):
 
 @dataclass(frozen=True)
 class Patch:
-    """Some elements of a tensor.
+    """Changes of some elements of a tensor.
 
     Attributes:
         shape: of the whole tensor.
-        positions: int64, flat, ascending and different.
+        positions: int64, flat, ascending and unique.
         values: one for each position.
-        digest: a checksum's name (`published`), and what it is to be of the bytes of the whole tensor once
-            it is patched; None: nobody compares it.
+        digest: (name of a checksum in `published`, its value over the bytes of the whole patched tensor);
+            None: it is not checked.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Patch:
     digest: tuple[str, str] | None = None
 
     def checked(self) -> Patch:
-        """The same with its positions in order; refused if one is there twice, outside or without value."""
+        """The same with sorted positions. RequestRejected: one is given twice, outside, or without value."""
         if len(self.positions) != len(self.values):
             raise RequestRejected(
                 f"{self.name}: {len(self.positions)} positions and {len(self.values)} values"
@@ -78,14 +79,14 @@ class Patch:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """A rank's part of a tensor, as a part of a matrix.
+    """A rank's part of a tensor, seen as part of a matrix.
 
     Attributes:
-        region: [rows, columns]; the columns of a row lie side by side.
+        region: [rows, columns]; a row is contiguous.
         num_columns: of the whole matrix.
-        first_row, first_column: where the part begins in it.
-        counts: whether no rank before this one holds the same part.
-        is_whole: whether all of the tensor is here.
+        first_row, first_column: where the part begins in the matrix.
+        counts: whether no lower rank holds the same part, so that it counts for checksums.
+        is_whole: whether the part is the whole tensor.
     """
 
     region: Tensor
@@ -97,7 +98,7 @@ class MatrixPart:
 
     @classmethod
     def of(cls, destination: Destination, shape: tuple[int, ...]) -> MatrixPart:
-        """The place of a tensor of this whole shape. Ranks divide its first dimension, or its last."""
+        """The part of a tensor of this shape. Ranks divide its first dimension or its last."""
         region, part = destination.region, destination.part
         _, num_columns = matrix_shape(shape)
         matrix = region.reshape(1, -1) if region.dim() < 2 else region.flatten(0, -2)
@@ -112,7 +113,7 @@ class MatrixPart:
         return cls(matrix, num_columns, first_row, 0, destination.is_first, is_whole=False)
 
     def numbers(self, base: Tensor) -> list[int]:
-        """The place as a kernel takes it: where it begins, counted in elements of `base`, and its sizes."""
+        """The part as numbers for a kernel: where it begins, in elements of `base`, and its sizes."""
         bits = bits_of(self.region)
         num_rows, num_columns = bits.shape
         return [
@@ -122,7 +123,7 @@ class MatrixPart:
 
     @classmethod
     def for_patch(cls, patch: Patch, destination: Destination | None) -> MatrixPart | None:
-        """Where a patch goes; None for what nobody needs."""
+        """Where a patch goes; None: the tensor is ignored."""
         if destination is None:
             return None
         place = cls.of(destination, patch.shape)
@@ -138,7 +139,7 @@ class MatrixPart:
         )
 
     def check(self, patch: Patch) -> None:
-        """Hold a digest against what the tensor is to become, unless ranks divide it."""
+        """Check a patch's digest over the patched tensor, unless ranks divide the tensor."""
         if patch.digest is None or not self.is_whole:
             return
         region = self.region.to("cpu", copy=True).contiguous()
@@ -153,7 +154,7 @@ class MatrixPart:
             )
 
     def apply(self, patch: Patch) -> Tensor:
-        """Write the elements that are this rank's; returns them."""
+        """Write this rank's elements of a patch; returns the values written."""
         span, local, mine = self._local(patch)
         values = patch.values[mine]
         if patch.kind is PatchKind.XOR:
@@ -164,7 +165,7 @@ class MatrixPart:
         return values
 
     def sum_after(self, patch: Patch, known: int | None = None) -> Tensor:
-        """This rank's share of the tensor's sum as it is to be. `known`: its share as it is."""
+        """This rank's share of the tensor's checksum after the patch. `known`: its share before."""
         if not self.counts:
             return torch.zeros((), dtype=torch.int64, device=self.region.device)
         span, local, mine = self._local(patch)
@@ -176,8 +177,9 @@ class MatrixPart:
         return state_sum(self.region, self.first_row, self.first_column) + changes
 
     def _local(self, patch: Patch) -> tuple[Tensor, Tensor, Tensor]:
-        """The memory from the region's first element to its last, which elements of it are meant, and which
-        of the patch these are."""
+        """The memory from the region's first to its last element, the indices in it of this rank's elements
+        of a
+        patch, and a mask of these in the patch."""
         num_rows, num_columns = self.region.shape
         stride = self.region.stride(0)
         span_len = (num_rows - 1) * stride + num_columns if num_rows and num_columns else 0
@@ -190,7 +192,7 @@ class MatrixPart:
 
 @dataclass(frozen=True)
 class MatrixParts:
-    """Where T tensors lie on this rank, in `MatrixPart.numbers`: on the host, and where a kernel reads it."""
+    """The `MatrixPart.numbers` of T tensors, on the host and on the device."""
 
     rows_T8: NDArray[np.int64]
     on_device_T8: Tensor
@@ -214,7 +216,7 @@ class PatchedWeights:
         return self._store.destination(name, self._shadow)
 
     def table(self, names: Sequence[str]) -> MatrixParts:
-        """Where these tensors lie, in elements of `base`: in every copy of a store at the same place."""
+        """The places of these tensors, in elements of `base`; the same in every copy of the weights."""
         if self.places_known is None:
             self.places_known = MatrixParts.of([self._numbers(name) for name in names], self._store.device)
         return self.places_known
@@ -227,6 +229,6 @@ class PatchedWeights:
         return MatrixPart.of(destination, self._store.shape(name)).numbers(live)
 
     def base(self, dtype: torch.dtype) -> Tensor:
-        """All memory of the parameters, as integers."""
+        """All memory of the parameters, viewed as this dtype."""
         memory = self._store.arena if self._shadow is None else self._shadow
         return memory.view(0, (memory.num_bytes // dtype.itemsize,), dtype)

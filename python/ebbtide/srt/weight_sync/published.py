@@ -1,7 +1,7 @@
-"""Versions of a checkpoint that a trainer publishes in a shared folder, each as what changed since the last.
+"""Versions of a checkpoint that a trainer publishes in a shared folder, each as changes since the last one.
 
-The folder of a version is ready when its index is there, which is written last. Its files hold, by the
-checkpoint's names, a zstd frame of what becomes of a tensor's bytes. Source: wire_vllm section 5.2.
+The folder of a version is ready when its index exists, which is written last. Its files hold one zstd frame
+per changed tensor, by checkpoint name, with the changes of its bytes. Source: wire_vllm section 5.2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ebbtide.srt.model_executor.loader import CheckpointFile
 
 INDEX: Final = "model.safetensors.index.json"
-# A file in the local folder that says which version an update from that folder brings.
+# The file in a local folder that says which version an update from that folder brings.
 STATE: Final = Path(".weight_sync", "state.json")
 ENCODINGS: Final = ("xor", "overwrite")
 _CHECKSUMS: Final[Mapping[str, Callable[[memoryview], str]]] = {
@@ -36,14 +36,14 @@ _CHECKSUMS: Final[Mapping[str, Callable[[memoryview], str]]] = {
 
 @dataclass(frozen=True)
 class PublishedDelta:
-    """One version.
+    """One published version.
 
     Attributes:
-        base: the version that it changes.
+        base: the version that it is a change of.
         encoding: "xor" or "overwrite".
         checksum_format: of the checksums in the headers of its files.
         weight_map: the file of each tensor that changes.
-        checksums: of tensors, where the index has them and not the files.
+        checksums: of tensors, if the index has them instead of the files.
     """
 
     folder: Path
@@ -57,11 +57,11 @@ class PublishedDelta:
 
 @dataclass(frozen=True)
 class PulledState:
-    """What an update from a local folder brings.
+    """The published versions that were pulled into a local folder.
 
     Attributes:
-        base_version: what the engine must serve, as it calls it.
-        base, target: versions of the trainer's.
+        base_version: the version that the engine must serve, by the engine's name.
+        base, target: the trainer's numbers of the version before and after.
     """
 
     source_dir: Path
@@ -75,14 +75,14 @@ def version_folder(source_dir: Path, version: int) -> Path:
 
 
 def manifest_of(source_dir: Path, version: int) -> Path:
-    """What SkyRL's trainer writes last."""
+    """The file that SkyRL's trainer writes last."""
     return source_dir / f"delta-{version:08d}" / "manifest.json"
 
 
 def read_chain(source_dir: Path, base: int, target: int) -> list[PublishedDelta]:
-    """The deltas that lead from one version to another, in order; refused if one is missing or wrong."""
+    """The deltas from one version to another, in order. RequestRejected: one is missing or malformed."""
     versions = range(base + 1, target + 1)
-    # A client may ask for any number of versions: the first and the last say in which form they are.
+    # There may be any number of versions: the first and the last tell which format they have.
     if any(os.path.isfile(manifest_of(source_dir, version)) for version in (*versions[:1], *versions[-1:])):
         return [_read_manifest(manifest_of(source_dir, version), version) for version in versions]
     return [_read_index(source_dir, version) for version in versions]
@@ -93,7 +93,7 @@ def names_of(chain: Sequence[PublishedDelta]) -> list[str]:
 
 
 def write_state(local_dir: Path, state: PulledState) -> None:
-    """Have updates from this folder bring what was pulled."""
+    """Write which versions were pulled into a folder, for updates from it."""
     file = local_dir / STATE
     fields = {
         "version": f"{state.target:06d}",
@@ -111,20 +111,20 @@ def write_state(local_dir: Path, state: PulledState) -> None:
 
 
 def read_state(local_dir: Path) -> PulledState | None:
-    """What was pulled into a folder; None: nothing, it is like any other."""
+    """The versions that were pulled into a folder; None: it is an ordinary folder."""
     file = local_dir / STATE
     if not file.is_file():
         return None
     with read_json(file) as found:
         if "source_dir" not in found:
-            return None  # Another engine wrote it, into a whole copy.
+            return None  # Another engine wrote it, into a full checkpoint.
         return PulledState(
             Path(found["source_dir"]), found["base_version"], int(found["base"]), int(found["version"])
         )
 
 
 def open_files(delta: PublishedDelta) -> dict[str, CheckpointFile]:
-    """Its files by name, with the frames in them. RequestRejected (400): one is missing or torn."""
+    """Open a version's files; returns them by name. RequestRejected (400): one is missing or damaged."""
     from ebbtide.srt.model_executor.loader import CheckpointFile  # torch: the API reads only indices
 
     try:
@@ -139,7 +139,7 @@ def open_files(delta: PublishedDelta) -> dict[str, CheckpointFile]:
 
 
 def decompress(frame: bytes, max_bytes: int, name: str) -> bytes:
-    """What a zstd frame holds; RequestRejected (400) if it is damaged or holds more than `max_bytes`."""
+    """Decompress a zstd frame. RequestRejected (400): it is damaged, or holds more than `max_bytes`."""
     zstandard = _library("zstandard")
     try:
         with zstandard.ZstdDecompressor().stream_reader(frame) as reader:

@@ -1,6 +1,6 @@
-"""What every weight source offers: the headers of its tensors first, then the tensors one by one.
+"""The base of all weight sources: first the headers of the tensors, then the tensors one by one.
 
-Where they lie in memory of the sender's, that is opened, read, and given back once.
+If tensors are in the sender's memory, that is opened, read, and given back once.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ NamedTensor: TypeAlias = tuple[str, torch.Tensor | StoredTensor]
 K = TypeVar("K")
 V = TypeVar("V")
 
-# What may be kept of each kind; the sender chooses how many tensors there are, and their names.
+# The most bytes of each kind that caches keep: the sender chooses the number and names of tensors.
 MAX_FORM_BYTES: Final = 16 << 20
 MAX_LIST_BYTES: Final = 8 << 20
 MAX_FIT_BYTES: Final = 64 << 20
-# About what one entry takes besides, and what one tensor does.
+# About what one cache entry takes in addition, and what one tensor takes.
 ENTRY_BYTES: Final = 1024
 TENSOR_BYTES: Final = 512
 
-# By `direct`: copies of the same tensors from the same places, into either copy of the weights.
+# Planned copies of the same tensors from the same places, by `direct`.
 Spans = dict[bool, PlannedSpans]
 
 
 class Recent(Generic[K, V]):
-    """The values that were used last, as many as fit in `max_bytes`."""
+    """A cache of the most recently used values, as many as fit in `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -72,15 +72,15 @@ class Recent(Generic[K, V]):
 
 @dataclass
 class Fit:
-    """What tensors come to that were held against the model.
+    """The result of checking a source's tensors against the model.
 
     Attributes:
         names, touched, sent, problems: see `WritePlan`.
-        scales: the tensors that hold scales of others, and are written as they are.
-        unpaired: 8-bit values without their scales, or scales without their values: by name, the name of
-            the missing one and that of the weight.
-        runs: where the tensors of a table go; None: it is no table, or a name stands in it twice.
-        places: the same of a delta's, where a kernel reads it; None: nobody has asked yet.
+        scales: tensors that hold scales of others, and are written as they are.
+        unpaired: 8-bit values without their scales, or scales without their values: name → (name of the
+            missing one, name of the weight).
+        runs: where the tensors of a table go; None: it is no table, or has a name twice.
+        places: where the tensors of a delta are, for a kernel; None: not computed yet.
     """
 
     num_tensors: int = 0
@@ -97,7 +97,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTensors:
-    """Tensors in a run of bytes: the bytes at which they begin, their end, and planned copies of them."""
+    """Tensors packed in a run of bytes: where each begins, the length of all, and planned copies."""
 
     places: Places
     form: TensorForm
@@ -116,13 +116,13 @@ class PackedTensors:
 
 @dataclass(slots=True, eq=False)
 class KnownList:
-    """The metadata of a bucket that came before.
+    """The decoded metadata of a bucket that came before.
 
     Attributes:
-        items: not to be changed: what comes later may have them too.
-        indices: of the memo where its items begin.
-        outer: what they refer to of that.
-        packed: the tensors that they describe; None: they were not looked at.
+        items: shared with later payloads, so they may not be changed.
+        indices: the indices of the pickle memo where the list begins.
+        outer: the memo's values that the items refer to.
+        packed: the tensors that they describe; None: not checked yet.
     """
 
     items: list[object]
@@ -131,7 +131,7 @@ class KnownList:
     packed: PackedTensors | None = None
 
     def fits(self, memo: Mapping[int, object]) -> bool:
-        """Whether the same bytes say the same behind this memo."""
+        """Whether the same bytes mean the same after this memo."""
         return memo.keys() == self.indices and all(
             memo[index] is value or (type(value) is str and memo[index] == value)
             for index, value in self.outer.items()
@@ -139,7 +139,10 @@ class KnownList:
 
 
 class PlanCache:
-    """Implements `pickle_reader.Tails` too: buckets differ in where they lie, hardly in what they hold."""
+    """Caches of what payloads describe. Buckets differ in where they are, hardly in what they hold.
+
+    Implements `pickle_reader.Tails`.
+    """
 
     def __init__(self) -> None:
         self._forms: Recent[bytes, TensorForm] = Recent(MAX_FORM_BYTES)
@@ -148,7 +151,7 @@ class PlanCache:
         self._fits: Recent[Hashable, Fit] = Recent(MAX_FIT_BYTES)
 
     def form(self, data: bytes) -> Slices[TensorForm]:
-        """Names and shapes that a payload has in these bytes; in slices where they are new."""
+        """The names and shapes in these bytes of a payload; decoded in slices if they are new."""
         form = self._forms.get(data)
         if form is None:
             form = yield from decode_form(data)
@@ -156,7 +159,7 @@ class PlanCache:
         return form
 
     def packed(self, places: Places) -> PackedTensors:
-        """Tensors that lie in a run of bytes."""
+        """The packed tensors at these places."""
         key = tuple(places)
         packed = self._packed.get(key)
         if packed is None:
@@ -175,7 +178,7 @@ class PlanCache:
         return made
 
     def fit(self, digest: Hashable, make: Callable[[], Slices[Fit]]) -> Slices[Fit]:
-        """What tensors of a digest come to; None: it is not kept."""
+        """The fit of tensors with this digest, made if it is new. Without a digest it is not kept."""
         fit = None if digest is None else self._fits.get(digest)
         if fit is None:
             fit = yield from make()
@@ -185,21 +188,22 @@ class PlanCache:
 
 
 class WeightSource:
-    """A set of named tensors on their way into the engine; what is wrong with them is refused as it is made.
+    """A set of named tensors from a sender. Malformed ones are refused when it is built.
 
-    Close it when the tensors are copied; those that it yielded may be views of memory of the sender's.
+    Close it after the tensors are copied: they may be views of the sender's memory.
 
     Args:
+        entries: the headers of the tensors.
         read: makes the tensors of `entries`, in that order; called for each iteration.
-        memory: of the sender, in which they lie; None: none that is to be opened or given back.
-        is_on_device: whether they lie on this rank's device although there is no such memory.
+        memory: the sender's memory that they are in; None: there is none to open or give back.
+        is_on_device: whether they are on this rank's device although `memory` is None.
 
     Attributes:
-        entries: what iteration will yield; known before any data is read.
-        direct: whether names and shapes are the engine's own (fused, sharded) and not those of a checkpoint.
-        is_sent: whether somebody has yet to send the tensors, see `BroadcastSource`.
-        digest: the same for sources of the same headers, and of no others; None: nothing of it is kept.
-        base_version: of the weights that it changes; None: it says nothing of that.
+        entries: the headers of the tensors, known before any data is read.
+        direct: whether names and shapes are the engine's own (fused, sharded), not those of a checkpoint.
+        is_sent: whether the tensors are broadcast later, see `BroadcastSource`.
+        digest: equal for sources with the same headers, and only for those; None: plans are not cached.
+        base_version: version of the weights that it changes; None: it does not say.
     """
 
     is_sent = direct = False
@@ -225,30 +229,30 @@ class WeightSource:
 
     @property
     def cost(self) -> int | None:
-        """See `WritePlan.cost`; None: some of it lies where the device does not read."""
+        """See `WritePlan.cost`; None: some of it is in memory that the device cannot read."""
         return 1 if self._is_on_device else self._memory.cost
 
     @property
     def near_bytes(self) -> int | None:
-        """How much it is, if the device reads all of it: in bytes of the device's own memory."""
+        """See `WritePlan.near_bytes`."""
         return None if self.cost is None else self.cost * self.num_bytes
 
     @property
     def spans(self) -> tuple[Spans | None, int]:
-        """Copies that were planned from where its memory is, relative to an address; None: none are kept.
+        """Planned copies from this memory (None: none are kept), and the address that they are relative to.
 
-        To be asked for once it is open, where work is launched that reads it.
+        Ask for it after `open`, on the stream whose work reads the memory.
         """
         return self._memory.spans, 0
 
     def misfit(
         self, store: WeightStore, entry: TensorHeader, dtypes: Mapping[str, torch.dtype]
     ) -> TensorProblem | None:
-        """What stands against a tensor that fits, because of what comes with it (by name) or how it comes."""
+        """Why a tensor that fits by itself cannot come like this, or with these others; None: it can."""
         return store.check_scales(entry.name, entry.dtype, dtypes, self.direct)
 
     def fit(self, store: WeightStore) -> Slices[Fit]:
-        """Hold the headers against the model; yields bytes of names."""
+        """Check the headers against the model; slices count the bytes of names."""
         direct, dtypes, fit = self.direct, {entry.name: entry.dtype for entry in self.entries}, Fit()
         covered, others, scales = set[str](), set[str](), set[str]()
         unpaired: dict[str, tuple[str, str]] = {}
@@ -276,19 +280,19 @@ class WeightSource:
         return fit
 
     def open(self) -> Slices[None]:
-        """Bring the tensors within reach before anything is written; yields bytes."""
+        """Map the tensors' memory before anything is written."""
         return self._memory.open()
 
     def arrived(self) -> bool:
-        """Whether everything that others send is here; the first call begins to receive it."""
+        """Whether all broadcasts have arrived; the first call begins to receive them."""
         return True
 
     def abandon(self) -> bool:
-        """Receive no more of it; returns whether nothing writes to destinations any more."""
+        """Stop receiving; returns whether nothing writes to the destinations any more."""
         return True
 
     def __iter__(self) -> Iterator[NamedTensor]:
-        """Yields (name, tensor), again and again until the source is closed."""
+        """Yields (name, tensor). It can be iterated again until the source is closed."""
         if self._read is None:
             raise EngineError("the weight source is closed")
         return iter(self._read())
@@ -299,21 +303,21 @@ class WeightSource:
         return self._memory.detach()
 
     def close(self) -> None:
-        """Give everything back that is still held. Idempotent."""
+        """Give back everything that is still held. Idempotent."""
         self._read = None
         self._memory.close()
 
 
 def packed_source(flat: TensorRef, packed: PackedTensors, memory: BorrowedMemory) -> WeightSource:
-    """The source of tensors that lie in a flat one, within its bytes: see `tensors_in`."""
+    """The source of tensors that are packed in the bytes of a flat one, see `tensors_in`."""
     form, begin = packed.form, flat.offset * flat.dtype.itemsize
     begin_T = begin + packed.start_T
     if not (begin_T % form.itemsize_T).any():
         storage_T = np.zeros(len(begin_T), dtype=np.int64)
-        # The flat tensor was checked to lie within its storage, and these within that.
+        # The flat tensor was checked to be within its storage, and these within the flat tensor.
         table = TensorTable(form, [flat.storage], storage_T, begin_T // form.itemsize_T)
         return TableSource(table, memory, packed=(packed, begin))
-    # Such a place cannot be said in elements, so the bytes are copied.
+    # Some tensors are not aligned to their elements: their bytes are copied.
     memory.require(flat.storage)
     headers = [header for header, _ in packed.places]
     return WeightSource(headers, lambda: tensors_in(memory.tensor(flat), packed.places), memory=memory)
@@ -323,7 +327,8 @@ class TableSource(WeightSource):
     """Tensors of a table, in a sender's memory.
 
     Args:
-        packed: them, where they are one run of bytes, and the byte of its storage at which that begins.
+        packed: if they are packed in one run of bytes: the packed tensors, and the byte of the storage where
+            the run begins.
     """
 
     def __init__(
@@ -337,7 +342,7 @@ class TableSource(WeightSource):
         for storage in table.used_storages:
             memory.require(storage)
 
-        # One by one, so that no tensor outlives the memory that it views.
+        # Make tensors one by one, so that none outlives the memory that it views.
         def read() -> Iterator[NamedTensor]:
             return ((name, memory.tensor(ref)) for name, ref in table.refs())
 
@@ -368,11 +373,11 @@ class TableSource(WeightSource):
 
     @property
     def address_T(self) -> NDArray[np.int64]:
-        """Where the tensors begin, once they are opened on a device."""
+        """The addresses of the tensors, after they were opened on a device."""
         table = self.table
         begin_S = np.array([self._memory.address(storage) for storage in table.storages], dtype=np.int64)
         return begin_S[table.storage_T] + table.offset_T * table.form.itemsize_T
 
     def tensor(self, index: int) -> torch.Tensor | StoredTensor:
-        """One of them, as iteration gives it."""
+        """One tensor, as iteration yields it."""
         return self._memory.tensor(self.table.ref(index))

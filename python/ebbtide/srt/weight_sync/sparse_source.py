@@ -1,4 +1,4 @@
-"""Weight sources that bring what changed, and not the weights. Source: wire_vllm section 5."""
+"""Weight sources that bring only changes of the weights (deltas). Source: wire_vllm section 5."""
 
 from __future__ import annotations
 
@@ -26,42 +26,43 @@ from ebbtide.srt.weight_sync.tensor_source import SAFETENSORS, PayloadReader, is
 CODES: Final = "codes"
 VALUES: Final = "values"
 _CHECKSUM: Final = re.compile("[0-9a-f]{16}")
-# What a device reads and writes of its memory for one element.
+# Bytes that a device reads and writes for one changed element.
 LINE_BYTES: Final = 64
 
 
 class PlacedChanges(Protocol):
-    """What changes of several tensors, and where on this rank."""
+    """Changes of several tensors, with their places in this rank's weights."""
 
     def verify(self) -> Iterator[int]:
-        """Check what tensors are to become, besides their sums, or refuse; yields bytes."""
+        """Check the patched tensors by their digests, if there are any, or refuse; yields bytes."""
 
     def sums_after(self, known: Sequence[int | None]) -> Slices[Tensor]:
-        """This rank's share of each tensor's `state_sum` as it is to be, int64; yields bytes.
+        """This rank's share of each tensor's `state_sum` after the changes, int64.
 
         Args:
-            known: its share as it is, where that need not be summed up.
+            known: its share before the changes; None: it must be computed.
         """
 
     def apply(self) -> Slices[None]:
-        """Write what is this rank's; yields bytes of it."""
+        """Write this rank's part of the changes."""
 
     def nonfinite(self) -> list[int]:
-        """Once that has run: the tensors of which a value is NaN or Inf."""
+        """After `apply` has run: indices of the tensors with a new value that is NaN or Inf."""
 
 
 Placing: TypeAlias = Callable[[PatchedWeights], PlacedChanges]
 
 
 class DeltaSource(WeightSource):
-    """A set of changes on their way into the engine, to be opened before it is placed.
+    """A set of changes from a sender. It is opened, then placed.
 
     Args:
-        payload: brings what is decoded.
-        decode: of what was opened, or has arrived; yields bytes, and returns how it is placed.
-        checksums: by the name of a tensor, what its `state_sum` is to be.
-        moved_bytes: how much a device moves to write them, which are brought there before.
-        takes_any_dtype: values are converted to the parameter's dtype; else they are of its bits.
+        payload: the source of the encoded changes.
+        decode: decodes the payload after it was opened or has arrived; returns a function that places the
+            changes.
+        checksums: the `state_sum` that each tensor must have afterwards, by name.
+        moved_bytes: how many bytes a device moves to write the changes, once they are in its memory.
+        takes_any_dtype: whether values are converted to the parameter's dtype; else they are its bits.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class DeltaSource(WeightSource):
         self._placing = yield from self._decode()
 
     def place(self, weights: PatchedWeights) -> PlacedChanges:
-        """Place the changes where they belong, or refuse (400) a position twice or outside."""
-        if self._placing is None:  # What is received is not opened.
+        """Find the places of the changes, or refuse (400) positions that are outside or given twice."""
+        if self._placing is None:  # Broadcasts are not opened, so they are not decoded yet.
             self._placing = finish(self._decode())
         return self._placing(weights)
 
@@ -122,7 +123,7 @@ class DeltaSource(WeightSource):
 
 
 class PlacedPatches:
-    """Patches, each of a tensor of its own or written after the last one of it."""
+    """Patches, one per tensor; if a tensor has several, they are written in order."""
 
     def __init__(self, patches: Sequence[Patch], weights: PatchedWeights) -> None:
         self._pairs = [
@@ -161,10 +162,10 @@ def coded_source(
     device: torch.device,
     base_version: str | None = None,
 ) -> DeltaSource:
-    """Changes as the trainer's `WeightSender` codes them, see `formats.delta`.
+    """Changes as the trainer's `WeightSender` encodes them, see `formats.delta`.
 
     Args:
-        payload: of two tensors, the codes and the values of all of `changed`.
+        payload: two tensors: the codes and the values of all changed tensors.
     """
     try:
         codes, values = _codes_and_values(payload)
@@ -211,7 +212,7 @@ def _place_patches(changed: Sequence[ChangedTensor], codes: Tensor, values: Tens
 
 
 def _place_blocks(changed: Sequence[ChangedTensor], codes: Tensor, values: Tensor) -> Placing:
-    # Triton is there where CUDA is.
+    # Triton is only installed with CUDA.
     from ebbtide.srt.weight_sync.patch_kernels import PlacedBlocks, coded_blocks
 
     blocks = coded_blocks(codes, [each.num_codes for each in changed])
@@ -228,10 +229,10 @@ def open_sparse(
     reader: PayloadReader,
     base_version: str | None = None,
 ) -> Slices[DeltaSource]:
-    """Opens `serialized_named_tensors` of the format `sparse`, by slices; every rank gets all changes."""
+    """Open `serialized_named_tensors` of the format `sparse`; every rank gets all changes."""
     if changed is None:
         raise RequestRejected("changed: load_format sparse needs it, one entry per tensor")
-    # Entries of other ranks are left empty where each rank has one of its own.
+    # If each rank has an entry of its own, the entries of other ranks are empty here.
     is_image = any(entry and is_safetensors(entry) for entry in entries)
     payload = yield from reader.open(entries, SAFETENSORS if is_image else None)
     return coded_source(changed, payload, device, base_version)

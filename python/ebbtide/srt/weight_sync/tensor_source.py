@@ -60,9 +60,8 @@ IPC_HANDLES: Final = "ipc_handles"
 
 
 def raw_payload(entry: bytes | str) -> bytes:
-    """Returns the pickle inside an entry: base64 text, or (bytes that begin 0x80) the pickle itself.
-
-    Or a tensor list, which begins with one of `tensor_list.MAGICS`.
+    """The payload inside an entry, which is base64 or the payload itself: a pickle (its first byte is 0x80),
+    or a tensor list (it begins with one of `tensor_list.MAGICS`).
     """
     if isinstance(entry, bytes) and entry.startswith(_STARTS):
         return entry
@@ -94,15 +93,13 @@ def decode_by_slices(
     budget: Budget | None = None,
     cache: PlanCache | None = None,
 ) -> Slices[object]:
-    """Decodes a payload into plain values, `TensorRef`s and records by class name, or into a `TensorTable`.
-
-    Yields the bytes of each slice: hundreds of tensors take long.
+    """Decode a payload into plain values, `TensorRef`s and records by class name, or into a `TensorTable`.
 
     Args:
-        record: called with every reference to the sender's memory as it is read, so that those of a payload
-            that is refused half-way can be given back.
+        record: called with each reference to the sender's memory when it is read, so that references are
+            given back even if the payload is refused half-way.
 
-    RequestRejected (400): for anything outside wire_api section 4.4. It names the global.
+    RequestRejected (400): the payload has anything outside of wire_api section 4.4. It names the global.
     """
     if data.startswith(MAGICS):
         return (yield from decode_tensors(data, record, None if cache is None else cache.form))
@@ -110,7 +107,7 @@ def decode_by_slices(
 
 
 def as_metadata(value: object) -> FlattenedTensorMetadata:
-    """Checks one element of a bucket's metadata: a record or a plain dict with exactly its six fields."""
+    """Check one entry of a bucket's metadata: a record or a dict with exactly its six fields."""
     fields = record_fields(value, "FlattenedTensorMetadata", _METADATA_FIELDS)
     where = "FlattenedTensorMetadata"
     return FlattenedTensorMetadata(
@@ -124,7 +121,7 @@ def as_metadata(value: object) -> FlattenedTensorMetadata:
 
 
 def local_values(value: Record) -> Sequence[bytes]:
-    """The pickles of a `LocalSerializedTensor`, one tensor's for each tensor-parallel rank."""
+    """The pickles of a `LocalSerializedTensor`: one tensor for each tensor-parallel rank."""
     values = record_fields(value, "LocalSerializedTensor", ("values",))["values"]
     if not isinstance(values, list | tuple) or not all(isinstance(item, bytes) for item in values):
         raise RequestRejected("LocalSerializedTensor.values: expected a list of bytes, one per rank")
@@ -132,15 +129,15 @@ def local_values(value: Record) -> Sequence[bytes]:
 
 
 class PayloadReader:
-    """Opens what `update_weights_from_tensor` brings to this rank; yields the bytes of each decoded slice.
+    """Opens the payloads of `update_weights_from_tensor` for this rank.
 
-    Of what it refuses (400), or is ended early, every reference that was decoded is given back.
+    If a payload is refused (400), or opening is ended early, all decoded references are given back.
 
     Args:
         place: which of the engine's ranks this is.
-        cuda: opens tensors on this rank's device; None on the CPU.
-        cache: what was worked out for earlier payloads.
-        keeper: of the payloads whose memory stays mapped; None: of all it is unmapped again.
+        cuda: opens tensors on this rank's device; None: it is the CPU.
+        cache: results for earlier payloads.
+        keeper: keeps payloads whose memory stays mapped; None: all memory is unmapped after use.
     """
 
     def __init__(
@@ -157,7 +154,7 @@ class PayloadReader:
         self._keeper = keeper
 
     def open(self, entries: Sequence[bytes | str], load_format: str | None) -> Slices[WeightSource]:
-        """This rank's entry, base64 text or raw bytes. Without entries there is nothing to write."""
+        """Open this rank's entry, base64 text or raw bytes. Without entries the source is empty."""
         if load_format is not None and load_format not in _FORMATS:
             raise _unknown_format(load_format)
         if not entries:
@@ -179,7 +176,7 @@ class PayloadReader:
             raise
 
     def _decode_kept(self, data: bytes, memory: BorrowedMemory, keeper: KeptMemory) -> Slices[object]:
-        """What a payload describes whose memory stays; one of the same bytes has been decoded before."""
+        """Decode a payload whose memory stays mapped, unless one with the same bytes is kept."""
         kept = keeper.take(data)
         if kept is None:
             decoded = yield from self._decode(data, memory)
@@ -201,13 +198,13 @@ class PayloadReader:
                 except StopIteration as end:
                     return end.value
         except GeneratorExit:
-            # A reference that was not read cannot be given back.
+            # Read the rest: only references that were read can be given back.
             with suppress(RequestRejected):
                 finish(decoding)
             raise
 
     def _decode_all(self, pickled: bytes, memory: BorrowedMemory) -> Slices[object]:
-        """What a payload describes, with this rank's tensor in the place of each `LocalSerializedTensor`."""
+        """Decode a payload, and replace each `LocalSerializedTensor` by this rank's tensor."""
         budget, tp_rank = Budget(), self._place.tp_rank
         decoded = yield from decode_by_slices(pickled, memory.record, budget, self._cache)
         if not isinstance(decoded, list):
@@ -219,7 +216,7 @@ class PayloadReader:
                     raise RequestRejected(
                         f"{item[0][:200]}: {len(values)} ranks' tensors were sent, this is rank {tp_rank}"
                     )
-                # All of them share a budget: a short payload can name a long pickle any number of times.
+                # They share one budget, since a short payload can refer to a long pickle many times.
                 value = yield from decode_by_slices(raw_payload(values[tp_rank]), memory.record, budget)
                 decoded[index] = (item[0], value)
         return decoded
@@ -227,7 +224,7 @@ class PayloadReader:
     def _entry_of(
         self, entries: Sequence[bytes | str], load_format: str | None
     ) -> tuple[bytes | str, BorrowedMemory]:
-        """This rank's entry, and what lets go of the memory that it refers to."""
+        """This rank's entry, and the `BorrowedMemory` for its references."""
         place, cuda = self._place, self._cuda
         if len(entries) == self._num_ranks:
             return entries[self._rank], BorrowedMemory(cuda)
@@ -243,14 +240,14 @@ class PayloadReader:
     def open_handles(
         self, entries: Sequence[bytes], lent: Sequence[IpcTensor] | None
     ) -> Slices[WeightSource]:
-        """The tensors of this rank's device, behind CUDA IPC handles as vLLM's trainers send them.
+        """Open tensors on this rank's device from CUDA IPC handles, as vLLM's trainers send them.
 
-        They are the arguments of torch's `rebuild_cuda_tensor`, by the UUID of the device: of one tensor
-        each, or of one buffer that holds all tensors of a request. Source: wire_vllm section 2.4.
+        A handle has the arguments of torch's `rebuild_cuda_tensor`, by UUID of the device. It is of one
+        tensor, or of one buffer with all tensors of the request. Source: wire_vllm section 2.4.
 
         Args:
-            entries: for each rank a pickle: a list with the handles of each tensor, or those of a buffer.
-            lent: what is behind them.
+            entries: one pickle per rank: a list with the handles of each tensor, or those of the buffer.
+            lent: names, shapes and dtypes of the tensors.
         """
         cuda = self._cuda
         if lent is None:
@@ -283,7 +280,7 @@ def _is_pair(item: object) -> TypeGuard[Sequence[Any]]:
 
 def _open_named(decoded: object, memory: BorrowedMemory, *, direct: bool) -> WeightSource:
     if isinstance(decoded, dict):
-        # As SGLang's clients send an adapter.
+        # SGLang's clients send an adapter like this.
         decoded = list(decoded.items())
     if isinstance(decoded, list):
         decoded = TensorTable.of([_named_ref(item) for item in decoded])
@@ -313,7 +310,7 @@ def _open_bucket(decoded: object, memory: BorrowedMemory, cache: PlanCache) -> W
 
 
 def _packed(flat: TensorRef, listed: KnownList | Sequence[object], cache: PlanCache) -> PackedTensors:
-    """A bucket's tensors, checked against its bytes. Those of a list that came before are known already."""
+    """A bucket's tensors, checked against its size. For metadata that came before, they are known."""
     if not isinstance(listed, KnownList):
         return _checked(flat, listed, cache)
     if listed.packed is not None:
@@ -331,7 +328,7 @@ def _checked(flat: TensorRef, items: Sequence[object], cache: PlanCache) -> Pack
 
 
 def is_safetensors(entry: bytes | str) -> bool:
-    """Whether an entry begins as a safetensors image does; no other form of a payload does."""
+    """Whether an entry begins like a safetensors image, as no other kind of payload does."""
     start = entry[:8] if isinstance(entry, bytes) else raw_base64(entry[:12])[:8]
     return int.from_bytes(start, "little") <= MAX_HEADER_BYTES
 
