@@ -4,7 +4,7 @@ import asyncio
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import Mock, PropertyMock, patch
@@ -743,6 +743,29 @@ def test_weights_that_nobody_has_any_more_end_the_fleet(fleet: ScriptedFleet) ->
         generate(fleet)
     with pytest.raises(EngineError, match="no replica"):
         fleet.pause_generation()
+
+
+def test_a_fleet_that_ends_while_no_replica_lives_ends_the_requests_that_wait_for_one(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_start, start = threading.Event(), fleet._start_engine
+
+    def held(slot: int, changes: Any) -> Any:
+        may_start.wait(HANG_S)
+        return start(slot, changes)
+
+    monkeypatch.setattr(fleet._supervisor, "_start", held)
+    for engine, _ in fleet.started:
+        engine.dies_after = 1
+    with ThreadPoolExecutor(1) as thread:
+        request = thread.submit(generate, fleet)
+        wait_until(lambda: not any(one["serves"] for one in fleet.status()), "both have died")
+        ending = threading.Thread(target=fleet.shutdown)
+        ending.start()
+        with pytest.raises(EngineError, match="shut down"):
+            request.result(HANG_S)
+        may_start.set()
+        ending.join()
 
 
 def test_a_replica_that_does_not_come_back_stays_out(fleet: ScriptedFleet) -> None:

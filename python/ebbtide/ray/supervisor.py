@@ -59,7 +59,9 @@ class Supervisor:
         self._tasks += [asyncio.create_task(self._watch(one.slot)) for one in self._controller.replicas]
 
     async def end(self) -> None:
-        """Watch no more, and wait for no answer."""
+        """Watch no more, and wait for no answer. Requests that wait for a replica end."""
+        self.failure = "the fleet has been shut down"
+        self._note_change()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
