@@ -20,7 +20,7 @@ def upload(array: NDArray[Any] | list[int] | list[float], device: torch.device) 
 
 
 def download(tensor: Tensor) -> Tensor:
-    """The tensor on the host. On CUDA it holds nothing before the work launched so far has run."""
+    """The tensor on the host. On CUDA its values are only there after the work launched so far has run."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

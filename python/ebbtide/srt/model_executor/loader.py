@@ -1,6 +1,6 @@
-"""Checkpoints: what files and folders hold by their headers, and their tensors, read and never mapped.
+"""Reads checkpoints: the headers of files and folders first, then their tensors. Files are never mapped.
 
-A file may be cut short or replaced while it is read; that is an error like another one.
+So if a file is cut short or replaced while it is read, that is an ordinary error, not a crash.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SAFETENSORS_DTYPES: Final[Mapping[str, torch.dtype]] = {
 # The limit of the format's own library.
 MAX_HEADER_BYTES: Final = 100_000_000
 LENGTH_BYTES: Final = 8
-# MXFP4: numbers of 4 bits in groups, and an exponent for each group, in tensors of these endings.
+# MXFP4 keeps numbers of 4 bits in groups with one exponent each, in two tensors with these suffixes.
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP, GROUP_BYTES, EXPONENT_BIAS = 32, 16, 127
 # e2m1, then the same with the sign bit set.
@@ -57,11 +57,11 @@ class CheckpointFile:
     """A safetensors file, or a torch file of tensors by name.
 
     Attributes:
-        path: where it is; also how errors name it.
-        tensors: by name, in the order in which they lie in the file. They can be read inside `open`.
-        metadata: texts that a safetensors file brings along.
+        path: of the file; errors name it.
+        tensors: by name, in the order in which they are in the file. They can be read inside `open`.
+        metadata: the texts of a safetensors header.
 
-    Raises ConfigurationError, naming the path, where the file is damaged or holds something else.
+    Raises ConfigurationError: the file is damaged, or of another kind. It names the path.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,10 +79,10 @@ class CheckpointFile:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, the tensors can be read.
+        """Within, the tensors can be read.
 
         Raises:
-            RequestRejected: 400, at the beginning or the end: the file is not the one whose header was read.
+            RequestRejected: 400, at the start or the end: the file has changed since its header was read.
         """
         with self._opened():
             self._require_unchanged()
@@ -114,7 +114,7 @@ class CheckpointFile:
             raise RequestRejected(f"{self.path} cannot be opened: {error.strerror}") from error
         self._descriptor = descriptor
         try:
-            # A hint; not every file system takes it.
+            # A hint, which not every file system supports.
             with suppress(OSError):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             yield
@@ -185,7 +185,7 @@ class CheckpointFile:
     # -------------------------------------------------------------------------------------------- torch files
 
     def _read_torch_file(self) -> dict[str, StoredTensor]:
-        """Has torch's restricted unpickler tell where the storages lie; it reads none of them."""
+        """Let torch's restricted unpickler find where the storages are, without reading them."""
         from torch._subclasses.fake_tensor import FakeTensorMode  # takes seconds, and few need it
 
         try:
@@ -206,7 +206,7 @@ class CheckpointFile:
         return {name: self._torch_entry(name, tensor) for name, tensor in content.items()}
 
     def _require_uncompressed(self) -> None:
-        """Tensors are read from where they lie."""
+        """Refuse compressed entries, since tensors are read directly from the file."""
         with zipfile.ZipFile(self.path) as archive:
             packed = [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
         if packed:
@@ -226,9 +226,9 @@ def _num_bytes(tensor: StoredTensor) -> int:
 
 
 class Checkpoint:
-    """The tensors of a Hugging Face folder: headers at once, data when it is asked for.
+    """The tensors of a Hugging Face folder: headers are read at once, data when asked for.
 
-    Two tensors that are one in MXFP4 are that one here, see `Mxfp4Tensor`.
+    The two tensors of one MXFP4 weight appear as one, see `Mxfp4Tensor`.
 
     Args:
         load_format: `auto` prefers safetensors; `safetensors`, `pt` (torch's `pytorch_model*.bin`).
@@ -236,8 +236,8 @@ class Checkpoint:
     Attributes:
         entries: the header of each tensor, by name, in the order of `tensors`.
 
-    Raises ConfigurationError, naming the path and what was expected, where the folder, a file of its
-    index or a tensor is missing, a file is damaged, or two files hold the same name.
+    Raises ConfigurationError: the folder, a file of its index or a tensor is missing, a file is damaged, or
+    two files have the same name. It says what was expected.
     """
 
     def __init__(self, path: str | Path, load_format: str = "auto") -> None:
@@ -260,10 +260,9 @@ class Checkpoint:
         }
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield (name, tensor) of all tensors, to be read before the next is asked for.
+        """Yield (name, tensor) of all tensors. Each must be read before the next is asked for.
 
-        Raises RequestRejected, as reading the tensors does, naming a file that has changed since its header
-        was read.
+        Raises RequestRejected, as reading does: a file has changed since its header was read.
         """
         for file, places in groupby(self._places.items(), lambda item: item[1].file):
             with file.open():
@@ -282,7 +281,7 @@ class _Place(NamedTuple):
 
 
 def _with_pairs_joined(places: dict[str, _Place]) -> dict[str, _Place]:
-    """The same in the same order, with one tensor in the place of each pair of MXFP4."""
+    """The same tensors in order, with one in the place of each MXFP4 pair."""
     joined: dict[str, _Place] = {}
     for name, place in places.items():
         whole = name.removesuffix(BLOCKS).removesuffix(SCALES)
@@ -304,15 +303,16 @@ def _pair(places: dict[str, _Place], name: str) -> _Place | None:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Tensor(StoredTensor):
-    """What two tensors of a checkpoint stand for: [E, D, R] in bfloat16, widened on the device it goes to.
+    """An MXFP4 weight of two checkpoint tensors. It is [E, D, R] in bfloat16, widened on its destination
+    device.
 
-    Source: OCP Microscaling Formats (MX) Specification 1.0, as gpt-oss's checkpoints have it. E experts, R
-    outputs, D inputs, G = D / 32 groups.
+    Source: OCP Microscaling Formats (MX) Specification 1.0, as in gpt-oss's checkpoints. E experts, R
+        outputs, D inputs, G = D / 32 groups.
 
     Attributes:
         blocks: uint8 [E, R, G, 16].
         scales: uint8 [E, R, G].
-        first_input: of those that this is a view of.
+        first_input: where this view begins among the D inputs of the blocks.
     """
 
     blocks: StoredTensor
@@ -321,7 +321,7 @@ class Mxfp4Tensor(StoredTensor):
 
     @classmethod
     def of(cls, blocks: StoredTensor, scales: StoredTensor) -> Mxfp4Tensor | None:
-        """The tensor; None where they are something else."""
+        """The weight; None: these tensors are no MXFP4 pair."""
         alike = blocks.dtype == scales.dtype == torch.uint8 and blocks.shape == (*scales.shape, GROUP_BYTES)
         if not alike or scales.dim() != 3:
             return None
@@ -355,7 +355,7 @@ class Mxfp4Tensor(StoredTensor):
 
 
 def widen(blocks: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16 [..., 32 G] of uint8 [..., G, 16] and [..., G]; the first of two lies in the low bits."""
+    """bfloat16 [..., 32 G] from uint8 [..., G, 16] and [..., G]. A byte's low bits are the first number."""
     values = torch.tensor(FOUR_BITS, dtype=torch.bfloat16, device=blocks.device)
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1)
     factors = torch.ldexp(torch.ones(scales.shape, device=blocks.device), scales.int() - EXPONENT_BIAS).to(
@@ -368,9 +368,9 @@ def widen(blocks: Tensor, scales: Tensor) -> Tensor:
 def load_weights(
     store: WeightStore, path: str | Path, load_format: str, progress: Progress = no_progress
 ) -> None:
-    """Fill a model's weights from a folder, or with seeded small random values where it is `dummy`.
+    """Fill a model's weights from a folder; if the format is `dummy`, with seeded small random values.
 
-    Raises ConfigurationError before anything is written if tensors are missing, unknown or misshapen.
+    Raises ConfigurationError before anything is written: tensors are missing, unknown or of a wrong shape.
     """
     if load_format == "dummy":
         progress("making weights", 0, 0)
@@ -403,7 +403,7 @@ def load_weights(
 
 
 def write_dummy_weights(store: WeightStore) -> None:
-    """Small random values, the same each time on one kind of device, by checkpoint name; norms are one."""
+    """Write small random values, and ones for norms. They are reproducible on one kind of device."""
     device = store.device
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for name in sorted(store.names):
@@ -436,7 +436,7 @@ def checkpoint_files(path: Path, load_format: str) -> tuple[list[Path], dict[str
                 raise ConfigurationError(f"{index_file} names files that are missing: {first_few(absent)}")
             return files, listed
         for pattern in (f"{stem}*.{suffix}", f"*.{suffix}"):
-            # What is no file, like a pipe, might never end or never begin.
+            # Files only: a pipe could block for ever.
             if files := sorted(file for file in path.glob(pattern) if file.is_file()):
                 return files, {}
     expected = " or ".join(f"{families[family][0]}*.{families[family][1]}" for family in wanted)

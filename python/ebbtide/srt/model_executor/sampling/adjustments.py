@@ -1,4 +1,4 @@
-"""What changes scores before the choice: penalties, biases, and what leaves tokens out.
+"""Changes of scores before the choice: penalties, biases, allowed tokens and masks.
 
 Shapes: S requests that sample, P of them penalised, A with a list of allowed tokens, M with a mask;
 V vocabulary, W words of 32 tokens.
@@ -17,20 +17,20 @@ from ebbtide.srt.model_executor.batch_plan import SampleSpec
 from ebbtide.srt.model_executor.host_copies import upload
 
 WORD_BITS = 32
-# Biases beyond this say nothing more, and their sums with scores stay finite.
+# Larger biases make no difference, and with this one sums with scores stay finite.
 _MAX_BIAS = 1e30
 # Below this a repetition penalty would take scores out of float32's range.
 _LEAST_REPETITION_PENALTY = 1e-30
 
 
 class Penalties:
-    """What the penalised requests of a batch have seen, kept while the batch stays the same.
+    """Token counts of the requests with penalties, kept while the batch stays the same.
 
     Args:
         rows: their rows in the batch's scores, ascending.
         specs: of these rows.
         device: where the scores are.
-        previous: the state of the batch before; counts of requests that are still there are taken over.
+        previous: of the previous batch, for the counts of requests that are still there; None: there is none.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Penalties:
             scores_SV.index_copy_(0, self._rows_P, scores_PV)
 
     def _take_over(self, previous: Penalties | None) -> None:
-        """Counts of requests that were there before; the prompts of the others."""
+        """Copy the counts of requests that were there before; count the prompts of new ones."""
         known = {spec: row for row, spec in enumerate(previous._specs)} if previous is not None else {}
         kept = [row for row, spec in enumerate(self._specs) if spec in known]
         if previous is not None and kept:
@@ -120,7 +120,7 @@ class Penalties:
 def bias_entries(
     specs: list[SampleSpec], rows_without_stop: Sequence[int], device: torch.device
 ) -> tuple[tuple[Tensor, Tensor], Tensor] | None:
-    """What is added to scores, as ((rows, ids), values): logit_bias, and −∞ to stop ids that may not come."""
+    """What is added to scores, as ((rows, ids), values): logit_bias, and −∞ for masked stop ids."""
     entries = [
         (row, token_id, max(-_MAX_BIAS, min(bias, _MAX_BIAS)))
         for row, spec in enumerate(specs)
@@ -137,7 +137,7 @@ def bias_entries(
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """The `allowed_token_ids` of A of the rows. Unlike masks they never change, and stay on the device."""
+    """The `allowed_token_ids` of A of the rows. Unlike masks they never change: they stay on the device."""
 
     rows_A: Tensor
     forbidden_AV: Tensor
@@ -182,7 +182,7 @@ class TokenMasks:
         self._device = device
 
     def apply(self, scores_SV: Tensor) -> None:
-        """Set what may not come next to −∞, in place."""
+        """Set the scores of tokens that may not come next to −∞, in place."""
         words_MW = np.empty((len(self._masks), self._num_words), dtype=np.int32)
         self._masks[0].fill(self._masks[1:], words_MW)
         bytes_MB = upload(words_MW.view(np.uint8), self._device)

@@ -1,4 +1,4 @@
-"""What chooses tokens from adjusted scores, on the host here and on CUDA in `kernel`: filters, and noise.
+"""Chooses tokens from adjusted scores: filters and noise. On the host here; on CUDA in `kernel`.
 
 Shapes: S rows that sample, G of them by chance (not greedy) or filtered, V vocabulary.
 """
@@ -22,15 +22,15 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
-# Temperatures beyond this say nothing more, and products with their inverse stay normal numbers.
+# Larger temperatures make no difference, and with this one products with its inverse stay normal numbers.
 _MAX_TEMPERATURE = 1e30
-# The logprobs behind the tokens keep the alignment of the tokens whatever the number of rows.
+# Rows are padded to a multiple of this, so that the logprobs behind the tokens are aligned like them.
 _ROWS_ALIGNED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CutRows:
-    """Rows as the kernels left them: filters have cut them, and `cut_kernel` says what lies where.
+    """The rows after the kernels have applied the filters, in the layout of `cut_kernel`.
 
     Attributes:
         settings_S4, work, strips: of all rows; those without filters have no cut.
@@ -43,16 +43,15 @@ class CutRows:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Tokens on their way from the device.
+    """The chosen tokens, on the device.
 
     Attributes:
-        packed: int64, what one copy brings to the host: the tokens, and behind them their logprobs as
-            float32.
+        packed: int64, for one copy to the host: the tokens, then their logprobs as float32.
         num_rows: S.
-        norm_S1: logsumexp of the scores over the temperature, float32; None if nobody computed it: then the
-            logprobs say no more than which rows are not finite.
-        scale_S1: what the scores have yet to be multiplied by, float32; None: nothing.
-        cut_rows: where filters cut the rows; None where the chooser does not tell, or there are none.
+        norm_S1: float32, logsumexp of the scores over the temperature; None: it was not computed, and the
+            logprobs only tell which rows are not finite.
+        scale_S1: float32, a factor that the scores still need; None: they need none.
+        cut_rows: where filters cut the rows; None: the chooser does not tell, or no row has filters.
     """
 
     packed: Tensor
@@ -79,10 +78,10 @@ class Chosen:
 
 
 class Chooser(Protocol):
-    """Chooses a token per row of one batch; made anew when the batch changes.
+    """Chooses a token per row of one batch. It is made anew when the batch changes.
 
-    A token depends on its row's scores and noise alone, not on the other rows. Rows whose scores are all
-    −∞ or not a number give some valid token.
+    A token depends on its row's scores and noise alone, not on other rows. A row whose scores are all −∞ or
+    NaN gives some valid token.
     """
 
     def choose(self, scores_SV: Tensor, noise_S: NDArray[np.float64]) -> Chosen:
@@ -100,11 +99,14 @@ MakeChooser = Callable[[Sequence[SamplingParams], int, torch.device], Chooser]
 
 
 class Filters:
-    """The filters of some requests, applied in the order top-k, top-p, min-p; on the host by default.
+    """The filters of some requests, in the order top-k, top-p, min-p.
 
-    Each of them keeps the first tokens by descending probability, so together they keep the fewest that
-    any of them keeps. Top-p counts within what top-k left, renormalised; min-p is relative to the largest.
-    Among equal probabilities at the cut the lower ids stay: a request's choice never depends on its batch.
+    Each filter keeps the most likely tokens, so together they keep as many as the strictest of them. Top-p
+    counts within what top-k left, renormalised; min-p is relative to the largest probability. Among equal
+    probabilities at the cut, lower ids stay, so that a choice never depends on the rest of the batch.
+
+    Args:
+        device: where the probabilities are; None: the CPU.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class Filters:
         self._min_p_G1 = upload([each.min_p for each in params], device).unsqueeze(1)
 
     def support(self, probs_GV: Tensor) -> Tensor:
-        """Which tokens are kept, as booleans; never fewer than one of a row. The host waits for no device."""
+        """Which tokens are kept, as booleans, at least one per row. The host does not wait for the device."""
         sorted_GV, order_GV = probs_GV.sort(dim=-1, descending=True, stable=True)
         places_V = torch.arange(probs_GV.shape[1], device=probs_GV.device)
         in_top_k_GV = places_V < self._top_k_G1
@@ -132,7 +134,7 @@ class Filters:
 
 
 def has_top_k(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether top-k drops anything: −1 is off, and so is as many as there are."""
+    """Whether top-k can drop a token. −1 turns it off, and so does the vocabulary's size."""
     return 0 < params.top_k < vocab_size
 
 
@@ -142,7 +144,7 @@ def is_filtered(params: SamplingParams, vocab_size: int) -> bool:
 
 
 class HostChooser:
-    """Chooses with torch, and leaves the scores over the temperature in the scores' memory."""
+    """Chooses with torch. It divides the scores by the temperature in place."""
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
         self._temperature_S1 = torch.tensor([temperature_of(each) for each in params]).unsqueeze(1)
@@ -164,7 +166,8 @@ class HostChooser:
         num_rows = len(scores_SV)
         chosen = Chosen(torch.empty(Chosen.packed_size(num_rows), dtype=torch.int64), num_rows)
         chosen.tokens_S.copy_(tokens_S)
-        # The largest tells as much as the logsumexp, for an eighth of its time.
+        # To find rows that are not finite, the largest score does as well as the logsumexp, and is 8 times
+        # faster.
         largest_S1 = scores_SV.amax(-1, keepdim=True)
         chosen.logprobs_S.copy_(marked_nonfinite(torch.zeros(num_rows), largest_S1))
         return chosen
@@ -186,10 +189,10 @@ def invert_cdf(probs_GV: Tensor, noise_G: Tensor) -> Tensor:
     """
     sums_GV = probs_GV.cumsum(-1, dtype=torch.float64)
     total_G1 = sums_GV[:, -1:]
-    # The product may round up to the total, which no sum passes.
+    # The product may round up to the total, which no running sum exceeds: stay below it.
     goal_G1 = torch.minimum(noise_G.unsqueeze(1) * total_G1, total_G1.nextafter(torch.zeros(())))
     found_G1 = torch.searchsorted(sums_GV, goal_G1, right=True)
-    # Sums that are not numbers lead past the end.
+    # NaN sums would give an index past the end.
     return found_G1.squeeze(1).clamp_(max=probs_GV.shape[1] - 1)
 
 
@@ -200,8 +203,7 @@ def temperature_of(params: SamplingParams) -> float:
 
 def mixed_seeds(seeds: Sequence[int]) -> NDArray[np.uint64]:
     """The part of `uniforms` that depends on the seeds alone: any integers, taken modulo 2**64."""
-    # The seed is mixed before the position is added: seeds that differ by little must not be
-    # one another's sequence at other positions.
+    # Mix the seed before the position is added: otherwise close seeds would give the same sequence, shifted.
     return _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64) + _GOLDEN)
 
 

@@ -33,11 +33,11 @@ class LaunchedLogprobs:
         tokens_M: NDArray[np.float32] | None = None,
         token_ids_M: NDArray[np.int64] | None = None,
     ) -> LogprobArrays:
-        """What was launched, once the device has run it.
+        """The logprobs. Call it after the launched work has run.
 
         Args:
-            tokens_M: logprobs of the tokens at the positions, where they come separately.
-            token_ids_M: the tokens that were chosen there: each is the first among equals.
+            tokens_M: logprobs of the tokens at the positions, if they come separately.
+            token_ids_M: the chosen tokens: each is put first among tokens of equal score.
         """
         if tokens_M is None:
             assert self.tokens_M is not None
@@ -55,7 +55,7 @@ class LaunchedLogprobs:
 def position_logprobs(
     scores_MV: Tensor, token_ids_M: Tensor, specs: Sequence[LogprobSpec]
 ) -> LaunchedLogprobs:
-    """Log-softmax of each row at its token, at its most likely tokens, and at the ids that were asked for.
+    """Log-softmax of each row at its token, at its most likely tokens, and at the ids that the request named.
 
     Args:
         scores_MV: of any float type, in contiguous rows.
@@ -71,9 +71,9 @@ def token_logprobs(scores_MV: Tensor, token_ids_M: Tensor) -> tuple[Tensor, Tens
 
     Both are float32 and on the scores' device. Arguments are those of `position_logprobs`.
     """
-    # The whole log-softmax is never made: one number per row turns scores into logprobs.
+    # The full log-softmax is never computed: subtracting one number per row turns scores into logprobs.
     if scores_MV.is_cuda:
-        # Triton is there on CUDA machines alone.
+        # Triton is only installed on CUDA machines.
         from ebbtide.srt.model_executor.sampling import score_kernels
 
         return score_kernels.token_logprobs(scores_MV, token_ids_M)
@@ -90,13 +90,13 @@ def alternatives(
     scale_M1: Tensor | None = None,
     tokens_M: Tensor | None = None,
 ) -> LaunchedLogprobs:
-    """Logprobs of the most likely tokens and of the ids that were asked for.
+    """Logprobs of the most likely tokens and of the ids that the requests named.
 
     Args:
         scores_MV: of any float type.
         norm_M1: float32, logsumexp of the scaled scores.
-        scale_M1: positive; what the scores are multiplied by; None: 1.
-        tokens_M: on the host, logprobs of the tokens themselves, if known by now.
+        scale_M1: positive factor of the scores; None: 1.
+        tokens_M: logprobs of the tokens themselves, on the host; None: they come separately.
     """
 
     def logprobs_of(scores: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def _put_first_among_equals(
 ) -> None:
     """Put the chosen token first among those of its score, and order other equals by token id.
 
-    `topk` and the choice may prefer different tokens of one score.
+    `topk` and the chooser may prefer different tokens of the same score.
     """
     is_token_MK = top_ids_MK == token_ids_M[:, None]
     is_missing_M = (top_MK[:, -1] == tokens_M) & ~is_token_MK.any(1)
@@ -137,10 +137,10 @@ def _put_first_among_equals(
 
 
 def marked_nonfinite(logprobs_M: Tensor, norm_M1: Tensor) -> Tensor:
-    """Logprobs of tokens with the lowest float32 for −∞, and NaN where the row's scores are not finite.
+    """Logprobs of tokens, with the lowest float32 for −∞, and NaN for rows with NaN or +∞ in their scores.
 
-    Those are rows with NaN or +∞ in them: their logsumexp, like their maximum, is one of both, and that of
-    all others is less than +∞. Where all is −∞ everything was masked, which is no fault of the numbers.
+    The logsumexp and the maximum of such a row are NaN or +∞; those of any other row are less than +∞. A row
+    of −∞ alone was fully masked, which is no numerical fault.
 
     Args:
         norm_M1: logsumexp of each row, or its maximum.
@@ -149,5 +149,5 @@ def marked_nonfinite(logprobs_M: Tensor, norm_M1: Tensor) -> Tensor:
 
 
 def finite(logprobs: Tensor) -> Tensor:
-    """The same, with the lowest float32 for −∞ and for what is not a number."""
+    """The same, with the lowest float32 for −∞ and for NaN."""
     return logprobs.nan_to_num(nan=LOWEST, neginf=LOWEST)

@@ -1,9 +1,9 @@
 """From logits to tokens: penalties, bias, masks, temperature, filters, and one draw per request.
 
-And which tokens could have been drawn, for requests that ask: what the filters left of a step's scores.
+For requests that want it, also the support: the tokens that the filters left, so that could have been drawn.
 
-Shapes: S requests that sample, G of them by chance (not greedy), K ids of one that are listed at most,
-V vocabulary, W words of 32 tokens.
+Shapes: S requests that sample, G of them random (not greedy), K listed ids per row at most, V vocabulary,
+W words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from ebbtide.srt.model_executor.sampling.logprobs import (
 )
 from ebbtide.srt.sampling_params import SamplingParams
 
-# Rows with more than these are given by one bit for each token of the vocabulary instead.
+# The most ids that a support lists. A larger one is given as one bit per token of the vocabulary.
 MAX_LISTED = 1024
-# Pointers keep their alignment.
+# The number of listed ids is a multiple of this, so that rows stay aligned.
 _LISTED_STEP = 16
-# Columns ahead of them: how many there are, and a logprob.
+# Columns before the ids: their number, and the logprob of the sampled token.
 _NUM_HEADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedSample:
-    """A choice that the device may not have made yet.
+    """A launched sampling step, whose results may not be on the host yet.
 
     Attributes:
-        tokens_S: int64, on the device: work launched later may read it.
+        tokens_S: int64, on the device, for work that is launched later.
     """
 
     tokens_S: Tensor
@@ -61,7 +61,7 @@ class LaunchedSample:
     _supports: LaunchedSupports | None = None
 
     def result(self) -> StepResult:
-        """By row. To be called when what was launched up to `Sampler.launch` has run."""
+        """The result by row. Call it after the work launched up to `Sampler.launch` has run."""
         chosen = self._on_host
         token_ids_S, logprobs_S = chosen.tokens_S.numpy(), chosen.logprobs_S.numpy()
         num_nonfinite: dict[int, int] = dict.fromkeys(np.flatnonzero(np.isnan(logprobs_S)).tolist(), 1)
@@ -79,17 +79,19 @@ class LaunchedSample:
 
 @dataclass(eq=False)
 class Sampler:
-    """Samples a batch of requests; what does not change between steps is kept while the batch is the same.
+    """Samples a batch of requests. Data that does not change between steps is kept while the batch is the
+    same.
 
-    A token depends on the request's scores, its seed and its number of output tokens, and on nothing else.
-    On the CPU and on CUDA the same rule draws it; where sums differ in their last digits, tokens may.
+    A token depends only on the request's scores, its seed, and its number of output tokens. The CPU and CUDA
+    draw by the same rule, but rounding may differ, and tokens with it.
 
     Args:
         vocab_size: V.
         device: where the logits are.
-        make_chooser: what chooses; by default Triton's kernels on CUDA, and torch on the CPU.
-        logprobs_mode: what logprobs are of: "scaled", after penalties and temperature; "raw_logprobs", the
-            logits as they came; "processed_logprobs", scaled, and nothing of what the filters drop.
+        make_chooser: makes the chooser; by default Triton's kernels on CUDA, and torch on the CPU.
+        logprobs_mode: which scores logprobs are of. "scaled": after penalties and temperature;
+            "raw_logprobs": the unchanged logits; "processed_logprobs": scaled, with −∞ for tokens that the
+            filters drop.
     """
 
     _vocab_size: int
@@ -101,21 +103,21 @@ class Sampler:
     def launch(
         self, logits_SV: Tensor, specs: list[SampleSpec], positions_S: NDArray[np.int64]
     ) -> LaunchedSample:
-        """Choose a token per row. `logits_SV` may be overwritten. The host never waits for the device.
+        """Choose a token per row. The host never waits for the device.
 
-        Rows whose scores are all −∞, or not finite, give some token, with a logprob of the lowest float.
+        A row whose scores are all −∞, or not finite, gives some token with the lowest float as logprob.
 
         Args:
-            logits_SV: of any float type; rows contiguous.
-            specs: per row. `output_ids` are read for penalties alone (`SampleSpec.needs_output_ids`).
-            positions_S: output tokens before this one, those included that are not on the host yet.
+            logits_SV: of any float type, with contiguous rows; may be overwritten.
+            specs: per row. Their `output_ids` are only read for penalties (`SampleSpec.needs_output_ids`).
+            positions_S: number of output tokens before this one, also those in flight.
         """
         if self._batch is None or self._batch.specs != specs:
             make_chooser = self.make_chooser or _chooser_of(self._device)
             self._batch = _Batch(specs, self._vocab_size, self._device, make_chooser, self._batch)
         batch = self._batch
         wants_raw = bool(batch.logprob_rows) and self.logprobs_mode == "raw_logprobs"
-        # Copied now: what follows works in the logits' memory.
+        # Copy them now, since the next steps overwrite the logits.
         raw_MV = batch.raw_scores(logits_SV) if wants_raw else None
         scores_SV = batch.adjusted(logits_SV, positions_S)
         chosen = batch.chooser.choose(scores_SV, batch.noise(positions_S))
@@ -131,7 +133,7 @@ class Sampler:
         return LaunchedSample(chosen.tokens_S, on_host, batch.logprob_rows, logprobs, supports)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Run every kernel once on logits of this type, so that none is compiled while requests wait."""
+        """Run every kernel once on logits of this dtype, so that none is compiled while requests wait."""
         filters = {"top_p": 0.5, "min_p": 0.1}
         # A bias makes the scores float32; without any filter, other kernels run.
         for params in ({}, filters, {"logit_bias": {0: 0.0}}, filters | {"logit_bias": {0: 0.0}}):
@@ -152,12 +154,12 @@ class Sampler:
         self.forget()
 
     def forget(self) -> None:
-        """Keep nothing of the batch before: a launch that failed may have left half of it."""
+        """Drop the kept batch data, which a failed launch may have left incomplete."""
         self._batch = None
 
 
 class _Batch:
-    """One composition of the batch and what follows from it alone."""
+    """The data of one composition of the batch, kept while the same requests are sampled."""
 
     def __init__(
         self,
@@ -192,18 +194,18 @@ class _Batch:
         self._logprob_specs = [spec.logprobs for spec in specs if spec.logprobs is not None]
         self._vocab_size = vocab_size
         self._has_alternatives = any(each.top or each.token_ids for each in self._logprob_specs)
-        # None: all rows.
+        # The rows whose logprobs are wanted; None: all rows.
         self._logprob_rows_M = (
             upload(self.logprob_rows, device) if 0 < len(self.logprob_rows) < len(specs) else None
         )
 
     def adjusted(self, logits_SV: Tensor, positions_S: NDArray[np.int64]) -> Tensor:
-        """Scores after penalties, bias and masks; reported logprobs are of these over the temperature."""
+        """Scores after penalties, bias and masks. Divided by the temperature, they give the logprobs."""
         rows: list[int] = np.flatnonzero(positions_S < self._minimum_S).tolist()
         if rows != self._rows_without_stop:  # only when a request reaches its minimum
             self._rows_without_stop, self._bias = rows, bias_entries(self.specs, rows, self._device)
         changes = (self._penalties, self._bias, self._allowed)
-        # A CUDA chooser reads half precision as it is, and masks leave it so.
+        # On CUDA, choosers read half precision directly, and masks do not need float32.
         is_plain = logits_SV.is_cuda and all(change is None for change in changes)
         scores_SV = logits_SV if is_plain else logits_SV.float()
         if self._penalties is not None:
@@ -218,14 +220,14 @@ class _Batch:
         return scores_SV
 
     def noise(self, positions_S: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The noise of each row, as choosers take it: −1 for greedy ones."""
+        """The noise of each row for the chooser; −1 for greedy rows."""
         noise_S = np.full(len(self.specs), -1.0)
         if len(self._random_G):
             noise_S[self._random_G] = uniforms(self._seeds_G, positions_S[self._random_G])
         return noise_S
 
     def logprobs(self, scores_SV: Tensor, chosen: Chosen) -> LaunchedLogprobs:
-        """Logprobs of the chosen tokens, unless they come with them, and what else was asked for."""
+        """Logprobs of the chosen tokens, unless the chooser gave them, and the other wanted logprobs."""
         if chosen.norm_S1 is None:
             return position_logprobs(
                 self._wanted(scores_SV), self._wanted(chosen.tokens_S), self._logprob_specs
@@ -241,7 +243,7 @@ class _Batch:
 
     @cached_property
     def dropping(self) -> tuple[Tensor, Filters] | None:
-        """Which of the rows whose logprobs are wanted have filters, and these; None: no row has any."""
+        """Of the rows whose logprobs are wanted: those with filters, and the filters; None: no row has."""
         params = [self.specs[row].params for row in self.logprob_rows]
         rows = [
             row
@@ -258,7 +260,7 @@ class _Batch:
         return self._wanted(logits_SV).to(torch.float32, copy=True)
 
     def processed_scores(self, scores_SV: Tensor, chosen: Chosen) -> Tensor:
-        """The scores over the temperature, −∞ for what the filters drop; of the rows that are wanted."""
+        """The wanted rows' scores over the temperature, with −∞ for tokens that the filters drop."""
         scores_MV = self._wanted(scores_SV).float()
         if chosen.scale_S1 is not None:
             scores_MV = scores_MV * self._wanted(chosen.scale_S1)
@@ -266,14 +268,14 @@ class _Batch:
             return scores_MV
         rows_F, filters = self.dropping
         support_FV = filters.support(scores_MV[rows_F].softmax(-1))
-        # The chosen token stays, whatever sums were rounded to.
+        # The chosen token stays, even if rounding would drop it.
         support_FV.scatter_(1, self._wanted(chosen.tokens_S)[rows_F].unsqueeze(1), value=True)
         keeps_MV = torch.ones_like(scores_MV, dtype=torch.bool)
         keeps_MV[rows_F] = support_FV
         return scores_MV.masked_fill(~keeps_MV, float("-inf"))
 
     def logprobs_of(self, scores_MV: Tensor, chosen: Chosen) -> LaunchedLogprobs:
-        """What was asked for, of these scores of the rows that are wanted."""
+        """The wanted logprobs, of these scores of the wanted rows."""
         return position_logprobs(scores_MV, self._wanted(chosen.tokens_S), self._logprob_specs)
 
     def _wanted(self, rows: Tensor) -> Tensor:
@@ -285,8 +287,8 @@ class LaunchedSupports:
     """Supports on their way to the host.
 
     Attributes:
-        random: rows in the order of what follows.
-        greedy: rows that have their token alone.
+        random: the G rows, in the order of the arrays.
+        greedy: rows whose support is their token alone.
         listed_GK: int32, as `support_kernel.listed` lays them out; None: `kept_GV` and `logprobs_G` instead.
         words_GW: as `support_kernel.bits` does; None: every row has room for all its ids.
     """
@@ -299,7 +301,7 @@ class LaunchedSupports:
     logprobs_G: Tensor | None = None
 
     def result(self, token_ids_S: NDArray[np.int64]) -> Supports:
-        """Once the device has run what was launched."""
+        """The supports. Call it after the launched work has run."""
         counts_G = np.zeros(0, dtype=np.int64)
         ids, logprobs_G = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
         if self.listed_GK is not None:
@@ -340,7 +342,7 @@ def _ids_of(words_W: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 class SupportReader:
-    """The requests of a batch that ask, kept while the batch stays the same."""
+    """Reads the supports of the requests of a batch that want them."""
 
     def __init__(self, specs: Sequence[SampleSpec], vocab_size: int, device: torch.device) -> None:
         rows = [row for row, spec in enumerate(specs) if spec.returns_support]
@@ -355,7 +357,7 @@ class SupportReader:
         self._num_listed = -(-num_listed // _LISTED_STEP) * _LISTED_STEP
 
     def read(self, scores_SV: Tensor, chosen: Chosen) -> LaunchedSupports:
-        """Launch it. The scores are those that the choice was made of."""
+        """Launch the reading. `scores_SV`: the scores that the tokens were chosen from."""
         if not self._random:
             return LaunchedSupports([], self._greedy)
         if chosen.cut_rows is None:
@@ -378,7 +380,7 @@ class SupportReader:
             scores_GV = scores_GV * chosen.scale_S1[self._rows_G]
         probs_GV = scores_GV.softmax(-1)
         tokens_G1 = chosen.tokens_S[self._rows_G].unsqueeze(1)
-        # What was chosen belongs to it, whatever sums were rounded to.
+        # The chosen token belongs to the support, even if rounding would drop it.
         kept_GV = (self._filters.support(probs_GV) & (probs_GV > 0)).scatter_(1, tokens_G1, value=True)
         left_GV = scores_GV.masked_fill(~kept_GV, float("-inf"))
         logprobs_G = (left_GV.gather(1, tokens_G1) - left_GV.logsumexp(-1, keepdim=True)).squeeze(1)
@@ -390,7 +392,7 @@ class SupportReader:
 def _chooser_of(device: torch.device) -> MakeChooser:
     if device.type == "cpu":
         return HostChooser
-    # Triton is there on CUDA machines alone.
+    # Triton is only installed on CUDA machines.
     from ebbtide.srt.model_executor.sampling.kernel import KernelChooser
 
     return KernelChooser
