@@ -88,23 +88,24 @@ def test_ranks_without_room_in_turn_launch_passes_again_and_generate_the_same(
 
 
 class ScarceDevice(CpuDevice):
-    """Has no room for two passes of three."""
+    """Has no room for one pass of three."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.next = rank
+        self.num_passes = rank
 
     def make_room(self, num_bytes: int) -> bool:
-        self.next += 1
-        return self.next % 3 > 0
+        return self.num_passes % 3 > 0
 
 
 def generate_in_little_memory(group: Any, path: Path) -> Output:
     driver = RunnerDriver(path, group=group)
     runner, launch, reasons = driver.runner, driver.runner.launch, list[str]()
-    runner.room = PassRoom(ScarceDevice(group.rank), group, 1, 1)
+    device = ScarceDevice(group.rank)
+    runner.room = PassRoom(device, group, 1, 1)
 
     def launch_again(plan: BatchPlan) -> PendingStep:
+        device.num_passes += 1
         runner.forget_room()
         try:
             return launch(plan)

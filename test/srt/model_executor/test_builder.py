@@ -19,7 +19,7 @@ from ebbtide.srt.mem_cache.kv_pool import KVLayout
 from ebbtide.srt.memory_saver.saver import VirtualMemorySaver
 from ebbtide.srt.memory_saver.virtual_memory.host import HostVirtualMemory
 from ebbtide.srt.model_executor import graph_runner
-from ebbtide.srt.model_executor.builder import capture_graphs
+from ebbtide.srt.model_executor.builder import _pass_room, capture_graphs
 from ebbtide.srt.model_executor.kv_sizing import checkpoint_scales, choose_budget, choose_num_pages
 from ebbtide.srt.server_args import ServerArgs
 
@@ -222,3 +222,18 @@ def test_routes_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "LlamaForCausalLM")
     with pytest.raises(ConfigurationError, match="enable_return_routed_experts: LlamaForCausalLM has no exp"):
         RunnerDriver(path, enable_return_routed_experts=True)
+
+
+def test_room_for_passes_is_what_the_longest_prompt_took_on_the_rank_where_it_took_most(
+    tmp_path: Path,
+) -> None:
+    runner: Any = SimpleNamespace(device=CpuDevice())
+    group: Any = SimpleNamespace(
+        size=2, rank=0, smallest=lambda value: min(value, -101) if value < 0 else value
+    )
+    config = resolve(
+        ServerArgs(model_path=str(make_checkpoint(tmp_path, "LlamaForCausalLM")), chunked_prefill_size=64)
+    )
+    for taken_bytes, token_bytes in ((6400, 101), (6464, 101), (6465, 102)):
+        room = _pass_room(runner, config, group, taken_bytes)
+        assert (room.token_bytes, room.row_bytes) == (token_bytes, 3 * 4 * config.model.vocab_size)

@@ -17,7 +17,7 @@ from fixtures.references import Reference
 from ebbtide.srt.device import CpuDevice
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 from ebbtide.srt.errors import EngineError
-from ebbtide.srt.model_executor import model_runner
+from ebbtide.srt.model_executor import model_runner, pass_room
 from ebbtide.srt.model_executor.batch_plan import (
     SAMPLED_BEFORE,
     BatchPlan,
@@ -26,6 +26,7 @@ from ebbtide.srt.model_executor.batch_plan import (
     PendingStep,
 )
 from ebbtide.srt.model_executor.pass_room import PassRoom
+from ebbtide.srt.model_executor.sampling.sampler import LISTED_BYTES
 from ebbtide.srt.sampling_params import SamplingParams
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
@@ -365,16 +366,35 @@ def test_in_the_middle_of_a_pass_of_several_ranks_too_little_memory_is_the_end(q
 def test_room_is_for_what_a_pass_computes_and_for_the_logits_that_it_has_at_a_time(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver, sizes = RunnerDriver(qwen3), list[tuple[int, int]]()
+    driver, sizes = RunnerDriver(qwen3), list[tuple[int, ...]]()
     driver.runner.room = room = PassRoom(CpuDevice(), ParallelGroup(2), 1, 1)
-    monkeypatch.setattr(room, "make", lambda num_tokens, num_rows: sizes.append((num_tokens, num_rows)))
-    plain, scored = driver.start(PROMPT[:30]), driver.start(PROMPT[:20], logprobs=LogprobSpec(start=0))
+    monkeypatch.setattr(room, "make", lambda *size: sizes.append(size))
+    monkeypatch.setattr(driver.runner.sampler, "room_bytes", lambda specs: 1000 * len(specs))
+    plain, scored = driver.start(PROMPT[:30]), driver.start(PROMPT[:20], logprobs=LogprobSpec(start=0, top=3))
     driver.step((plain, 20))
     driver.step((plain, 10), (scored, 20))
     driver.step((plain, 1), (scored, 1))
     monkeypatch.setattr(driver.runner, "graphs", SimpleNamespace(fits=lambda plan: plan.is_decode))
-    assert driver.runner._size(BatchPlan.of_prompt(driver.start([7]).spec)) == (0, 1)
-    assert sizes == [(20, 0), (30, 60), (2, 2)]
+    assert driver.runner._size(BatchPlan.of_prompt(driver.start([7]).spec)) == (0, 1, 1000)
+    assert sizes == [(20, 0, 0), (30, 60, 2000 + 30 * 3 * LISTED_BYTES), (2, 2, 2000)]
+
+
+def test_what_is_kept_of_requests_keeps_no_smaller_pass_from_having_room(qwen3: Path) -> None:
+    driver = RunnerDriver(qwen3)
+    device: Any = SimpleNamespace(
+        total_bytes=1 << 40,
+        make_room=lambda num_bytes: num_bytes <= device.total_bytes,
+        trim=lambda: None,
+        free_bytes=lambda: 7,
+    )
+    driver.runner.room = PassRoom(device, ParallelGroup(2), 0, 0)
+    runs = [driver.start(PROMPT[:9], SamplingParams(presence_penalty=0.1)) for _ in range(8)]
+    driver.step(*((run, 9) for run in runs))
+    device.total_bytes = (pass_room.FIXED_BYTES + driver.runner.sampler.room_bytes([]) // 2) * 9 // 8
+    driver.runner.forget_room()
+    with pytest.raises(PassOutOfMemory, match="; 7 are free"):
+        driver.step(*((run, 1) for run in runs))
+    driver.step((runs[0], 1))
 
 
 @pytest.mark.parametrize("first_line", range(2, 55, 9))

@@ -21,6 +21,11 @@ from ebbtide.srt.model_executor.pass_room import PassRoom
 TOKEN_BYTES, ROW_BYTES = 10, 100
 
 
+@pytest.fixture(autouse=True)
+def _passes_that_take_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_room, "FIXED_BYTES", 0)
+
+
 class CountingDevice(CpuDevice):
     """So many bytes that passes may have.
 
@@ -90,9 +95,9 @@ class Ranks:
         return reason
 
 
-def made(room: PassRoom, num_tokens: int, num_rows: int) -> str | None:
+def made(room: PassRoom, num_tokens: int, num_rows: int, more_bytes: int = 0) -> str | None:
     try:
-        room.make(num_tokens, num_rows)
+        room.make(num_tokens, num_rows, more_bytes)
     except PassOutOfMemory as error:
         return str(error)
     return None
@@ -100,14 +105,37 @@ def made(room: PassRoom, num_tokens: int, num_rows: int) -> str | None:
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])
 def test_where_one_rank_has_no_room_none_keeps_any_and_smaller_passes_have_some(lacking: int) -> None:
-    ranks = Ranks(*(599 if rank == lacking else 10_000 for rank in range(3)))
+    ranks = Ranks(*(561 if rank == lacking else 10_000 for rank in range(3)))
     assert ranks.make(10, 1) is None
-    assert ranks.make(30, 1) == f"rank {lacking} has no room for 600 bytes; 599 are free"
+    assert ranks.make(40, 1) == f"rank {lacking} has no room for 562 bytes; 561 are free"
     assert [device.kept_bytes for device in ranks.devices] == [0, 0, 0]
     assert ranks.make(20, 1) is None
-    ranks.devices[lacking].total_bytes = 750
+    ranks.devices[lacking].total_bytes = 843
     assert ranks.make(40, 1) is None
-    assert [device.kept_bytes for device in ranks.devices] == [750, 750, 750]
+    assert [device.kept_bytes for device in ranks.devices] == [843, 843, 843]
+
+
+def test_of_several_without_room_the_one_with_least_is_named() -> None:
+    assert Ranks(40, 30, 50, 30).make(1, 1) == "rank 1 has no room for 123 bytes; 30 are free"
+
+
+def test_a_pass_that_fits_just_so_runs_and_no_larger_one_counts_on_its_room() -> None:
+    ranks = Ranks(10_000, 562)
+    assert ranks.make(40, 1) is None
+    num_asked = ranks.meeting.num_asked
+    assert ranks.make(40, 1) is None
+    assert ranks.meeting.num_asked == num_asked
+    assert ranks.make(41, 1) == "rank 1 has no room for 573 bytes; 562 are free"
+
+
+def test_what_is_taken_beside_tokens_and_logits_and_by_every_pass_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pass_room, "FIXED_BYTES", 50)
+    ranks = Ranks(225, 225)
+    assert ranks.run(lambda _, room: made(room, 1, 1, 40)) == [None, None]
+    [reason] = set(ranks.run(lambda _, room: made(room, 1, 1, 41)))
+    assert reason == "rank 0 has no room for 226 bytes; 225 are free"
 
 
 def test_passes_that_grow_seldom_ask_and_the_same_ones_never(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +145,7 @@ def test_passes_that_grow_seldom_ask_and_the_same_ones_never(monkeypatch: pytest
         ranks.make(num_tokens, 1)
     assert ranks.meeting.num_asked <= 12
     ranks.make(2000, 1)
-    assert ranks.devices[0].kept_bytes == 22_100
+    assert ranks.devices[0].kept_bytes == 24_612
     num_asked = ranks.meeting.num_asked
     ranks.run(lambda _, room: room.forget())
     ranks.make(1, 1)

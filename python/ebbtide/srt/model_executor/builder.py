@@ -266,8 +266,7 @@ def _ready(
 def _pass_room(runner: ModelRunner, config: EngineConfig, group: ParallelGroup, taken_bytes: int) -> PassRoom:
     """Room for passes, sized by the peak of the warm-up's longest prompt."""
     num_tokens = min(_longest_pass(config), config.model.context_len)
-    # An eighth more for fragmentation.
-    token_bytes = -group.smallest(-(taken_bytes * 9 // 8 // num_tokens))
+    token_bytes = -group.smallest(-taken_bytes // num_tokens)
     itemsize = 4 if config.server_args.enable_fp32_lm_head else DTYPES[config.model.dtype].itemsize
     # Three times: this rank's logits, those of all ranks, and these concatenated.
     room = PassRoom(runner.device, group, token_bytes, 3 * itemsize * config.model.vocab_size)

@@ -47,7 +47,7 @@ from ebbtide.srt.model_executor.sampling.logprobs import (
     marked_nonfinite,
     token_logprobs,
 )
-from ebbtide.srt.model_executor.sampling.sampler import LaunchedSample, Sampler
+from ebbtide.srt.model_executor.sampling.sampler import LISTED_BYTES, LaunchedSample, Sampler
 from ebbtide.srt.model_executor.weight_store import WeightStore
 from ebbtide.srt.models.base import CausalLM
 
@@ -192,10 +192,13 @@ class ModelRunner:
             PassOutOfMemory: see `Runner.launch`.
             EngineError: memory ran out in the middle of a pass of several ranks.
         """
-        if self.room is not None:
-            self.room.make(*self._size(plan))
         try:
+            if self.room is not None:
+                self.room.make(*self._size(plan))
             return self._launch(plan, before_masks)
+        except PassOutOfMemory:
+            self.sampler.forget()
+            raise
         except torch.OutOfMemoryError as error:
             asked = ". ".join(str(error).split(". ")[:2])
             drop_frames(error)
@@ -211,17 +214,23 @@ class ModelRunner:
         if self.room is not None:
             self.room.forget()
 
-    def _size(self, plan: BatchPlan) -> tuple[int, int]:
-        """How many tokens of a pass take memory from torch, and how many rows of logits at a time."""
+    def _size(self, plan: BatchPlan) -> tuple[int, int, int]:
+        """How many tokens of a pass take memory from torch, how many rows of logits at a time, and how many
+        bytes it takes beside them."""
         num_rows = int(plan.samples_R.sum())
         if plan.is_decode:
             is_replayed = self.graphs is not None and self.graphs.fits(plan)
-            return 0 if is_replayed else num_rows, num_rows
+            return 0 if is_replayed else num_rows, num_rows, self.sampler.room_bytes(plan.specs)
         num_tokens = len(plan.input_ids_T)
-        if any(spec.logprobs is not None and spec.logprobs.start is not None for spec in plan.specs):
+        sampled = [spec for spec, samples in zip(plan.specs, plan.samples_R.tolist(), strict=True) if samples]
+        more_bytes = self.sampler.room_bytes(sampled)
+        scored = [spec.logprobs for spec in plan.specs if spec.logprobs and spec.logprobs.start is not None]
+        if scored:
             # Counted twice: prompt logprobs also make a float32 copy of the logits.
             num_rows = max(num_rows, 2 * min(num_tokens, PROMPT_LOGITS_ROWS))
-        return num_tokens, num_rows
+            widest = max(each.top + len(each.token_ids) for each in scored)
+            more_bytes += LISTED_BYTES * min(widest * num_tokens, PROMPT_ALTERNATIVES)
+        return num_tokens, num_rows, more_bytes
 
     @torch.inference_mode()
     def _launch(self, plan: BatchPlan, before_masks: BeforeMasks) -> PendingStep:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # The most that is kept beyond what a pass takes.
 SPARE_BYTES: Final = 128 << 20
+# What every pass takes, however small it is: partial sums of work that is split among multiprocessors.
+FIXED_BYTES: Final = 16 << 20
 
 
 @dataclass(eq=False)
@@ -37,25 +39,28 @@ class PassRoom:
         """Let the next pass check for memory again. All ranks must call it between the same passes."""
         self._room_bytes = 0
 
-    def make(self, num_tokens: int, num_rows: int) -> None:
-        """Make sure of memory for a pass, and of up to half as much more, so that growing passes ask seldom.
+    def make(self, num_tokens: int, num_rows: int, more_bytes: int = 0) -> None:
+        """Make sure of memory for a pass.
 
+        If there is more, up to half as much more is kept too, so that growing passes ask seldom.
         The host waits for all ranks only if a pass takes more than all passes since the last `forget`.
 
         PassOutOfMemory: a rank has too little. All ranks raise it, and none keeps any memory.
         """
-        needed_bytes = num_tokens * self.token_bytes + num_rows * self.row_bytes
+        taken_bytes = FIXED_BYTES + num_tokens * self.token_bytes + num_rows * self.row_bytes + more_bytes
+        # An eighth more for fragmentation.
+        needed_bytes = taken_bytes * 9 // 8
         if needed_bytes <= self._room_bytes:
             return
-        room_bytes = needed_bytes + min(needed_bytes // 2, SPARE_BYTES)
-        lacking = sys.maxsize
-        if not self._device.make_room(room_bytes):
+        sizes = (needed_bytes + min(needed_bytes // 2, SPARE_BYTES), needed_bytes)
+        made = next((size for size in sizes if self._device.make_room(size)), None)
+        if made is None:
             self._device.trim()
-            lacking = self._device.free_bytes() * self._group.size + self._group.rank
-        lacking = self._group.smallest(lacking)
-        if lacking < sys.maxsize:
-            self._room_bytes = 0
+            # Negative, so that it is less than what any rank has made. The rank with the least free wins.
+            made = self._device.free_bytes() * self._group.size + self._group.rank - sys.maxsize
+        made = self._group.smallest(made)
+        self._room_bytes = max(made, 0)
+        if made < 0:
             self._device.trim()
-            free_bytes, rank = divmod(lacking, self._group.size)
-            raise PassOutOfMemory(f"rank {rank} has no room for {room_bytes} bytes; {free_bytes} are free")
-        self._room_bytes = room_bytes
+            free_bytes, rank = divmod(made + sys.maxsize, self._group.size)
+            raise PassOutOfMemory(f"rank {rank} has no room for {needed_bytes} bytes; {free_bytes} are free")

@@ -1,7 +1,9 @@
 """The sampler against a naive reference, and its statistics."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from ebbtide.srt.model_executor.batch_plan import LogprobSpec, SampleSpec, StepResult
 from ebbtide.srt.model_executor.sampling.adjustments import TokenMasks
-from ebbtide.srt.model_executor.sampling.choosing import Filters, invert_cdf, mixed_seeds, uniforms
+from ebbtide.srt.model_executor.sampling.choosing import Chosen, Filters, invert_cdf, mixed_seeds, uniforms
 from ebbtide.srt.model_executor.sampling.logprobs import LOWEST
 from ebbtide.srt.model_executor.sampling.sampler import Sampler
 from ebbtide.srt.sampling_params import SamplingParams
@@ -413,3 +415,78 @@ def test_broken_logits_of_one_request_harm_no_other(broken: float, params: dict[
     assert list(result.num_nonfinite) == ([] if broken == -math.inf else [1])
     entry = logprobs_of(result, specs)[1]
     assert [entry.token, *(value for value, _ in entry.top)] == [LOWEST] * 3
+
+
+class Unfiltered:
+    """Chooses without memory for rows of the vocabulary, as kernels do."""
+
+    def __init__(self, *args: Any) -> None: ...
+    def choose(self, scores_SV: Tensor, noise_S: NDArray[np.float64]) -> Chosen:
+        num_rows = len(scores_SV)
+        packed = torch.zeros(Chosen.packed_size(num_rows), dtype=torch.int64)
+        return Chosen(packed, num_rows, torch.zeros(num_rows, 1), torch.ones(num_rows, 1))
+
+
+def memory_of(act: Callable[[], Any]) -> tuple[int, int]:
+    """The bytes that torch takes at most, and those of them that it has not given back."""
+    taken = most = 0
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        act()
+    assert profiler.kineto_results is not None
+    for event in profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            taken += event.nbytes()
+            most = max(most, taken)
+    return most, taken
+
+
+# By whether all scores become float32 for it. Else kernels read those of 16 bits as they are.
+TAKING: dict[bool, dict[str, dict[str, Any]]] = {
+    True: {
+        "a bias": {"logit_bias": {1: 1.0}},
+        "biases": {"logit_bias": dict.fromkeys(range(4096), 1.0)},
+        "a stop": {"stop_ids": [1], "min_new_tokens": 9},
+        "stops": {"stop_ids": range(4000), "min_new_tokens": 9},
+        "repetition": {"repetition_penalty": 1.2},
+        "frequency": {"frequency_penalty": 0.2, "presence_penalty": 0.1},
+        "long prompt": {"repetition_penalty": 1.2, "prompt": [1] * 9999},
+        "allowed": {"allowed_token_ids": [1, 2]},
+        "all allowed": {"allowed_token_ids": list(range(4096))},
+    },
+    False: {
+        "nothing": {},
+        "mask": {"mask": SimpleNamespace(fill=lambda others, words_MW: words_MW.fill(-1))},
+        "logprobs": {"logprobs": LogprobSpec()},
+        "top logprobs": {"logprobs": LogprobSpec(top=20)},
+        "all logprobs": {"logprobs": LogprobSpec(top=4096)},
+        "logprobs of ids": {"logprobs": LogprobSpec(token_ids=tuple(range(4096)))},
+        "logprobs of filtered": {"logprobs": LogprobSpec(), "top_p": 0.9},
+        "support": {"returns_support": True},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("are_copied", "kind", "mode"),
+    [(are_copied, kind, "scaled") for are_copied, kinds in TAKING.items() for kind in kinds]
+    + [(False, kind, f"{mode}_logprobs") for kind in TAKING[False] for mode in ("raw", "processed")],
+)
+def test_a_launch_takes_and_keeps_no_more_than_it_has_said(are_copied: bool, kind: str, mode: str) -> None:
+    fields = dict(TAKING[are_copied][kind])
+    extra = {name: fields.pop(name) for name in ("mask", "returns_support") if name in fields}
+    scores_SV = torch.zeros(16, 4096, dtype=torch.bfloat16 if are_copied else torch.float32)
+    for num_taking in (16, 8):
+        sampler, kept = Sampler(4096, torch.device("cpu"), Unfiltered, mode), 0
+        rows = [replace(spec(**fields), **extra) if row < num_taking else spec() for row in range(16)]
+        for specs in (rows, rows, rows[1:] + rows[:1], [spec() for _ in rows]):
+            said = sampler.room_bytes(specs)
+            with torch.inference_mode():
+                launch = partial(sampler.launch, scores_SV, specs, np.ones(16, dtype=np.int64))
+                taken, left = memory_of(launch)
+            small = 100 * len(specs)
+            assert kept + taken <= said + small
+            kept += left
+            assert kept <= sampler.room_bytes([]) + small
+        sampler.room_bytes(rows)
+        sampler.forget()
+        assert sampler.room_bytes([]) == 0

@@ -44,6 +44,8 @@ MAX_LISTED = 1024
 _LISTED_STEP = 16
 # Columns before the ids: their number, and the logprob of the sampled token.
 _NUM_HEADS = 2
+# Bytes per number that a request lists or asks for (biases, token ids, logprobs), with what sorting it takes.
+LISTED_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Sampler:
     make_chooser: MakeChooser | None = None
     logprobs_mode: str = "scaled"
     _batch: _Batch | None = field(default=None, init=False)
+    _counted: tuple[list[SampleSpec], int] = field(default=([], 0), init=False)
 
     def launch(
         self, logits_SV: Tensor, specs: list[SampleSpec], positions_S: NDArray[np.int64]
@@ -155,7 +158,41 @@ class Sampler:
 
     def forget(self) -> None:
         """Drop the kept batch data, which a failed launch may have left incomplete."""
-        self._batch = None
+        self._batch, self._counted = None, ([], 0)
+
+    def room_bytes(self, specs: list[SampleSpec]) -> int:
+        """Return the most memory in bytes that `launch` takes for these rows, beside their logits.
+
+        What is kept of the rows before counts too, and alone if there are no rows.
+        """
+        before, kept_bytes = self._counted
+        if not specs or specs == before:
+            return kept_bytes
+        self._counted = list(specs), self._scratch_bytes(specs)
+        return max(kept_bytes, self._counted[1])
+
+    def _scratch_bytes(self, specs: list[SampleSpec]) -> int:
+        """Add up what adjustments, logprobs and supports allocate."""
+        wanted = [(spec.params, each) for spec in specs if (each := spec.logprobs) is not None]
+        num_each = max((each.top + len(each.token_ids) for _, each in wanted), default=0)
+        num_listed = len(wanted) * num_each
+        # Bytes per token of the vocabulary.
+        width = len(wanted) * (8 if self.logprobs_mode == "raw_logprobs" else 4 * (num_each > 0))
+        if self.logprobs_mode == "processed_logprobs":
+            # 50 as counted on a CPU, and 40 as estimated for the sort of a GPU.
+            width += 90 * sum(is_filtered(params, self._vocab_size) for params, _ in wanted)
+        are_copied = False
+        for spec in specs:
+            bias, allowed = spec.params.logit_bias or (), spec.params.allowed_token_ids or ()
+            num_listed += len(bias) + len(allowed) + len(spec.stop_ids)
+            width += 9 * bool(allowed) + 6 * (spec.mask is not None) + 20 * spec.returns_support
+            are_copied |= bool(bias or allowed) or spec.needs_output_ids or spec.params.min_new_tokens > 0
+            if spec.needs_output_ids:
+                width += 22
+                num_listed += len(spec.prompt_ids) + len(spec.output_ids)
+        # All scores become float32.
+        width += 4 * len(specs) * are_copied
+        return width * self._vocab_size + num_listed * LISTED_BYTES
 
 
 class _Batch:
@@ -349,7 +386,9 @@ class SupportReader:
         self._greedy = [row for row in rows if specs[row].params.is_greedy]
         self._random = [row for row in rows if not specs[row].params.is_greedy]
         params = [specs[row].params for row in self._random]
-        self._filters = Filters(params, vocab_size, device)
+        # None if no request filters: nothing has to be sorted then.
+        has_filters = any(is_filtered(each, vocab_size) for each in params)
+        self._filters = Filters(params, vocab_size, device) if has_filters else None
         self._rows_G = upload(np.array(self._random, dtype=np.int32), device)
         bounds = [each.top_k if has_top_k(each, vocab_size) else vocab_size for each in params]
         self._is_bounded = max(bounds, default=0) <= MAX_LISTED
@@ -381,7 +420,9 @@ class SupportReader:
         probs_GV = scores_GV.softmax(-1)
         tokens_G1 = chosen.tokens_S[self._rows_G].unsqueeze(1)
         # The chosen token belongs to the support, even if rounding would drop it.
-        kept_GV = (self._filters.support(probs_GV) & (probs_GV > 0)).scatter_(1, tokens_G1, value=True)
+        kept_GV = (probs_GV > 0).scatter_(1, tokens_G1, value=True)
+        if self._filters is not None:
+            kept_GV &= self._filters.support(probs_GV).scatter_(1, tokens_G1, value=True)
         left_GV = scores_GV.masked_fill(~kept_GV, float("-inf"))
         logprobs_G = (left_GV.gather(1, tokens_G1) - left_GV.logsumexp(-1, keepdim=True)).squeeze(1)
         return LaunchedSupports(
