@@ -202,7 +202,7 @@ class Continuation:
         meta |= self._spans
         meta["kv_weight_versions"] = list(self._kv_versions)
         meta["num_retractions"] = self._num_retractions
-        meta["replica"], meta["num_moves"] = replica, self.num_moves
+        meta |= self.told(replica)
         finish = meta["finish_reason"]
         if finish is not None and finish["type"] == "length" and self._num_before:
             meta["finish_reason"] = {**finish, "length": finish["length"] + self._num_before}
@@ -210,6 +210,10 @@ class Continuation:
             meta["e2e_latency"] = time.monotonic() - self._started_s
         body["meta_info"] = meta
         return body
+
+    def told(self, replica: str) -> dict[str, Any]:
+        """What every answer says of where it was made; `replica` has finished it."""
+        return {"replica": replica, "num_moves": self.num_moves}
 
 
 def joined_spans(

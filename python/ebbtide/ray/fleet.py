@@ -192,7 +192,10 @@ class RayFleet(RemoteMethods):
                 try:
                     with replica.working(), _repeated(asked, replica, output):
                         if not in_chunks:
-                            yield await replica.engine.answer({**fields, "rid": output.rid})
+                            whole = await replica.engine.answer({**fields, "rid": output.rid})
+                            for one in whole if isinstance(whole, list) else [whole]:
+                                one["meta_info"] |= output.told(replica.name)
+                            yield whole
                             return
                         chunks = replica.engine.stream(output.so_far, output.next_fields())
                         async with aclosing(chunks):
