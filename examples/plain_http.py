@@ -45,6 +45,8 @@ def update_under_a_stream(server: str, folder: str) -> None:
     next(chunks)
     update = {"model_path": folder, "weight_version": "1", "pause_mode": "in_place", "flush_cache": False}
     reply = call(f"{server}/update_weights_from_disk", update)
+    if not reply["success"]:
+        sys.exit(reply["message"])
     print(f"update: {reply['message']} Forward passes stood still for {reply['stall_ms']:.1f} ms.")
     *_, last = chunks
     print("stream:", last["meta_info"]["finish_reason"], last["meta_info"]["weight_versions"])
