@@ -60,6 +60,13 @@ def test_a_client_that_leaves_has_its_request_aborted(server: Server, stream: bo
     wait_until(lambda: num_requests(server) == 0, "the request is aborted")
 
 
+@pytest.mark.parametrize(("stream", "begins"), [(1, "data: "), ("true", "data: "), ("no", "{"), (0, "{")])
+def test_a_stream_is_asked_for_in_any_form_of_true(server: Server, stream: object, begins: str) -> None:
+    params = {"max_new_tokens": 1}
+    answer = server.post("/generate", {"text": "tide", "sampling_params": params, "stream": stream})
+    assert answer.text.startswith(begins)
+
+
 def test_a_control_request_outlives_its_client(server: Server, checkpoints: Any) -> None:
     generating = {"text": "tide", "sampling_params": ENDLESS, "stream": True}
     update = json.dumps({"model_path": str(checkpoints.b), "weight_version": "late"}).encode()

@@ -38,7 +38,7 @@ from ebbtide.srt.entrypoints.service import ControlAnswer, EngineService
 from ebbtide.srt.entrypoints.transition import TransitionReply, TransitionRequest
 from ebbtide.srt.entrypoints.vllm.routes import ServerInfoQuery, vllm_sections
 from ebbtide.srt.errors import EngineError, RequestRejected, error_body
-from ebbtide.srt.lossless import read
+from ebbtide.srt.lossless import as_bool, read
 from ebbtide.srt.managers.api.generate_fields import GenerateReqInput
 from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS, ControlRequest
 from ebbtide.srt.memory_saver import MemoryTag
@@ -97,7 +97,7 @@ class NativeApi:
         """Generate from text or token ids."""
         fields = await self._bodies.read(request.stream())
         starting = self._service.manager.prepare(fields, client=client_of(request))
-        is_stream = fields.get("stream") is True
+        is_stream = as_bool(fields.get("stream")) is True
         return await answer_generation(
             request.receive, starting, self._service, AnswerWriter(), is_stream=is_stream
         )

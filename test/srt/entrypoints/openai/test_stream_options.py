@@ -84,9 +84,12 @@ def test_chunks_tell_the_tokens_of_their_choice_and_the_last_one_those_of_all(
         assert (last["choices"], last["usage"]) == ([], usage(3 + 5))
 
 
+@pytest.mark.parametrize("stream", [True, "true"])
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"continuous_usage_stats": True}])
-def test_a_server_may_have_every_stream_end_with_its_usage(options: dict[str, Any] | None) -> None:
-    fields: dict[str, Any] = {"prompt": [1], "stream": True, "stream_options": options}
+def test_a_server_may_have_every_stream_end_with_its_usage(
+    options: dict[str, Any] | None, stream: object
+) -> None:
+    fields: dict[str, Any] = {"prompt": [1], "stream": stream, "stream_options": options}
     force_usage(fields)
     writer = CompletionWriter(completion_call(fields, "tide", None))
     has_usage = ["usage" in msgspec.to_builtins(writer.event(chunk)) for chunk in outputs()]

@@ -26,6 +26,7 @@ from ebbtide.srt.entrypoints.openai.shared_fields import grammar_params, refuse_
 from ebbtide.srt.entrypoints.openai.tokenization import ChatTemplate, text_of
 from ebbtide.srt.entrypoints.openai.tool_use import AnswerForm, answer_form
 from ebbtide.srt.errors import RequestRejected
+from ebbtide.srt.lossless import as_bool
 from ebbtide.srt.managers.api.array_forms import FlatForm, flat_form
 from ebbtide.srt.managers.api.generate_fields import UNSUPPORTED_FIELDS, PromptFields
 from ebbtide.srt.managers.api.generate_request import Render
@@ -243,7 +244,7 @@ def within_limits(call: C, max_logprobs: int, vocab_size: int) -> C:
 def force_usage(fields: Fields) -> None:
     """Have a stream end with its usage, whatever it asked for. Options that are none are refused later."""
     options = fields.get("stream_options") or {}
-    if fields.get("stream") is True and isinstance(options, dict):
+    if as_bool(fields.get("stream")) is True and isinstance(options, dict):
         fields["stream_options"] = {**options, "include_usage": True}
 
 
