@@ -1,7 +1,7 @@
-"""What the engine needs to know of a device, the one that it was started for, and who holds memory of it.
+"""What the engine asks of a device, how a device is opened by name, and which processes hold its memory.
 
-Needs neither torch nor a CUDA context: the API process asks for memory. GPUs are asked through NVML, the
-library behind nvidia-smi.
+Needs neither torch nor a CUDA context, since the API process asks for memory too. GPUs are queried through
+NVML, the library of nvidia-smi.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Device memory in bytes: in all, free now, and held by one process."""
+    """Device memory in bytes: total, free now, and held by one process."""
 
     total_bytes: int
     free_bytes: int
@@ -43,42 +43,45 @@ class Device(Protocol):
 
     @property
     def uuid(self) -> str | None:
-        """What identifies the device to other processes; None for the CPU."""
+        """An id that is the same in all processes; None for the CPU."""
 
     def synchronize(self) -> None:
-        """Wait until everything launched so far has run."""
+        """Wait until everything launched so far has finished."""
 
     def copying(self, *, beside: bool = False) -> AbstractContextManager[None]:
-        """Run work launched inside beside forward passes, and, but for `beside`, after all before."""
+        """Run what is launched inside concurrently with forward passes.
+
+        `beside`: don't wait for what was launched before.
+        """
 
     def copies_done(self) -> bool:
-        """Whether everything launched inside `copying` has run. Does not wait."""
+        """Whether everything launched inside `copying` has finished. Does not wait."""
 
     def follow_copies(self) -> None:
-        """Have all that is launched from here on run after what was launched inside `copying`."""
+        """Make everything launched from now on run after what was launched inside `copying`."""
 
     def trim(self) -> None:
-        """Give memory that is only kept for reuse back to the device."""
+        """Give memory that is cached for reuse back to the device."""
 
     def make_room(self, num_bytes: int) -> bool:
-        """Have so much kept for reuse until the next `trim`; whether it is, or there is too little."""
+        """Keep this much memory cached for reuse until the next `trim`. False: too little is free."""
 
     def peak_bytes(self) -> int:
-        """By how much tensors have taken more at a time, since this was last asked, than they take now."""
+        """How much more than now tensors have taken at their peak since the last call."""
 
     def free_bytes(self) -> int: ...
     def memory_info(self, pid: int | None = None) -> MemoryInfo:
-        """Memory now, with what process `pid` holds (None: this process), or ProcessLookupError."""
+        """Memory now, with what process `pid` holds (None: this process). ProcessLookupError: no such one."""
 
     def virtual_memory(self) -> VirtualMemory:
-        """Where arenas on this device take addresses and memory from."""
+        """The source of addresses and physical memory of arenas on this device."""
 
     def host_pinning(self) -> CudaHostPinning | None:
-        """What makes copies from and to host memory quick; None where nothing has to."""
+        """Pins host memory, for fast copies; None where copies need no pinning."""
 
 
 class CpuDevice:
-    """The host as a device: to launch is to run, and its memory is the machine's or the control group's."""
+    """The host as a device. Launched work runs at once; memory is the machine's, or the control group's."""
 
     name = "cpu"
     uuid = None
@@ -104,7 +107,7 @@ class CpuDevice:
         return 0
 
     def free_bytes(self) -> int:
-        """What could be had without swapping."""
+        """Memory that is available without swapping."""
         return read_host_memory().available_bytes
 
     def memory_info(self, pid: int | None = None) -> MemoryInfo:
@@ -117,23 +120,24 @@ class CpuDevice:
 
 
 def open_device(name: str) -> Device:
-    """The device of a name as torch spells it ("cpu", "cuda:1"), or ConfigurationError."""
+    """Open a device by torch's name for it ("cpu", "cuda:1"). ConfigurationError: there is none."""
     if name == "cpu":
         return CpuDevice()
     match = re.fullmatch(r"cuda(?::(\d+))?", name)
     if match is None:
         raise ConfigurationError(f"device: expected cpu, cuda or cuda:<index>, got {name!r}")
-    from ebbtide.srt.device.cuda import CudaDevice  # its packages are on machines with a GPU only
+    from ebbtide.srt.device.cuda import CudaDevice  # needs packages that only GPU machines have
 
     return CudaDevice(int(match[1] or 0))
 
 
 def host_memory_info(pid: int | None = None) -> MemoryInfo:
-    """Memory now; what a process holds is its proportional set size (Pss): pages shared by n count 1/n.
+    """Host memory now; a process holds its proportional set size (Pss): a page shared by n counts 1/n.
 
-    Without those of files, as libraries: their share changes whenever another process starts or ends.
+    Pages of files, such as libraries, do not count: their share changes whenever another process starts or
+    ends.
 
-    ProcessLookupError: there is no such process. PermissionError: it is another user's.
+    ProcessLookupError: there is no such process. PermissionError: it belongs to another user.
     """
     host = read_host_memory()
     return MemoryInfo(host.total_bytes, host.available_bytes, _pss_bytes(pid))
@@ -146,15 +150,15 @@ def _pss_bytes(pid: int | None) -> int:
     except FileNotFoundError:
         raise ProcessLookupError(f"there is no process {pid}") from None
     kib = {line.split()[0]: int(line.split()[1]) for line in lines if line.startswith("Pss")}
-    # Older kernels tell the sum alone.
+    # Older kernels report only the sum, without the share of files.
     return (kib["Pss:"] - kib.get("Pss_File:", 0)) * 1024
 
 
 def process_bytes(uuid: str, nvml: Any = None) -> dict[int, int]:
-    """Device memory of every process that computes on the device (UUID without "GPU-"), by process id.
+    """Device memory in bytes of every process that computes on the device, by process id.
 
-    The ids are those of the namespace that the driver sees, in a container perhaps another than ours. Empty
-    also where the package nvidia-ml-py is missing or NVML does not answer.
+    `uuid` is without "GPU-". The ids are of the driver's namespace, which may differ from a container's.
+    Empty if the package nvidia-ml-py is missing or NVML does not answer.
     """
 
     def by_process(library: Any, device: Any) -> dict[int, int]:
@@ -165,7 +169,7 @@ def process_bytes(uuid: str, nvml: Any = None) -> dict[int, int]:
 
 
 def device_memory_bytes(uuid: str, nvml: Any = None) -> tuple[int, int] | None:
-    """Memory of the device, in all and free; None where pynvml is missing or NVML does not answer."""
+    """The device's total and free bytes; None if pynvml is missing or NVML does not answer."""
 
     def total_and_free(library: Any, device: Any) -> tuple[int, int]:
         memory = library.nvmlDeviceGetMemoryInfo(device)

@@ -1,4 +1,4 @@
-"""A CUDA device: its streams, its memory, and who holds it."""
+"""A CUDA device: its streams, its memory, and which processes hold it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning, CudaVi
 
 _cuda: Any = torch.cuda  # not all of it has types
 
-# Of the room for small tensors, which torch keeps apart: 1 MiB is the largest of them.
+# Torch serves tensors of up to 1 MiB from a pool of their own, so room for these is made separately.
 SMALL_PIECES: Final = [1 << 20] * 16
 
 
 class CudaDevice:
-    """One CUDA device; making it makes the device torch's current one in this thread. `index`: as torch
-    counts.
+    """One CUDA device. The constructor makes it torch's current device in this thread.
 
-    ConfigurationError: torch sees no such device, or the package cuda-bindings is missing.
+    `index`: as torch counts. ConfigurationError: torch sees no such device, or cuda-bindings is missing.
     """
 
     def __init__(self, index: int) -> None:
@@ -32,7 +31,7 @@ class CudaDevice:
         if not 0 <= index < num_devices:
             raise ConfigurationError(f"device=cuda:{index}: torch sees {num_devices} CUDA devices")
         _cuda.set_device(index)
-        _cuda.synchronize(index)  # whatever comes first makes the context: let it be this
+        _cuda.synchronize(index)  # creates the CUDA context now, not in some later call
         self._index = index
         self._copy_stream = _cuda.Stream(index)
         self._copied = _cuda.Event()
@@ -54,10 +53,10 @@ class CudaDevice:
 
     @contextmanager
     def copying(self, *, beside: bool = False) -> Iterator[None]:
-        """Send work launched inside to a stream of its own.
+        """Run what is launched inside on a separate stream.
 
-        What it reads must live until `copies_done`: a tensor that was made outside, on another stream, would
-        be given to the next who asks as soon as it is dropped.
+        Tensors that it reads must live until `copies_done`: torch's allocator does not know of this stream,
+        and hands the memory of a dropped tensor to the next one that asks.
         """
         if not beside:
             self._copy_stream.wait_stream(_cuda.current_stream(self._index))
@@ -80,7 +79,7 @@ class CudaDevice:
 
     def make_room(self, num_bytes: int) -> bool:
         if num_bytes > self._room_bytes:
-            self.trim()  # What is kept in pieces becomes part of it.
+            self.trim()  # so that cached pieces can become part of one large block
             sizes = (num_bytes, *SMALL_PIECES)
             try:
                 room = [torch.empty(size, dtype=torch.uint8, device=self.name) for size in sizes]
@@ -100,10 +99,10 @@ class CudaDevice:
         return free_bytes
 
     def memory_info(self, pid: int | None = None) -> MemoryInfo:
-        """Memory now; what a process holds is NVML's figure, which has the context and the code in it.
+        """Memory now. A process holds what NVML reports, which includes its CUDA context and code.
 
-        Where NVML does not know this process by its id, as in some containers, it holds at least what its
-        arenas and torch's allocator have. EngineError: another process, and NVML counts in other ids.
+        If NVML does not know this process's id, as in some containers, the figure is the memory of its arenas
+        and torch's allocator, a lower bound. EngineError: another process was asked for in that case.
         """
         free, total = _cuda.mem_get_info(self._index)
         return MemoryInfo(total, free, self._process_bytes(pid))
@@ -131,7 +130,7 @@ class CudaDevice:
         return self._virtual_memory.held_bytes + self._cached_bytes()
 
     def _cached_bytes(self) -> int:
-        """What torch's allocator has from the device. Pools of their own may lie in arenas: not counted."""
+        """What torch's allocator holds. Private pools do not count, since they may be in arenas."""
         return sum(
             segment["total_size"]
             for segment in _cuda.memory_snapshot()

@@ -1,4 +1,4 @@
-"""Which units of something each rank holds: heads, columns, rows of a vocabulary."""
+"""How ranks divide units among themselves: heads, columns, rows of a vocabulary."""
 
 from enum import Enum, auto
 
@@ -6,21 +6,20 @@ from ebbtide.srt.errors import ConfigurationError
 
 
 class Division(Enum):
-    """How units are divided among ranks: each holds a run of them."""
+    """How units are divided among ranks. Each rank holds consecutive units."""
 
-    # Every rank holds as many.
+    # Every rank holds the same number.
     EQUAL = auto()
-    # As EQUAL; where there are more ranks than units, neighbours hold the same one.
+    # As EQUAL; with more ranks than units, neighbouring ranks hold the same unit.
     SHARED = auto()
-    # Any number of units; the first ranks hold one more where it does not come out even.
+    # Works for any number of units; the first ranks hold one more where it does not divide evenly.
     SPREAD = auto()
 
 
 def part_of(rank: int, size: int, units: int, division: Division, what: str) -> tuple[int, int]:
-    """The first unit that a rank of `size` holds, and how many; ConfigurationError where they cannot be
-    divided.
+    """The first unit that a rank of `size` ranks holds, and how many it holds.
 
-    `what`: the units, as config.json calls their number.
+    `what`: how config.json calls the number of units. ConfigurationError: they cannot be divided.
     """
     if division is Division.SPREAD:
         count, more = divmod(units, size)

@@ -1,7 +1,7 @@
-"""The ranks that hold one model between them, and how they add and gather.
+"""The tensor-parallel ranks of one model, and their collectives.
 
-A group is an object that is passed in. It is made by hand and not by `torch.distributed`'s registry: there
-is no default group, so weight groups and a caller's own groups never meet it.
+A group is an object that is passed in. It does not use `torch.distributed`'s registry and sets no default
+group, so it never conflicts with weight groups or with a caller's own groups.
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ from ebbtide.srt.errors import EngineError
 _dist: Any = torch.distributed  # not all of it has types
 _c10d: Any = c10d
 
-# Ranks come to a collective within milliseconds of each other, but for kernels that one of them compiles.
-# A rank that dies ends the group by its launcher, long before: this is for one that lives and does not come.
+# Ranks reach a collective within milliseconds of each other, unless one of them compiles kernels. If a rank
+# dies, its launcher ends the group long before this; the timeout is for a rank that lives and does not come.
 COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
 
 
 class ParallelGroup:
     """Ranks that call the same methods in the same order, with tensors of the same shape.
 
-    By itself it is one rank, which holds everything. Or one of several without the others, for what is
-    compiled: shapes are right then, numbers are not.
+    This class itself communicates with nobody. With size 1 it is the only rank, which holds everything. With
+    a larger size it stands for one rank when kernels are compiled ahead: shapes are right, values are not.
     """
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self.size, self.rank = size, rank
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place; the same bits on every rank. Returns `x`.
+        """Sum x over all ranks in place, with the same bits on every rank. Returns `x`.
 
         On a GPU it runs on the current stream, and a CUDA graph may capture it.
         """
         return x
 
     def add_reduced_(self, x: Tensor, onto: Tensor) -> None:
-        """onto += the sum of x over all ranks, of the same shape; x may be written over."""
+        """Add to `onto` the sum of x over all ranks, of the same shape. May overwrite x."""
         onto += x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The tensors of all ranks in one, along `dim`, in the ranks' order."""
+        """Concatenate the tensors of all ranks along `dim`, in the order of ranks."""
         return x if self.size == 1 else torch.cat([x] * self.size, dim=dim)
 
     def smallest(self, value: int) -> int:
-        """The least of all ranks' values. The host waits for it."""
+        """The smallest of all ranks' values. Blocks the host."""
         return value
 
     def close(self) -> None:
-        """Leave the others, if there are any."""
+        """Leave the group. Does nothing if there are no other ranks."""
 
 
 class TorchGroup(ParallelGroup):
-    """Ranks joined by one of torch's backends, `ProcessGroupGloo` or `ProcessGroupNCCL`.
+    """Ranks that communicate through one of torch's backends, `ProcessGroupGloo` or `ProcessGroupNCCL`.
 
     Attributes:
-        peers: what sums short messages; None: the backend sums all of them.
+        peers: all-reduces short messages; None: the backend does all of them.
     """
 
     def __init__(self, backend: Any, rank: int, size: int, device: torch.device) -> None:
         super().__init__(size, rank)
         self.peers: PeerMemory | None = None
         self._backend: Any | None = backend
-        # Kept: a device that is full has no room for a number.
+        # Allocated once, since a full device may have no room for even one number later.
         self._least = torch.zeros(1, dtype=torch.int64, device=device)
 
     def all_reduce_(self, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class TorchGroup(ParallelGroup):
         backend, self._backend = self._backend, None
         peers, self.peers = self.peers, None
         if peers is not None:
-            # The backend frees memory, for which the device waits until every kernel has ended.
+            # Aborting frees memory, which waits for all kernels, also those that wait for another rank.
             with suppress(EngineError):
                 peers.let_go()
         if backend is not None:
@@ -117,7 +117,7 @@ class TorchGroup(ParallelGroup):
 
     def _all_reduce(self, x: Tensor, operation: Any) -> None:
         options = _c10d.AllreduceOptions()
-        # What is not asynchronous runs on the current stream of a GPU, and not on one of the backend's own.
+        # Only a call with asyncOp=False runs on the GPU's current stream, not on one of the backend's own.
         options.reduceOp, options.timeout, options.asyncOp = operation, COLLECTIVE_TIMEOUT, False
         _wait(self._open().allreduce([x], options))
 
@@ -135,14 +135,14 @@ def join_parallel_group(
     *,
     uses_peer_memory: bool = True,
 ) -> ParallelGroup:
-    """Meet the other ranks of this replica: by gloo on a CPU, by NCCL on GPUs. One rank is by itself.
+    """Join the other ranks of this replica, by gloo on a CPU and by NCCL on GPUs. One rank needs no joining.
 
     Args:
-        rendezvous: where they meet, and nobody else does or did: `file:///path` on one host, or
+        rendezvous: where the ranks meet, used for this group only: `file:///path` on one host, or
             `tcp://host:port`, an address of rank 0, which listens there.
-        uses_peer_memory: whether GPUs sum short messages without NCCL, where the machine lets them.
+        uses_peer_memory: whether GPUs all-reduce short messages without NCCL, if the machine allows it.
 
-    EngineError: they did not all come in time.
+    EngineError: the ranks did not all come in time.
     """
     if parallel.tp_size == 1:
         return ParallelGroup()
@@ -156,13 +156,13 @@ def join_parallel_group(
         else:
             backend = _nccl(store, rank, size)
         group = TorchGroup(backend, rank, size, device)
-        # Connections are made by the first use: here, and not in the first forward pass.
+        # Backends connect at the first use. Do it now, not in the first forward pass.
         group.smallest(rank)
         if device.type == "cuda" and uses_peer_memory:
             with torch.accelerator.device_index(device.index):
                 group.peers = open_peer_memory(store, rank, size, device)
     except (RuntimeError, OSError) as error:
-        # What follows the first line are addresses of torch's functions.
+        # Later lines are a C++ stack trace.
         reason = str(error).partition("\n")[0]
         raise EngineError(
             f"tensor-parallel rank {rank} of {size} did not join the others at {rendezvous} within "
@@ -172,7 +172,7 @@ def join_parallel_group(
 
 
 def _store(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> Any:
-    """What the ranks exchange their addresses through."""
+    """The store through which the ranks exchange their addresses."""
     url = urlsplit(rendezvous)
     if url.scheme == "file":
         return _dist.FileStore(str(Path(unquote(url.path))), parallel.tp_size)
@@ -184,7 +184,7 @@ def _store(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> Any:
         is_master=leads,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        # Without a listener of ours the store would listen at every address of the machine.
+        # Without a socket of ours the store would listen on all addresses of the machine.
         master_listen_fd=(
             socket.create_server((host, port), family=_family(host, port)).detach() if leads else None
         ),
@@ -212,22 +212,22 @@ def _gloo(store: Any, rank: int, size: int, rendezvous: str, deadline_s: float) 
 
 
 def _own_address(rendezvous: str) -> str:
-    """Where the others reach this rank: what the machine's name resolves to may be of no use to them."""
+    """An address at which the others reach this rank. What the host name resolves to may not be reachable."""
     if rendezvous.startswith("file:"):
         return "127.0.0.1"
     host, port = _host_and_port(rendezvous)
     with socket.socket(_family(host, port), socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: this asks for the route.
+        # Sends nothing: connecting a datagram socket only looks up the route.
         probe.connect((host, port))
         address: str = probe.getsockname()[0]
         return address
 
 
 def _nccl(store: Any, rank: int, size: int) -> Any:
-    # The launcher watches over the processes; NCCL's own watch would end them when it takes one for stuck.
+    # The launcher watches the processes; NCCL's watchdog would end those that it takes to be stuck.
     os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-    # Buffers in captured graphs would be opened to the other GPUs by their physical memory, which changes
-    # when the scratch memory is released and resumed.
+    # NCCL would register buffers of captured graphs with the other GPUs by their physical memory, which
+    # changes when the scratch memory is released and resumed.
     os.environ["NCCL_GRAPH_REGISTER"] = "0"
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = COLLECTIVE_TIMEOUT
@@ -236,6 +236,6 @@ def _nccl(store: Any, rank: int, size: int) -> Any:
 
 
 def _wait(work: Any) -> None:
-    """Wait until it is done: the host for a CPU, the current stream for a GPU."""
+    """Wait for the work: the host waits on a CPU, the current stream on a GPU. None: it is already done."""
     if work is not None:
         work.wait()

@@ -1,28 +1,28 @@
-"""Triton kernels that add up a tensor of all ranks through memory that each rank opens to the others.
+"""Triton kernels for an all-reduce through peer memory: memory that each rank opens to the others.
 
-A rank's memory has a slot for every (block, parity, source rank), a flag for every (block, source rank), and
-a counter for every block. A kernel's blocks work on their own: block b of one rank meets blocks b of the
-others, and nobody else. An exchange is a step:
+Each rank's memory has a slot for every (block, parity, source rank), a flag for every (block, source rank),
+and a counter for every block. Blocks are independent: block b of a rank exchanges data with blocks b of the
+other ranks only. One exchange is a step, numbered by the counter, which grows by one over all calls. A block
 
-- each block pushes its part into its slots at the other ranks, and then its step's number into its flags
-  there; numbers grow by one, over all calls;
-- it waits until its own flags hold that number, and reads what the others have pushed.
+- pushes its part into its slots at the other ranks, then the step's number into its flags there;
+- waits until its own flags have reached that number, and reads what the others have pushed.
 
-A flag must not come before what it speaks of, and to wait for that takes as long as the way itself. `words`,
-for the shortest messages, has slots of its own, in which every four bytes are followed by the step's number.
+The flag must be visible after the data, and this ordering takes as long as the transfer itself. `words`, for
+the shortest messages, needs no flags: in its own slots, every four bytes are followed by the step's number.
 
-Nothing is ever cleared, and nobody says that he has read: steps use the two parities in turn, and who pushes
-for step n+2 has seen everybody's flag of step n+1, which a block sets after it has read what came in step n.
-Blocks of the next call on the same stream run after those of this one, so that holds from call to call.
+Slots are neither cleared nor acknowledged. Steps alternate between the two parities, and a rank that pushes
+for step n+2 has seen everybody's flag of step n+1, which a block sets after it has read the data of step n.
+The next call on the same stream runs after this one, so this holds across calls too.
 
-Everybody adds up in the ranks' order in float32, and rounds once: the bits are the same on every rank.
+All ranks add in the order of ranks in float32 and round once, so the result has the same bits on every rank.
 
-The names in capitals are compile-time constants. SIZE: ranks. LANES: the power of two that is no less. TILE:
-elements that a slot holds. ADD: out += the sum; else out may be x. OVERLAPPED: launched as a dependent of the
-kernel before.
+Names in capitals are compile-time constants. SIZE: number of ranks. LANES: the smallest power of two ≥ SIZE.
+TILE: elements per slot. ADD: out += the sum; otherwise out is overwritten and may be x. OVERLAPPED: the
+kernel is launched with programmatic dependent launch, so it may start before the kernel in front of it has
+ended.
 """
 
-# Triton has no types, and a kernel is not Python.
+# Triton kernels have no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from typing import Any, Final
@@ -30,12 +30,12 @@ from typing import Any, Final
 import triton
 import triton.language as tl
 
-# How many blocks a kernel may have, and the bytes of a slot: one vector of 16 for each of 512 threads.
+# The most blocks of a kernel, and the bytes of a slot: 16 for each of a block's 512 threads.
 NUM_BLOCKS: Final = 256
 SLOT_BYTES: Final = 8192
 NUM_WARPS: Final = 16
-# How many blocks may send words with their numbers, and the words of 8 bytes in a slot: one for each thread.
-# If a thread had several, the compiler would deal them out in two ways, and read them twice.
+# The most blocks of `words`, and the 8-byte words in a slot: one per thread. With several per thread, the
+# compiler would use two layouts and read every word twice.
 NUM_WORD_BLOCKS: Final = 64
 SLOT_WORDS: Final = 512
 _NUM_BLOCKS: Any = tl.constexpr(NUM_BLOCKS)
@@ -44,7 +44,7 @@ _SLOT_BYTES: Any = tl.constexpr(SLOT_BYTES)
 
 
 def flags_bytes(size: int) -> int:
-    """The bytes of flags and counters, which come first; then slots, those for words before the others."""
+    """The bytes of flags and counters, which come first. The slots of `words` follow, then the others."""
     return NUM_BLOCKS * (size + 1) * 8
 
 
@@ -55,7 +55,7 @@ def num_bytes(size: int) -> int:
 
 @triton.jit
 def _await_predecessor(OVERLAPPED: tl.constexpr) -> None:
-    """Let the next kernel's blocks take their places, and wait until the one before has ended."""
+    """Let the next kernel's blocks start, and wait until the kernel before this one has ended."""
     if OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -63,13 +63,13 @@ def _await_predecessor(OVERLAPPED: tl.constexpr) -> None:
 
 @triton.jit
 def _slot_number(step, source, SIZE: tl.constexpr):
-    """The number of the slot for what `source` pushes to this block in this step."""
+    """The number of the slot into which `source` pushes data for this block in this step."""
     return ((tl.program_id(0) * 2 + (step & 1).to(tl.int32)) * SIZE + source).to(tl.int64)
 
 
 @triton.jit
 def _slot(memory, step, source, type_ptr, SIZE: tl.constexpr):
-    """What `source` pushes to this block in this step, in the memory at that address."""
+    """A pointer to the slot of `source` for this block and step, in the rank's memory at address `memory`."""
     slots = memory + _NUM_BLOCKS * (SIZE + 1) * 8 + _NUM_WORD_BLOCKS * 2 * SIZE * _SLOT_BYTES
     first = slots + _slot_number(step, source, SIZE) * _SLOT_BYTES
     return tl.multiple_of(first.to(type_ptr.dtype), 16)
@@ -77,20 +77,20 @@ def _slot(memory, step, source, type_ptr, SIZE: tl.constexpr):
 
 @triton.jit
 def _word_slot(memory, step, source, SIZE: tl.constexpr):
-    """The address of the words that `source` pushes to this block in this step."""
+    """The address of the slot of `words` for `source`, this block and this step."""
     return memory + _NUM_BLOCKS * (SIZE + 1) * 8 + _slot_number(step, source, SIZE) * _SLOT_BYTES
 
 
 @triton.jit
 def _counter(memories_ptr, rank, SIZE: tl.constexpr):
-    """The address of the number of this block's last step."""
+    """A pointer to this block's counter, the number of its last step."""
     mine = tl.load(memories_ptr + rank)
     return (mine + (_NUM_BLOCKS * SIZE + tl.program_id(0)) * 8).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def _flags(memories_ptr, rank, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """Addresses of this block's flags: the own one at each rank, and here that of each rank."""
+    """Addresses [LANES], for this block: of this rank's flag at each rank, and of each rank's flag here."""
     lanes = tl.arange(0, LANES)
     others = tl.where(lanes < SIZE, lanes, 0)
     block = tl.program_id(0) * SIZE
@@ -101,12 +101,12 @@ def _flags(memories_ptr, rank, SIZE: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _meet(flags_there, flags_here, step, SIZE: tl.constexpr, LANES: tl.constexpr) -> None:
-    """Say to all ranks that they have everything of this step, and wait until they have said so."""
-    # All threads have pushed before one of them says so.
+    """Tell all ranks that this rank has pushed its data of this step, and wait until all have told so."""
+    # All threads must have pushed before one of them sets a flag.
     tl.debug_barrier()
     steps = tl.zeros((LANES,), tl.int64) + step
     tl.atomic_xchg(flags_there, steps, mask=tl.arange(0, LANES) < SIZE, sem="release", scope="sys")
-    # Assembler, since the compiler might move a load of its own out of the loop. Every thread looks.
+    # Assembly, since the compiler might move the load out of the loop. Every thread polls.
     tl.inline_asm_elementwise(
         """
         {
@@ -125,13 +125,13 @@ def _meet(flags_there, flags_here, step, SIZE: tl.constexpr, LANES: tl.constexpr
         is_pure=False,
         pack=1,
     )
-    # A thread has looked at one rank's flag, and reads what all have pushed.
+    # Each thread has waited for one rank's flag, but reads the data of all ranks.
     tl.debug_barrier()
 
 
 @triton.jit
 def _pushed(memories_ptr, rank, step, type_ptr, at, inside, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The sum of what all ranks have pushed to this block, in float32."""
+    """The sum [TILE], in float32, of what all ranks have pushed to this block."""
     mine = tl.load(memories_ptr + rank)
     total = tl.zeros((TILE,), tl.float32)
     for source in tl.static_range(SIZE):
@@ -153,7 +153,7 @@ def one_shot(
     ADD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """out = the sum of all ranks' x, both [count]: each pushes all of it to all, and adds it up itself."""
+    """out = the sum of all ranks' x, both [count]. Each rank pushes all of x to all, and adds up all."""
     at = tl.arange(0, TILE)
     counter = _counter(memories_ptr, rank, SIZE)
     flags_there, flags_here = _flags(memories_ptr, rank, SIZE, LANES)
@@ -191,7 +191,7 @@ def two_shot(
     ADD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """As `one_shot`: each rank adds up its share of every block's part, and pushes the sums to all."""
+    """As `one_shot`, but a rank adds up only its share of each block's part, and pushes the sums to all."""
     at = tl.arange(0, TILE)
     counter = _counter(memories_ptr, rank, SIZE)
     flags_there, flags_here = _flags(memories_ptr, rank, SIZE, LANES)
@@ -229,7 +229,7 @@ def two_shot(
 
 @triton.jit
 def _push_words(addresses, words, step) -> None:
-    """Each word of 8 bytes as two of 4, and each of those with the step's number in one store of 8."""
+    """Store each 8-byte word as two halves, each with the step's number behind it, in one 16-byte store."""
     tl.inline_asm_elementwise(
         """
         {
@@ -252,9 +252,9 @@ def _push_words(addresses, words, step) -> None:
 
 @triton.jit
 def _pushed_words(addresses, step, flag):
-    """The words at these addresses, once the step's number follows both halves.
+    """Wait until the step's number is behind both halves of each word at these addresses; return the words.
 
-    Or once the flag at that address is beyond any step, as `PeerMemory.let_go` leaves it.
+    Also returns when the flag at address `flag` is beyond any step, as `PeerMemory.let_go` leaves it.
     """
     return tl.inline_asm_elementwise(
         """
@@ -284,14 +284,14 @@ def _pushed_words(addresses, step, flag):
 
 @triton.jit
 def _quarter(words, number: tl.constexpr, type_ptr):
-    """One of the four numbers in each word, in float32."""
+    """The number at position `number`, of the four 16-bit numbers in each word, in float32."""
     bits = ((words >> (16 * number)) & 0xFFFF).to(tl.int16)
     return bits.to(type_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _as_quarter(total, number: tl.constexpr, type_ptr):
-    """The word that has these numbers there, and zeros elsewhere."""
+    """Words with `total`, rounded to 16 bits, at position `number`, and zeros elsewhere."""
     bits = total.to(type_ptr.dtype.element_ty).to(tl.int16, bitcast=True)
     return (bits.to(tl.int64) & 0xFFFF) << (16 * number)
 
@@ -308,7 +308,7 @@ def words(
     ADD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """As `one_shot`, for types of two bytes: x and out are [count] words of four numbers each."""
+    """As `one_shot`, for 2-byte types. x and out are [count] words of four numbers each."""
     at = tl.arange(0, TILE)
     here = tl.program_id(0) * TILE + at
     inside = here < count
@@ -320,7 +320,7 @@ def words(
     _await_predecessor(OVERLAPPED)
     step = tl.load(counter) + 1
     x = tl.load(x_words, mask=inside, other=0)
-    # Words beyond the end are sent too: the slots are long enough, and every rank does it.
+    # Words beyond the end are pushed too, since every thread of the receiver waits for its word.
     for other in tl.static_range(SIZE):
         _push_words(_word_slot(tl.load(memories_ptr + other), step, rank, SIZE) + at * 16, x, step)
     total_0 = tl.zeros((TILE,), tl.float32)
@@ -339,7 +339,7 @@ def words(
         total_3 += _quarter(before, 3, x_ptr)
     low = _as_quarter(total_0, 0, x_ptr) | _as_quarter(total_1, 1, x_ptr)
     high = _as_quarter(total_2, 2, x_ptr) | _as_quarter(total_3, 3, x_ptr)
-    # All threads have read the counter: those of other warps may still be at the start.
+    # Slower warps may not have read the counter yet.
     tl.debug_barrier()
     tl.store(out_words, low | high, mask=inside)
     tl.store(counter, step)

@@ -1,7 +1,7 @@
-"""Sums over the GPUs of one host through memory that their ranks open to each other.
+"""All-reduce over the GPUs of one host through peer memory: memory that ranks open to each other.
 
-A message of a decode step is so small that its way over NVLink takes a few microseconds: one kernel that
-pushes it to the other ranks and adds up theirs, in place of a collective of NCCL. Long messages are NCCL's.
+A message of a decode step is so small that one kernel, which pushes it to the other ranks over NVLink and
+adds up theirs, takes a few microseconds, less than a collective of NCCL. NCCL serves long messages.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _HANDLE_BYTES: Final = 64
 _BUS_ID_BYTES: Final = 32
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-# Measured with two and with four ranks. `words` is the quickest as far as these and its slots go. Beyond,
-# with two ranks, `one_shot` is quicker than NCCL up to the longest message measured, by a share that falls
-# slowly. With more it pushes all of a message to each rank, and `two_shot` half of that at four: quicker, but
-# by little from 8 MiB on. Nothing was held against NCCL where the switch adds up (NVLink multicast).
+# Measured with two and with four ranks. `words` is the fastest up to these two limits. Beyond them,
+# `one_shot` with two ranks beats NCCL up to the longest message measured, by a margin that shrinks slowly.
+# With more ranks it pushes all of a message to each rank; `two_shot` pushes half as much with four, and beats
+# NCCL, but from 8 MiB on by little. NCCL with sums in the switch (NVLink multicast) was not measured.
 WORDS_PUSHED_BYTES: Final = 384 << 10
 MAX_WORDS_BYTES: Final = 256 << 10
 ONE_SHOT_PUSHED_BYTES: Final = 1536 << 10
 MAX_BYTES_OF_TWO: Final = 64 << 20
 MAX_BYTES_OF_MORE: Final = 8 << 20
 _WORD_BYTES: Final = 8
-# Kernels that meet for the first time are compiled first, on each rank in its own time.
+# The first launch includes compiling the kernels, on each rank in its own time.
 FIRST_MEETING_S: Final = 120.0
-# A rank that is left waits for the others to let go of its memory.
+# How long a rank that leaves waits for the others to close its memory.
 LEAVE_S: Final = 1.0
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What another process opens memory by.
+    """What another process needs in order to open a rank's memory.
 
     Attributes:
         handle: of CUDA IPC, in hexadecimal.
-        bus_id: of the device. Opened memory is said to be on the device of who opened it.
+        bus_id: the device's PCI bus id. CUDA reports opened memory as being on the opener's own device.
     """
 
     handle: str
@@ -60,19 +60,19 @@ class Offer:
 
 
 class PeerMemory:
-    """The memory of this rank and of all others, and the kernels that add up through it.
+    """The peer memory of this rank and of all others, and the all-reduce kernels that use it.
 
-    It lies outside torch's allocator and all arenas, and stays where it is: CUDA graphs may hold calls.
+    It is outside torch's allocator and all arenas, and never moves, so that CUDA graphs may capture calls.
 
     Args:
-        store: through which the ranks of the group meet.
-        device: of this rank, torch's current one at every call; all calls are on one stream, or on streams
-            that wait for each other.
+        store: a store that all ranks of the group can reach.
+        device: of this rank. It must be torch's current device at every call; all calls are on one stream, or
+            on streams that wait for each other.
 
     Attributes:
-        num_bytes: of the memory of this rank: 5 MiB for each rank of the group.
-        max_bytes: of a message.
-        offer: by which the other ranks open it.
+        num_bytes: the size of this rank's memory: 5 MiB for each rank of the group.
+        max_bytes: the largest message.
+        offer: what the other ranks open this memory with.
     """
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
@@ -81,7 +81,7 @@ class PeerMemory:
         self.max_bytes = MAX_BYTES_OF_TWO if size == 2 else MAX_BYTES_OF_MORE
         self._driver = CudaDriver()
         self.num_bytes = self._kernels.num_bytes(size)
-        # Torch makes its context the current one of this thread when it first allocates.
+        # This first allocation makes torch's CUDA context the current one of this thread.
         self._memories = torch.zeros(size, dtype=torch.int64, device=device)
         self._options = self._launch_options()
         self._opened: list[int] = []
@@ -98,7 +98,7 @@ class PeerMemory:
         )
 
     def open(self, offers: Sequence[Offer]) -> None:
-        """Map the memory of all ranks, given in their order.
+        """Map the memory of all ranks. `offers` are in the order of ranks.
 
         EngineError: there is no NVLink between two devices.
         """
@@ -106,17 +106,17 @@ class PeerMemory:
         for rank, offer in enumerate(offers):
             addresses.append(self._mine if rank == self._rank else self._open(offer))
         self._memories.copy_(torch.tensor(addresses, dtype=torch.int64))
-        # The others write here as soon as all have opened it: not before it has been cleared.
+        # The other ranks may write once all have opened it, so the clearing must be done by then.
         torch.accelerator.synchronize(self._device)
 
     def takes(self, x: Tensor, onto: Tensor | None = None) -> bool:
-        """Whether `all_reduce_` sums such tensors, alike on every rank."""
+        """Whether `all_reduce_` can sum such tensors. The answer is the same on every rank."""
         if x.dtype not in _DTYPES or not 0 < x.nbytes <= self.max_bytes or not _is_aligned(x):
             return False
         return onto is None or (onto.dtype == x.dtype and onto.shape == x.shape and _is_aligned(onto))
 
     def all_reduce_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """The sum of x over all ranks, in place; or added to `onto`. `takes` says whether it can be."""
+        """Sum x over all ranks: in place, or added to `onto`. Returns the result. Ask `takes` first."""
         pushed_bytes = x.nbytes * (self._size - 1)
         is_short = pushed_bytes <= WORDS_PUSHED_BYTES and x.nbytes <= MAX_WORDS_BYTES
         if is_short and x.itemsize == 2 and x.nbytes % _WORD_BYTES == 0:
@@ -126,25 +126,25 @@ class PeerMemory:
         return self.two_shot_(x, onto)
 
     def words_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """`all_reduce_` of whole words of 8 bytes, 256 KiB at most, and of types of two bytes."""
+        """`all_reduce_` for 2-byte types, and whole words of 8 bytes up to 256 KiB."""
         tile = self._kernels.SLOT_WORDS
         return self._launch(self._kernels.words, x, onto, x.nbytes // _WORD_BYTES, tile, TILE=tile)
 
     def one_shot_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """`all_reduce_` in one exchange for each piece of 2 MiB."""
+        """`all_reduce_` with one exchange for each piece of 2 MiB."""
         lanes, tile = 1 << (self._size - 1).bit_length(), self._kernels.SLOT_BYTES // x.itemsize
         return self._launch(self._kernels.one_shot, x, onto, x.numel(), tile, LANES=lanes, TILE=tile)
 
     def two_shot_(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """`all_reduce_` in two exchanges: each rank adds up a share, and pushes the sums."""
+        """`all_reduce_` with two exchanges: each rank adds up a share, and pushes the sums to all."""
         lanes, tile = 1 << (self._size - 1).bit_length(), self._kernels.SLOT_BYTES // x.itemsize
         part = tile * self._size
         return self._launch(self._kernels.two_shot, x, onto, x.numel(), part, LANES=lanes, TILE=tile)
 
     def let_go(self) -> None:
-        """Kernels of this rank no longer wait for others, now and from here on; their sums are wrong."""
+        """Make this rank's kernels stop waiting for others, now and later. Their sums are wrong then."""
         flags = self._driver.bindings.CUstream_flags
-        # The default stream may be the one on which a kernel waits.
+        # A stream of its own, since a kernel that waits may block the default stream.
         stream = self._driver.call("cuStreamCreate", int(flags.CU_STREAM_NON_BLOCKING))
         num_bytes = self._kernels.flags_bytes(self._size)
         self._driver.call("cuMemsetD8Async", self._mine, 0x7F, num_bytes, stream)
@@ -152,7 +152,7 @@ class PeerMemory:
         self._driver.call("cuStreamDestroy", stream)
 
     def meet(self, timeout_s: float) -> str | None:
-        """Add up numbers with all ranks, who do the same. What is wrong; None: nothing."""
+        """Try out all kernels with all ranks, which must call this too. Returns what is wrong, or None."""
         numbers = torch.arange(self._size * 4096, device=self._device) % 13
         expected = (numbers * self._size + sum(range(self._size))).to(torch.bfloat16)
         done = torch.Event(device=self._device)
@@ -172,9 +172,10 @@ class PeerMemory:
         return None
 
     def close(self) -> None:
-        """Give back the other ranks' memory, and free this one's once they have done so, or with the process.
+        """Close the other ranks' memory, and free this rank's once the others have closed it.
 
-        Kernels that wait for a rank that does not come need `let_go` before.
+        If they do not do so in time, it is freed with the process. If kernels still wait for a rank that does
+        not come, call `let_go` first.
         """
         with suppress(EbbtideError, RuntimeError):
             torch.accelerator.synchronize(self._device)
@@ -188,7 +189,7 @@ class PeerMemory:
     def _launch(
         self, kernel: Any, x: Tensor, onto: Tensor | None, count: int, part: int, **constants: int
     ) -> Tensor:
-        """`part`: how much of `count` a block adds up at a time."""
+        """Launch a kernel. `part`: how much of `count` a block adds up at a time."""
         out = x if onto is None else onto
         num_blocks = min(-(-count // part), self._kernels.NUM_BLOCKS)
         kernel[(num_blocks,)](
@@ -206,7 +207,7 @@ class PeerMemory:
         return out
 
     def _launch_options(self) -> dict[str, Any]:
-        """Hopper and later put a kernel's blocks in place before its predecessor on the stream has ended."""
+        """Options for programmatic dependent launch, from Hopper on: kernels overlap with those before."""
         attribute = self._driver.bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
         overlapped = int(self._driver.call("cuDeviceGetAttribute", attribute, self._device.index)) >= 9
         return {"OVERLAPPED": overlapped} | ({"launch_pdl": True} if overlapped else {})
@@ -214,7 +215,7 @@ class PeerMemory:
     def _open(self, offer: Offer) -> int:
         bindings = self._driver.bindings
         there = int(self._driver.call("cuDeviceGetByPCIBusId", offer.bus_id.encode()))
-        # The flags are set by atomic operations, which go over NVLink and not over PCIe.
+        # The flags are set by atomic operations, which work over NVLink and not over PCIe.
         atomics = bindings.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
         if not int(self._driver.call("cuDeviceGetP2PAttribute", atomics, self._device.index, there)):
             raise EngineError(f"no NVLink between devices {self._device.index} and {there}")
@@ -227,15 +228,15 @@ class PeerMemory:
 
 
 def open_peer_memory(store: Any, rank: int, size: int, device: torch.device) -> PeerMemory | None:
-    """The memory of all ranks, opened and tried; None, on every rank, where one of them cannot.
+    """Open the memory of all ranks and try it out. Returns None, on every rank, if any rank cannot use it.
 
-    RuntimeError: a rank did not come in the store's time.
+    RuntimeError: a rank did not come within the store's timeout.
     """
     mine: PeerMemory | None = None
     problem: str | None = None
     try:
         mine = PeerMemory(store, rank, size, device)
-    except Exception as error:  # whatever hinders it, NCCL serves
+    except Exception as error:  # NCCL serves instead, whatever the reason
         problem = _in_a_line(error)
     offer = None if mine is None else asdict(mine.offer)
     said = json.dumps({"host": _host(), "offer": offer, "problem": problem})
@@ -259,12 +260,12 @@ def open_peer_memory(store: Any, rank: int, size: int, device: torch.device) -> 
 
 
 def _try(mine: PeerMemory, store: Any, rank: int, size: int, offers: list[Offer]) -> str | None:
-    """Map everything and add up once: what hinders a rank, the same on all."""
+    """Open all memory and add up once. Returns the first problem of any rank, the same on all ranks."""
 
     def attempt(stage: str, work: Any, *arguments: Any) -> str | None:
         try:
             problem = work(*arguments)
-        except Exception as error:  # NCCL serves then
+        except Exception as error:  # NCCL serves instead
             problem = _in_a_line(error)
         answers = _exchange(store, stage, rank, size, json.dumps(problem))
         return _first_problem([json.loads(answer) for answer in answers])
@@ -274,12 +275,12 @@ def _try(mine: PeerMemory, store: Any, rank: int, size: int, offers: list[Offer]
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether x is in one piece, a multiple of 16 bytes from where its storage begins: alike on all ranks."""
+    """Whether x is contiguous and begins at a multiple of 16 bytes of its storage, as on all other ranks."""
     return x.is_contiguous() and x.storage_offset() * x.itemsize % 16 == 0
 
 
 def _exchange(store: Any, stage: str, rank: int, size: int, answer: str) -> list[str]:
-    """What every rank says, in their order."""
+    """Publish this rank's answer, and return those of all ranks in their order."""
     _say(store, stage, rank, answer)
     return [store.get(_key(stage, other)).decode() for other in range(size)]
 
@@ -308,6 +309,6 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _load_kernels() -> ModuleType:
-    from ebbtide.srt.distributed import peer_kernels  # triton: where there is a GPU
+    from ebbtide.srt.distributed import peer_kernels  # needs Triton, which only GPU machines have
 
     return peer_kernels
