@@ -1,9 +1,9 @@
-"""What each layer of a model keeps of a request, and which layers keep alike and so share page ids.
+"""What each layer of a model stores of a request, and how layers are grouped to share page ids.
 
-A model declares a spec for each of its layers. Layers with equal specs form *groups* of one size, so that the
-pages of all groups are alike and come from one pool: a page holds the keys and values of some tokens in all
-layers of one group. A request has a list of pages for each group. Where a spec has a window, a request needs
-the pages of its last tokens alone, and gives the others up as it goes on.
+A model declares a spec for each of its layers. Layers with equal specs form *groups* of one size, so that
+pages of all groups have the same size and come from one pool: a page holds the keys and values of some tokens
+in all layers of one group. A request has a list of pages for each group. If a spec has a sliding window, a
+request needs only the pages of its last tokens, and gives up the others as it goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Paged:
 
     Attributes:
         num_heads, head_dim: of keys and of values.
-        window: how many tokens a token attends to, itself among them; None: all up to itself.
+        window: how many tokens a token attends to, itself included; None: all up to itself.
     """
 
     num_heads: int
@@ -29,18 +29,18 @@ class Paged:
 
     @property
     def num_planes(self) -> int:
-        """Tensors of a layer in the pool: its keys and its values."""
+        """How many tensors a layer has in the pool: its keys and its values."""
         return 2
 
     @property
     def token_shape(self) -> tuple[int, int]:
-        """What a token takes in a plane: heads, and numbers of a head."""
+        """The shape of a token in a plane: (heads, numbers per head)."""
         return self.num_heads, self.head_dim
 
     def of_rank(self, rank: int, size: int) -> Paged:
-        """With the heads that this one of `size` ranks holds.
+        """The spec with the heads of this rank out of `size`.
 
-        Raises ConfigurationError where they cannot be divided.
+        Raises ConfigurationError: they cannot be divided.
         """
         _, count = part_of(rank, size, self.num_heads, Division.SHARED, "num_key_value_heads")
         return replace(self, num_heads=count)
@@ -48,10 +48,11 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """What multi-head latent attention keeps of a token: one row that all heads share.
+    """What multi-head latent attention stores of a token: one row that all heads share.
 
-    It begins with the rotated part of the key. The latent behind it is the rest of the key, and the value,
-    where heads project queries and outputs instead. Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434.
+    It begins with the rotated part of the key. The latent follows, which is both the rest of the key and the
+    value: heads project their queries and outputs instead. Source: DeepSeek-V2,
+    https://arxiv.org/abs/2405.04434.
 
     Attributes:
         rank: numbers of the latent.
@@ -74,13 +75,13 @@ class Latent:
         return 1, self.rope + self.rank
 
     def of_rank(self, rank: int, size: int) -> Latent:
-        """Every rank has all of it, since every head reads all of it."""
+        """The same on every rank, since every head reads the whole row."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Numbers of fixed size for each request, in place of something for each of its tokens.
+    """A recurrent state: tensors of fixed size per request, instead of something per token.
 
     Attributes:
         parts: the shape of each tensor and the name of its dtype; ranks divide the first dimension.
@@ -89,7 +90,7 @@ class State:
     parts: tuple[tuple[tuple[int, ...], str], ...]
 
 
-# What a layer keeps of each token, and what it keeps at all.
+# What a layer stores per token; and anything that a layer may store.
 TokenSpec = Paged | Latent
 CacheSpec = TokenSpec | State
 
@@ -103,9 +104,9 @@ class CacheGroups:
     """The layers of a model in groups.
 
     Attributes:
-        layers_per_group: the last group with a spec may have fewer.
-        windows: of each group; those that keep all pages come first.
-        places: for each layer its group, and its number in that.
+        layers_per_group: the last group of each spec may have fewer.
+        windows: of each group; groups without a window come first.
+        places: (group, number in the group) of each layer.
     """
 
     layers_per_group: int
@@ -114,10 +115,10 @@ class CacheGroups:
 
     @classmethod
     def of(cls, specs: Sequence[TokenSpec]) -> CacheGroups:
-        """Groups as large as the rarest spec fills: a page of a smaller one would be empty in part.
+        """Groups as large as the rarest spec: larger ones would leave its pages partly empty.
 
         Raises:
-            ValueError: heads differ between layers: pages are of one size.
+            ValueError: heads differ between layers; all pages must have one size.
         """
         if len({(spec.num_planes, spec.token_shape) for spec in specs}) > 1:
             raise ValueError("expected layers with the same number and size of KV heads")
@@ -136,5 +137,5 @@ class CacheGroups:
 
 
 def first_needed(num_tokens: int, window: int | None, page_size: int) -> int:
-    """The first page that the token behind the first `num_tokens` attends to, where it is not its own."""
+    """The first page that the token after the first `num_tokens` attends to."""
     return 0 if window is None else max(0, num_tokens + 1 - window) // page_size

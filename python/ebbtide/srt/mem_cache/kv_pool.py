@@ -1,18 +1,17 @@
 """The paged pool of keys and values: views into chunks of the `kv_cache` arena.
 
-A chunk holds some pages of all layers of a group: it is `[layer][keys, values][page]`; in pages of other
-groups, other layers are in their places. The keys of a layer, and its values, are a *plane* each, and so
-are the latents of a layer that keeps those; the part of a page in one plane is a *block*. Blocks are all
-alike, so a plane is the whole arena as a flat run of blocks, from its own first block on. With P planes and
-C pages in a chunk, page i of chunk c is block c * stride + i of every plane's view. The stride is P * C, or
-a little more where chunks would not end on a multiple of the granularity. That number is the id of the
-page: what page tables hold.
+A chunk holds some pages of all layers of a group: it is `[layer][keys, values][page]`. Pages of other groups
+have other layers in these places. The keys of a layer are a *plane*, and so are its values, or its latents.
+The part of a page in one plane is a *block*. All blocks have the same size, so a plane is a view of the whole
+arena as a flat run of blocks, beginning at its own first block. With P planes and C pages in a chunk, page i
+of chunk c is block c * stride + i of every plane's view. The stride is P * C, or a little more to make chunks
+end on a multiple of the granularity. That block number is the page's id in page tables.
 
-**States** of requests are tensors of fixed size for each layer that keeps no keys and values. They lie in
-slots behind the pages of the arena, so they are released and resumed with these. A running request has the
-slot of its row in the page table; one more is for padding and for passes of nobody's request; the slots
-behind it hold checkpoints, states of prefixes that the prefix cache may hand out. To whoever saves and
-restores pages a slot is a run of pages of its own, with ids behind those of the pool.
+**States**: layers without keys and values keep tensors of fixed size per request. These are in slots behind
+the pages of the arena, so they are released and resumed together. A running request has the slot of its row
+in the page table. One more slot is for padding and for passes without a request. The slots after it hold
+checkpoints: states of cached prefixes. For saving and restoring pages, a slot is a run of pages with ids
+behind those of the pool.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from ebbtide.srt.mem_cache.page_allocator import PageIds
 from ebbtide.srt.mem_cache.state_slots import StateSlots
 from ebbtide.srt.memory_saver.arena import Arena, round_up
 
-# Tensors of a slot begin at multiples of this: kernels read 16 bytes at a time.
+# Tensors of a slot begin at multiples of this, since kernels read 16 bytes at a time.
 ALIGNMENT_BYTES = 256
-# Pages that no kernel moves go through a buffer of this size.
+# Without a kernel, pages are moved through a buffer of this size.
 MOVED_AT_ONCE_BYTES = 64 << 20
-# A kernel reads one plane after the other. With runs of this size, a page of the driver's, it touches no more
-# pages of addresses than if each plane lay in one piece.
+# A kernel reads one plane after the other. With runs of this size, the driver's page size, it touches no more
+# of the driver's pages than if each plane were contiguous.
 CUDA_MIN_RUN_BYTES = 2 << 20
 # 100 GiB in chunks of 1 GiB go back to the driver in 36 ms, in chunks of 256 MiB in 82 ms; they are taken in
 # 31 and 65 ms. Attention does not notice (an H200: docs/performance.md).
 CUDA_CHUNK_BYTES = (2 << 20, 1 << 30)
-# Smaller chunks mean more of them: this many are to be in a device's memory, and in a pool of a given size.
+# Chunks are small enough that a device's memory, or a pool of a given size, has at least this many.
 CHUNKS_OF_DEVICE, CHUNKS_OF_POOL = 128, 32
-# What is left over between the last page of a chunk and its end is less than a page: at most 1/32 of a pool.
+# A chunk may waste less than one page at its end: with this many pages, at most 1/32 of a pool.
 MIN_CHUNK_PAGES = 32
 
 
 def cuda_chunk_bytes(device_bytes: int, pool_bytes: int | None) -> int:
-    """The least size of a chunk on a device of this size: a power of two.
+    """The smallest size of a chunk on a device of this size, a power of two.
 
     Args:
-        pool_bytes: of the KV cache; None: it takes what the device has.
+        pool_bytes: of the KV cache; None: it is sized by the device.
     """
     wanted = device_bytes // CHUNKS_OF_DEVICE
     if pool_bytes is not None:
@@ -60,16 +59,16 @@ def cuda_chunk_bytes(device_bytes: int, pool_bytes: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What layers keep, in chunks.
+    """The layout of pages in chunks.
 
     Attributes:
-        num_layers: of a group.
+        num_layers: layers of a group.
         page_size: tokens of a page.
-        spec: what a layer keeps on this rank.
-        dtype: of what is kept.
-        granularity: bytes; a chunk is a multiple of it.
-        min_chunk_bytes, min_chunk_pages: the least size of a chunk.
-        min_run_bytes: the least size of a chunk's part in one plane.
+        spec: what a layer stores per token on this rank.
+        dtype: of the stored numbers.
+        granularity: bytes that a chunk is a multiple of.
+        min_chunk_bytes, min_chunk_pages: the smallest size of a chunk.
+        min_run_bytes: the smallest size of a chunk's part in one plane.
     """
 
     num_layers: int
@@ -92,7 +91,7 @@ class KVLayout:
 
     @property
     def word(self) -> torch.dtype:
-        """The largest integer that blocks are made of: what copies move, whatever the numbers in it."""
+        """The integer dtype that blocks are copied as: int64 if their size allows."""
         return torch.int64 if self.block_bytes % torch.int64.itemsize == 0 else torch.uint8
 
     @property
@@ -102,7 +101,7 @@ class KVLayout:
 
     @property
     def chunk_blocks(self) -> int:
-        """Blocks that a chunk has room for: the distance from a page's id to that of its like in the next."""
+        """Blocks of a chunk: also the distance between the ids of corresponding pages of two chunks."""
         least_bytes = max(
             self.min_chunk_bytes,
             self.num_planes * self.min_run_bytes,
@@ -147,18 +146,18 @@ class KVLayout:
         return arena.view(first * self.block_bytes, shape, self.dtype)
 
     def blocks(self, arena: Arena) -> torch.Tensor:
-        """The whole arena in blocks, those of all planes in their order: [blocks, words of a block]."""
+        """The whole arena as blocks, of all planes in order: [blocks, words of a block]."""
         num_blocks = arena.num_bytes // self.block_bytes
         return arena.view(0, (num_blocks, self.block_bytes // self.word.itemsize), self.word)
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """What a slot holds.
+    """The layout of a state slot.
 
     Attributes:
-        parts: of each layer with a state, the shape and dtype of each tensor on this rank.
-        page_bytes: a slot is a multiple of it.
+        parts: for each layer with a state, the shape and dtype of each tensor on this rank.
+        page_bytes: a slot is a multiple of this.
     """
 
     parts: tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]
@@ -166,7 +165,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, specs: Sequence[State], num_ranks: int, page_bytes: int) -> StateLayout:
-        """The layout of a rank; `specs` have the sizes of all ranks."""
+        """The layout on one rank; `specs` have the sizes of all ranks together."""
         return cls(
             tuple(
                 tuple(
@@ -180,7 +179,7 @@ class StateLayout:
 
     @property
     def slot_pages(self) -> int:
-        """The pages that a slot takes the place of."""
+        """How many pages a slot counts as."""
         num_bytes = sum(_part_bytes(*part) for layer in self.parts for part in layer)
         return -(-num_bytes // self.page_bytes)
 
@@ -198,10 +197,10 @@ class StatePool:
 
     Args:
         arena: has room for the slots from `offset` on.
-        slots: which there are, and the ids of their pages.
+        slots: how many there are, and the ids of their pages.
 
     Attributes:
-        layers: of each layer with a state its tensors, [slots, *shape].
+        layers: the tensors of each layer with a state, [slots, *shape].
     """
 
     def __init__(self, arena: Arena, offset: int, layout: StateLayout, slots: StateSlots) -> None:
@@ -218,7 +217,7 @@ class StatePool:
             self.layers.append(tuple(tensors))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy slots to others, one pair after the other, behind what was launched before."""
+        """Copy slots (source, target), pair by pair; queued behind earlier work."""
         for source, target in pairs:
             self._slots[target].copy_(self._slots[source])
 
@@ -227,16 +226,16 @@ class StatePool:
 class KVPool:
     """Keys and values of all layers in one arena.
 
-    Shapes: B blocks, S tokens of a page, N KV heads, H head_dim. A page's id says which block of each plane
-    is its own; blocks of other planes lie in between.
+    Shapes: B blocks, S tokens of a page, N KV heads, H head_dim. A page's id is the index of its block in
+        each plane; in between are blocks of other planes.
 
     Args:
         arena: at least `layout.arena_bytes(num_pages)` bytes; it may be released, now and later.
-        layout: what is stored, and where.
+        layout: of the pages.
         num_pages: pages that may be used.
-        groups: whose pages these are.
-        scales: of keys and values in FP8; None: what is stored is what it stands for.
-        states: what layers without keys and values keep of requests; their pages can be read and written.
+        groups: the groups of layers that the pages belong to.
+        scales: of keys and values in FP8; None: numbers are stored unscaled.
+        states: recurrent states; their slots can be read and written as pages.
 
     Raises:
         ValueError: the arena is too small.
@@ -265,18 +264,18 @@ class KVPool:
         return self._blocks.device
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """A copy of these pages, all planes of a page together: [pages, words of a page]."""
+        """A copy of these pages, with all planes of a page together: [pages, words of a page]."""
         return self._blocks[self._rows(pages)].view(len(pages), -1)
 
     def write(self, pages: Sequence[int], contents: torch.Tensor) -> None:
-        """What `read` returned, back into the pool."""
+        """Write contents that `read` returned to these pages."""
         self._blocks[self._rows(pages)] = contents.view(-1, self._blocks.shape[1])
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy these pages to others, behind what was launched before.
+        """Copy pages to other pages; queued behind earlier work.
 
         Raises:
-            AssertionError: a page is copied to while it is read, or twice.
+            AssertionError: a page is both source and target, or is given twice.
         """
         assert len(set(sources) | set(targets)) == len(sources) + len(targets), "pages overlap"
         if self.device.type == "cuda":
@@ -290,12 +289,12 @@ class KVPool:
             self.write(targets[part], self.read(sources[part]))
 
     def warm_up(self) -> None:
-        """Have the kernel that moves pages compiled. Nothing is in the pool yet."""
+        """Compile the kernel that moves pages. Call it while the pool is empty."""
         if self.num_pages > 1:
             self.move([0], [1])
 
     def _rows(self, pages: Sequence[int]) -> torch.Tensor:
-        """The blocks of these pages in all planes, page after page. Those of states lie side by side."""
+        """The blocks of these pages in all planes, page by page. Those of a state's page are contiguous."""
         pages_P1 = torch.tensor(pages, dtype=torch.int64, device=self.device)[:, None]
         planes_N = torch.arange(self.layout.num_planes, device=self.device)
         rows_PN = pages_P1 + planes_N * self.layout.chunk_pages
@@ -306,17 +305,17 @@ class KVPool:
         return rows_PN.flatten()
 
     def group(self, layer: int) -> int:
-        """Whose pages hold the layer's keys and values."""
+        """The group whose pages hold the layer's keys and values."""
         return self.groups.places[layer][0]
 
     def k(self, layer: int) -> torch.Tensor:
-        """The layer's keys, [B, S, N, H]; of latents all, with N = 1."""
+        """The layer's keys, [B, S, N, H]; for latents the whole row, with N = 1."""
         return self._k_BSNH[layer]
 
     def head_scales(self, layer: int) -> HeadScales | None:
-        """What the layer's stored numbers are multiplied by; None: by 1."""
+        """The scales of the layer's stored numbers; None: all are 1."""
         return self.scales.of(layer) if self.scales is not None else None
 
     def v(self, layer: int) -> torch.Tensor:
-        """The layer's values, [B, S, N, H]; of latents what is not rotated."""
+        """The layer's values, [B, S, N, H]; for latents the part that is not rotated."""
         return self._v_BSNH[layer]

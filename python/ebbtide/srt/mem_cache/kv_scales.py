@@ -1,7 +1,7 @@
-"""Scales of keys and values in FP8: a stored number times its head's scale is what it stands for.
+"""Scales of keys and values in FP8: a stored number is multiplied by its head's scale.
 
-They are ordinary memory beside the arenas, at addresses that stay: a release of whatever tag leaves them as
-they are, and CUDA graphs read what they hold at the time of the replay.
+Scales are in ordinary memory at fixed addresses, not in arenas: no release touches them, and CUDA graphs read
+the values at the time of the replay.
 
 Shapes: T tokens, K KV heads, H head_dim, G layers.
 """
@@ -21,23 +21,23 @@ logger = logging.getLogger(__name__)
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
-# Tools that write such checkpoints agree on the last word alone.
+# Tools that write such checkpoints agree only on the last part of the name.
 _NAME = re.compile(
     r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:attn\.|k_proj\.(?=k_)|v_proj\.(?=v_))?([kv])_scale"
 )
 
 
-# Calibrated scales leave room for numbers this many times larger than any that was seen. It costs none of the
-# others a bit: they are numbers of FP8 with a smaller exponent.
+# Calibrated scales leave room for numbers this many times larger than the largest seen. No precision is lost:
+# numbers only get a smaller exponent.
 HEADROOM = 2.0
 _MAX_EXPONENT = 40.0
 
 
 class HeadScales:
-    """The scales of one layer: views, which follow every change.
+    """The scales of one layer, as views that follow every change.
 
     Attributes:
-        scales_2K, inverses_2K: of the keys and then the values of its heads, float32, and their inverses.
+        scales_2K, inverses_2K: float32, of keys and then of values, per head; and their inverses.
     """
 
     def __init__(self, scales: KVScales, layer: int) -> None:
@@ -47,29 +47,29 @@ class HeadScales:
 
     @property
     def are_recorded(self) -> bool:
-        """Whether the keys and values of this pass are wanted by `record`."""
+        """Whether `record` must be called with the keys and values of this pass."""
         return self._scales.is_recording
 
     def record(self, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        """Note how large a pass's keys and values are, rotated and before they are rounded."""
+        """Record the size of a pass's keys and values, after rotation and before rounding."""
         self._scales.record(self._layer, k_TKH, v_TKH)
 
 
 class KVScales:
     """The scales of all layers of a rank.
 
-    They may be calibrated: after `begin` passes that are not captured record how large the numbers of their
-    heads are, until enough tokens were seen. `settle` makes scales of that, powers of two, so that what is
-    divided by them is exact. It is for moments when the pool holds nothing: whatever lies in the pool has the
-    scales that are in force. All ranks see the same passes, so that they settle at the same moment.
+    They may be calibrated. After `begin`, passes that are not captured record the largest number of each
+    head, until enough tokens were seen. `settle` then sets the scales, to powers of two, so that dividing by
+    them is exact. It may only be called while the pool is empty, since the stored numbers belong to the
+    scales in force. All ranks see the same passes, so they settle at the same moment.
 
     Args:
         scales_G2K: float32, finite and above 0, on the device of the pool.
-        calibration_tokens: how many tokens a calibration looks at; 0: there is none.
-        keeps_up: whether weights that change are a reason for another one.
+        calibration_tokens: tokens of a calibration; 0: there is none.
+        keeps_up: whether to calibrate again when weights have changed.
 
     Attributes:
-        scales_G2K, inverses_G2K: they change in place alone.
+        scales_G2K, inverses_G2K: only changed in place.
     """
 
     def __init__(self, scales_G2K: Tensor, *, calibration_tokens: int = 0, keeps_up: bool = False) -> None:
@@ -90,27 +90,27 @@ class KVScales:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a calibration has yet to see tokens."""
+        """Whether a calibration still needs tokens."""
         return self._num_missing > 0 and not self._is_paused
 
     def begin(self) -> None:
-        """Look at the tokens of the passes to come, and forget those of an earlier calibration."""
+        """Begin a calibration with the next passes, and drop what an earlier one has recorded."""
         self._largest_G2K.zero_()
         self._num_missing, self._is_due = self._calibration_tokens, False
         self._begins_next = False
 
     def weights_changed(self) -> None:
-        """Other weights serve from now on."""
+        """Note that other weights serve from now on."""
         if not self._keeps_up:
             return
         if self._is_due:
-            # Where every commit empties the pool, what was seen before it would otherwise never settle.
+            # Begin after this one has settled: if every update restarted the calibration, none would settle.
             self._begins_next = True
         else:
             self.begin()
 
     def record(self, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        """As `HeadScales.record`; layers come in their order."""
+        """As `HeadScales.record`; called for the layers in order."""
         for side, x_TKH in enumerate((k_TKH, v_TKH)):
             largest_K = x_TKH.float().abs().nan_to_num(0.0, 0.0).amax((0, 2))
             torch.maximum(self._largest_G2K[layer, side], largest_K, out=self._largest_G2K[layer, side])
@@ -120,7 +120,7 @@ class KVScales:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, passes are not recorded: theirs are tokens that nobody asked for."""
+        """Within, passes are not recorded, because their tokens belong to no request."""
         was_paused, self._is_paused = self._is_paused, True
         try:
             yield
@@ -128,9 +128,9 @@ class KVScales:
             self._is_paused = was_paused
 
     def settle(self) -> bool:
-        """The scales become those of what was recorded, where that is enough; whether they did.
+        """Set the scales by what was recorded. False: not enough tokens were seen.
 
-        A head that was 0 throughout has a scale of 1.
+        A head of zeros alone gets a scale of 1.
         """
         if not self._is_due:
             return False
@@ -147,13 +147,13 @@ class KVScales:
 
 
 def scale_place(name: str) -> tuple[int, int] | None:
-    """Layer and side (0 for keys) of a checkpoint's tensor that is a scale; None for any other."""
+    """(layer, side) of a checkpoint's scale, side 0 for keys; None: the tensor is no such scale."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), "kv".index(match[2])) if match is not None else None
 
 
 def quantised(x_TKH: Tensor, inverse_K: Tensor | None) -> Tensor:
-    """Numbers as the pool stores them in FP8: rounded to the nearest, those beyond the range to its end.
+    """Numbers as the pool stores them in FP8: rounded to nearest, and clamped to the range.
 
     Args:
         inverse_K: of the heads' scales; None: all are 1.
@@ -163,5 +163,5 @@ def quantised(x_TKH: Tensor, inverse_K: Tensor | None) -> Tensor:
 
 
 def dequantised(x_TKH: Tensor, scale_K: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What stored numbers stand for; without scales every dtype of models holds them exactly."""
+    """Stored numbers times their scales. Without scales, every dtype of models holds them exactly."""
     return x_TKH.to(dtype) if scale_K is None else (x_TKH.float() * scale_K[:, None]).to(dtype)

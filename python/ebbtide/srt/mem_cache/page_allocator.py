@@ -1,8 +1,8 @@
-"""Who may use which page of the KV pool, and which pages each running request has. Pages are plain ints.
+"""The free pages of the KV pool, and the page table of running requests. Pages are plain ints.
 
-The pool consists of chunks of pages. A chunk that nobody uses can be withdrawn, so that its memory may serve
-for something else, and be put back later. The pages that the prefix cache has of windows are kept and evicted
-one by one, unlike others.
+The pool consists of chunks of pages. An unused chunk can be withdrawn, so that its memory can be used for
+something else, and restored later. Cached pages of sliding windows are kept and evicted one by one, unlike
+other pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Run = TypeVar("Run")
 
-# In place of the id of a page that the cache does not have.
+# Stands for a page that the cache does not have.
 MISSING = -1
 
 
@@ -28,7 +28,7 @@ class PageIds:
 
     Attributes:
         per_chunk: pages of a chunk, at most `stride`.
-        stride: from a chunk's first id to that of the next.
+        stride: distance between the first ids of two chunks.
     """
 
     per_chunk: int
@@ -38,19 +38,19 @@ class PageIds:
         return page // self.stride
 
     def of_chunk(self, chunk: int, num_pages: int) -> range:
-        """The ids in a chunk of a pool of `num_pages`; the last chunk may be filled in part."""
+        """The ids of a chunk in a pool of `num_pages`; the last chunk may have fewer."""
         count = min(self.per_chunk, num_pages - chunk * self.per_chunk)
         return range(chunk * self.stride, chunk * self.stride + count)
 
 
 class PageAllocator:
-    """Hands out the pages of a pool, those of the lowest chunk first; ascending as long as the pool is fresh.
+    """Hands out the pages of a pool, lowest chunk first; in ascending order as long as the pool is fresh.
 
-    Every tensor parallel rank makes the same calls, so which pages come next depends on the calls alone.
+    Which pages come next depends on the calls alone, so it is the same on every tensor-parallel rank.
 
     Args:
         num_pages: of the whole pool.
-        ids: what the pages are called; None: 0 .. num_pages-1, in one chunk.
+        ids: the ids of the pages; None: 0 .. num_pages-1, in one chunk.
     """
 
     def __init__(self, num_pages: int, ids: PageIds | None = None) -> None:
@@ -58,7 +58,8 @@ class PageAllocator:
         self._ids = ids if ids is not None else PageIds(max(1, num_pages), max(1, num_pages))
         self._total = num_pages
         num_chunks = -(-num_pages // self._ids.per_chunk)
-        # A stack for each chunk, with the next page on top: what was just freed is still warm in the caches.
+        # One stack per chunk, the next page on top: a page that was just freed may still be in the device's
+        # cache.
         self._free = [list(reversed(self._ids.of_chunk(chunk, num_pages))) for chunk in range(num_chunks)]
         self._num_free = num_pages
         self._lowest = 0  # no chunk below it has a free page
@@ -67,7 +68,7 @@ class PageAllocator:
 
     @property
     def num_pages(self) -> int:
-        """Pages that are there: free ones and those that are held."""
+        """Pages in the pool now, free or held."""
         return self._num_free + len(self._held)
 
     @property
@@ -77,11 +78,11 @@ class PageAllocator:
 
     @property
     def num_withdrawn(self) -> int:
-        """Pages that are in withdrawn chunks."""
+        """Pages of withdrawn chunks."""
         return self._total - self.num_pages
 
     def num_pages_of(self, chunks: Iterable[int]) -> int:
-        """How many pages these chunks hold."""
+        """How many pages these chunks have."""
         return sum(map(self._size, chunks))
 
     @property
@@ -90,7 +91,7 @@ class PageAllocator:
 
     @property
     def held(self) -> frozenset[int]:
-        """Pages that were handed out and not taken back."""
+        """Pages that are handed out."""
         return frozenset(self._held)
 
     def allocate(self, n: int) -> list[int] | None:
@@ -123,9 +124,9 @@ class PageAllocator:
             self._lowest = min(self._lowest, chunk)
 
     def plan_move(self, chunks: Iterable[int]) -> dict[int, int]:
-        """Where the held pages of these chunks can go: free pages of the others, those of the lowest first.
+        """Choose free pages of other chunks, lowest first, for the held pages of these chunks: old → new.
 
-        Nothing changes yet. AssertionError if there are too few.
+        Nothing changes yet. AssertionError: there are too few.
         """
         left = set(chunks)
         sources = sorted(page for page in self._held if self.chunk_of(page) in left)
@@ -137,7 +138,7 @@ class PageAllocator:
         return dict(zip(sources, targets, strict=True))
 
     def move(self, target_of: Mapping[int, int]) -> None:
-        """Take the free pages that `plan_move` chose, in place of those that were held."""
+        """Take the free pages that `plan_move` chose, and free the old ones."""
         targets = set(target_of.values())
         assert targets.isdisjoint(self._held), "a page is held already that another moves to"
         for chunk in {self.chunk_of(page) for page in targets}:
@@ -152,7 +153,7 @@ class PageAllocator:
         return len(self._free)
 
     def held_by_chunk(self) -> dict[int, int]:
-        """How many pages are held of each chunk that is there."""
+        """How many pages of each chunk are held; withdrawn chunks are left out."""
         return {
             chunk: self._size(chunk) - len(stack)
             for chunk, stack in enumerate(self._free)
@@ -194,11 +195,11 @@ class PageTable:
     """A row of page ids per running request and group of layers.
 
     Attributes:
-        arrays: int32 [groups, num_rows, max_pages]. `arrays[group, row, i]` is the page with the KV of the
-            request's tokens i*page_size .. (i+1)*page_size-1 in that group. Past what was written it holds
-            stale or zero ids: always valid as an index into the pool, so that padded gathers may read them.
+        arrays: int32 [groups, num_rows + 1, max_pages]. `arrays[group, row, i]` is the page with the KV of
+            the request's tokens i*page_size .. (i+1)*page_size-1 in that group. Entries that were not written
+            are stale or zero, but always valid indices into the pool, so that padded gathers may read them.
         array: of the first group.
-        spare_row: behind the `num_rows`; no request ever has it.
+        spare_row: the last row, which no request ever has.
     """
 
     def __init__(self, num_rows: int, max_pages: int, num_groups: int = 1) -> None:
@@ -225,16 +226,16 @@ class PageTable:
         """Set `arrays[group, row, first_index :][: len(pages)]`; AssertionError if it is out of bounds."""
         end = first_index + len(pages)
         assert row in self._held_rows, f"row {row} is not held"
-        # numpy clips slices, and would drop a single page past the end without a word.
+        # numpy clips slices, and would silently drop a page past the end.
         assert 0 <= first_index <= end <= self.array.shape[1], f"[{first_index}, {end}) is outside the row"
         self.arrays[group, row, first_index:end] = pages
 
 
 class WindowPages(Generic[Run]):
-    """Who keeps which page, and those that nobody keeps in the order in which they were let go.
+    """Counts the leases of cached window pages, and queues those without a lease for eviction.
 
     Attributes:
-        idle: page → when it was let go.
+        idle: page → when its last lease was released, oldest first.
     """
 
     def __init__(self) -> None:
@@ -243,7 +244,7 @@ class WindowPages(Generic[Run]):
         self._num_leases: dict[int, int] = {}
 
     def place(self, pages: Iterable[int], run: Run, now: int) -> None:
-        """Pages that no lease keeps yet are part of a run, or of another one than before."""
+        """Note the run that pages belong to, which may be another one than before."""
         for page in pages:
             if page == MISSING:
                 continue
@@ -252,13 +253,13 @@ class WindowPages(Generic[Run]):
             self._runs[page] = run
 
     def keep(self, pages: Sequence[int]) -> None:
-        """One more lease keeps these pages."""
+        """Count one more lease of these pages."""
         for page in pages:
             self._num_leases[page] = self._num_leases.get(page, 0) + 1
             self.idle.pop(page, None)
 
     def let_go(self, pages: Sequence[int], now: int) -> None:
-        """A lease keeps these pages no more; the last is the first to be evicted."""
+        """Count one lease less of these pages. The last page will be the first to be evicted."""
         for page in reversed(pages):
             self._num_leases[page] -= 1
             if not self._num_leases[page]:
@@ -266,12 +267,12 @@ class WindowPages(Generic[Run]):
                 self.idle[page] = now
 
     def remove(self, page: int) -> Run:
-        """The run of an idle page, which is in it no more."""
+        """Remove an idle page; returns the run that it belonged to."""
         del self.idle[page]
         return self._runs.pop(page)
 
     def relocate(self, target_of: Mapping[int, int]) -> None:
-        """Some pages have moved to others."""
+        """Note that pages have moved (old → new)."""
         self.idle = OrderedDict((target_of.get(page, page), since) for page, since in self.idle.items())
         self._runs = {target_of.get(page, page): run for page, run in self._runs.items()}
         self._num_leases = {target_of.get(page, page): count for page, count in self._num_leases.items()}

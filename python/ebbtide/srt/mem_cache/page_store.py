@@ -1,4 +1,4 @@
-"""What pages of the KV pool hold, in host memory while the pool has no room or no memory for them."""
+"""Keeps contents of KV pages in host memory while the pool has no room or no memory for them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ebbtide.srt.mem_cache.kv_pool import KVPool
 from ebbtide.srt.memory_saver.backup import PIECE_BYTES, HostBuffer
 from ebbtide.srt.memory_saver.virtual_memory.cuda import CudaHostPinning
 
-# Memory that is not pinned is quickly had again: it is taken in smaller pieces, and given back.
+# Memory that is not pinned is quick to allocate, so it is taken in smaller pieces, and given back.
 UNPINNED_PIECE_BYTES = 16 << 20
 
 
 class HostPageStore:
-    """Keeps the contents of pages in slots, and brings them back to whatever pages: see `control.PageStore`.
+    """Keeps the contents of pages in slots, and copies them back to any pages: see `control.PageStore`.
 
-    Host memory is taken a piece at a time. What is pinned is kept, since pinning takes seconds, and so is
-    what `allocate` took; the rest is given back from the end on as its slots are dropped.
+    Host memory is taken piece by piece. Pinned memory is kept, since pinning takes seconds, and so is what
+    `allocate` took. Other memory is given back from the end when its slots are dropped.
 
     Args:
         pool: resident whenever pages are saved or restored.
-        max_bytes: how much may be held.
+        max_bytes: the most host memory that may be held.
         pinning: `Device.host_pinning`.
     """
 
@@ -46,12 +46,12 @@ class HostPageStore:
         return len(self._free)
 
     def allocate(self) -> None:
-        """Take all of the memory now, so that no release waits for it, and keep it."""
+        """Take all memory now, and keep it, so that no release waits for it."""
         self._keeps_buffers = True
         self._allocate(self._max_slots)
 
     def save(self, owners: Sequence[Sequence[int]]) -> list[list[int]]:
-        """A page that several owners share takes one slot, until the last of them has dropped it."""
+        """See `control.PageStore`. A page of several owners takes one slot, until the last owner drops it."""
         pages = list(dict.fromkeys(page for owner in owners for page in owner))
         assert len(pages) <= len(self._free), f"{len(pages)} pages are kept where {len(self._free)} have room"
         slots = sorted(self._free, reverse=True)[len(self._free) - len(pages) :][::-1]
@@ -70,7 +70,7 @@ class HostPageStore:
         return kept
 
     def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Copies are launched behind what was launched before."""
+        """See `control.PageStore`. The copies are queued behind earlier work."""
         for part, room in self._runs(slots):
             self._pool.write(pages[part], room.to(self._pool.device, non_blocking=self._is_pinned))
 
@@ -114,7 +114,7 @@ class HostPageStore:
             start = end
 
     def _allocate(self, num_slots: int) -> None:
-        """Take memory for the slots below."""
+        """Take memory for slots 0 to `num_slots` - 1."""
         while len(self._buffers) * self._slots_per_buffer < num_slots:
             num_bytes = self._slots_per_buffer * self._page_bytes
             buffer = HostBuffer(self._pool.arena.tag, num_bytes, self._pinning)

@@ -1,22 +1,23 @@
 """The prefix cache: a radix tree over pages of tokens, which shares the KV of common prefixes.
 
-Caching is by whole pages. A page belongs either to one request or to the cache; requests reach the cache's
-pages through leases, which keep them from being evicted.
+Whole pages are cached. A page belongs either to one request or to the cache. Requests use pages of the cache
+by leases, which keep them from being evicted.
 
 A node is a run of pages of tokens, with the ids of the pages that hold their KV in each group of layers. Its
-children continue the run, each with another next page. Runs are split where prefixes diverge or a lease ends.
+children continue the run with different next pages. Runs are split where prefixes diverge or a lease ends.
 
-**Windows.** In a group of layers with a window, pages come and go one by one: the cache has a page of some
-tokens in one group, and none in another. A prefix of n tokens is usable if, in each group with a window, the
-pages of all tokens are there that the next token attends to: the last `window - 1` of the n. The longest
-usable prefix is what is matched. A lease keeps those pages, and of them what `slide` has not let go.
+**Windows.** In a group of layers with a sliding window, pages are cached and evicted one by one. So some
+tokens may have a page in one group and none in another. A prefix of n tokens is usable if each group with a
+window has the pages of all tokens that the next token attends to: the last `window - 1` of the n. The longest
+usable prefix is matched. A lease keeps those pages, until `slide` gives some of them up.
 
-**States.** Where layers keep a state, a prefix is usable only up to where there is a checkpoint of it.
+**States.** If layers keep a recurrent state, a prefix is usable only up to a checkpoint of the state.
 
-Eviction order depends on the calls alone: it is the same on every rank. `_idle` holds the nodes that nothing
-pins, in the order in which they were let go. Pinning a node pins its ancestors, and letting go runs from the
-node upwards, so the first node in line is a leaf, and the least recently used one. Pages of windows that no
-lease keeps stand in a line of their own: what was let go first is evicted first, a node before its pages.
+The order of eviction depends on the calls alone, so it is the same on every rank. `_idle` holds the nodes
+that are not pinned, in the order in which they were unpinned. Pinning a node pins its ancestors, and
+unpinning goes from the node upwards. So the first node in `_idle` is a leaf, and the least recently used one.
+Pages of windows that no lease keeps have a queue of their own. Of both queues, the entry that was released
+first is evicted first; a node before its pages.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from ebbtide.srt.mem_cache import WHOLE, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import MISSING, PageAllocator, WindowPages
 from ebbtide.srt.mem_cache.state_slots import Checkpoints
 
-# Prefixes are shared within one namespace only, e.g. (cache_salt, extra_key) or with the weight version.
+# Prefixes are shared only within a namespace, such as (cache_salt, extra_key), maybe with the weight version.
 Namespace = tuple[str, ...]
-# Pages in order: the label of each run of them, and where it ends.
+# (label, end page) for each run of pages, in order.
 Runs = Sequence[tuple[int, int]]
 
 # A child is found by its first page of tokens, and by the namespace: one tree serves all namespaces.
@@ -47,9 +48,9 @@ class _Node:
 
     Attributes:
         tokens: as native ints, so that comparing runs is one memcmp.
-        pages: page ids in each group.
-        pins: leases that end at this node, plus children with pins.
-        checkpoints: number of the first pages → slot of the state behind them.
+        pages: page ids, by group.
+        pins: how many leases end at this node, plus how many children have pins.
+        checkpoints: number of pages → slot of the state after them.
     """
 
     parent: _Node | None
@@ -71,12 +72,12 @@ class PrefixLease:
     """The cached pages that a request uses, kept in the cache until `release`.
 
     Attributes:
-        pages: the page ids in each group, in token order. Read only; not to be used after `release`.
-        firsts: in each group, the first page that is kept. What stands before it means nothing.
+        pages: the page ids by group, in token order. Read-only, and invalid after `release`.
+        firsts: by group, the index of the first page that is kept. Entries before it mean nothing.
         runs: (label, end page) per run of pages that were published under one label.
-        checkpoint: slot of the state behind the pages, good until the next is taken; None: they are none, or
-            layers keep no state.
-        num_common: pages of tokens that are cached, whether there is a checkpoint or not.
+        checkpoint: slot of the state after the pages, valid until the next slot is taken; None: there is
+            none.
+        num_common: how many pages are cached, also beyond the checkpoint.
     """
 
     cache: RadixCache
@@ -98,7 +99,7 @@ class PrefixLease:
         return sorted({label for label, _ in self.runs})
 
     def slide(self, firsts: Sequence[int]) -> None:
-        """Keep nothing any more that stands before these pages of each group."""
+        """Give up the pages before these indices, by group."""
         for group in self.cache.windowed:
             first = min(firsts[group], len(self))
             passed = self.pages[group][self.firsts[group] : first]
@@ -106,28 +107,28 @@ class PrefixLease:
             self.firsts[group] = max(first, self.firsts[group])
 
     def release(self) -> None:
-        """Let go of the pages, which may be evicted once no lease holds them. Doing it again does nothing."""
+        """Give the pages up. They may be evicted when no lease keeps them. Idempotent."""
         if self._node is not None:
             self.cache._unpin(self._node, self)
             self._node = None
 
     def relocate(self, target_of: Mapping[int, int]) -> None:
-        """Some of the pages have moved to others; `RadixCache.relocate` is called too."""
+        """Note that pages have moved (old → new). `RadixCache.relocate` must be called too."""
         self.pages = [[target_of.get(page, page) for page in pages] for pages in self.pages]
 
 
 @dataclass(eq=False)
 class RadixCache:
-    """Shares every common prefix, down to `page_size` tokens, and evicts in LRU order.
+    """Shares common prefixes in whole pages, and evicts in LRU order.
 
-    After `publish` a request's pages are those of the lease, and behind them its own as before: only these
-    are to be freed when it ends.
+    After `publish`, a request has the pages of the lease, and then its own as before. When it ends, only its
+    own must be freed.
 
     Args:
-        page_size: tokens of a page; their ids must fit into 32 bits.
-        windows: of the groups of layers.
-        checkpoints: of the states that layers keep; None: they keep none.
-        is_enabled: whether anything is kept; if not, leases are empty, and requests keep all their pages.
+        page_size: tokens of a page; token ids must fit into 32 bits.
+        windows: sliding window of each group of layers.
+        checkpoints: of recurrent states; None: no layer has one.
+        is_enabled: if False, nothing is cached: leases are empty, and requests keep all their pages.
     """
 
     _allocator: PageAllocator
@@ -150,13 +151,13 @@ class RadixCache:
 
     @property
     def num_evictable_pages(self) -> int:
-        """Cached pages that no lease keeps: what `evict` could free."""
+        """How many pages `evict` could free: cached pages that no lease keeps."""
         return self._num_evictable + len(self._window_pages.idle)
 
     def match(
         self, namespace: Namespace, token_ids: Sequence[int], max_tokens: int | None = None
     ) -> PrefixLease:
-        """Lease the longest usable prefix of `token_ids` in whole pages, of at most `max_tokens` tokens."""
+        """Lease the longest usable prefix of `token_ids`, in whole pages and at most `max_tokens` tokens."""
         num_tokens = len(token_ids) if max_tokens is None else min(len(token_ids), max_tokens)
         num_pages = num_tokens // self._page_size if self.is_enabled else 0
         if self.windowed:
@@ -184,17 +185,17 @@ class RadixCache:
     ) -> PrefixLease:
         """Hand the whole pages of a request to the cache, and lease them back.
 
-        Where the cache already has a page for the same prefix, the request's own page goes back to the
-        allocator and the cached one takes its place. A trailing page that is not full stays the request's. So
-        do, with all that follow, pages of a window that the cache has lost under another label.
+        If the cache already has a page for the same prefix, the request's own page is freed, and the cached
+        one replaces it. A trailing page that is not full stays with the request. So do pages of a window
+        whose place in the cache is empty but has another label, and all pages after them.
 
         Args:
-            lease: what the request holds so far; it is released.
-            token_ids: every token whose KV the request has, from the first on; those under `lease` unchanged.
-            pages: where that KV is in each group, starting with those of `lease`. There may be more pages
-                than tokens fill.
-            firsts: in each group, the first page that the request has; None: it has all.
-            label: kept with the pages that are new to the cache, e.g. the number of the weights.
+            lease: the request's lease so far; it is released.
+            token_ids: all tokens whose KV the request has, from the first on; those of `lease` are unchanged.
+            pages: the pages of that KV by group, beginning with those of `lease`. There may be more than the
+                tokens fill.
+            firsts: by group, the index of the first page that the request has; None: it has all.
+            label: stored with pages that are new to the cache, such as the number of the weights.
         """
         assert lease.cache is self, "the lease is of another cache"
         assert lease._node is not None, "the lease has been released"
@@ -225,16 +226,16 @@ class RadixCache:
             for found, own in zip(cached, new, strict=True):
                 found += own
             _extend(runs, label, num_whole)
-        # Pin before release: the pages in use must not pass for idle in between.
+        # Pin before release, so that pages in use are never idle in between.
         kept = [min(first, num_whole) for first in firsts]
         published = self._lease(lease.namespace, node, cached, kept, runs)
         lease.release()
         return published
 
     def attach(self, lease: PrefixLease, num_pages: int, slot: int, label: int) -> bool:
-        """Keep a state with the first pages of a lease.
+        """Store a checkpoint after the first `num_pages` pages of a lease.
 
-        False: there is one, or the last of them has another label, and so was computed by somebody else.
+        False: there is one already, or the last page has another label, so it is of another request.
         """
         assert self._checkpoints is not None
         node, depth = lease._node, len(lease)
@@ -251,10 +252,10 @@ class RadixCache:
         return True
 
     def evict(self, num_pages: int) -> int:
-        """Give the least recently used pages that no lease keeps back to the allocator; returns how many.
+        """Free the least recently used pages that no lease keeps; returns how many.
 
-        At least `num_pages`, less than a page of every group more, or all that are evictable if those are
-        fewer. Of pages released together, the ends of prefixes go before their beginnings.
+        It frees at least `num_pages`, or all evictable pages if there are fewer; the excess is less than a
+        page of every group. Of pages that were released together, the ends of prefixes are freed first.
         """
         freed: list[int] = []
         idle_pages = self._window_pages.idle
@@ -269,7 +270,7 @@ class RadixCache:
         return len(freed)
 
     def flush(self) -> int:
-        """Give everything that no lease keeps back to the allocator; returns the number of pages."""
+        """Free all pages that no lease keeps; returns how many."""
         return self.evict(self.num_evictable_pages)
 
     def evictable_pages(self) -> Iterator[int]:
@@ -280,9 +281,9 @@ class RadixCache:
         yield from self._window_pages.idle
 
     def drop(self, pages: Set[int]) -> int:
-        """Give these evictable pages back to the allocator, and those behind them; returns how many.
+        """Free these evictable pages, and those that follow them in their prefixes; returns how many.
 
-        A prefix ends before the first page that is dropped of it, but where a window has passed that by.
+        A page that only groups with a window have lost does not end its prefix.
         """
         freed: list[int] = []
         for node in list(self._idle):
@@ -291,7 +292,7 @@ class RadixCache:
                 for group in self._whole
             )
             first = min((index for index in found if index is not None), default=None)
-            if first is None:  # also where it went with the run before it: it has no pages any more
+            if first is None:  # nothing to drop, or it was cut with the run before it
                 continue
             for follower in reversed(self._followers(node)):
                 freed += self._cut(follower, 0)
@@ -301,14 +302,14 @@ class RadixCache:
         return len(freed)
 
     def relocate(self, target_of: Mapping[int, int]) -> None:
-        """Some pages have moved to others, with their contents; `PrefixLease.relocate` is called too."""
+        """Note that pages have moved (old → new). `PrefixLease.relocate` must be called too."""
         for node in self._followers(self._root):
             node.pages = [[target_of.get(page, page) for page in pages] for pages in node.pages]
         if self.windowed:
             self._window_pages.relocate(target_of)
 
     def _followers(self, node: _Node) -> list[_Node]:
-        """Everything that continues a run, parents before their children."""
+        """All nodes that continue a run, parents before children."""
         found = list(node.children.values())
         for follower in found:
             found.extend(follower.children.values())
@@ -317,15 +318,16 @@ class RadixCache:
     def _segments(
         self, node: _Node, namespace: Namespace, token_ids: Sequence[int], depth: int, num_pages: int
     ) -> Iterator[tuple[_Node, int]]:
-        """The nodes below `node` that have the pages from `depth` to `num_pages` of `token_ids`, as far as
-        they are cached, each with how many of its pages these are."""
+        """Follow pages `depth` to `num_pages` of `token_ids` down from `node`, as far as they are cached.
+        Yields
+        each node, and how many of its pages match."""
         while depth < num_pages:
             child = node.children.get((namespace, self._encode(token_ids, depth, depth + 1)))
             if child is None:
                 return
             tokens = self._encode(token_ids, depth, min(num_pages, depth + len(child)))
             num_common = self._count_common_pages(child.tokens, tokens)
-            is_whole = num_common == len(child)  # asked first: the caller may split it
+            is_whole = num_common == len(child)  # before the yield, since the caller may split the node
             yield child, num_common
             if not is_whole:
                 return
@@ -342,8 +344,8 @@ class RadixCache:
     ) -> _Node:
         """Follow the first `num_pages` pages of `token_ids` down from `node`, as far as they are cached.
 
-        `pages` and `runs`, which hold what lies down to `node`, are extended. Returns the node where the path
-        ends; a run that only begins with the same pages is split there.
+        `pages` and `runs`, which hold the path down to `node`, are extended. Returns the node where the path
+        ends. A run that matches only in its first pages is split.
         """
         for child, num_common in self._segments(node, namespace, token_ids, len(pages[0]), num_pages):
             node = child if num_common == len(child) else self._split(child, num_common)
@@ -353,19 +355,22 @@ class RadixCache:
         return node
 
     def _num_usable(self, namespace: Namespace, token_ids: Sequence[int], num_pages: int) -> int:
-        """How many pages the longest usable prefix has."""
+        """The length of the longest usable prefix in pages."""
         pages: list[list[int]] = [[] for _ in self._windows]
         for node, num_common in self._segments(self._root, namespace, token_ids, 0, num_pages):
             for found, own in zip(pages, node.pages, strict=True):
                 found += own[:num_common]
         num_usable = len(pages[0])
         while (gap := self._last_gap(pages, num_usable)) is not None:
-            # Whatever ends behind it, and not behind `num_usable`, attends to it.
+            # Any prefix that ends between the gap and `num_usable` attends to the gap.
             num_usable = gap
         return num_usable
 
     def _last_gap(self, pages: list[list[int]], num_pages: int) -> int | None:
-        """The last page that a token behind `num_pages` attends to, and that is missing in some group."""
+        """The page where a prefix of `num_pages` must end earlier: it is missing in some group, and needed.
+
+        None: no needed page is missing.
+        """
         gaps = []
         for group in self.windowed:
             first = first_needed(num_pages * self._page_size, self._windows[group], self._page_size)
@@ -382,8 +387,9 @@ class RadixCache:
         firsts: Sequence[int],
         label: int,
     ) -> int:
-        """Put a request's own pages where the cache has lost those of windows; returns up to which page of
-        tokens that could be done under this label."""
+        """Put a request's own pages where the cache has lost pages of windows. Returns the page where it
+        stopped,
+        because the label differs; else `num_whole`."""
         assert lease._node is not None
         depth = len(lease)
         for node, num_common in self._segments(lease._node, lease.namespace, token_ids, depth, num_whole):
@@ -405,7 +411,7 @@ class RadixCache:
         return array("i", token_ids[first_page * self._page_size : end_page * self._page_size]).tobytes()
 
     def _count_common_pages(self, run: bytes, tokens: bytes) -> int:
-        """How many whole pages two runs have in common from the start; `tokens` is no longer than `run`."""
+        """How many whole pages two runs share from the start. `tokens` is not longer than `run`."""
         wanted = np.frombuffer(tokens, dtype=np.int32)
         differs = np.frombuffer(run, dtype=np.int32, count=len(wanted)) != wanted
         return (int(differs.argmax()) if differs.any() else len(differs)) // self._page_size
@@ -421,7 +427,7 @@ class RadixCache:
     def _pin(self, node: _Node) -> None:
         while node.parent is not None:
             node.pins += 1
-            if node.pins > 1:  # its ancestors are pinned on its behalf already
+            if node.pins > 1:  # its ancestors are pinned already
                 return
             del self._idle[node]
             self._num_evictable -= len(node) * len(self._whole)
@@ -455,7 +461,7 @@ class RadixCache:
     def _split(self, node: _Node, num_pages: int) -> _Node:
         """Move the first `num_pages` pages of a run into a new parent, and return that. The caller pins it.
 
-        `node` stays the end of the path, where the leases that pin it expect it.
+        `node` remains the end of the path, since leases refer to it.
         """
         assert node.parent is not None, "the root has no pages to split"
         cut = num_pages * self._page_bytes
@@ -476,7 +482,7 @@ class RadixCache:
         return upper
 
     def _trim(self, leaf: _Node, num_pages: int) -> list[int]:
-        """Take pages of tokens off the end of an idle leaf until that frees `num_pages`, or all."""
+        """Cut pages off the end of an idle leaf until `num_pages` are freed, or all."""
         first = len(leaf)
         while first > 0 and num_pages > 0:
             first -= 1
@@ -485,7 +491,7 @@ class RadixCache:
         return self._cut(leaf, first)
 
     def _cut(self, leaf: _Node, first: int) -> list[int]:
-        """Take what stands from `first` on off an idle leaf; a leaf without pages leaves the tree."""
+        """Cut an idle leaf from page `first` on. A leaf without pages is removed from the tree."""
         assert leaf.parent is not None, "the root has no pages to cut"
         assert not leaf.children, "only leaves can be cut"
         if self._checkpoints is not None:
@@ -505,7 +511,7 @@ class RadixCache:
         return freed
 
     def _forget(self, page: int) -> int:
-        """Take an idle page of a window out of its run."""
+        """Remove an idle page of a window from its run."""
         node = self._window_pages.remove(page)
         [run] = [node.pages[group] for group in self.windowed if page in node.pages[group]]
         run[run.index(page)] = MISSING
@@ -513,7 +519,7 @@ class RadixCache:
 
 
 def _extend(runs: list[tuple[int, int]], label: int, end: int) -> None:
-    """More pages, up to `end`, of this label."""
+    """Add the pages up to `end` under this label."""
     if runs and runs[-1][0] == label:
         runs.pop()
     runs.append((label, end))

@@ -1,4 +1,4 @@
-"""Which state lies in which slot: those of running requests, and checkpoints of prefixes. Plain Python."""
+"""The slots of recurrent states: of running requests, and checkpoints of cached prefixes. Plain Python."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class StateSlots:
     """The slots of a `StatePool`: one for each row of the page table, then one to spare, then checkpoints.
 
     Attributes:
-        num_rows: of running requests.
-        interval: tokens from one checkpoint of a long prompt or output to the next: whole pages.
-        first_page: id of the first slot's first page.
+        num_rows: how many requests may run.
+        interval: tokens between two checkpoints of a long prompt or output; a multiple of the page size.
+        first_page: page id of the first slot's first page.
         pages_per_slot: see `StatePool`.
     """
 
@@ -40,16 +40,17 @@ class StateSlots:
 
 
 class CachedRun(Protocol):
-    """A run of cached pages. `checkpoints`: number of its first pages → slot of the state behind them."""
+    """A run of cached pages. `checkpoints`: number of pages → slot of the state after them."""
 
     checkpoints: dict[int, int]
 
 
 class Checkpoints:
-    """The slots of checkpoints: free, about to be published by a request, or attached to a cached prefix.
+    """The slots of checkpoints: free, held by a request that will publish them, or attached to a cached
+    prefix.
 
-    Whoever begins with a prefix gets a copy of its checkpoint before anything else is launched, so attached
-    ones may be evicted at any time; the one used longest ago goes first.
+    A request that begins with a prefix gets a copy of its checkpoint before anything else is launched. So
+    attached ones may be evicted at any time, the least recently used first.
     """
 
     def __init__(self, slots: StateSlots) -> None:
@@ -59,11 +60,11 @@ class Checkpoints:
 
     @property
     def attached(self) -> list[int]:
-        """Slots of cached prefixes, the one used longest ago first."""
+        """Slots of cached prefixes, the least recently used first."""
         return list(self._runs)
 
     def take(self) -> int | None:
-        """A slot to write a state to; None: requests hold all of them."""
+        """Take a slot for a state, evicting one if none is free. None: requests hold all slots."""
         if not self._free and self._runs:
             slot, run = self._runs.popitem(last=False)
             run.checkpoints = {end: other for end, other in run.checkpoints.items() if other != slot}
@@ -71,23 +72,21 @@ class Checkpoints:
         return self._free.pop() if self._free else None
 
     def give_back(self, slot: int) -> None:
-        """A slot that was taken, or attached to a run that has forgotten it, holds nothing any more."""
+        """Free a slot that was taken, or that its run has forgotten."""
         assert slot not in self._free, f"slot {slot} is free already"
         self._runs.pop(slot, None)
         self._free.append(slot)
 
     def attach(self, run: CachedRun, num_pages: int, slot: int) -> None:
-        """The slot holds the state behind the first pages of a run, which has none there."""
+        """Attach a slot with the state after the first `num_pages` pages of a run."""
         run.checkpoints[num_pages] = slot
         self._runs[slot] = run
 
     def last(self, runs: Iterable[tuple[CachedRun, int]]) -> tuple[int, int | None, int]:
-        """The last checkpoint of a prefix: the pages before it (0: there is none), and its slot.
+        """The last checkpoint of a prefix: pages before it (0: there is none), its slot, and pages in all.
 
         Args:
-            runs: that the prefix follows, each with how many of its pages.
-
-        Returns also how many pages these are together.
+            runs: the runs of the prefix, each with how many of its pages belong to it.
         """
         depth, found, slot = 0, 0, None
         for run, num_pages in runs:
@@ -98,24 +97,24 @@ class Checkpoints:
         return found, slot, depth
 
     def split(self, run: CachedRun, upper: CachedRun, num_pages: int) -> None:
-        """The first pages of a run have become another one before it."""
+        """Divide the checkpoints of a run whose first pages were moved to `upper`."""
         slots, run.checkpoints = run.checkpoints, {}
         for end, slot in slots.items():
             part, before = (upper, 0) if end <= num_pages else (run, num_pages)
             self.attach(part, end - before, slot)
 
     def cut(self, run: CachedRun, num_pages: int) -> None:
-        """A run has lost all but its first pages."""
+        """Free the checkpoints of a run after its first `num_pages` pages, which are all it keeps."""
         for end in [end for end in run.checkpoints if end > num_pages]:
             self.give_back(run.checkpoints.pop(end))
 
     def detach_all(self) -> None:
-        """What attached slots hold will be lost."""
+        """Free all attached slots, whose contents will be lost."""
         for run in self._runs.values():
             run.checkpoints = {}
         self._free += self._runs
         self._runs.clear()
 
     def note_used(self, slot: int) -> None:
-        """A request begins with this checkpoint."""
+        """Note that a request begins with this checkpoint."""
         self._runs.move_to_end(slot)
