@@ -112,7 +112,7 @@ def test_the_first_rows_of_a_tensor_are_read_from_the_ranks_that_hold_them(
 
 def read_rows(group: ParallelGroup, path: Path, num_rows: int) -> dict[str, Tensor]:
     store = open_store(group, path)
-    return {name: store.read(name, num_rows) for name in sorted(store.names)}
+    return {name: store.read(name, num_rows)() for name in sorted(store.names)}
 
 
 def test_whole_tensors_are_asked_for_and_own_parameters_are_written_by_direct_names(
@@ -144,7 +144,7 @@ def problems(group: ParallelGroup, path: Path) -> dict[str, Any]:
     assert store.covered(DOWN, direct=True) == {DOWN}
     assert store.write(DOWN, value, None, direct=True) == value.nbytes
     return {
-        "down": store.read(DOWN, 64),
+        "down": store.read(DOWN, 64)(),
         "whole": check(EMBED, (259, 64), False),
         "part": check(EMBED, (130, 64), False),
         "shape": store.shape(EMBED),

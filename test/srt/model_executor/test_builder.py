@@ -207,7 +207,7 @@ def test_logits_are_computed_in_float32_where_that_is_asked_for(
     path = make_checkpoint(tmp_path, "LlamaForCausalLM", tied=is_tied)
     runner = RunnerDriver(path, dtype="bfloat16", enable_fp32_lm_head=in_float32).runner
     store = runner.weight_store
-    weight_VD = store.read("lm_head.weight", 10**6)
+    weight_VD = store.read("lm_head.weight", 10**6)()
     hidden_TD = torch.randn(5, weight_VD.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     logits_TV = runner.model.logits(hidden_TD, runner.kernels)
     expected_TV = hidden_TD.float() @ weight_VD.T

@@ -155,7 +155,7 @@ def test_a_checkpoint_in_8_bits_is_what_the_engine_makes_of_its_weights(
     assert checksum_of(as_it_is.store) == checksum_of(plain.store)
     # A name of the scales says what is stored; get_weights_by_name multiplies it out.
     scales = quantized(tensors[OUTPUT], quantization)[1]
-    assert torch.equal(as_it_is.store.read(OUTPUT + SUFFIXES[quantization], 1000), scales)
+    assert torch.equal(as_it_is.store.read(OUTPUT + SUFFIXES[quantization], 1000)(), scales)
     reply = plain.apply(GetWeightsByNameReqInput(name=OUTPUT, truncate_size=2))
     assert reply.values == expected({OUTPUT: tensors[OUTPUT]}, quantization)[OUTPUT][:2].tolist()
     assert f"float8_e4m3fn, with a scale for each {SCALE_LAYOUTS[quantization]}" in reply.message
@@ -359,7 +359,7 @@ def test_scales_that_are_broadcast_are_looked_at_too(
         assert "scales are finite and above zero" in broadcast(bad).message
         assert checksum_of(rank.store) == before
     assert broadcast(sent[SCALES]).success
-    assert torch.equal(rank.store.read(DOWN, 1 << 30), restored(*sent.values()))
+    assert torch.equal(rank.store.read(DOWN, 1 << 30)(), restored(*sent.values()))
 
 
 def test_one_weight_in_two_types_is_refused(path: Path, new: dict[str, Tensor]) -> None:

@@ -149,7 +149,7 @@ class PrecisionMachine(RuleBasedStateMachine):
                 expected = restored(*quantized(tensor, self.quantization))
             else:
                 expected = tensor.float()
-            assert torch.equal(self.rank.store.read(name, 1 << 30), expected), name
+            assert torch.equal(self.rank.store.read(name, 1 << 30)(), expected), name
 
     @invariant()
     def answers_are_the_same(self) -> None:

@@ -52,7 +52,7 @@ def store(path: Path) -> Iterator[WeightStore]:
 
 
 def snapshot(store: WeightStore) -> dict[str, Tensor]:
-    return {name: store.read(name, 10**9) for name in store.names}
+    return {name: store.read(name, 10**9)() for name in store.names}
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -62,7 +62,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 def test_an_output_layer_that_is_tied_reads_as_the_embedding(tmp_path: Path) -> None:
     tied, _ = open_store(make_checkpoint(tmp_path, "Qwen3ForCausalLM", tied=True))
     assert tied.stored_as("lm_head.weight") == EMBED
-    assert torch.equal(tied.read("lm_head.weight", 3), tied.read(EMBED, 3))
+    assert torch.equal(tied.read("lm_head.weight", 3)(), tied.read(EMBED, 3)())
     tied.arena.close()
 
 
@@ -89,15 +89,15 @@ def test_every_tensor_of_a_checkpoint_reads_back_bit_for_bit(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_read_returns_the_first_rows_as_float32_copies(path: Path, dtype: torch.dtype) -> None:
     store, _ = open_store(path, dtype)
-    rows = store.read(EMBED, 3)
+    rows = store.read(EMBED, 3)()
     rows.fill_(0)
 
     assert rows.shape == (3, 64)
     assert rows.dtype == torch.float32
-    assert store.read(EMBED, 3).any()
-    assert store.read(NORM, 5).shape == (5,)
+    assert store.read(EMBED, 3)().any()
+    assert store.read(NORM, 5)().shape == (5,)
     with pytest.raises(RequestRejected, match=r"no parameter 'lm_tail.weight'"):
-        store.read("lm_tail.weight", 1)
+        store.read("lm_tail.weight", 1)()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_writing_in_place_converts_and_bumps_the_generation(path: Path) -> None:
 
     assert num_bytes == 32 * 64 * 2
     assert store.generation > generation
-    assert torch.equal(store.read(K, 32), value.bfloat16().float())
+    assert torch.equal(store.read(K, 32)(), value.bfloat16().float())
     assert torch.equal(model.get_parameter(QKV)[64:96].float(), value.bfloat16().float())
 
 
@@ -154,8 +154,8 @@ def test_direct_writes_name_the_engines_own_parameters(store: WeightStore) -> No
 
     store.write(QKV, value, None, direct=True)
 
-    assert torch.equal(store.read(Q, 64), value[:64])
-    assert torch.equal(store.read(K, 32), value[64:96])
+    assert torch.equal(store.read(Q, 64)(), value[:64])
+    assert torch.equal(store.read(K, 32)(), value[64:96])
     assert store.covered(QKV, direct=True) == {Q, K, Q.replace("q_proj", "v_proj")}
     assert store.covered(Q) == {Q}
 

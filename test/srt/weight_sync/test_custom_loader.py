@@ -95,15 +95,15 @@ def test_parameters_are_the_engines_own_and_can_be_copied_to(
     loader("copy_own").load(model, [(QKV, torch.full((128, 64), 3.0))])
     assert checksum_of(store) == before, "it serves after the commit and not before"
     store.commit(shadow)
-    assert (store.read(Q, 10**6) == 3).all()
+    assert (store.read(Q, 10**6)() == 3).all()
 
 
 def test_checkpoint_names_are_loaded_whole(store: WeightStore, shadow: Arena, model: StagedModel) -> None:
     value = torch.randn(64, 64)
     loader("strip_prefix").load(model, [(f"policy.{Q}", value), (f"policy.{NORM}", torch.ones(64))])
     store.commit(shadow)
-    assert torch.equal(store.read(Q, 10**6), value)
-    assert (store.read(NORM, 10**6) == 1).all()
+    assert torch.equal(store.read(Q, 10**6)(), value)
+    assert (store.read(NORM, 10**6)() == 1).all()
 
 
 def test_loading_what_does_not_fit_is_an_error_of_the_function(model: StagedModel) -> None:

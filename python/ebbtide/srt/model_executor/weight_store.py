@@ -387,16 +387,12 @@ class WeightStore:
         """The name under which a tensor is stored: for a tied output layer, that of the embedding."""
         return self._model.stored_as(name)
 
-    def read(self, name: str, max_rows: int) -> Tensor:
-        """The first rows of a whole tensor by its checkpoint name, as float32. RequestRejected: it is
-        unknown.
+    def read(self, name: str, max_rows: int) -> Callable[[], Tensor]:
+        """Read this rank's part of a whole tensor's first rows. RequestRejected: there is no such tensor.
 
-        Tensors of 8 bits are dequantised. All ranks of the group must call it in the same turn.
+        Returns a function that gives the whole rows in float32; all ranks must call it in the same turn.
+        Tensors of 8 bits are dequantised.
         """
-        return self.reading(name, max_rows)()
-
-    def reading(self, name: str, max_rows: int) -> Callable[[], Tensor]:
-        """Read this rank's part. The returned function does the rest; all ranks call it, or none."""
         name = self.stored_as(name)
         if not self._knows(name):
             raise RequestRejected(f"the model has no parameter {name!r}")

@@ -227,13 +227,13 @@ class LeaderInbox(RankInbox):
         super().__init__(ManyRanks(self._tally, self._propose) if ticks else Ranks(), 0, dp_rank)
         self._messages = messages
         self._manager = manager
-        self._ticks = ticks
+        self._followers = ticks
         self._answer_limits = Alarms()
         self._replies: dict[str, dict[int, AnyReply]] = {}
         # The calls of this turn; and the earlier calls that the leader has replied to and followers have not.
         self._new_calls: Collection[str] = ()
         self._awaited: set[str] = set()
-        self._followers: dict[int, RankReport] = {}
+        self._follower_reports: dict[int, RankReport] = {}
         self._report: StateReport | None = None
         self._num_aborts = 0
         self._reported: StateReport | None = None
@@ -263,7 +263,7 @@ class LeaderInbox(RankInbox):
                 case RankReply():
                     self._collect(message.id, message.tp_rank, message.reply)
                 case RankUpdate():
-                    self._followers[message.report.tp_rank] = message.report
+                    self._follower_reports[message.report.tp_rank] = message.report
                 case _:
                     turn.append(message)
         turn += self._expired()
@@ -273,12 +273,12 @@ class LeaderInbox(RankInbox):
         }
         self._replies |= calls
         self._new_calls = calls.keys()
-        if not self._ticks:
+        if not self._followers:
             return turn
         self._send_answers()
         if not turn and demand is not Demand.TURN:
             return None
-        for tp_rank, end in enumerate(self._ticks, start=1):
+        for tp_rank, end in enumerate(self._followers, start=1):
             end.send(Tick(messages=[self._share(message, tp_rank) for message in turn]))
         return turn
 
@@ -292,7 +292,7 @@ class LeaderInbox(RankInbox):
 
     def set_deadline(self, call_id: str, timeout_s: float) -> None:
         super().set_deadline(call_id, timeout_s)
-        if self._ticks:
+        if self._followers:
             self._answer_limits.set(call_id, timeout_s + ANSWER_GRACE_S)
 
     def _share(self, message: TurnInput, tp_rank: int) -> TurnInput:
@@ -325,9 +325,9 @@ class LeaderInbox(RankInbox):
 
     def _send_answers(self) -> None:
         """Send the state once every rank has reported, and the merged replies that are complete."""
-        if self._report is None or len(self._followers) < self._num_ranks - 1:
+        if self._report is None or len(self._follower_reports) < self._num_ranks - 1:
             return
-        followers = [self._followers[rank] for rank in range(1, self._num_ranks)]
+        followers = [self._follower_reports[rank] for rank in range(1, self._num_ranks)]
         report = msgspec.structs.replace(self._report, ranks=[*self._report.ranks, *followers])
         if report != self._reported:
             self._reported = report

@@ -139,7 +139,7 @@ class EngineWeights:
         return None if leaving is None else lambda: leaving.is_done
 
     def read(self, name: str, max_rows: int) -> Callable[[], list[Any]]:
-        joined = self._store.reading(name, max_rows)
+        joined = self._store.read(name, max_rows)
         return lambda: joined().tolist()
 
     def _limit_s(self, request: WeightUpdateRequest) -> float:
