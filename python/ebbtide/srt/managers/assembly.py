@@ -1,4 +1,4 @@
-"""Puts a scheduler together from its parts: the real ones in a process, or any that tests bring along."""
+"""Assembles a scheduler from its parts: the real ones in a process, or others in tests."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankParts:
-    """What one rank brings along.
+    """The parts of one rank.
 
     Attributes:
         num_pages: size of the KV pool.
-        page_ids: what its pages are called; None: by their numbers.
-        windows: of the groups of layers that have pages of their own.
-        state_slots: of the states that layers keep of requests; None: they keep none.
         table: the page table that the runner reads.
-        memories: the memory behind every tag.
-        page_store: where pages are kept that the KV pool has no room or no memory for.
-        free_bytes: device memory that is free right now.
-        uuid: of the device; None for the CPU.
-        tokenizer: None when the engine deals in token ids only.
-        kv_memory: the KV pool's, where chunks of it can be lent and given up.
-        kv_scales: of a KV pool in FP8.
+        memories: the memory of every tag.
+        page_store: keeps pages in host memory.
+        free_bytes: gives the device memory that is free now.
+        uuid: of the device; None: it is the CPU.
+        tokenizer: None: the engine handles token ids only.
+        page_ids: the ids of the pool's pages; None: 0, 1, 2, ...
+        windows: sliding window of each group of layers.
+        state_slots: of recurrent states; None: no layer has one.
+        kv_memory: the KV pool's memory, if chunks of it can be lent and removed; else None.
         num_weight_chunks: chunks that a second copy of the weights takes, on the rank where it takes most.
-        adapters: slots that adapters are loaded to; None: there are none.
-        gc_pause_s: for which Python's garbage collector has stopped this process so far.
+        kv_scales: of a KV pool in FP8; else None.
+        gc_pause_s: gives how long Python's garbage collector has stopped this process so far.
+        adapters: slots of adapters; None: adapters are not enabled.
     """
 
     runner: Runner
@@ -90,7 +90,7 @@ class RankParts:
 def assemble_scheduler(
     config: EngineConfig, parts: RankParts, inbox: RankInbox, outputs: SendEnd[DetokenizerInput]
 ) -> Scheduler:
-    """Wire the policy, the control plane and the loop of one rank."""
+    """Connect the policy, the control plane and the loop of one rank."""
     allocator = PageAllocator(parts.num_pages, parts.page_ids)
     states = None if parts.state_slots is None else Checkpoints(parts.state_slots)
     args, page_size = config.server_args, config.cache.page_size
@@ -114,13 +114,13 @@ def assemble_scheduler(
         args.lora_keep_versions,
         args.max_loaded_loras,
         config.model.names_answered,
-        # Its share of a batch: one request after the other would have the others' rows stand empty.
+        # A share of the batch: with smaller turns, rows of the batch would stay empty.
         turn=-(-config.schedule.max_running_requests // max(1, num_slots - 1)),
     )
     # As many requests may run as the page table has rows.
     schedule = replace(config.schedule, max_running_requests=parts.table.spare_row)
     policy = SchedulePolicy(schedule, pages, book)
-    # The ranks of a replica make the same passes: the first one speaks for all.
+    # All ranks of a replica make the same passes, so only the first one logs them.
     meter = LoadMeter(policy, config.schedule.decode_log_interval if inbox.tp_rank == 0 else 0)
     processor = OutputProcessor(policy, meter, inbox.dp_rank)
     requests = LiveRequests(policy, processor, outputs, parts.kv_scales)
@@ -248,7 +248,7 @@ def _load_reports(
 ) -> HandlerTable:
     def report(request: GetLoadReqInput) -> GetLoadReqOutput:
         load = structs.replace(
-            # Running requests of a generation that is paused count as paused.
+            # While generation is paused, running requests count as paused.
             meter.load(inbox.dp_rank, is_paused=generation.paused is not None),
             lent_bytes=chunks.lent_bytes,
             gc_pause_s=parts.gc_pause_s(),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class OutputText:
-    """The text of one request as it grows."""
+    """The text of one request, built up output by output."""
 
     def __init__(self, tokenizer: Tokenizer, start: RequestStart) -> None:
         self._keep_stop = start.no_stop_trim
@@ -34,12 +34,12 @@ class OutputText:
             start.skip_special_tokens,
             start.spaces_between_special_tokens,
         )
-        # Sent before, but for half a character at its end.
+        # The text of these ids was sent already, except for an incomplete character at the end.
         self._detokenizer.push(start.continued_tail)
         self._trimmer = StopTrimmer(start.stop_strings, keep_match=start.no_stop_trim)
 
     def push(self, output: RequestOutput) -> str:
-        """The text that these ids add. Stop token and stop string are cut off, unless they are to stay."""
+        """The text that an output adds, without its stop token or stop string unless it is to keep it."""
         finish = output.finish
         ends_in_stop_token = finish is not None and finish.kind == "stop" and isinstance(finish.matched, int)
         cut = ends_in_stop_token and not self._keep_stop
@@ -49,7 +49,7 @@ class OutputText:
         return self._trimmer.push(text + self._detokenizer.finish()) + self._trimmer.finish()
 
     def push_token(self, token_id: int) -> str:
-        """The text that one more id adds, of a request that goes on."""
+        """The text that one more token adds to a request that goes on."""
         return self._trimmer.push(self._detokenizer.push((token_id,)))
 
 
@@ -85,7 +85,7 @@ class DetokenizerManager:
 
 
 def run_detokenizer_process(config: EngineConfig, addresses: ChannelAddresses, ready: Connection) -> None:
-    """Run until the process ends. Says over `ready` whether the start succeeded: a dict with `status`."""
+    """Run until the process ends. `ready` gets a dict with `status`: whether the start succeeded."""
     try:
         with torch_hidden(config.model.trust_remote_code):
             tokenizer = load_tokenizer(config.model)

@@ -1,4 +1,4 @@
-"""A scheduler's process: builds one rank and runs its loop until it is told to end, or stands still."""
+"""A scheduler's process: builds one rank and runs its loop, with a watchdog that ends it if it hangs."""
 
 from __future__ import annotations
 
@@ -44,28 +44,29 @@ logger = logging.getLogger(__name__)
 
 PARK_SHARE_OF_HOST = 1 / 8
 STAGE_INTERVAL_S = 0.2
-# How many looks are taken within a limit, so that it is exceeded by a tenth at most.
+# How often the watchdog looks within its limit: it notices a hang at most a tenth too late.
 _LOOKS_PER_LIMIT: Final = 10
 
 
 def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, ready: Connection) -> None:
-    """Build the rank, say that it is ready, and turn the loop. Does not return.
+    """Build the rank, report that it is ready, and run the loop. Does not return.
 
     Args:
-        ready: gets the stages, then one dictionary, `status: "ready"` and what the API process needs to know:
+        ready: gets the stages, then one dictionary with `status: "ready"` and what the API process needs:
             `max_total_num_tokens`, the size of the KV pool; `max_req_input_len`, the longest prompt that
-            leaves room for an output token; `max_running_requests`, how many there is room for;
-            `attention_backend`, the name of the one that serves; `experts`, how many a token takes of which
-            in which layers; None where the model has none.
+            leaves room for an output token; `max_running_requests`; `attention_backend`, its name; `experts`,
+            the numbers of layers with experts, of experts, and of experts per token (None: the model has
+            none).
 
-    Raises ConfigurationError: the model, the checkpoint, a size or a custom weight loader does not do;
-    EngineError: the other ranks of the replica have not come in time.
+    Raises:
+        ConfigurationError: the model, the checkpoint, a size or a custom weight loader is not possible.
+        EngineError: the other ranks of the replica did not start in time.
     """
     stages = StageReports(ready)
     stages("starting the device")
     raise_file_limit()
     keep_kernels_in(config.server_args.kernel_cache_dir)
-    # A path that is wrong is refused before minutes have gone into loading a model.
+    # Refuse a wrong path before the model is loaded, which takes minutes.
     import_loaders(config.server_args.custom_weight_loader or ())
     device = open_device(config.runtime.device)
     inbox, outputs = open_rank_channels(config, addresses)
@@ -79,7 +80,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
     )
     runner = build_model_runner(config, device, saver, group, stages=stages)
     logger.info("%s", describe_staging(config.server_args.update_staging, runner))
-    # Ranks decide alike which requests are parked, so they must have the same room.
+    # Ranks must choose the same requests to park, so all get the same room.
     parts = rank_parts(config, runner, device, saver, park_bytes=group.smallest(_park_bytes(config)))
     scheduler = assemble_scheduler(config, parts, inbox, outputs)
     if scheduler.grammars is not None:
@@ -107,7 +108,7 @@ def run_scheduler_process(config: EngineConfig, addresses: ChannelAddresses, rea
 
 
 class StageReports:
-    """Reports over the pipe what this rank is at; from any thread, and so rarely that the pipe has room."""
+    """Reports the stages of the start over the pipe. Thread-safe, and rare enough not to fill the pipe."""
 
     def __init__(self, ready: Connection) -> None:
         self._ready = ready
@@ -121,22 +122,24 @@ class StageReports:
             if what == what_last and now_s - last_s < STAGE_INTERVAL_S:
                 return
             self._last = what, now_s
-            # A parent that has gone reads nothing.
+            # The parent may have ended.
             with contextlib.suppress(OSError):
                 self._ready.send({"status": "stage", "what": what, "number": number, "total": total})
 
 
 @dataclass(eq=False)
 class Watchdog:
-    """A thread that looks at what a loop is doing.
+    """A thread that checks how long a loop takes for what it is doing.
 
-    Time in which it could not look is not counted: then the whole process stood still (SIGSTOP, a container
-    that is frozen), and the loop had no chance to go on.
+    Time in which the thread could not run is not counted: then the whole process was stopped (SIGSTOP, a
+    frozen container), and the loop too.
 
     Args:
-        activity: what the loop is doing, and since when, on the monotonic clock; None: it waits for messages.
-        limit_s: when one thing takes longer, `end` is called with what to say of it.
-        soft_limit_s: when it takes longer, that is logged once with the stacks of all threads; None: never.
+        activity: gives what the loop is doing, and since when (monotonic seconds); None: it waits for
+            messages.
+        limit_s: if one activity takes longer, the stacks of all threads are logged, and `end` is called.
+        soft_limit_s: if one activity takes longer, that is logged once, with the stacks; None: never.
+        end: called with a message, to end the process.
     """
 
     _activity: Callable[[], tuple[str, float] | None]
@@ -152,11 +155,11 @@ class Watchdog:
         self._stood_still_s = 0.0
 
     def start(self) -> None:
-        """Look until the process ends."""
+        """Start the thread, which runs until the process ends."""
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def look(self) -> None:
-        """Compare what the loop is doing with the limits."""
+        """Compare the loop's activity with the limits."""
         now, current = time.monotonic(), self._activity()
         late_s, self._looked_s = now - self._looked_s - self._interval_s, now
         if current != self._seen:
@@ -169,7 +172,7 @@ class Watchdog:
         taken_s = now - since_s - self._stood_still_s
         if taken_s > self._limit_s:
             message = f"{what} has not ended within {self._limit_s:g} s (--watchdog-timeout)"
-            # Stacks do not say whose they are, and those of several ranks may lie in one log.
+            # Log the message first: stacks do not name their process, and several ranks may share a log.
             logger.critical("%s; where every thread stands:", message)
             dump_stacks()
             self._end(message)
@@ -188,19 +191,19 @@ class Watchdog:
 
 
 def dump_stacks() -> None:
-    """Write where every thread of this process stands to its standard error."""
+    """Write the stacks of all threads of this process to its standard error."""
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
 
 
 def end_hung_process(say: Callable[[str], None], message: str) -> None:
-    """End this process, whatever its other threads hang in."""
+    """End this process at once, even if its other threads hang."""
     logger.critical("the process ends: %s", message)
     say(message)
     os._exit(HUNG_EXIT_STATUS)
 
 
 def _say_last(ready: Connection, message: str) -> None:
-    # A parent that has gone reads nothing.
+    # The parent may have ended.
     with contextlib.suppress(OSError):
         ready.send({"status": "crashed", "message": message})
 
@@ -208,9 +211,10 @@ def _say_last(ready: Connection, message: str) -> None:
 def rank_parts(
     config: EngineConfig, runner: ModelRunner, device: Device, saver: MemorySaver, *, park_bytes: int = 0
 ) -> RankParts:
-    """What the scheduler of a rank works with, over a model runner.
+    """The parts of a rank's scheduler, for this model runner.
 
-    `park_bytes`: host memory for KV that outlives a release of the pool.
+    Args:
+        park_bytes: host memory for KV that survives a release of the pool.
     """
     arena, args = runner.kv_pool.arena, config.server_args
     page_store = HostPageStore(runner.kv_pool, park_bytes, device.host_pinning())
@@ -246,7 +250,7 @@ def rank_parts(
 
 
 def describe_staging(staging: str, runner: ModelRunner) -> str:
-    """How updates will be written, and where a second copy of the weights will find room."""
+    """A sentence that says how updates are written, and where a second copy of the weights finds memory."""
     num_bytes = runner.weight_store.num_bytes
     if staging == "never":
         return f"weight updates are written in place (update_staging=never): bytes={num_bytes}"
@@ -266,7 +270,7 @@ def describe_staging(staging: str, runner: ModelRunner) -> str:
 
 
 def _park_bytes(config: EngineConfig) -> int:
-    """Host memory that a rank may use for KV while the pool is released."""
+    """Host memory that this rank may use for KV while the pool is released."""
     if config.server_args.kv_park_bytes is not None:
         return config.server_args.kv_park_bytes
     parallel = config.parallel
@@ -281,7 +285,7 @@ def _memories(
     if runner.graphs is not None:
         cuda_graph = runner.graphs.arena
     else:
-        # The tag has both states even if there are no graphs, and no bytes.
+        # Without graphs, an empty arena: the tag can still be released and resumed.
         cuda_graph = saver.arena(MemoryTag.CUDA_GRAPH, 0)
         cuda_graph.resume()
     keeps_weights = config.server_args.enable_weights_cpu_backup
@@ -290,14 +294,14 @@ def _memories(
     )
     weights: TagMemory = base
     if (adapters := runner.adapters) is not None:
-        # They are kept, whatever becomes of the weights.
+        # Adapters are always kept, even if the weights are not.
         kept = BackedUpMemory(
             adapters.arena, lambda: adapters.generation, device.host_pinning(), keeps_contents=True
         )
         weights = JointMemory(base, kept)
     return {
         MemoryTag.WEIGHTS: weights,
-        # What activations have left in torch's allocator goes back with the cache that they belong to.
+        # With the cache, also free the memory of activations that torch's allocator keeps.
         MemoryTag.KV_CACHE: ArenaMemory(runner.kv_pool.arena, device.trim),
         MemoryTag.CUDA_GRAPH: ArenaMemory(cuda_graph, is_needed=False),
     }

@@ -1,4 +1,4 @@
-"""What a control request is, besides its fields: one row that every door, rank and replica reads."""
+"""The properties of each kind of control request, in one row that doors, ranks and replicas read."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ POST_OR_GET: Final[Methods] = ("POST", "GET")
 
 
 class Deadline(Enum):
-    """When a request is refused that is still pending.
+    """When a request that is still pending is refused.
 
     NEVER: it is carried out at once, or ends by itself. OWN: at its own `timeout_s`, if it has one. UPDATE:
-    at that, or at the engine's time limit of updates.
+        the same, or at the engine's time limit of updates.
     """
 
     NEVER = auto()
@@ -30,10 +30,11 @@ class Deadline(Enum):
 
 
 class Turn(Enum):
-    """When replicas are sent a request about a subject.
+    """When a request about a subject is sent to the replicas.
 
-    AT_ONCE: when it comes. SHARED: once those that are ALONE are answered by all replicas. ALONE: once those
-    of either kind are. So a session is open on all replicas, or on none, when a request arrives that asks.
+    AT_ONCE: when it comes. SHARED: after all earlier ALONE requests are answered. ALONE: after all earlier
+        SHARED and ALONE requests are answered. So whenever a request arrives, a session is open on all
+        replicas or on none.
     """
 
     AT_ONCE = auto()
@@ -43,26 +44,28 @@ class Turn(Enum):
 
 @dataclass(frozen=True)
 class ControlRow:
-    """What there is to know of one kind of control request.
+    """The properties of one kind of control request.
 
     Attributes:
-        reply: what it is answered with; its fields say how the replies of ranks and replicas become one.
-        path, methods: over HTTP; None: it has no endpoint of its own.
+        reply: type of the reply, whose fields say how replies of ranks and replicas are merged.
+        path, methods: over HTTP; path None: it has no endpoint of its own.
         query_aliases: further names of fields in the query.
-        body_if: the flag of the request without which the answer is an empty body.
-        body_field: the one field of the reply that is the whole body.
-        op: its name as a step of a transition; None: it is none.
+        body_if: name of a flag of the request; without it the answer has an empty body.
+        body_field: name of the reply's field that is the whole body; None: the body is the reply.
+        op: its name as a step of a transition; None: it cannot be a step.
         deadline: when it is refused if it is still pending.
-        grace_s: how much later than its own time limit that is: it ends by itself then, with a better reason.
-        per_rank: a list with an entry for each rank, of which each rank gets its own alone.
-        subject: what it is about, where later requests about the same decide whether it can be undone.
+        grace_s: how much later than its own time limit that is, for requests that end by themselves at the
+            limit, with a better message.
+        per_rank: name of a field with one entry per rank, of which each rank gets only its own.
+        subject: what it changes. A request can only be undone until a later one about the same subject was
+            sent.
         turn: how it waits for earlier requests about the same subject.
-        settles: nothing earlier about the same subject is undone once this has been sent. False for what is
-            refused where something earlier holds.
+        settles: whether nothing earlier about the same subject is undone once it was sent. False if it is
+            refused while something earlier is in force.
         is_beside: it starts while a forward pass may be in flight: it only reads what has been counted, or
             waits for a boundary itself. Before any other request, the pass in flight is committed.
-        is_joint: replicas commit it together: each prepares it, and waits for a `Verdict`.
-        undone: said in the refusal when it was undone on those that did not refuse.
+        is_joint: whether replicas commit it together: each prepares it, and waits for a `Verdict`.
+        undone: what the refusal says if it was undone on the replicas that did not refuse.
     """
 
     reply: type[Reply]
@@ -93,15 +96,15 @@ class ControlRequest(Message, frozen=True, kw_only=True):
 
     @property
     def subject(self) -> str | None:
-        """The row's, or one of several of that kind."""
+        """The row's subject, or a more specific one."""
         return self.row.subject
 
     def ends(self, update: ControlRequest) -> bool:
-        """Whether this refuses an update that is not committed."""
+        """Whether this request makes an update fail that is not committed yet."""
         return False
 
     def undo(self, outcome: Outcome) -> Mapping[int, ControlRequest]:
-        """What takes this back on the replicas that did it, as others refused. Empty: nothing needs to be."""
+        """Requests that undo this on replicas that did it while others refused; empty: none is needed."""
         return {}
 
 
@@ -110,11 +113,11 @@ R = TypeVar("R", bound=ControlRequest)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the replicas made of a control request that some of them refused.
+    """The outcome of a control request that some replicas refused.
 
     Attributes:
         replies: by dp_rank.
-        has_session: of every replica, whether a session is open there.
+        has_session: whether a session is open, by dp_rank.
     """
 
     replies: Mapping[int, Reply]
@@ -127,15 +130,15 @@ class Outcome:
 
 
 def num_entries(request: ControlRequest) -> int | None:
-    """The length of the list with an entry per rank; None: the request has none."""
+    """The length of the list with one entry per rank; None: the request has no such list."""
     name = request.row.per_rank
     return None if name is None else len(getattr(request, name))
 
 
 def dealt(request: R, own: Container[int]) -> R:
-    """The request with the entries of these ranks alone: all of them to all would be quadratic in bytes.
+    """The request with the entries of these ranks only; other entries are empty.
 
-    The places of the others are kept, and empty.
+    Sending all entries to all ranks would take a number of bytes quadratic in the ranks.
     """
     name = request.row.per_rank
     assert name is not None, "this request has no entries per rank"

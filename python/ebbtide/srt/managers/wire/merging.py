@@ -1,7 +1,7 @@
-"""How the replies of ranks, and then those of replicas, become one: a rule for each field, and what is said.
+"""Merges the replies of ranks, and then those of replicas, into one: a rule per field, and the messages.
 
-A rank's failure fails the request and is named. Source: control_semantics section 0; wire_api section 3:
-totals are sums over ranks and replicas, `ranks` lists the shares.
+If a rank fails, the request fails, and the message names the rank. Source: control_semantics section 0;
+wire_api section 3: totals are sums over ranks and replicas, and `ranks` lists the shares.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 Rule = Callable[[list[Any]], Any]
 
-# The merging itself writes these two.
+# These two fields are written by the merging itself.
 UNRULED = frozenset({"message", "ranks"})
 
 
@@ -35,8 +35,8 @@ class Merge:
     """The rules of one field, as `Annotated[int, SUM]`.
 
     Attributes:
-        is_share: every rank has a part of its own, which `TotalsReply.ranks` lists.
-        on_device: it is a measure of devices: which value counts of those of ranks that share one.
+        is_share: whether `TotalsReply.ranks` lists each rank's own value.
+        on_device: for a measure of devices: picks one value among ranks that share a device.
     """
 
     over_ranks: Rule
@@ -50,13 +50,13 @@ def first(values: list[T]) -> T:
 
 
 def agreed(values: list[str]) -> str:
-    """The one value, or plainly none that a client could take for one."""
+    """The common value; else a text that no client takes for one."""
     distinct = list(dict.fromkeys(values))
     return distinct[0] if len(distinct) == 1 else f"mixed: {', '.join(distinct)}"
 
 
 def _joined(values: list[Any]) -> Any:
-    """One list after the other, unless there are none."""
+    """The lists, concatenated; UNSET if they are unset."""
     return UNSET if values[0] is UNSET else [entry for value in values for entry in value]
 
 
@@ -81,7 +81,7 @@ PER_REPLICA = Merge(first, sum)
 LISTED_OF_FIRST_REPLICA = Merge(_joined, first)
 LISTED_PER_REPLICA = Merge(first, _joined)
 SUM = Merge(sum, sum, is_share=True)
-# Ranks that share a device do not act at the same instant: the least, or the most, shows all of the change.
+# Ranks that share a device act one after the other: the smallest, or largest, value has all of the change.
 DEVICE_LEAST = Merge(sum, sum, is_share=True, on_device=min)
 DEVICE_MOST = Merge(sum, sum, is_share=True, on_device=max)
 SUM_PER_TAG = Merge(_sum_per_tag, _sum_per_tag, is_share=True)
@@ -105,13 +105,13 @@ R = TypeVar("R", bound=Reply)
 
 MAX_ERRORS: Final = 20
 
-# These say how the further fields of refusals are merged. Of any other, the first value stays.
+# How further fields of refusals are merged; for any other field, the first value counts.
 REFUSED_OVER_RANKS: Final[dict[str, Rule]] = {"needed_bytes": sum, "free_bytes": sum, "num_errors": sum}
 REFUSED_OVER_REPLICAS: Final[dict[str, Rule]] = REFUSED_OVER_RANKS | {"num_running": sum}
 
 
 def merge_ranks(replies: Sequence[R]) -> R | Refusal:
-    """The reply of a replica out of those of its ranks, by tp_rank: one type, or refusals among them."""
+    """Merge the replies of a replica's ranks, by tp_rank: all of one type, or some of them refusals."""
     refusals = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, Refusal)}
     if refusals:
         return merge_refusals(refusals, len(replies))
@@ -121,10 +121,14 @@ def merge_ranks(replies: Sequence[R]) -> R | Refusal:
 def merge_refusals(
     refusals: Mapping[int, Refusal], num_asked: int, noun: Literal["rank", "replica"] = "rank"
 ) -> Refusal:
-    """The refusal of what some or all of those who were asked refused; `refusals` is by their number.
+    """Merge the refusals of some or all that were asked.
 
-    It is their common one if all refuse alike. Otherwise the message names them, and so does every entry of
-    `errors`, as `rank` or `dp_rank`.
+    If all refuse alike, it is the common refusal. Otherwise the message names them, and so does every entry
+    of `errors`, by `rank` or `dp_rank`.
+
+    Args:
+        refusals: by number of the rank or replica.
+        num_asked: how many were asked.
     """
     common, *others = refusals.values()
     if len(refusals) == num_asked and all(other == common for other in others):
@@ -149,11 +153,11 @@ def merge_refusals(
 
 
 def merge_replicas(replies: Sequence[R]) -> R | Refusal:
-    """The reply of the engine out of those of its replicas, by dp_rank.
+    """Merge the replies of the engine's replicas, by dp_rank.
 
-    Where some did what others refused, it is a refusal with `replicas`, an entry for each: `dp_rank`,
-    `success`, `message`, and the `weight_version` that it serves, where its reply has it. If weights have
-    changed on some replicas only, the status is 500, and sending the update again is what helps.
+    If only some refused, it is a refusal with `replicas`: an entry for each with `dp_rank`, `success`,
+    `message`, and the `weight_version` that it serves, if its reply has that. If weights have changed only on
+    some replicas, the status is 500, and the message advises to send the update again.
     """
     if len(replies) == 1:
         return replies[0]
@@ -175,9 +179,9 @@ def merge_replicas(replies: Sequence[R]) -> R | Refusal:
 
 
 def merge_replica_refusals(refused: Mapping[int, Refusal], num_asked: int) -> Refusal:
-    """The refusal of what some or all replicas refused; `refused` is by dp_rank.
+    """Merge the refusals of some or all replicas, by dp_rank.
 
-    Those that gave up for the sake of others add nothing but what they have left behind.
+    Replicas that gave up because others refused only add what they have left changed.
     """
     own = {rank: reply for rank, reply in refused.items() if not isinstance(reply, GivenUp)}
     refusal = merge_refusals(own or refused, num_asked, "replica")
@@ -192,10 +196,10 @@ def merge_replica_refusals(refused: Mapping[int, Refusal], num_asked: int) -> Re
 
 
 def merge_reports(reports: Sequence[StateReport]) -> StateReport:
-    """The state of the engine out of its replicas', by dp_rank.
+    """Merge the states of the engine's replicas, by dp_rank.
 
-    It can run if every replica can, and is paused if any is. Versions that differ read "mixed: 7, 8": no
-    client takes that for one of them.
+    The engine can run if every replica can, and is paused if any is. Versions that differ read "mixed: 7, 8",
+    which no client takes for a version.
     """
     if len(reports) == 1:
         return reports[0]
@@ -229,13 +233,13 @@ def _merged(replies: Sequence[R], noun: Literal["rank", "replica"], shares: list
 
 
 def _share(reply: Reply, tp_rank: int) -> dict[str, Any]:
-    """What one rank adds to the totals."""
+    """The part of the totals that one rank adds."""
     own = {name: getattr(reply, name) for name, rule in merge_rules(type(reply)).items() if rule.is_share}
     return {"dp_rank": 0, "tp_rank": tp_rank, **own}
 
 
 def _shares(reply: Reply, dp_rank: int) -> list[dict[str, Any]]:
-    """What each rank of a replica adds to the totals. A replica of one rank lists none: it is the share."""
+    """The parts of the totals that each rank of a replica adds. A replica of one rank is its own share."""
     listed = (
         reply.ranks if isinstance(reply, TotalsReply) and reply.ranks is not UNSET else [_share(reply, 0)]
     )
@@ -254,14 +258,14 @@ def _messages(replies: Mapping[int, Reply]) -> dict[int, str]:
 
 
 def _common_or_each(messages: Mapping[int, str], num_asked: int, noun: str) -> str:
-    """The message, if all who were asked say the same; otherwise who says what."""
+    """The common message if all that were asked say the same; else each message with its speakers."""
     if len(messages) == num_asked and len(set(messages.values())) == 1:
         return next(iter(messages.values()))
     return _each(messages, noun)
 
 
 def _each(messages: Mapping[int, str], noun: str) -> str:
-    """Who says what, each message once: "rank 1: ...; ranks 0, 2-7: ..."."""
+    """Each message once, with its speakers: "rank 1: ...; ranks 0, 2-7: ..."."""
     speakers: dict[str, list[int]] = {}
     for index, message in messages.items():
         speakers.setdefault(message, []).append(index)

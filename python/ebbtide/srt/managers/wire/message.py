@@ -1,7 +1,8 @@
-"""What messages between processes, replies and decisions are made of; and what ranks and replicas report.
+"""Base classes of messages, replies and decisions; and the reports of ranks and replicas.
 
 How ranks end a phase together, and replicas commit an update together: see `managers.committee`. A replica
-that is not sent its `Verdict` in time serves nothing until it is: others may have other weights already.
+that does not get its `Verdict` in time serves nothing until it gets it, since others may have other weights
+already.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from ebbtide.srt.memory_saver import MemoryTag
 
 
 class Message(Struct, frozen=True, kw_only=True, tag=True):
-    """A message on a channel: its type travels as a tag, and a bad field fails at decode with its path."""
+    """A message on a channel. Its type is sent as a tag. A bad field fails at decode, with its path."""
 
     @property
     def overtakes(self) -> bool:
-        """Whether it is read before what was sent earlier."""
+        """Whether it is read before messages that were sent earlier."""
         return False
 
 
 class Reply(Message, frozen=True, kw_only=True):
-    """The body of a reply. The defaults are those of a request that had nothing to do."""
+    """The body of a reply. The defaults mean that there was nothing to do."""
 
     success: bool = True
     message: str = ""
 
     @property
     def served_version(self) -> str | None:
-        """The version of the weights that serve, where this reply has it."""
+        """The version of the serving weights; None: this reply does not have it."""
         return None
 
     @property
@@ -43,13 +44,13 @@ class Reply(Message, frozen=True, kw_only=True):
 
 
 class TotalsReply(Reply, frozen=True, kw_only=True):
-    """A reply with totals. `ranks`: of several ranks, what each adds, with its `dp_rank` and `tp_rank`."""
+    """A reply with totals. `ranks`: if there are several, what each adds, with `dp_rank` and `tp_rank`."""
 
     ranks: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class Refusal(Reply, frozen=True, kw_only=True):
-    """A request that was refused or failed: becomes `RequestRejected`, or `EngineError` for 500."""
+    """The reply to a request that was refused or failed: a RequestRejected, or for 5xx an EngineError."""
 
     success: bool = False
     status: int
@@ -57,12 +58,12 @@ class Refusal(Reply, frozen=True, kw_only=True):
 
 
 class Decision(Message, frozen=True, kw_only=True):
-    """How a phase of a control request has ended, for all ranks at the same place among their messages.
+    """The end of a phase of a control request. All ranks get it at the same place among their messages.
 
     Attributes:
-        phase: its number; every rank counts alike.
-        failure: of all who failed, as one; None if all ranks have done their part.
-        facts: what each rank said of its part, by tp_rank; empty after a failure.
+        phase: number of the phase, the same on all ranks.
+        failure: the merged failure of the ranks that failed; None: all ranks have done their part.
+        facts: the fact of each rank's part, by tp_rank; empty after a failure.
     """
 
     phase: int
@@ -71,27 +72,28 @@ class Decision(Message, frozen=True, kw_only=True):
 
 
 class Prepared(Reply, frozen=True, kw_only=True):
-    """Not a replica's last word on a control call: it can commit, and waits for the `Verdict`.
+    """Sent before a replica's reply to a control call: it can commit, and waits for the `Verdict`.
 
-    `is_overdue`: it has waited so long that it serves nothing now.
+    `is_overdue`: it has waited too long, and serves nothing until the verdict comes.
     """
 
     is_overdue: bool = False
 
 
 class GivenUp(Refusal, frozen=True, kw_only=True):
-    """What a replica replies that would have done what was asked for, but was told to give up.
+    """The reply of a replica that could have done the request, but was told to give up.
 
-    `left`: what it leaves behind that is not as it was; empty if nothing.
+    `left`: what it leaves changed; empty: nothing.
     """
 
     left: str = ""
 
 
 class Verdict(Message, frozen=True, kw_only=True):
-    """What becomes of the control call `id`, on all replicas alike: at the same place among their requests.
+    """Tells replicas to commit the control call `id`, or to give it up; at the same place among their
+    requests.
 
-    `refusal`: why it is given up; None: it is committed.
+    `refusal`: why to give it up; None: commit.
     """
 
     id: str
@@ -100,10 +102,10 @@ class Verdict(Message, frozen=True, kw_only=True):
 
 # A time limit of a control request.
 Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
-# What is remembered by name: a version of the weights, a transition.
+# A name that is remembered: a version of the weights, a transition.
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 ChecksumAlgorithm: TypeAlias = Literal["sum64", "sha256"]
-# Seconds, of `StallCounts`: the largest of each bucket; one more has what is longer.
+# Upper bounds of the buckets of `StallCounts`, in seconds; one more bucket counts longer stalls.
 STALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 # Tokens of forward passes, in the same way. vLLM's bounds.
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -190,10 +192,11 @@ class AdapterReport(Struct, frozen=True, kw_only=True):
 
 
 class StateReport(Message, frozen=True, kw_only=True):
-    """The state machines as they stand. Sent when they change, ahead of the reply to what changed them.
+    """The state machines of a replica. Sent when they change, before the reply to the request that changed
+    them.
 
-    Those of the ranks of one replica are the same; `ranks` has each of them. `adapters`: of a name, the
-    version that it means now comes last.
+    They are the same on all ranks; `ranks` has what differs. `adapters`: for each name, the version that it
+    means comes last.
     """
 
     dp_rank: int = 0
@@ -210,20 +213,20 @@ class StateReport(Message, frozen=True, kw_only=True):
 
     @property
     def adapter_versions(self) -> dict[str, AdapterReport]:
-        """By name, the version that it means now."""
+        """Name → the version that it means."""
         return {one.name: one for one in self.adapters}
 
 
 class RetractCause(StrEnum):
-    """What a request gives up its KV for. It is computed again when the request is admitted again."""
+    """Why a request lost its KV, which is computed again when the request is admitted again."""
 
-    POOL = "pool"  # older requests needed the room
+    POOL = "pool"  # older requests needed the pages
     PAUSE = "pause"
     UPDATE = "update"
     RELEASE = "release"
     RESIZE = "resize"
     FLUSH = "flush"
-    MEMORY = "memory"  # a forward pass found too little, and had changed states
+    MEMORY = "memory"  # a forward pass ran out of memory after it had changed recurrent states
 
 
 class StallCounts(Struct, frozen=True, kw_only=True):
@@ -237,25 +240,25 @@ class StallCounts(Struct, frozen=True, kw_only=True):
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """What one replica has to do. wire_api section 3.4.
+    """The load of one replica. wire_api section 3.4.
 
     Attributes:
-        num_running_reqs: those that the next forward pass may contain.
-        num_paused_reqs: those that hold KV while generation is paused.
-        num_used_tokens: room in the KV pool that neither is free nor could be at once.
-        num_total_tokens: those, and the tokens of requests that wait.
-        gen_throughput: tokens per second, 0 when nothing runs; `last_gen_throughput` stays then.
+        num_running_reqs: requests that the next forward pass may contain.
+        num_paused_reqs: requests that hold KV while generation is paused.
+        num_used_tokens: tokens' worth of KV pages that are neither free nor evictable.
+        num_total_tokens: the same, and the tokens of waiting requests.
+        gen_throughput: tokens per second; 0 when nothing runs, while `last_gen_throughput` keeps its value.
         cache_hit_rate: share of all prompt tokens so far that came from the prefix cache.
-        parked_bytes: KV of waiting requests in host memory, on each rank.
-        lent_bytes: the KV cache's memory that a second copy of the weights has, on each rank.
-        num_parked_reqs: of those that wait, those with KV in host memory.
-        num_held_reqs: of those that wait, those that wait for a version of the weights.
-        step_counts, step_tokens: forward passes by their tokens, in the buckets of `STEP_BOUNDS`; all tokens.
-        recomputed_tokens: whose KV was given up and is computed once more, by why: see `RetractCause`.
-        kv_tokens: of running requests, by the version of the weights that computed their KV; what several
-            share counts for each.
-        gc_pause_s: for which Python's garbage collector has stopped the loop since the start.
-        stalls: by names of control operations.
+        parked_bytes: KV of waiting requests in host memory, per rank.
+        lent_bytes: memory of the KV cache that a second copy of the weights has, per rank.
+        num_parked_reqs: waiting requests with KV in host memory.
+        num_held_reqs: waiting requests that wait for a version of the weights.
+        step_counts, step_tokens: forward passes by their tokens, in the buckets of `STEP_BOUNDS`; the sum of
+            tokens.
+        recomputed_tokens: tokens whose KV was lost and is computed again, by `RetractCause`.
+        kv_tokens: KV tokens of running requests by weight version; shared ones count for each request.
+        gc_pause_s: how long Python's garbage collector has stopped the loop since the start.
+        stalls: by name of the control operation.
     """
 
     dp_rank: int
