@@ -1,8 +1,8 @@
-"""How several carry out one control request: all of them or none, however they race.
+"""Lets several members carry out one control request, all of them or none, whatever the timing.
 
 The ranks of a replica vote on each phase of a request (`Ballot`). The replicas of an engine, and the engines
-of a fleet, form a `Committee`: it proposes a request to its members, takes their votes, decides, and undoes
-what only some have done.
+of a fleet, form a `Committee`: it proposes a request to its members, collects their votes, decides, and
+undoes what only some of them have done.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Ballot:
     """The votes on one proposal.
 
     Attributes:
-        awaited: who has not voted.
-        facts, failures: what came of each voter's part.
+        awaited: voters that have not voted.
+        facts, failures: the votes, by voter.
     """
 
     def __init__(self, voters: Iterable[int]) -> None:
@@ -45,7 +45,7 @@ class Ballot:
         self._is_ended = False
 
     def cast(self, voter: int, failure: Refusal | None, fact: Any = None, *, ends: bool = False) -> None:
-        """Count a vote. `ends`: this failure settles it, whatever the others are doing."""
+        """Count a vote. `ends`: this failure settles the ballot without the other votes."""
         self.awaited.discard(voter)
         self._is_ended = self._is_ended or ends
         if failure is None:
@@ -54,23 +54,23 @@ class Ballot:
             self.failures[voter] = failure
 
     def leave(self, voter: int) -> None:
-        """Count no vote of this voter, cast or not."""
+        """Leave this voter out, even if it has voted."""
         self.awaited.discard(voter)
         self.facts.pop(voter, None)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the outcome can only be this one."""
+        """Whether the outcome is certain."""
         return self._is_ended or not self.awaited
 
 
 @dataclass(frozen=True)
 class Closed:
-    """What came of a proposal.
+    """The outcome of a proposal.
 
     Attributes:
-        replies: of the members that are left.
-        refusal: the one reply, where what some of them did has been undone.
+        replies: of the members, except those that have left.
+        refusal: the reply, if what some members did was undone; else None.
         is_committed: whether the verdict was to commit.
     """
 
@@ -81,15 +81,16 @@ class Closed:
 
 @dataclass(slots=True)
 class _Proposal:
-    """A control request that is being carried out; without one, a turn that somebody holds.
+    """A control request that is being carried out; or a hold on a subject.
 
     Attributes:
-        latest: the call that had settled the subject last when this one was sent; maybe this one.
-        awaited: the members that have not answered.
-        ballot: on whether to commit; None if nothing is to be decided, or all is.
-        votes_above: other engines commit it too: the verdict comes from there.
-        decided_s: when the verdict was sent, by the monotonic clock.
-        refusal: the answer once it is decided, while what some members did is undone.
+        request: None: it is a hold.
+        latest: the last call that settled the subject when this one was sent, which may be this one.
+        awaited: members that have not answered.
+        ballot: the votes on whether to commit; None: there is nothing to decide, or it is decided.
+        votes_above: whether other engines commit it too, so that the verdict comes from outside.
+        decided_s: when the verdict was sent, on the monotonic clock.
+        refusal: the reply, while what some members did is being undone; else None.
     """
 
     request: AnyControlRequest | None
@@ -107,22 +108,22 @@ class _Proposal:
 
 @dataclass(eq=False)
 class Committee:
-    """Has all members carry out control requests, in the same order.
+    """Lets all members carry out control requests, in the same order.
 
-    Those about a weight update session take turns, as `Turn` says: how soon a member opens or ends one is its
-    own affair. What is joint is committed by all or by none: each says when it is prepared, and is then sent
-    the verdict. Where some refuse a pause, a resume, a session, a part of one, or a group that others took,
-    those take it back.
+    Requests about a weight update session take turns, as `Turn` says, since members need different times to
+    open or end one. A joint request is committed by all members or none: each says when it is prepared, and
+    then gets the verdict. If some members refuse a pause, a resume, a session, a part of one, or a group, the
+    others undo it.
 
     Args:
         broadcast: sends a call to all members.
-        send: sends a verdict, or a call that takes something back, to one member.
-        answer: is told once that all are prepared, where the verdict comes from above, and then what came of
-            the call.
+        send: sends a verdict, or a call that undoes something, to one member.
+        answer: called with the outcome of a call. If the verdict comes from outside, it is first called with
+            `Prepared`, when all members are prepared.
 
     Attributes:
-        members: by number.
-        has_session: of each member, whether a weight update session is open there.
+        members: their numbers.
+        has_session: whether a weight update session is open, by member.
     """
 
     members: set[int]
@@ -133,19 +134,19 @@ class Committee:
     def __post_init__(self) -> None:
         self.has_session = dict.fromkeys(self.members, False)
         self._proposals: dict[str, _Proposal] = {}
-        # What waits for its turn about a subject, and the last call that was to change it.
+        # By subject: calls that wait for their turn, and the last call that settles it.
         self._held: defaultdict[str, deque[tuple[Turn, Callable[[], None]]]] = defaultdict(deque)
         self._latest: dict[str, str] = {}
 
     # ------------------------------------------------------------------------------------------- membership
 
     def join(self, member: int) -> None:
-        """Have it take part in all calls from now on."""
+        """Let a member take part in all calls from now on."""
         self.members.add(member)
         self.has_session[member] = False
 
     def leave(self, member: int) -> None:
-        """Count it no more: it has died."""
+        """Leave out a member that has died."""
         self.members.discard(member)
         self.has_session.pop(member, None)
         for call_id, call in list(self._proposals.items()):
@@ -157,14 +158,14 @@ class Committee:
             self._close_if_answered(call_id, call)
 
     def late(self, after_s: float) -> set[int]:
-        """The members that have not done, so long after a verdict, what it says."""
+        """The members that have not answered within `after_s` seconds of a verdict."""
         limit_s = time.monotonic() - after_s
         return {one for call in self._proposals.values() if call.decided_s < limit_s for one in call.awaited}
 
     # ---------------------------------------------------------------------------------------------- propose
 
     def call(self, call: ControlCall) -> None:
-        """Carry a request out, once its turn comes."""
+        """Carry out a request when its turn comes."""
         subject, turn = call.request.subject, call.request.row.turn
         if subject is None or turn is Turn.AT_ONCE:
             self._propose(call)
@@ -173,7 +174,7 @@ class Committee:
             self._propose_held(subject)
 
     def hold(self, name: str, subject: str, begin: Callable[[], None]) -> None:
-        """Call `begin` when nothing about a subject is under way; nothing is until `release`."""
+        """Call `begin` when no request about the subject is under way. None begins until `release`."""
 
         def take() -> None:
             self._proposals[name] = _Proposal(None, subject, Turn.ALONE)
@@ -189,7 +190,7 @@ class Committee:
         self._propose_held(held.subject)
 
     def _propose_held(self, subject: str) -> None:
-        """Send on what need not wait any more, in order."""
+        """Begin the calls that need no longer wait, in order."""
         held = self._held[subject]
         while held:
             turns = {call.turn for call in self._proposals.values() if call.subject == subject}
@@ -217,7 +218,7 @@ class Committee:
         self._close_if_answered(call.id, proposal)
 
     def _give_up_before(self, request: ControlRequest) -> None:
-        """Commit no more what this request ends: it may do so on some members, and fail on others."""
+        """Refuse to commit updates that this request ends: it might end them on some members only."""
         for call_id, call in self._proposals.items():
             if call.ballot is not None and call.request is not None and request.ends(call.request):
                 self._decide(call_id, call, "nothing was committed: a request that ends it came in between")
@@ -225,7 +226,7 @@ class Committee:
     # ----------------------------------------------------------------------------------------- vote, decide
 
     def take(self, member: int, call_id: str, reply: AnyReply) -> None:
-        """Take what a member replied: that it is prepared, or its last word."""
+        """Take a member's reply: that it is prepared, or the final one."""
         call = self._proposals.get(call_id)
         if call is None or member not in call.awaited:
             return
@@ -241,13 +242,13 @@ class Committee:
         self._close_if_answered(call_id, call)
 
     def decide(self, call_id: str, refusal: str | None) -> None:
-        """Take the verdict from above, unless it has been made without it."""
+        """Take the verdict from outside, unless one was made already."""
         call = self._proposals.get(call_id)
         if call is not None and call.ballot is not None:
             self._decide(call_id, call, refusal)
 
     def _weigh(self, call_id: str, call: _Proposal, overdue: int | None = None) -> None:
-        """Make the verdict as soon as it can only be this one, or this member has waited too long for it."""
+        """Make the verdict when it is certain, or when the member `overdue` has waited too long for it."""
         ballot = call.ballot
         assert ballot is not None
         can_commit = set(ballot.facts.values())
@@ -282,10 +283,10 @@ class Committee:
             self._propose_held(call.subject)
 
     def _undo(self, call_id: str, call: _Proposal) -> bool:
-        """Undo what only some members did, if that can be; returns whether the answer waits for it."""
+        """Undo what only some members did, if possible; returns whether the answer must wait for that."""
         refused = {member: reply for member, reply in call.replies.items() if isinstance(reply, Refusal)}
         if not refused or call.subject is None or self._latest.get(call.subject) != call.latest:
-            # All is well, or what came later about the same thing has the last word.
+            # Nobody refused, or a later request about the same subject counts.
             return False
         assert call.request is not None
         undoing = call.request.undo(Outcome(call.replies, self.has_session))

@@ -1,7 +1,4 @@
-"""Control requests from the API process: built of loose fields, and sent.
-
-Each call gets its own reply, whoever else calls or goes away.
-"""
+"""Builds control requests from loose fields, sends them, and gives each call its own reply."""
 
 from __future__ import annotations
 
@@ -40,21 +37,23 @@ R = TypeVar("R", bound=ControlRequest)
 
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
-# Every entry of a list costs each rank some time. This is several times the tensors of the largest models.
+# The most entries of a list, since each costs every rank some time. The largest models have far fewer
+# tensors.
 MAX_ENTRIES: Final = 1 << 18
-# An answer quotes no more characters of a request, and names no more of its ignored fields, than this.
+# The most characters of a request that an answer quotes, and the most ignored fields that it names.
 MAX_CHARACTERS: Final = 200
 MAX_IGNORED: Final = 100
-# Fields without which a request is about everything, or gives memory back.
+# Without these fields, a request is about everything, or gives memory back.
 NONE_IS_ALL: Final = ("tags", "request_ids", "level")
 
 
 def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str]]:
     """Build a control request from loose fields: a JSON body, or keyword arguments.
 
-    Null means "not given". Unknown fields are ignored; up to a hundred are returned, sorted, for
-    `ignored_fields`. In Python, a torch.dtype may stand for its name. Raises RequestRejected: 400, with the
-    field's path and what was expected.
+    Null means "not given". Unknown fields are ignored; up to `MAX_IGNORED` of their names are returned,
+    sorted. In Python, a torch.dtype may be given for its name.
+
+    Raises RequestRejected: 400, with the field's path and what was expected.
     """
     known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
     try:
@@ -72,9 +71,9 @@ def build_request(kind: type[R], fields: Mapping[str, Any]) -> tuple[R, list[str
 
 
 def refuse_misspelt(kind: type[Struct], given: Collection[str], unknown: Iterable[str]) -> None:
-    """Refuse a request that does not say what it is about, and has a field that may be meant to say it.
+    """Refuse a request that lacks an important field, and has an unknown one with almost the same name.
 
-    Raises RequestRejected: 400; an unknown field is within two letters of a known one.
+    Raises RequestRejected: 400; the unknown name is within two letters of the missing one.
     """
     fields = msgspec.structs.fields(kind)
     if all(known.name in given for known in fields if known.required or known.name in NONE_IS_ALL):
@@ -86,7 +85,7 @@ def refuse_misspelt(kind: type[Struct], given: Collection[str], unknown: Iterabl
 
 
 def _is_near(one: str, other: str, num_letters: int) -> bool:
-    """Whether `num_letters` letters inserted, left out or replaced make one of the other."""
+    """Whether the edit distance of two words is at most `num_letters`."""
     if abs(len(one) - len(other)) > num_letters:
         return False
     while one and other and one[0] == other[0]:
@@ -108,15 +107,15 @@ def _plain(value: Any) -> Any:
 
 
 def _is_dtype(value: Any) -> bool:
-    # It is known by name: torch takes seconds to import, and nothing else here needs it.
+    # By name, since importing torch takes seconds.
     kind = type(value)
     return (kind.__module__, kind.__name__) == ("torch", "dtype")
 
 
 def _check_sizes(kind: type[Struct], path: str, value: Any) -> None:
-    """Refuse numbers that the messages between processes, or JSON, have no room for, and endless lists.
+    """Refuse integers beyond 64 bits, numbers that are not finite, and very long lists.
 
-    Neither the types of the fields nor JSON and Python bound an integer.
+    Field types do not bound integers, and neither do JSON and Python.
     """
     match value:
         case bool():
@@ -137,21 +136,22 @@ def _check_sizes(kind: type[Struct], path: str, value: Any) -> None:
                 _check_sizes(kind, f"{path}[{index}]", member)
 
 
-# Asked once the engine can commit: returns why it is not to, or None.
+# Called when the engine can commit: returns why it must not, or None.
 Vote: TypeAlias = Callable[[], Awaitable[str | None]]
 
 
 class _Part(NamedTuple):
-    """What is heard of a request that other engines commit too: it can be committed, and has waited long."""
+    """Events of a request that other engines commit too: it is prepared, and it has waited too long."""
 
     prepared: asyncio.Future[None]
     overdue: asyncio.Future[None]
 
 
 class ControlClient:
-    """Sends control requests and hands each caller the reply with its id. Lives in one event loop.
+    """Sends control requests, and gives each caller the reply with its id. It lives in one event loop.
 
-    `live`: the outputs on their way. What aborts requests ends those too that schedulers do not know yet.
+    Args:
+        live: the live outputs. Requests that abort also end outputs that were not sent to a scheduler yet.
     """
 
     def __init__(
@@ -169,12 +169,13 @@ class ControlClient:
     ) -> Reply:
         """Send a request and wait for its reply.
 
-        A caller that is cancelled or runs out of time does not take its request back: that is carried out,
-        and the reply is dropped. Time limits that are part of a request are the scheduler's affair.
+        If the caller is cancelled or runs out of time, the request is still carried out, and the reply is
+        dropped. Time limits that are fields of a request are handled by the scheduler.
 
         Args:
-            timeout_s: how long to wait for the reply; None for ever.
-            vote: says whether to commit what other engines commit too; not asked about what commits nothing.
+            timeout_s: how long to wait for the reply; None: for ever.
+            vote: says whether to commit, if other engines commit the request too. Not called if nothing is
+                committed.
         """
         request, unsent, message = self._distribute(request)
         try:
@@ -186,13 +187,13 @@ class ControlClient:
         return _with_more_aborted(reply, len(unsent))
 
     def abort(self, rids: Iterable[str], message: str) -> None:
-        """End outputs; those that are about to be sent, as soon as they have been."""
+        """Abort outputs; those that are not sent yet, as soon as they were."""
         if self._failure is None:
             for rid in self._live.abort(rids, message):
                 self._scheduler.send(AbortGeneration(rid=rid, message=message))
 
     def _distribute(self, request: AnyControlRequest) -> tuple[AnyControlRequest, list[str], str]:
-        """The request as the schedulers understand it; the outputs that they do not know, and their end."""
+        """The request as schedulers take it, the unsent outputs that it aborts, and the message for these."""
         match request:
             case AbortReq():
                 posted = [request.rid] if isinstance(request.rid, str) else request.rid
@@ -226,10 +227,10 @@ class ControlClient:
         return _accepted(reply)
 
     async def _take_part(self, call_id: str, reply: asyncio.Future[AnyReply], vote: Vote) -> None:
-        """Wait until the engine can commit, or has replied without that, and send it the verdict."""
+        """Wait until the engine is prepared or has replied; if it is prepared, send it the verdict."""
         loop = asyncio.get_running_loop()
         part = self._parts[call_id] = _Part(loop.create_future(), loop.create_future())
-        # A caller that goes away here commits nothing: nobody would hear of it.
+        # The verdict if the caller is cancelled here: nothing is committed.
         refusal: str | None = "whoever was to say whether to commit has gone away"
         try:
             waiting: list[asyncio.Future[Any]] = [reply, part.prepared]
@@ -239,7 +240,7 @@ class ControlClient:
                 try:
                     waiting = [reply, voting, part.overdue]
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                    # Otherwise it has ended the request by itself, or its time is up.
+                    # If the vote is not there, the request has ended by itself, or has waited too long.
                     is_late = "it was ready, and was not told in time that all were"
                     refusal = voting.result() if voting.done() else is_late
                 finally:
@@ -250,7 +251,7 @@ class ControlClient:
                 self._scheduler.send(Verdict(id=call_id, refusal=refusal))
 
     def resolve(self, message: ControlReply) -> None:
-        """Hand a reply to its caller, if that still waits."""
+        """Give a reply to its caller, if it still waits."""
         if isinstance(message.reply, Prepared):
             part = self._parts.get(message.id)
             if part is not None and not part.prepared.done():
@@ -263,7 +264,7 @@ class ControlClient:
             future.set_result(message.reply)
 
     def fail(self, message: str) -> None:
-        """End every call that waits, and those to come, with `EngineDown`."""
+        """Let all calls, also later ones, raise `EngineDown`."""
         self._failure = message
         for future in self._waiting.values():
             if not future.done():
@@ -275,7 +276,7 @@ def _accepted(reply: AnyReply) -> Reply:
         return reply
     fields = reply.fields
     if "errors" in fields:
-        # What all ranks of a replica found alike is listed once, as the first one's.
+        # Errors that are the same on all ranks of a replica are listed once, as those of the first rank.
         fields = {**fields, "errors": [{"rank": 0, **error} for error in fields["errors"]]}
     if reply.status < 500:
         raise RequestRejected(reply.message, reply.status, **fields)
@@ -285,7 +286,7 @@ def _accepted(reply: AnyReply) -> Reply:
 def _with_more_aborted(reply: Reply, num_more: int) -> Reply:
     match reply:
         case AbortReqOutput():
-            # Of all replicas; each of them counts its own.
+            # The sum over all replicas, which count their own.
             num_aborted = reply.num_aborted + num_more
             return AbortReqOutput(
                 changed=num_aborted > 0, num_aborted=num_aborted, message=f"Aborted {num_aborted} requests."

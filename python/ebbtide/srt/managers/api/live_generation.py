@@ -1,4 +1,4 @@
-"""`/generate` requests while they run: whose each output is, and the answers that their readers get."""
+"""Running `/generate` requests: which request each output belongs to, and what their readers get."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from ebbtide.srt.managers.api.output_state import OutputState
 from ebbtide.srt.managers.io_struct import RequestOutput, StreamedTokens
 from ebbtide.srt.managers.wire.generation import LogprobRows
 
-# In logprobs: what takes over ten milliseconds to put together has a thread. An output costs as much as some.
+# Answers with more logprobs than this, which take over ten milliseconds, are made in a thread. Each output
+# counts as `OUTPUT_COST` logprobs more.
 COST_AT_ONCE: Final = 1 << 14
 OUTPUT_COST: Final = 1 << 6
 
 
 @dataclass(eq=False)
 class LiveGeneration:
-    """A request that runs, with one output or several. Read its `result()`, or chunk by chunk, and close it.
+    """A running request with one or more outputs. Read its `result()`, or its chunks, and close it.
 
-    Belongs to the loop of the engine, except that a stream is read where its reader is: a chunk is made when
-    it is read, and not before.
+    It belongs to the engine's event loop. A stream may be read in any loop or thread: a chunk is made when it
+    is read.
 
     Args:
-        abandon: called when the reader goes away while outputs are still to come.
+        abandon: called if the reader leaves while outputs are still to come.
         waker: wakes the reader of a stream; outputs are delivered under its lock.
     """
 
@@ -39,13 +40,13 @@ class LiveGeneration:
     is_stream: bool
     abandon: Callable[[LiveGeneration], None]
     waker: StreamWaker
-    # Ends the request when its time is up, unless it ends before.
+    # Ends the request at its time limit.
     timer: asyncio.TimerHandle | None = None
     _error: Exception | None = None
-    # What the reader waits for, while it waits.
+    # The future that the reader waits for; None: it does not wait.
     _waiter: Waiter | None = None
-    # Indices of outputs with something new, in order of arrival. However slow the reader, that is all that
-    # waits for it: chunks that pile up become one.
+    # Indices of outputs with something new, in order of arrival. This is all that piles up for a slow reader:
+    # its next chunk has everything new.
     _news: dict[int, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,19 +54,20 @@ class LiveGeneration:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every output has ended. False for ever after a failure of the engine."""
+        """Whether every output has ended. It stays False if the engine fails."""
         return self._num_unfinished == 0
 
     async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """The whole answer. Cancelling this aborts the request.
+        """Wait for the whole answer. Cancelling this aborts the request.
 
-        Raises RequestRejected: the engine would not take it after all (503, the queue is full); EngineError:
-        the engine failed.
+        Raises:
+            RequestRejected: the scheduler refused it, such as 503 because the queue is full.
+            EngineError: the engine failed.
         """
         answers: dict[int, dict[str, Any]] = {}
         try:
             while self._error is None:
-                # The engine still computes the others: for what is made now the caller does not wait.
+                # Make the answers of outputs that have ended while the engine still computes the others.
                 news, self._news = self._news, {}
                 ended = {
                     index: self.outputs[index] for index in news if self.outputs[index].finish is not None
@@ -77,7 +79,7 @@ class LiveGeneration:
                 if len(answers) == len(self.outputs):
                     return [answers[index] for index in sorted(answers)] if self.is_list else answers[0]
                 if not self._news and self._error is None:
-                    # An event would keep a queue of readers, of whom there is one.
+                    # A future is cheaper than an event, since there is only one reader.
                     waiter = self._waiter = asyncio.get_running_loop().create_future()
                     await waiter
             raise self._error
@@ -85,7 +87,7 @@ class LiveGeneration:
             self.close()
 
     async def has_next(self) -> bool:
-        """Wait for the next chunk of a stream, or an error; False: there will be none. In any event loop."""
+        """Wait, in any event loop, for the next chunk of a stream or an error. False: there are no more."""
         loop = asyncio.get_running_loop()
         while (is_there := self._has_next(waiter := loop.create_future())) is None:
             await waiter
@@ -109,7 +111,7 @@ class LiveGeneration:
             return None
 
     def next_chunk(self) -> dict[str, Any]:
-        """What `has_next` has waited for, with an `index` if there are several outputs.
+        """The chunk that `has_next` has waited for, with an `index` if there are several outputs.
 
         Raises RequestRejected, EngineError: as `result`.
         """
@@ -124,18 +126,18 @@ class LiveGeneration:
         return chunk
 
     def close(self) -> None:
-        """The reader needs no more: outputs that are still to come are aborted. Idempotent."""
+        """Stop reading: outputs that are still to come are aborted. Idempotent."""
         self._cancel_timer()
         if not self.is_finished:
             self.abandon(self)
 
     def note_token(self, index: int) -> None:
-        """Output `index` of a stream has one more token, and goes on."""
+        """Note that output `index` of a stream has one more token, and goes on."""
         self._news[index] = None
         self._wake()
 
     def note(self, index: int) -> None:
-        """Output `index` has something new."""
+        """Note that output `index` has something new."""
         self._news[index] = None
         finish = self.outputs[index].finish
         if finish is not None:
@@ -149,20 +151,20 @@ class LiveGeneration:
             self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Outputs that are still to come never will: end with this error."""
+        """End with this error: no more outputs will come."""
         with self.waker.lock:
             self._error = error
             self._wake()
 
     def _wake(self) -> None:
-        """There is something for the reader."""
+        """Wake the reader, if it waits."""
         waiter, self._waiter = self._waiter, None
         if waiter is None or waiter.done():
             return
         if self.is_stream:
             self.waker.wake_later(waiter)
         else:
-            # An answer goes ahead of replies that are read behind its end.
+            # At once, so that the answer comes before control replies that were sent after it.
             waiter.set_result(None)
 
     def _cancel_timer(self) -> None:
@@ -174,22 +176,24 @@ def _answers_of(outputs: Mapping[int, OutputState]) -> dict[int, dict[str, Any]]
     return {index: output.response() for index, output in outputs.items()}
 
 
-# What an event loop may run of them before it looks at anything else: a millisecond.
+# Streams that are woken in one turn of an event loop: they take it about a millisecond.
 STREAMS_PER_TURN: Final = 32
 
-# What a reader waits for: in its event loop, or in a thread without one.
+# The future of a reader: in an event loop, or in a thread without one.
 Waiter: TypeAlias = asyncio.Future[None] | concurrent.futures.Future[None]
 
 
 class StreamWaker:
-    """Queues of readers to be woken, one for each event loop that has any.
+    """Wakes the readers of streams, with one queue per event loop.
 
-    Whatever arrives for all readers of another loop before it has its turn wakes that loop once. `lock`: held
-    by whoever delivers to streams, or takes from them.
+    Many outputs that arrive together wake another event loop only once.
+
+    Attributes:
+        lock: held while outputs are delivered to streams, or read from them.
     """
 
     def __init__(self) -> None:
-        # Finalizers that the collector runs may ask for it again.
+        # Reentrant: the garbage collector may run a stream's finalizer while it is held.
         self.lock = threading.RLock()
         self._waiting: dict[asyncio.AbstractEventLoop, list[Waiter]] = {}
 
@@ -202,7 +206,7 @@ class StreamWaker:
         if (waiting := self._waiting.get(loop)) is not None:
             waiting.append(waiter)
             return
-        # The readers of loops that have been closed have gone.
+        # Drop the queues of closed event loops: their readers are gone.
         self._waiting = {one: queue for one, queue in self._waiting.items() if not one.is_closed()}
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(self._turn, loop)
@@ -227,13 +231,13 @@ class _Entry:
     """One output.
 
     Attributes:
-        group: the rid that was posted for it and others.
+        index: its number in its request.
+        group: the rid that the client gave for several outputs; None: it gave none.
         client: who asked for it.
-        output: what has arrived of it; None before it is about to be sent.
-        generation: whose it is; None before that too, and once its reader has gone, when only its last output
-            is awaited.
-        is_sent: whether the scheduler knows it.
-        abort_message: set of an output that is to be aborted as soon as it has been sent.
+        output: what has arrived; None: it is not about to be sent yet.
+        generation: its request; None: not attached yet, or the reader has left and only its end is awaited.
+        is_sent: whether it was sent to the scheduler.
+        abort_message: why to abort it as soon as it was sent; None: do not.
     """
 
     index: int
@@ -246,14 +250,14 @@ class _Entry:
 
 
 class LiveOutputs:
-    """The outputs that have not ended yet, from when their request comes in.
+    """The outputs that have not ended, from the arrival of their request on.
 
-    A rid stays taken until its last output arrives, read or not: so what is still on its way for a request
-    that was abandoned never reaches a new one of the same name.
+    A rid stays taken until its last output arrives, even without a reader. So late outputs of an abandoned
+    request never reach a new one with the same rid.
 
     Attributes:
-        none_left: set while there are none.
-        ended: those that have, for a while.
+        none_left: set while there are no live outputs.
+        ended: outputs that have ended, kept for a while to be continued.
     """
 
     def __init__(self) -> None:
@@ -269,10 +273,12 @@ class LiveOutputs:
     def claim(
         self, rids: Sequence[str], groups: Mapping[str, Iterable[str]], client: Caller = NOBODY
     ) -> None:
-        """Take the rids of a request that has come in.
+        """Take the rids of a new request.
 
-        `groups`: a rid that was posted for several outputs → theirs. Raises RequestRejected: 400, one of them
-        is taken.
+        Args:
+            groups: rid that the client gave for several outputs → the rids of these.
+
+        Raises RequestRejected: 400, one of them is taken.
         """
         claimed = [*rids, *groups]
         for rid in claimed:
@@ -288,30 +294,30 @@ class LiveOutputs:
         self.none_left.clear()
 
     def release(self, rids: Iterable[str]) -> None:
-        """Give back what was claimed for outputs that will not be sent."""
+        """Free the rids of outputs that will not be sent."""
         for rid in rids:
             if (entry := self._entries.get(rid)) is not None:
                 self._remove(rid, entry)
 
     def attach(self, generation: LiveGeneration) -> None:
-        """Have this request wait for its outputs, which are about to be sent."""
+        """Attach a request to its outputs, which are about to be sent."""
         for output in generation.outputs:
             entry = self._entries[output.request.rid]
             entry.output, entry.generation = output, generation
 
     def note_sent(self, rid: str) -> str | None:
-        """The scheduler knows an output from now on. Returns why it is to be aborted, if it is."""
+        """Note that an output was sent. Returns why it must be aborted now; None: it need not."""
         entry = self._entries[rid]
         entry.is_sent = True
         return entry.abort_message
 
     @property
     def unsent(self) -> list[str]:
-        """The rids of outputs that the scheduler does not know yet."""
+        """The rids of outputs that were not sent to the scheduler yet."""
         return [rid for rid, entry in self._entries.items() if not entry.is_sent]
 
     def abort(self, rids: Iterable[str], message: str) -> list[str]:
-        """End these outputs. Returns those of them that the scheduler has to be asked for now."""
+        """Abort these outputs. Returns the rids for which the scheduler must be told now."""
         sent: list[str] = []
         for rid in rids:
             entry = self._entries.get(rid)
@@ -322,7 +328,7 @@ class LiveOutputs:
         return sent
 
     def deliver(self, output: RequestOutput, text: str | None, weight_version: str) -> OutputState | None:
-        """Hand an output to whoever waits for it. Returns it if it has ended."""
+        """Deliver an output to its request. Returns its state if it has ended and is still read."""
         entry = self._entries.get(output.rid)
         if entry is None:
             return None
@@ -342,9 +348,9 @@ class LiveOutputs:
     def deliver_tokens(
         self, streamed: StreamedTokens, texts: Sequence[str] | None, weight_version: str
     ) -> None:
-        """Hand one more token of each stream to whoever reads it."""
+        """Deliver one more token to each of these streams."""
         rows = None if streamed.logprobs is None else LogprobRows(streamed.logprobs)
-        # This runs for each token of each stream.
+        # Hot path: it runs for every token of every stream.
         entries, token_ids = self._entries, streamed.token_ids
         for place, rid in enumerate(streamed.rids):
             entry = entries.get(rid)
@@ -356,23 +362,23 @@ class LiveOutputs:
                 entry.generation.note_token(entry.index)
 
     def rids_of(self, generation: LiveGeneration) -> list[str]:
-        """Outputs of a request that are still to come."""
+        """The rids of a request's outputs that are still to come."""
         rids = (output.request.rid for output in generation.outputs)
         return [rid for rid in rids if (entry := self._entries.get(rid)) and entry.generation is generation]
 
     def abandon(self, generation: LiveGeneration) -> list[str]:
-        """Nobody reads this request any more. Returns what is still to come of it."""
+        """Note that nobody reads this request any more. Returns the rids of outputs still to come."""
         rids = self.rids_of(generation)
         for rid in rids:
             self._entries[rid].generation = None
         return rids
 
     def expand(self, rid: str) -> list[str]:
-        """The outputs that a posted rid stands for: the one of that id, or every one of its batch."""
+        """The outputs that a client's rid stands for: the output of that id, or all of its batch."""
         return sorted(self._groups.get(rid, (rid,)))
 
     def clear(self) -> list[LiveGeneration]:
-        """Forget everything. Returns the requests that were still read."""
+        """Drop all outputs. Returns the requests that were still read."""
         generations = {id(entry.generation): entry.generation for entry in self._entries.values()}
         self._entries.clear()
         self._groups.clear()

@@ -19,7 +19,6 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.slices import Slices
 
 T = TypeVar("T")
-Fact = TypeVar("Fact")
 
 
 class Activity(enum.Enum):

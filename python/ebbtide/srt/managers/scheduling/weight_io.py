@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import psutil
 import torch
@@ -49,8 +49,6 @@ from ebbtide.srt.weight_sync.distributed_source import Memberships, open_broadca
 from ebbtide.srt.weight_sync.source import PlanCache, WeightSource
 from ebbtide.srt.weight_sync.sparse_source import open_sparse
 from ebbtide.srt.weight_sync.tensor_source import PayloadReader
-
-T = TypeVar("T")
 
 # Bytes of a parameter that are handled at once. Intermediate results take twice as much in addition.
 PIECE_BYTES: Final = 16 << 20
