@@ -5,5 +5,5 @@ from torch import nn
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """One without data, which is not trained."""
+    """A parameter without data or gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

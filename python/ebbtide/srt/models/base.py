@@ -1,4 +1,4 @@
-"""What the engine asks of a model.
+"""The interface of a model: what the engine asks of it, and how it maps checkpoint tensors to parameters.
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
@@ -14,7 +14,7 @@ from ebbtide.srt.layers.attention.base import LayerAttention
 from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache import CacheSpec
 
-# Dimensions of a projection's weight in a checkpoint.
+# Dimensions of a projection's weight [outputs, inputs] in a checkpoint.
 OUTPUTS, INPUTS = 0, 1
 
 
@@ -23,11 +23,11 @@ class Split:
     """How tensor-parallel ranks divide a checkpoint's tensor.
 
     Attributes:
-        dim: of the tensor, cut into runs of units.
-        units: pieces along it that stay whole, e.g. heads.
-        what: the units, as config.json calls their number.
-        runs: lengths along it that are divided each by itself, e.g. queries, keys and values in one tensor;
-            none: it is one.
+        dim: the dimension that is divided.
+        units: how many pieces along it must stay whole, e.g. heads.
+        what: how config.json calls the number of units.
+        runs: the lengths of parts along it that are divided separately, e.g. queries, keys and values in one
+            tensor; empty: the tensor is one part.
     """
 
     dim: int
@@ -39,11 +39,11 @@ class Split:
 
 @dataclass(frozen=True)
 class WeightTarget:
-    """Where a checkpoint's tensor lies in the engine's parameters.
+    """Where a checkpoint's tensor is in the engine's parameters.
 
     Attributes:
-        parameter: the engine's parameter.
-        start, length: its range of rows: fused tensors lie one below the other, in the first dimension.
+        parameter: the name of the engine's parameter.
+        start, length: its range of rows; fused tensors follow each other along the first dimension.
         shape: of the whole tensor in the checkpoint. If it has one dimension more than the parameter, the
             parameter merges its first two.
         split: None: every rank holds the whole tensor.
@@ -59,20 +59,20 @@ class WeightTarget:
 WeightMap = dict[str, WeightTarget]
 
 
-# Of all parts of a parameter, or of each in their order.
+# One for all parts of a parameter, or one for each in their order.
 Splits = Split | Sequence[Split | None] | None
 
 
 def stacked(
     parameter: str, parts: Mapping[str, int], num_columns: int | None = None, split: Splits = None
 ) -> WeightMap:
-    """Rows of a shard/fuse map: tensors that lie one below the other in one parameter.
+    """Rows of a shard/fuse map for tensors that follow each other in one parameter.
 
     Args:
         parts: checkpoint name → number of rows, in the parameter's order.
         num_columns: row length; None for vectors (biases, norms).
-        split: how ranks divide them. A vector has no inputs: where those are divided every rank holds all of
-            it, and one rank adds it.
+        split: how ranks divide them. A split along inputs does not divide vectors, which have no inputs:
+            every rank then holds the whole bias, and one rank adds it.
     """
     rows, start = {}, 0
     splits = split if isinstance(split, Sequence) else [split] * len(parts)
@@ -87,7 +87,7 @@ def stacked(
 def projection(
     module: str, parts: Mapping[str, int], num_columns: int, *, bias: bool = False, split: Splits = None
 ) -> WeightMap:
-    """Rows of a shard/fuse map for one `Linear`: `parts` are checkpoint modules and their output sizes."""
+    """Rows of a shard/fuse map for one `Linear`. `parts`: checkpoint modules and their output sizes."""
     rows: WeightMap = {}
     for name, columns in (("weight", num_columns), ("bias", None)) if bias else (("weight", num_columns),):
         sizes = {f"{part}.{name}": size for part, size in parts.items()}
@@ -105,9 +105,9 @@ def mlp_map(
     what: str = "intermediate_size",
     bias: bool = False,
 ) -> WeightMap:
-    """Shard/fuse map of an MLP: `parts`, a gate and what it is for or one alone, are its first product.
+    """Shard/fuse map of an MLP. `parts`: checkpoint modules of its first product, gate and up or up alone.
 
-    `what`: the inner numbers, as config.json calls them.
+    `what`: how config.json calls the inner size.
     """
     outputs, inputs = Split(OUTPUTS, inner, what), Split(INPUTS, inner, what)
     first = f"{module}.gate_up_proj" if len(parts) > 1 else f"{module}.up_proj"
@@ -117,13 +117,13 @@ def mlp_map(
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """Which layers of a model choose experts for tokens.
+    """The layers of a model that route tokens to experts.
 
     Attributes:
-        num_layers: all of the model's.
-        sparse_layers: those that do.
-        num_experts: of each of these.
-        per_token: that a token takes there.
+        num_layers: of the whole model.
+        sparse_layers: the layers with experts.
+        num_experts: of each such layer.
+        per_token: experts that each token takes there.
     """
 
     num_layers: int
@@ -133,10 +133,10 @@ class RoutedLayers:
 
 
 class CausalLM(nn.Module, ABC):
-    """A decoder whose parameters are made on the meta device and get their memory from the weight store.
+    """A decoder. Its parameters are created on the meta device; the weight store gives them memory.
 
     Attributes:
-        is_native: whether its layers are ours: what is applied to models from outside knows no others.
+        is_native: whether it is made of our layers, as tensor parallelism, quantization and adapters require.
         routed: None: no layer has experts.
     """
 
@@ -145,29 +145,29 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, step: Step) -> Tensor:
-        """Final hidden states [T, D], or [M, D] of the rows that the step wants."""
+        """Final hidden states [T, D], or [M, D] of the rows that `step.wanted_M` names."""
 
     @property
     @abstractmethod
     def attention_layers(self) -> list[LayerAttention]:
-        """The attention of every layer that has one, for the backend to make ready."""
+        """The attention of every layer that has one, which the backend prepares for."""
 
     @property
     def rotates_all(self) -> bool:
-        """Whether every number of queries and keys is rotated by its position."""
+        """Whether the whole query and key heads are rotated by position, not only a part of each."""
         return True
 
     @property
     @abstractmethod
     def cache_specs(self) -> Sequence[CacheSpec]:
-        """What each layer keeps of a request, with the heads of all ranks.
+        """What each layer caches of a request, with the heads of all ranks.
 
-        Layers with keys and values count among themselves, and so do those with states.
+        Layers with keys and values are numbered among themselves, and so are layers with states.
         """
 
     @abstractmethod
     def logits(self, hidden_TD: Tensor, kernels: Kernels) -> Tensor:
-        """Scores [T, V] of the next token, in the model's dtype, or in float32 after `use_float32_logits`."""
+        """Scores [T, V] of the next token, in the model's dtype, or float32 after `use_float32_logits`."""
 
     @abstractmethod
     def use_float32_logits(self) -> None:
@@ -178,17 +178,17 @@ class CausalLM(nn.Module, ABC):
         """Every tensor that a checkpoint of this model must hold, and where it goes."""
 
     def joint_map(self) -> WeightMap:
-        """Further tensors, each a whole parameter: they may come in place of all those that fill it."""
+        """Further tensors, each of which fills a whole parameter and may replace all tensors that fill it."""
         return {}
 
     def stored_as(self, name: str) -> str:
-        """The checkpoint name of the tensor that the model uses for `name`; another where two are tied."""
+        """The checkpoint name of the tensor that the model uses for `name`; differs for tied weights."""
         return name
 
     def also_called(self, name: str) -> str | None:
-        """Another name by which updates may bring the tensor of this checkpoint name."""
+        """Another name by which updates may bring the tensor of this checkpoint name; None: there is none."""
         return None
 
     @abstractmethod
     def ignored(self, name: str) -> bool:
-        """Whether a checkpoint may hold this name although the model has no parameter for it."""
+        """Whether a checkpoint may hold this tensor although the model has no parameter for it."""

@@ -1,10 +1,10 @@
-"""DeepSeek-V2 and V3, and what is built of the same parts: R1, Kimi-K2, Moonlight, GLM-4.5 to 4.7.
+"""DeepSeek-V2 and V3, and models of the same parts: R1, Kimi-K2, Moonlight, GLM-4.5 to 4.7.
 
-Heads share one latent of a token, which is all that is kept of it. A head's key and value are products of the
-latent: instead of those, its query is multiplied by the key's matrix, and what it reads of the latents by the
-value's. Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434.
+In latent attention (MLA) all heads share one latent of a token, and only this is cached. A head's key and
+value would be products of the latent. Instead its query is multiplied by the matrix for keys, and the
+weighted sum of latents by the matrix for values. Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434.
 
-Shapes: T tokens, N heads, C numbers of a latent, R of a head that are rotated, V of a value, O outputs.
+Shapes: T tokens, N heads, C size of a latent, R rotated numbers of a head, V size of a value, O outputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ebbtide.srt.models.base import INPUTS, OUTPUTS, Split, WeightMap, projectio
 from ebbtide.srt.models.dense import DenseConfig, dense_config
 from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM, is_behind_layers
 
-# The norms inside attention have an epsilon of their own, which no config says.
+# The epsilon of the norms inside attention, which configs do not state.
 _EPS = 1e-6
 
 
@@ -39,11 +39,12 @@ class LatentSizes:
 
     Attributes:
         num_heads: of all ranks.
-        query_rank: numbers of what queries are made of; None: they are made of hidden states.
-        latent: what is kept of a token.
+        query_rank: size of the vector that queries are projected from; None: they are projected from hidden
+            states.
+        latent: what is cached of a token.
         key_dim: numbers of a key that are not rotated.
-        value_dim: of a value.
-        is_interleaved: whether what is rotated comes as pairs (2i, 2i + 1), instead of (i, i + R / 2).
+        value_dim: numbers of a value.
+        is_interleaved: whether rotated pairs are (2i, 2i + 1), instead of (i, i + R / 2).
     """
 
     num_heads: int
@@ -59,7 +60,7 @@ class LatentSizes:
 
 
 def latent_sizes(hf_config: Any) -> LatentSizes:
-    """Sizes from a Hugging Face config.
+    """Read the sizes of latent attention from a Hugging Face config.
 
     Raises ConfigurationError for biases, which no published model has.
     """
@@ -76,9 +77,9 @@ def latent_sizes(hf_config: Any) -> LatentSizes:
 
 
 def latent_config(hf_config: Any, sizes: LatentSizes) -> DenseConfig:
-    """The sizes of everything else. What is called a head's size is what is rotated of it.
+    """Read all other sizes. `head_dim` is only the rotated part of a head.
 
-    Raises ConfigurationError where only a part of that is rotated.
+    Raises ConfigurationError: only a share of that part is rotated.
     """
     scale = sizes.query_dim**-0.5
     rope = rope_config(hf_config)
@@ -94,11 +95,11 @@ def latent_config(hf_config: Any, sizes: LatentSizes) -> DenseConfig:
 
 
 class LatentAttention(nn.Module):
-    """Attention whose queries and outputs are those of latents.
+    """Latent attention: queries and outputs of heads are in the space of latents.
 
     Attributes:
-        qkv_a_proj: what queries are made of (or queries), then the latent and what of it is rotated.
-        kv_b_proj: each head's matrix for keys and then that for values, both by the latent.
+        qkv_a_proj: yields the query vector (or the queries), then the latent and its rotated part.
+        kv_b_proj: each head's matrix for keys, then that for values; both multiply latents.
     """
 
     def __init__(self, config: DenseConfig, sizes: LatentSizes, dtype: torch.dtype, layer: int) -> None:
@@ -110,7 +111,7 @@ class LatentAttention(nn.Module):
         num_queries = num_heads * sizes.query_dim
         width = num_queries if sizes.query_rank is None else sizes.query_rank
         self.qkv_a_proj = linear(config.hidden_size, width + rank + sizes.latent.rope)
-        # A latent and what is rotated, 576 rows as a rule, do not fill blocks of 128.
+        # The rows of a latent and its rotated part, usually 576, do not fill whole blocks of 128.
         self.qkv_a_proj.may_be_ragged = True
         self.q_a_layernorm = self.q_b_proj = None
         if sizes.query_rank is not None:
@@ -126,7 +127,7 @@ class LatentAttention(nn.Module):
         a_TO = self.qkv_a_proj(x, step)
         q_TO, latents_TH = a_TO[:, : -rank - num_rotated], a_TO[:, -rank - num_rotated :]
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            # One token's norm is part of its product.
+            # Rows are contiguous only for one token. Then the product computes the norm itself.
             is_one = q_TO.is_contiguous()
             normed = Residual(q_TO).normed(self.q_a_layernorm) if is_one else self.q_a_layernorm(q_TO)
             q_TO = self.q_b_proj(normed, step)
@@ -142,7 +143,7 @@ class LatentAttention(nn.Module):
         return self.o_proj.addend(values_TNV.flatten(1), step)
 
     def _fill(self, heads_TNH: Tensor, q_TNO: Tensor, latents_TH: Tensor) -> None:
-        """What is rotated of queries and latents goes first, the normalised latents behind."""
+        """Write rotated parts of queries and latents first in each head, normalised latents after them."""
         norm, rank, num_rotated = self.kv_a_layernorm, self.sizes.latent.rank, self.sizes.latent.rope
         if heads_TNH.is_cuda:
             from ebbtide.srt.layers.kernels.latent import fill_heads
@@ -155,19 +156,19 @@ class LatentAttention(nn.Module):
         heads_TNH[:, -1, num_rotated:] = norm(latents_TH[:, :rank])
 
     def _halves(self, x: Tensor) -> Tensor:
-        """With the first numbers of all pairs in front of the second ones."""
+        """Reorder interleaved pairs: the first numbers of all pairs, then the second ones."""
         if not self.sizes.is_interleaved:
             return x
         return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
 
 
 def multiply_heads(x_TNK: Tensor, weight_NKM: Tensor, out_TNM: Tensor) -> None:
-    """Each head's x by its own matrix."""
+    """Multiply each head's x by its own matrix."""
     torch.bmm(x_TNK.transpose(0, 1), weight_NKM, out=out_TNM.transpose(0, 1))
 
 
 class LatentMoeCausalLM(MoeCausalLM):
-    """A decoder with latent attention, and experts in the layers that have them."""
+    """A decoder with latent attention, and experts in `sparse_layers`."""
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class LatentMoeCausalLM(MoeCausalLM):
 
 
 def latent_map(hidden_size: int, sizes: LatentSizes) -> WeightMap:
-    """Shard/fuse map of one layer's attention, names relative to the layer: ranks divide heads alone."""
+    """Shard/fuse map of one layer's attention, with names relative to it. Ranks divide only heads."""
     rank, width = sizes.latent.rank, sizes.latent.rank + sizes.latent.rope
     num_queries = sizes.num_heads * sizes.query_dim
     prefix = "self_attn."
@@ -224,7 +225,7 @@ def latent_map(hidden_size: int, sizes: LatentSizes) -> WeightMap:
 
 
 class DeepseekV2ForCausalLM(LatentMoeCausalLM):
-    """Experts by softmax, in V2 of the best groups alone, which are those with the best expert."""
+    """Experts chosen by softmax. V2 chooses only within the best groups, those with the best experts."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         method = require(hf_config, "topk_method", "greedy", "group_limited_greedy")
@@ -237,14 +238,14 @@ class DeepseekV2ForCausalLM(LatentMoeCausalLM):
 
 
 class DeepseekV3ForCausalLM(LatentMoeCausalLM):
-    """Experts by sigmoids and a bias."""
+    """Experts chosen by sigmoid scores plus a bias."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(hf_config, sigmoid_experts(hf_config), layers_after_dense(hf_config), dtype, device)
 
 
 class Glm4MoeForCausalLM(MoeCausalLM):
-    """A part of each head is rotated; behind the first layers, experts are chosen by sigmoids and a bias."""
+    """Only a part of each head is rotated. After the first layers, experts are chosen as in DeepSeek-V3."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         config = dense_config(
@@ -258,7 +259,7 @@ class Glm4MoeForCausalLM(MoeCausalLM):
 
 
 class Glm4MoeLiteForCausalLM(LatentMoeCausalLM):
-    """DeepSeek-V3's layers; which of them have experts is said layer by layer."""
+    """DeepSeek-V3's layers; the config says of each layer whether it has experts."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         types = hf_config.mlp_layer_types
@@ -271,9 +272,9 @@ class Glm4MoeLiteForCausalLM(LatentMoeCausalLM):
 
 
 def sigmoid_experts(hf_config: Any) -> MoeConfig:
-    """Experts chosen by sigmoids and a bias for each, within the best groups.
+    """Experts chosen by sigmoid scores plus a bias, within the best groups.
 
-    Raises ConfigurationError where they are chosen otherwise.
+    Raises ConfigurationError: the config chooses them otherwise.
     """
     require(hf_config, "topk_method", "noaux_tc")
     require(hf_config, "scoring_func", "sigmoid")
@@ -282,7 +283,7 @@ def sigmoid_experts(hf_config: Any) -> MoeConfig:
 
 
 def grouped_moe(hf_config: Any, **fields: Any) -> MoeConfig:
-    """Experts in groups, and an MLP for all tokens; `fields` are further ones of `MoeConfig`."""
+    """Experts in groups, with shared experts. `fields`: further ones of `MoeConfig`."""
     return MoeConfig(
         num_experts=hf_config.n_routed_experts,
         num_experts_per_token=hf_config.num_experts_per_tok or 0,
@@ -298,16 +299,16 @@ def grouped_moe(hf_config: Any, **fields: Any) -> MoeConfig:
 def layers_after_dense(hf_config: Any) -> range:
     """The layers after the first dense ones.
 
-    Raises ConfigurationError where only some of those have experts.
+    Raises ConfigurationError: not all of these have experts.
     """
     require(hf_config, "moe_layer_freq", 1)
     return range(hf_config.first_k_dense_replace or 0, hf_config.num_hidden_layers)
 
 
 def require(hf_config: Any, field: str, *supported: Any) -> Any:
-    """The field's value, the first of the supported ones where the config has none.
+    """The field's value; the first of the supported ones if the config has none.
 
-    Raises ConfigurationError for any other.
+    Raises ConfigurationError for any other value.
     """
     value = getattr(hf_config, field, None)
     if value is None:

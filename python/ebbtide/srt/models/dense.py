@@ -1,4 +1,4 @@
-"""The decoder that Llama, Qwen2, Qwen3 and others share. Their files say how they differ.
+"""The decoder that Llama, Qwen2, Qwen3 and others share. The files of those models say how they differ.
 
 Shapes: T tokens, N heads, H head_dim, D hidden, V vocabulary.
 """
@@ -35,7 +35,7 @@ from ebbtide.srt.models.base import (
     stacked,
 )
 
-# What config.json calls them → what they are here.
+# config.json's name → ours.
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -47,12 +47,13 @@ class DenseConfig:
     Attributes:
         kinds: the attention of each layer.
         ropes: the rotary embedding of each layer.
+        tied: whether the output projection is the embedding.
         sinks: whether query heads have sinks, see `LayerAttention`.
         norm_offset: see `RMSNorm`.
-        embedding_scale: what embeddings are multiplied by.
-        output_gate: whether projections of queries yield a gate for each number of a head's output too.
-        delta: of the layers with linear attention.
-        linear_layers: which ones these are.
+        embedding_scale: a factor for all embeddings.
+        output_gate: whether the query projection also yields a gate for each number of a head's output.
+        delta: the sizes of linear attention; None: no layer has it.
+        linear_layers: the layers with linear attention.
     """
 
     vocab_size: int
@@ -92,7 +93,7 @@ class DenseConfig:
         return self.num_kv_heads * self.head_dim
 
     def norm(self, dtype: torch.dtype, size: int | None = None) -> RMSNorm:
-        """A norm of the hidden states, or of another size."""
+        """A norm of hidden states, or of vectors of another size."""
         size = self.hidden_size if size is None else size
         return RMSNorm(size, eps=self.norm_eps, dtype=dtype, offset=self.norm_offset)
 
@@ -105,15 +106,15 @@ def dense_config(
     ropes: dict[str, RopeConfig] | None = None,
     **switches: Any,
 ) -> DenseConfig:
-    """Sizes from a Hugging Face config.
+    """Read the sizes from a Hugging Face config.
 
     Args:
         types: each layer's type; None: as the config says.
-        kind: the attention that all layers have but for windows; None: by the size of a head.
-        ropes: rotary embedding by layer type; None for one that all layers share.
+        kind: the attention of all layers, to which windows are added; None: scaled by the size of a head.
+        ropes: rotary embedding by layer type; None: one for all, from the config.
         **switches: further fields of `DenseConfig`.
 
-    Raises ConfigurationError for what this decoder does not do.
+    Raises ConfigurationError: the config asks for what this decoder does not support.
     """
     activation = getattr(hf_config, "hidden_activation", None) or hf_config.hidden_act
     if activation not in ACTIVATIONS:
@@ -125,7 +126,7 @@ def dense_config(
     head_dim = getattr(hf_config, "head_dim", None)
     head_dim = head_dim if head_dim is not None else hf_config.hidden_size // num_heads
     types = layer_types(hf_config) if types is None else types
-    # Where all layers have experts there may be no other size.
+    # If all layers have experts the config may have only their size.
     intermediate_size = getattr(hf_config, "intermediate_size", None) or hf_config.moe_intermediate_size
     if ropes is None:
         ropes = dict.fromkeys((FULL, SLIDING), rope_config(hf_config))
@@ -147,13 +148,13 @@ def dense_config(
 
 
 def attention_biases(hf_config: Any) -> dict[str, Any]:
-    """Switches of `DenseConfig`: all four projections of attention have biases, or none has."""
+    """The switches of `DenseConfig` for attention biases: all four projections have biases, or none has."""
     has_bias = bool(getattr(hf_config, "attention_bias", False))
     return {"qkv_bias": has_bias, "output_bias": has_bias}
 
 
 def layer_types(hf_config: Any) -> list[str]:
-    """Each layer's type. Raises ConfigurationError for one that is not implemented."""
+    """Each layer's type. Raises ConfigurationError for a type that is not supported."""
     types = getattr(hf_config, "layer_types", None) or [FULL] * hf_config.num_hidden_layers
     if unknown := set(types) - {FULL, SLIDING}:
         raise ConfigurationError(
@@ -163,13 +164,13 @@ def layer_types(hf_config: Any) -> list[str]:
 
 
 def alike(hf_config: Any) -> list[str]:
-    """The type that all layers have where `sliding_window` holds for all of them or is null."""
+    """Each layer's type, for configs whose `sliding_window` holds for all layers, or is null."""
     window = getattr(hf_config, "sliding_window", None)
     return [FULL if window is None else SLIDING] * hf_config.num_hidden_layers
 
 
 def attention_kinds(hf_config: Any, types: list[str], everywhere: AttentionKind) -> tuple[AttentionKind, ...]:
-    """Each layer's attention: what all of them have, with a window in the sliding ones."""
+    """Each layer's attention: `everywhere`, with the config's window in sliding layers."""
     window = getattr(hf_config, "sliding_window", None)
     if SLIDING in types and (not isinstance(window, int) or window < 1):
         raise ConfigurationError(f"{SLIDING} needs a sliding_window ≥ 1 in config.json, got {window!r}")
@@ -178,7 +179,7 @@ def attention_kinds(hf_config: Any, types: list[str], everywhere: AttentionKind)
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with one fused q, k, v projection."""
+    """Grouped-query self-attention with one fused projection for queries, keys and values."""
 
     def __init__(self, config: DenseConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -200,14 +201,14 @@ class Attention(nn.Module):
         if not self.has_gate:
             heads_TNH = self.layer_attention(qkv_TNH, rope, self.head_norms(), step.attention)
             return self.o_proj.addend(heads_TNH.flatten(1), step)
-        # Each query head is followed by its gate.
+        # The projection yields each query head followed by its gate.
         num_heads = self.o_proj.weight.shape[1] // self.head_dim
         q_TN2H = torch.unflatten(qkv_TNH[:, : 2 * num_heads], 1, (num_heads, 2))
         qkv_TNH = torch.cat([q_TN2H[:, :, 0], qkv_TNH[:, 2 * num_heads :]], dim=1)
         heads_TNH = self.layer_attention(qkv_TNH, rope, self.head_norms(), step.attention)
         return self.o_proj.addend(heads_TNH.mul(q_TN2H[:, :, 1].sigmoid()).flatten(1), step)
 
-    # Both are made anew each time: the weight store replaces parameters after construction.
+    # Both are made anew each time, since the weight store replaces parameters after construction.
 
     @property
     def layer_attention(self) -> LayerAttention:
@@ -220,7 +221,7 @@ class Attention(nn.Module):
 
 
 def mixer(config: DenseConfig, layer: int, dtype: torch.dtype) -> nn.Module:
-    """What a layer mixes tokens by."""
+    """The layer's attention, linear or not."""
     if layer not in config.linear_layers:
         return Attention(config, layer, dtype)
     assert config.delta is not None
@@ -243,7 +244,7 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer with pre-normalisation; `mlp` and `attention` None: the dense model's own."""
+    """One decoder layer with pre-normalisation. `mlp` and `attention`: None: those of the dense model."""
 
     def __init__(
         self,
@@ -260,13 +261,13 @@ class Block(nn.Module):
         self.mlp = GatedMLP(config, dtype) if mlp is None else mlp
 
     def forward(self, x: Residual, rope: Rope, step: Step, wanted_M: Tensor | None = None) -> None:
-        """Add to the residual stream; `wanted_M`: the rows that are still needed behind the attention."""
+        """Add to the residual stream. `wanted_M`: the rows that are still needed after the attention."""
         x.add(self.self_attn(x.normed(self.input_layernorm), rope, step))
         x.keep(wanted_M)
         x.add(self.mlp(x.normed(self.post_attention_layernorm), step))
 
 
-# A layer is called as a `Block` is.
+# Layer number → the layer, which is called as a `Block` is.
 MakeBlock = Callable[[int], nn.Module]
 
 
@@ -278,7 +279,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        # Rounded to what embeddings are: so transformers multiplies them.
+        # Rounded to the embeddings' dtype, as transformers does.
         self._scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         ropes = list(dict.fromkeys(config.ropes))
         self.rotary = nn.ModuleList(RotaryEmbedding(rope, config.head_dim, device) for rope in ropes)
@@ -298,16 +299,16 @@ class Decoder(nn.Module):
 
 
 class DenseCausalLM(CausalLM):
-    """A dense decoder with an output projection, its own or the embedding's.
+    """A dense decoder with an output projection of its own, or tied to the embedding.
 
     Args:
         config: sizes and switches.
-        dtype: of the parameters and activations.
-        device: where buffers live; parameters are on the meta device.
-        make_block: layer → that layer; None for `Block`s.
+        dtype: of parameters and activations.
+        device: of the buffers; parameters are on the meta device.
+        make_block: layer number → the layer; None: `Block`s.
 
     Attributes:
-        draft_prefix: of the names of tensors that draft tokens ahead, which are ignored.
+        draft_prefix: the prefix of tensors of draft layers, which are ignored; None: there are none.
     """
 
     draft_prefix: str | None = None
@@ -368,7 +369,7 @@ class DenseCausalLM(CausalLM):
         return rows
 
     def layer_map(self, layer: int) -> WeightMap:
-        """Shard/fuse map of one layer, names relative to it."""
+        """Shard/fuse map of one layer, with names relative to it."""
         return dense_layer_map(self.config, layer=layer)
 
     def stored_as(self, name: str) -> str:
@@ -381,7 +382,7 @@ class DenseCausalLM(CausalLM):
 
 
 def outer_map(config: DenseConfig) -> WeightMap:
-    """Shard/fuse map of what lies outside the layers."""
+    """Shard/fuse map of everything outside the layers."""
     vocab, hidden = config.vocab_size, config.hidden_size
     tokens = Split(OUTPUTS, vocab, "vocab_size", Division.SPREAD)
     rows = stacked("model.embed_tokens.weight", {"model.embed_tokens.weight": vocab}, hidden, tokens)
@@ -394,11 +395,11 @@ def outer_map(config: DenseConfig) -> WeightMap:
 def dense_layer_map(
     config: DenseConfig, more_norms: tuple[str, ...] = (), layer: int | None = None
 ) -> WeightMap:
-    """Shard/fuse map of one layer, names relative to it.
+    """Shard/fuse map of one layer, with names relative to it.
 
     Args:
         more_norms: further norms of hidden states.
-        layer: None: any, since all are alike.
+        layer: which one; None if all are alike.
     """
     hidden, parts = config.hidden_size, ["mlp.gate_proj", "mlp.up_proj"]
     rows = delta_map(config) if layer in config.linear_layers else attention_map(config)
@@ -414,7 +415,7 @@ def dense_layer_map(
 
 
 def attention_map(config: DenseConfig) -> WeightMap:
-    """Shard/fuse map of a layer's attention: ranks divide heads."""
+    """Shard/fuse map of a layer's attention, which ranks divide by heads."""
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
     q_rows = 2 * q if config.output_gate else q
     qkv = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
@@ -430,7 +431,7 @@ def attention_map(config: DenseConfig) -> WeightMap:
 
 
 def delta_map(config: DenseConfig) -> WeightMap:
-    """Shard/fuse map of a layer's linear attention: ranks divide key heads, and value heads with them."""
+    """Shard/fuse map of a layer's linear attention, which ranks divide by key heads and their value heads."""
     delta, hidden, prefix = config.delta, config.hidden_size, "linear_attn."
     assert delta is not None
     k, v, heads = delta.k_size, delta.v_size, delta.num_v_heads

@@ -1,9 +1,9 @@
-"""Whatever transformers loads as a causal language model, with attention and products of ours.
+"""Any causal language model of transformers, with attention and products of ours.
 
-Its code runs as it is. Its attention interface leads every layer to our `LayerAttention`, which has the
-pages, and a `Linear` takes the place of each of torch's. Nothing is fused: parameters have the names that
-checkpoints have. What the code asks of attention is found out by going through it once on tensors without
-data; what we have no equal for is refused there, by its name, instead of computed wrongly.
+Transformers' code runs unchanged. Its attention interface calls our `LayerAttention`, which uses the paged
+cache, and our `Linear` replaces each of torch's. Nothing is fused, so parameters have their names in
+checkpoints. One trial pass on tensors without data finds out how the code calls attention. What we do not
+support is refused then, by name, instead of being computed wrongly.
 
 Shapes: T tokens, N query heads, K KV heads, H head_dim, D hidden, M rows that are wanted.
 """
@@ -34,15 +34,16 @@ from ebbtide.srt.layers.step import Kernels, Step
 from ebbtide.srt.mem_cache import CacheSpec, Paged
 from ebbtide.srt.models.base import CausalLM, WeightMap, WeightTarget
 
-# Attention by us; masks, which transformers makes for names that it knows, are asked for in a trial alone.
+# Names of our attention in transformers' interface. Only the second, for trials, makes transformers build
+# masks.
 _SERVED, _TRIED = "ebbtide", "ebbtide_trial"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Their frequencies follow the longest position of a pass, which is looked at on the host.
+# Rotary embeddings whose frequencies depend on the longest position of a pass, which the host would look at.
 _CHANGING_ROPES = {"dynamic", "longrope"}
 _TRIAL_TOKENS = 3
-_MANY_ROWS = 256  # for no kernel of ours
-# What attention is called with besides queries, keys, values and a mask, and needs no equal here: the same
-# comes in another way, or is of other implementations.
+_MANY_ROWS = 256  # too many for any of our own kernels
+# Arguments of attention, besides queries, keys, values and mask, that may be ignored: they repeat what comes
+# in another way, or are meant for other implementations.
 _UNUSED = {
     "cache",
     "cache_position",
@@ -61,24 +62,24 @@ _UNUSED = {
 }
 
 
-# By batch, head, query and key, scalars all.
+# The mask function of transformers: (batch, head, query, key), all scalars → whether the query sees the key.
 _Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class _Pass(Protocol):
-    """A forward pass, as their attention reaches it."""
+    """A forward pass, as our attention function reaches it."""
 
     def attend(
         self, module: Any, q_1NTH: Tensor, k_1KTH: Tensor, v_1KTH: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """[1, T, N, H] of one layer; the options are all else that attention is called with."""
+        """The output [1, T, N, H] of one layer. `options`: all other arguments of attention."""
         ...
 
 
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls for every layer."""
+    """The attention function that transformers calls for every layer."""
     ours: _Pass | None = options.pop("ebbtide_pass", None)
     if ours is None:
         raise ConfigurationError(f"{type(module).__name__} does not hand on what it is called with")
@@ -87,7 +88,7 @@ def _attention(
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """A pass of an engine."""
+    """A real pass of the engine."""
 
     step: Step
     rope: Rope
@@ -114,10 +115,10 @@ class _Called:
 
 @dataclass
 class _Trial:
-    """A pass without data, which notes how each layer attends.
+    """A pass without data that records how each layer calls attention.
 
     Attributes:
-        masks: those that transformers made, their windows, and what says who sees whom.
+        masks: (mask, its window, its mask function) of each mask that transformers built.
         called: by layer.
     """
 
@@ -125,7 +126,7 @@ class _Trial:
     called: dict[int, _Called] = field(default_factory=dict)
 
     def mask(self, *_: Any, mask_function: _Sees, local_size: int | None = None, **options: Any) -> Tensor:
-        """What transformers makes masks with."""
+        """Record a mask; transformers calls this in order to build one."""
         made = torch.empty(1, 1, _TRIAL_TOKENS, _TRIAL_TOKENS)
         self.masks.append((made, local_size, mask_function))
         return made
@@ -165,7 +166,7 @@ class _Trial:
 
 
 class _Projection(Linear):
-    """A `Linear` that is called as torch's is."""
+    """A `Linear` that is called like torch's."""
 
     is_quantizable = may_be_adapted = False
 
@@ -179,18 +180,18 @@ class _Projection(Linear):
 
 
 class _Embedding(VocabEmbedding):
-    """A `VocabEmbedding` that is called as torch's is."""
+    """A `VocabEmbedding` that is called like torch's `Embedding`."""
 
     def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
         return self.embed(input_ids)
 
 
 class _Output(nn.Module):
-    """Their output layer: its weight may be the embedding's."""
+    """Replaces the output layer; its weight may be the embedding's."""
 
     def __init__(self, weight: VocabEmbedding, bias: nn.Parameter | None, kernels: Kernels) -> None:
         super().__init__()
-        self._weight, self._kernels = [weight], kernels  # a list: it is a parameter elsewhere
+        self._weight, self._kernels = [weight], kernels  # in a list: it is already a parameter elsewhere
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ class _Output(nn.Module):
 
 
 class _Given(nn.Module):
-    """What stands in the place of their decoder when only what they do behind it is to be computed."""
+    """Replaces the decoder inside the outer model, in order to compute only what comes after the decoder."""
 
     def forward(
         self, *_: Any, inputs_embeds: Tensor, **options: Any
@@ -213,9 +214,9 @@ class _Given(nn.Module):
 
 
 class TransformersCausalLM(CausalLM):
-    """A model of transformers' code.
+    """A model that runs transformers' code.
 
-    Raises ConfigurationError, naming it, for what cannot be served.
+    Raises ConfigurationError: the model cannot be served; the error says why.
     """
 
     is_native = False
@@ -245,7 +246,7 @@ class TransformersCausalLM(CausalLM):
 
     def forward(self, step: Step) -> Tensor:
         num_tokens, head_dim = len(step.input_ids_T), self._called[0].head_dim
-        # Queries and keys come rotated: angles of 0.
+        # Transformers has already rotated queries and keys, so these rotate by an angle of 0.
         cos = torch.ones((num_tokens, 1, head_dim), dtype=self._dtype, device=self._device)
         sin = torch.zeros((num_tokens, 1, head_dim // 2), dtype=self._dtype, device=self._device)
         hidden_1TD: Tensor = self.decoder(
@@ -273,10 +274,10 @@ class TransformersCausalLM(CausalLM):
         return logits_1TV[0]
 
     def _try_behind(self, hidden_size: int) -> None:
-        """Raises ConfigurationError where what they do behind their decoder needs more than hidden states."""
+        """Raises ConfigurationError if computing logits needs more than hidden states."""
         try:
             self.logits(torch.empty((_MANY_ROWS, hidden_size), dtype=self._dtype, device="meta"), Kernels())
-        except Exception as error:  # of code that we do not know
+        except Exception as error:  # unknown code may raise anything
             raise ConfigurationError(
                 f"model_impl=transformers: logits cannot be computed: {error}"
             ) from error
@@ -293,7 +294,7 @@ class TransformersCausalLM(CausalLM):
         return rows
 
     def _name_of(self, parameter: str) -> str:
-        """What a checkpoint calls it."""
+        """The checkpoint name of a parameter."""
         part, _, rest = parameter.partition(".")
         before = {"decoder": f"{self._prefix}.", "output_weight": f"{self._output_name}."}
         return before.get(part, "") + rest
@@ -313,7 +314,7 @@ class TransformersCausalLM(CausalLM):
 
 
 def _config(hf_config: Any) -> PreTrainedConfig:
-    """Transformers' config, without what we have no equal for."""
+    """Convert to transformers' config. Raises ConfigurationError for what we do not support."""
     fields = hf_config.to_dict() if isinstance(hf_config, PreTrainedConfig) else vars(hf_config)
     if (kind := fields.get("model_type")) not in CONFIG_MAPPING:
         raise ConfigurationError(f"model_type {kind!r} is not one of transformers'")
@@ -342,7 +343,7 @@ def _class(architecture: str, hf_config: Any) -> Any:
 
 
 def _tried(their_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> list[_Called]:
-    """How each layer attends, by a pass on tensors without data."""
+    """Find out how each layer calls attention, by a pass on tensors without data."""
     trial = _Trial()
     AttentionMaskInterface.register(_TRIED, trial.mask)
     for name in (_SERVED, _TRIED):
@@ -362,7 +363,7 @@ def _tried(their_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> li
             )
     except ConfigurationError:
         raise
-    except Exception as error:  # of code that we do not know
+    except Exception as error:  # unknown code may raise anything
         raise ConfigurationError(f"its code does not run: {type(error).__name__}: {error}") from error
     if not all(_is_causal(sees, window) for _, window, sees in trial.masks):
         raise ConfigurationError("its masks are others than causal ones with and without windows")
@@ -376,7 +377,7 @@ def _tried(their_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> li
 
 
 def _is_causal(sees: _Sees, window: int | None) -> bool:
-    """Whether a token sees itself and those before it, or of these the last ones."""
+    """Whether a mask shows each token itself and all before it, or the last `window` of these."""
     query = (window or 1) + 2
     first = 0 if window is None else query - window + 1
     expected = {query + 1: False, query: True, first: True} | ({first - 1: False} if first else {})
@@ -386,7 +387,7 @@ def _is_causal(sees: _Sees, window: int | None) -> bool:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """What is built inside has buffers with data, and parameters without."""
+    """Build modules whose buffers have data and whose parameters have none."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -402,10 +403,10 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _replace_ends(theirs: Any, kernels: Kernels, dtype: torch.dtype) -> tuple[str, VocabEmbedding | None]:
-    """Put ours in the place of their output layer.
+    """Replace the output layer, and a tied embedding, by ours.
 
     Returns:
-        Its name, and its weight; None: it is the embedding's.
+        The output layer's name, and its weight; None: it is the embedding's.
     """
     output, embedding = theirs.get_output_embeddings(), theirs.get_input_embeddings()
     if type(output) is not nn.Linear:
@@ -424,7 +425,7 @@ def _replace_ends(theirs: Any, kernels: Kernels, dtype: torch.dtype) -> tuple[st
 
 
 def _move_others(model: nn.Module, device: torch.device) -> None:
-    """Move what is not a parameter to the device."""
+    """Move everything but parameters to the device."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)

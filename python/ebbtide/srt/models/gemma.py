@@ -1,4 +1,4 @@
-"""Gemma 2 and 3, text only: windows in most layers, and norms before and behind attention and MLP.
+"""Gemma 2 and 3, text only: windows in most layers, and norms before and after attention and MLP.
 
 Shapes: T tokens, D hidden, V vocabulary, M rows that are wanted.
 """
@@ -26,7 +26,7 @@ from ebbtide.srt.models.dense import (
 
 
 class GemmaBlock(Block):
-    """One decoder layer whose attention and MLP are normalised again before they are added."""
+    """One decoder layer. Outputs of attention and MLP are normalised before they are added."""
 
     def __init__(self, config: DenseConfig, dtype: torch.dtype, layer: int) -> None:
         super().__init__(config, dtype, layer)
@@ -42,11 +42,11 @@ class GemmaBlock(Block):
 
 
 class GemmaCausalLM(DenseCausalLM):
-    """The decoder of both.
+    """The decoder of Gemma 2 and 3.
 
     Args:
         config: sizes and switches.
-        hf_config: the model's, for what is done to the logits.
+        hf_config: the model's config, for the soft cap of logits.
         dtype, device: as for `DenseCausalLM`.
     """
 
@@ -67,7 +67,7 @@ class GemmaCausalLM(DenseCausalLM):
 
 
 def gemma_config(hf_config: Any, soft_cap: float | None, **switches: Any) -> DenseConfig:
-    """What both config files say. Weights of norms are added to one, and embeddings made longer."""
+    """The settings that both share: norm weights are offsets from one, and embeddings are scaled."""
     return dense_config(
         hf_config,
         kind=AttentionKind(hf_config.query_pre_attn_scalar**-0.5, soft_cap=soft_cap),
@@ -79,7 +79,7 @@ def gemma_config(hf_config: Any, soft_cap: float | None, **switches: Any) -> Den
 
 
 class Gemma2ForCausalLM(GemmaCausalLM):
-    """Scores are capped in the attention and at the end."""
+    """Attention scores and logits have soft caps."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         config = gemma_config(hf_config, hf_config.attn_logit_softcapping)
@@ -87,7 +87,7 @@ class Gemma2ForCausalLM(GemmaCausalLM):
 
 
 class Gemma3ForCausalLM(GemmaCausalLM):
-    """Queries and keys are normalised; layers with windows have a rotation of their own."""
+    """Queries and keys are normalised; layers with windows have their own rotary embedding."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         if hf_config.attn_logit_softcapping is not None:

@@ -10,12 +10,12 @@ from ebbtide.srt.models.base import Split, WeightMap, WeightTarget, stacked
 from ebbtide.srt.models.dense import Attention, attention_biases, dense_config
 from ebbtide.srt.models.moe import MoeCausalLM
 
-# Of versions of transformers whose config says nothing of it.
+# Defaults, since the configs of some versions of transformers lack these fields.
 _SLOPE, _LIMIT = 1.702, 7.0
 
 
 class GptOssForCausalLM(MoeCausalLM):
-    """The best experts of a token are weighted among themselves; everything but norms has a bias."""
+    """The weights of a token's experts sum to one; every product has a bias."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         config = dense_config(hf_config, **attention_biases(hf_config), sinks=True)
@@ -37,7 +37,7 @@ class GptOssForCausalLM(MoeCausalLM):
         num_experts, inner, hidden = self.moe.num_experts, self.moe.inner_size, self.config.hidden_size
         rows = stacked("mlp.gate.weight", {"mlp.router.weight": num_experts}, hidden)
         rows |= stacked("mlp.gate.bias", {"mlp.router.bias": num_experts})
-        # What each rank has some of, inner numbers, by dimension; it is the outputs' biases that all have.
+        # The shape for one expert, and the dimension that ranks divide, that of inner numbers; None: none.
         experts: dict[str, tuple[tuple[int, ...], int | None]] = {
             "gate_up_proj": ((hidden, 2 * inner), 2),
             "gate_up_proj_bias": ((2 * inner,), 1),

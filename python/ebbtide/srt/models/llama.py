@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and its layers with windows: Mistral, Mixtral, Phi-3 and Phi-4."""
+"""Llama 2 and 3, and variants with sliding windows: Mistral, Mixtral, Phi-3 and Phi-4."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ebbtide.srt.models.moe import ExpertNames, MoeCausalLM
 
 
 class LlamaForCausalLM(DenseCausalLM):
-    """Biases only where the config asks for them."""
+    """Products have biases only if the config asks for them."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         mlp_bias = bool(getattr(hf_config, "mlp_bias", False))
@@ -20,7 +20,7 @@ class LlamaForCausalLM(DenseCausalLM):
 
 
 class MistralForCausalLM(DenseCausalLM):
-    """Llama's layers, all with a window if the config says so."""
+    """Llama's layers, all with a sliding window if the config has one."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dense_config(hf_config, types=alike(hf_config)), dtype, device)
@@ -42,7 +42,7 @@ class MixtralForCausalLM(MoeCausalLM):
 
 
 class Phi3ForCausalLM(MistralForCausalLM):
-    """Mistral's layers, whose checkpoints hold fused projections."""
+    """Mistral's layers. Checkpoints hold fused projections."""
 
     def layer_map(self, layer: int) -> WeightMap:
         config = self.config
@@ -56,7 +56,7 @@ class Phi3ForCausalLM(MistralForCausalLM):
             if target.parameter.removesuffix(".weight") not in sizes
         }
         for module, size in sizes.items():
-            # A rank's part of these is several runs of rows: no rank takes a part.
+            # A rank's part would be several ranges of rows, so tensor parallelism is refused.
             whole = Split(OUTPUTS, 1, f"ranks that hold {module} of Phi-3")
             rows |= projection(module, {module: size}, config.hidden_size, split=whole)
         return rows

@@ -1,4 +1,4 @@
-"""The decoder that mixture-of-experts models share: in some or all layers, experts replace the MLP."""
+"""The decoder that mixture-of-experts models share: in some or all layers experts replace the MLP."""
 
 import re
 from collections.abc import Callable, Collection
@@ -22,14 +22,14 @@ from ebbtide.srt.models.base import (
 )
 from ebbtide.srt.models.dense import Block, DenseCausalLM, DenseConfig, GatedMLP, dense_layer_map
 
-# What ranks divide of experts.
+# The unit by which ranks divide experts.
 _INNER = "intermediate_size of the experts"
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How checkpoints name a layer's experts: the module that holds them, an expert's projections, and the
-    module of the MLP that all tokens take.
+    """How checkpoints name the parts of a layer's experts: the module around them, an expert's projections,
+    and the shared experts, which all tokens take.
     """
 
     block: str = "mlp"
@@ -43,14 +43,15 @@ class MoeCausalLM(DenseCausalLM):
     """A decoder with experts.
 
     Args:
-        config: sizes and switches; `intermediate_size` is that of the layers without experts.
+        config: sizes and switches; `intermediate_size` is for the layers without experts.
         moe: sizes of the experts.
-        names: of the experts in checkpoints; None for those with another `expert_map`.
-        sparse_layers: the layers that have experts.
+        names: how checkpoints name the experts; None: a subclass has its own `expert_map`.
+        sparse_layers: the layers with experts.
         dtype, device: as for `DenseCausalLM`.
-        make_attention: layer → its attention; None for `Attention`.
+        make_attention: layer number → its attention; None: `Attention`.
 
-    Raises ConfigurationError where a token is to have more experts than there are, or they do not take silu.
+    Raises ConfigurationError: a token takes more experts than there are, groups of experts do not fit
+    together, or the activation is not silu.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class MoeCausalLM(DenseCausalLM):
         return attention | self.expert_map()
 
     def expert_map(self) -> WeightMap:
-        """Shard/fuse map of one layer's router and experts, names relative to the layer."""
+        """Shard/fuse map of one layer's router and experts, with names relative to the layer."""
         assert self.names is not None
         return expert_map(self.moe, self.config.hidden_size, self.names)
 
@@ -104,7 +105,7 @@ class MoeCausalLM(DenseCausalLM):
 
 
 def check_experts(moe: MoeConfig) -> None:
-    """Raises ConfigurationError for numbers of experts and groups from which none can be chosen."""
+    """Raises ConfigurationError if numbers of experts and groups do not fit together."""
     if not 1 <= moe.num_experts_per_token <= moe.num_experts:
         raise ConfigurationError(
             f"num_experts_per_tok {moe.num_experts_per_token} is not between 1 and the "
@@ -119,15 +120,15 @@ def check_experts(moe: MoeConfig) -> None:
 
 
 def routed_layers(moe: MoeConfig, num_layers: int, sparse_layers: Collection[int]) -> RoutedLayers:
-    """What the engine asks of a model about its experts."""
+    """The model's `RoutedLayers`."""
     return RoutedLayers(num_layers, sorted(sparse_layers), moe.num_experts, moe.num_experts_per_token)
 
 
 def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames, module: str = "mlp") -> WeightMap:
-    """Shard/fuse map of one layer's router and experts, and of the MLP that all tokens take.
+    """Shard/fuse map of one layer's router, experts and shared experts, with names relative to the layer.
 
     Args:
-        module: that holds them here; names are relative to the layer.
+        module: the name of the model's module that holds them.
     """
     outer, parts = moe.latent_size or hidden_size, (names.gate, names.up) if moe.is_gated else (names.up,)
     experts = [f"{names.block}.experts.{expert}" for expert in range(moe.num_experts)]
@@ -152,7 +153,11 @@ def expert_map(moe: MoeConfig, hidden_size: int, names: ExpertNames, module: str
 
 
 def joint_expert_map(moe: MoeConfig, hidden_size: int, block: str, module: str) -> WeightMap:
-    """All experts of a layer at once, as transformers holds them: whole names, of a checkpoint and here."""
+    """Shard/fuse map of one layer's experts as two joint tensors, as transformers holds them.
+
+    Args:
+        block, module: the full names of the checkpoint's and of the model's module.
+    """
     outer = moe.latent_size or hidden_size
     runs = (moe.inner_size,) * (2 if moe.is_gated else 1)
     tensors = {
@@ -168,6 +173,6 @@ def joint_expert_map(moe: MoeConfig, hidden_size: int, block: str, module: str) 
 
 
 def is_behind_layers(name: str, num_layers: int) -> bool:
-    """Whether a tensor is of layers behind the model's: checkpoints hold some that draft tokens ahead."""
+    """Whether a tensor belongs to a layer beyond the model's: checkpoints hold draft layers there."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= num_layers

@@ -1,10 +1,10 @@
-"""Nemotron-H and Nemotron-3: each layer is one of Mamba-2, attention without rotation, an MLP, or experts.
+"""Nemotron-H and Nemotron-3. Each layer is one of: Mamba-2, attention without rotation, an MLP, experts.
 
-A layer of Mamba-2 has a state of each request, and no keys and values. For each head it is a matrix
-S [head_dim, state_size], in float32. A token with inputs x and vectors b and c, which the heads of a group
-share, has a time step d = softplus(δ + bias) and makes of it S' = exp(−a d) S + d x ⊗ b, where
-a = exp(decay_log); its output is S' c + skip · x. Inputs and vectors come out of a causal convolution over a
-few tokens, whose inputs are part of the state.
+A Mamba-2 layer keeps a state of each request instead of keys and values. For each head it is a matrix
+S [head_dim, state_size], in float32. A token has inputs x, vectors b and c, which the heads of a group share,
+and a time step d = softplus(δ + bias). It updates S' = exp(−a d) S + d x ⊗ b, where a = exp(decay_log), and
+its output is S' c + skip · x. Inputs and vectors are the outputs of a causal convolution over a few tokens,
+whose last inputs are part of the state too.
 
 Source: Dao and Gu 2024, Transformers are SSMs, https://arxiv.org/abs/2405.21060.
 
@@ -56,19 +56,19 @@ from ebbtide.srt.models.moe import (
 )
 
 MAMBA, MLP, MOE = "linear_attention", "mlp", "moe"
-# What transformers calls them, and what it called them before.
+# Transformers' names of layer types, current and older.
 _TYPES = {MAMBA: MAMBA, "mamba": MAMBA, FULL: FULL, "attention": FULL, MLP: MLP, MOE: MOE}
-# Waves without end: nothing turns.
+# An infinite factor makes all angles zero.
 _NO_ROTATION = RopeConfig("linear", theta=1.0, factor=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class MambaConfig:
-    """Sizes of a layer.
+    """Sizes of a Mamba-2 layer.
 
     Attributes:
-        num_groups: of heads, which share b and c, and of the norm's channels.
-        conv_size: tokens that the convolution sees, the current one among them.
+        num_groups: groups of heads that share b and c; the norm works on their channels separately.
+        conv_size: tokens that the convolution sees, including the current one.
     """
 
     num_heads: int
@@ -84,7 +84,7 @@ class MambaConfig:
 
     @property
     def vectors_size(self) -> int:
-        """Numbers of b, or c, of all groups."""
+        """The numbers in b, or in c, of all groups."""
         return self.num_groups * self.state_size
 
     @property
@@ -92,7 +92,7 @@ class MambaConfig:
         return self.inner_size + 2 * self.vectors_size
 
     def state(self, dtype: torch.dtype) -> State:
-        """The inputs of the convolution that later tokens see, and the matrices."""
+        """The state: the last inputs of the convolution, and the matrices."""
         return State(
             (
                 ((self.channels, self.conv_size - 1), str(dtype).removeprefix("torch.")),
@@ -102,12 +102,12 @@ class MambaConfig:
 
 
 class Mamba2(StateLayer):
-    """Projections, convolution, scan, gate and norm."""
+    """A Mamba-2 layer: projections, convolution, scan, gate and norm."""
 
     def __init__(self, config: MambaConfig, hidden_size: int, number: int, dtype: torch.dtype) -> None:
         super().__init__(number)
         self.config = config
-        # Gates of all heads, channels of the convolution, and what time steps are made of.
+        # Gates of all heads, channels of the convolution, and time steps (δ) of all heads.
         num_outputs = config.inner_size + config.channels + config.num_heads
         self.in_proj = Linear(hidden_size, num_outputs, bias=False, dtype=dtype)
         self.in_proj.may_be_ragged = True
@@ -136,7 +136,7 @@ class Mamba2(StateLayer):
         heads_TNH = kernels.selective_scan(
             conv_TC, steps_TN, self.decay_log, self.step_bias, self.skip, matrices, positions_T, states
         )
-        # Of this rank.
+        # The groups of this rank.
         num_groups = config.num_groups * len(self.decay_log) // config.num_heads
         out_TI = kernels.gated_group_norm(
             heads_TNH.flatten(1), gates_TI, self.norm_weight, num_groups, config.norm_eps
@@ -146,11 +146,11 @@ class Mamba2(StateLayer):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(DenseConfig):
-    """Sizes of the decoder. Beside those of a dense one:
+    """Sizes of the decoder, besides those of a dense one.
 
     Attributes:
-        types: of the layers.
-        mamba, moe: of the layers of these types, if there are any.
+        types: each layer's type.
+        mamba, moe: sizes of the layers of these types, if there are any.
     """
 
     types: tuple[str, ...]
@@ -166,7 +166,7 @@ class HybridConfig(DenseConfig):
 
 
 class SquaredMLP(nn.Module):
-    """relu(up(x))², projected back."""
+    """An MLP of relu(up(x))², projected back."""
 
     def __init__(self, hidden_size: int, inner_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class SquaredMLP(nn.Module):
 
 
 class HybridBlock(nn.Module):
-    """A norm, and the one thing that a layer does."""
+    """One decoder layer: a norm and a mixer, the only thing that the layer does."""
 
     def __init__(self, config: HybridConfig, dtype: torch.dtype, layer: int) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class HybridBlock(nn.Module):
             self.mixer = MoeMLP(config.moe, hidden, dtype, layer, shared)
 
     def forward(self, x: Residual, rope: Rope, step: Step, wanted_M: Tensor | None = None) -> None:
-        """Add to the residual stream; `wanted_M`: the rows that are still needed behind the layer."""
+        """Add to the residual stream. `wanted_M`: the rows that are still needed after the layer."""
         if self._mixes_tokens:
             x.add(self.mixer(x.normed(self.norm), rope, step))
             x.keep(wanted_M)
@@ -207,9 +207,9 @@ class HybridBlock(nn.Module):
 
 
 class NemotronHForCausalLM(DenseCausalLM):
-    """Layers that draft several tokens ahead are ignored.
+    """Nemotron-H's decoder. Draft layers in checkpoints are ignored.
 
-    Raises ConfigurationError for other types of layers, and for sizes that do not fit together.
+    Raises ConfigurationError: a layer type is not supported, or sizes do not fit together.
     """
 
     config: HybridConfig
@@ -264,7 +264,7 @@ class NemotronHForCausalLM(DenseCausalLM):
         return rows | stacked("norm.weight", {"norm.weight": config.hidden_size})
 
     def also_called(self, name: str) -> str | None:
-        """As transformers names its parameters."""
+        """The name in transformers' parameters."""
         inner = name.removeprefix("backbone.")
         return None if inner == name else f"model.{inner}"
 
@@ -277,7 +277,7 @@ class NemotronHForCausalLM(DenseCausalLM):
 
 
 def nemotron_config(hf_config: Any) -> HybridConfig:
-    """Sizes from a Hugging Face config."""
+    """Read the sizes from a Hugging Face config."""
     types = _types(hf_config.layers_block_type)
     low, high = hf_config.time_step_limit
     if (low, high) != (0.0, math.inf):
@@ -354,7 +354,7 @@ def _moe(hf_config: Any) -> MoeConfig:
 
 
 def _in_mixer(rows: WeightMap, prefix: str) -> WeightMap:
-    """The map of a part of other decoders' layers, with the names that it has here."""
+    """The map of a part of other decoders' layers, under the names of a mixer."""
     return {
         name.replace(prefix, "mixer.", 1): replace(
             target, parameter=target.parameter.replace(prefix, "mixer.", 1)
@@ -364,7 +364,7 @@ def _in_mixer(rows: WeightMap, prefix: str) -> WeightMap:
 
 
 def mamba_map(config: HybridConfig) -> WeightMap:
-    """Shard/fuse map of a layer with Mamba-2: ranks divide groups, and heads with them."""
+    """Shard/fuse map of a Mamba-2 layer, which ranks divide by groups and their heads."""
     mamba, hidden = config.mamba, config.hidden_size
     inner, vectors, heads = mamba.inner_size, mamba.vectors_size, mamba.num_heads
     by_group = Split(OUTPUTS, mamba.num_groups, "n_groups")

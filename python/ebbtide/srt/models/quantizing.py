@@ -1,4 +1,4 @@
-"""Fewer bits, applied to a model from outside, behind `sharding`: which layers, and where their scales go."""
+"""8-bit weights, applied to a model from outside after `sharding`: which layers, and where scales go."""
 
 import logging
 import re
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Quantization:
-    """What is kept in 8 bits.
+    """Which weights are kept in 8 bits, and how.
 
     Attributes:
-        exclude: patterns of checkpoint modules that keep their dtype, as `model.layers.0.*` or `*.o_proj`; a
-            pattern without a wildcard also means everything below that module. Behind `re:` stands a regular
-            expression for the beginning of a name, as compressed-tensors has them.
+        exclude: patterns of checkpoint modules that keep their dtype, as `model.layers.0.*` or `*.o_proj`. A
+            pattern without a wildcard also covers everything below that module. After `re:` comes a regular
+            expression that matches the start of a name, as in compressed-tensors.
         layout: of the scales.
 
-    Raises ConfigurationError for what is no regular expression.
+    Raises ConfigurationError: a regular expression is invalid.
     """
 
     exclude: tuple[str, ...] = ()
@@ -67,14 +67,14 @@ def _matches(module: str, pattern: str) -> bool:
 def quantize(
     model: CausalLM, placements: Mapping[str, Placement], quantization: Quantization
 ) -> dict[str, Placement]:
-    """Have a model keep weights in 8 bits: its meta parameters change, and scales are added to them.
+    """Make a model keep weights in 8 bits: replace their meta parameters, and add parameters for scales.
 
     Output layers, embeddings, norms and routers keep their dtype.
 
     Returns:
-        Where the scales of a checkpoint go, by their names: those of the weights with the layout's suffix.
+        The placements of a checkpoint's scales, by name: a weight's name with the layout's suffix.
 
-    Raises ConfigurationError, naming the tensor, for what cannot be cut into blocks.
+    Raises ConfigurationError: a weight cannot be cut into blocks; the error names it.
     """
     scales: dict[str, Placement] = {}
     layout = quantization.layout
@@ -98,7 +98,7 @@ def _in_eight_bits(module: nn.Module, layout: ScaleLayout) -> nn.Module:
 def _chosen(
     model: nn.Module, placements: Mapping[str, Placement], quantization: Quantization
 ) -> dict[str, list[str]]:
-    """The modules that are quantised, and the names of the weights that they are fused from."""
+    """Module → names of the checkpoint tensors in its weight, for all modules to quantize."""
     fused: dict[str, list[str]] = {}
     for name, placement in placements.items():
         module_name, _, attribute = placement.target.parameter.rpartition(".")
@@ -126,7 +126,7 @@ def _chosen(
 
 
 def _problem(module: nn.Module, layout: ScaleLayout) -> str | None:
-    """Why a module has to keep its dtype; None: it need not."""
+    """Why a module has to keep its dtype; None: it can be quantized."""
     if isinstance(module, BiasedExperts):
         return "experts with biases keep their dtype"
     if isinstance(module, Experts) and not module.config.is_gated and layout is BLOCKS:
@@ -171,7 +171,7 @@ def _scales_of(name: str, placement: Placement, layout: ScaleLayout, module: nn.
     if part is None:
         return Placement(scales_target, None)
     step = (layout.block_rows, layout.block_columns)[part.dim]
-    # Where ranks divide the columns of rows with a scale each, everyone has all scales.
+    # Ranks that divide columns hold all scales, since each row's scale covers all its columns.
     if step is None:
         return Placement(scales_target, None)
     ranges = tuple((start // step, length // step) for start, length in part.ranges)

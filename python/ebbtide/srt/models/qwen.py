@@ -1,7 +1,7 @@
 """Qwen1.5 to Qwen3, dense and with a mixture of experts, MiMo, and Qwen3-Next to Qwen3.5 and later.
 
-Most layers of Qwen3-Next and later have linear attention by the gated delta rule. Their checkpoints for
-images and text hold a vision tower too, which is ignored.
+Most layers of Qwen3-Next and later have linear attention (gated delta rule). The checkpoints of models for
+images and text also hold a vision tower, which is ignored.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ SHARED_NAMES = ExpertNames(shared="shared_expert")
 
 
 class Qwen2ForCausalLM(DenseCausalLM):
-    """q, k and v always have biases; the other projections never have."""
+    """Projections of queries, keys and values have biases; the others have none."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dense_config(hf_config, qkv_bias=True), dtype, device)
@@ -34,13 +34,13 @@ class Qwen3ForCausalLM(DenseCausalLM):
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """Qwen2's decoder. Transformers has none of this name: its config is read as Qwen2's."""
+    """Qwen2's decoder. Transformers has no class of this name; the config is read as Qwen2's."""
 
     draft_prefix = "model.mtp_layers."
 
 
 class Qwen2MoeForCausalLM(MoeCausalLM):
-    """Qwen2's attention; besides its experts every token takes an MLP with a gate of its own."""
+    """Qwen2's attention with experts, and a shared expert with its own gate for every token."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         moe = shared_moe(hf_config, renormalize=bool(hf_config.norm_topk_prob))
@@ -49,7 +49,7 @@ class Qwen2MoeForCausalLM(MoeCausalLM):
 
 
 class Qwen3MoeForCausalLM(MoeCausalLM):
-    """Qwen3's attention; every `decoder_sparse_step`th layer has experts, save those the config excepts."""
+    """Qwen3's attention; every `decoder_sparse_step`th layer has experts, except `mlp_only_layers`."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
         config = dense_config(hf_config, types=alike(hf_config), **attention_biases(hf_config), qk_norm=True)
@@ -58,7 +58,7 @@ class Qwen3MoeForCausalLM(MoeCausalLM):
 
 
 class Qwen3NextForCausalLM(MoeCausalLM):
-    """All layers have experts but those that the config excepts."""
+    """Mostly linear attention; layers have experts as in `Qwen3MoeForCausalLM`, with a shared expert."""
 
     draft_prefix = "mtp."
 
@@ -69,7 +69,7 @@ class Qwen3NextForCausalLM(MoeCausalLM):
 
 
 class Qwen3_5ForCausalLM(DenseCausalLM):
-    """Layers of Qwen3-Next, whose checkpoints hold their projections apart."""
+    """Layers of Qwen3-Next with dense MLPs. Checkpoints hold the projections as separate tensors."""
 
     draft_prefix = "mtp."
 
@@ -78,7 +78,7 @@ class Qwen3_5ForCausalLM(DenseCausalLM):
 
 
 class Qwen3_5MoeForCausalLM(MoeCausalLM):
-    """The same with experts in all layers."""
+    """`Qwen3_5ForCausalLM` with experts in all layers."""
 
     draft_prefix = "mtp."
 
@@ -99,7 +99,7 @@ def sparse_layers(hf_config: Any) -> list[int]:
 
 
 def moe_config(hf_config: Any, **fields: Any) -> MoeConfig:
-    """Experts chosen by softmax; `fields` are further ones of `MoeConfig`."""
+    """Experts chosen by softmax. `fields`: further ones of `MoeConfig`."""
     return MoeConfig(
         num_experts=hf_config.num_experts,
         num_experts_per_token=hf_config.num_experts_per_tok,
@@ -109,15 +109,15 @@ def moe_config(hf_config: Any, **fields: Any) -> MoeConfig:
 
 
 def shared_moe(hf_config: Any, *, renormalize: bool) -> MoeConfig:
-    """Experts, and an MLP with a gate of its own that every token takes too."""
+    """Experts, and a shared expert with its own gate that every token takes too."""
     shared_size = hf_config.shared_expert_intermediate_size
     return moe_config(hf_config, renormalize=renormalize, shared_size=shared_size, gates_shared=True)
 
 
 def linear_attention_config(hf_config: Any, *, interleaved: bool) -> DenseConfig:
-    """Sizes of a decoder whose layers have linear attention, or attention with output gates.
+    """Read the sizes of a decoder whose layers have linear attention, or attention with output gates.
 
-    Raises ConfigurationError for other types of layers, and for heads that do not fit together.
+    Raises ConfigurationError: a layer has another type, or heads do not fit together.
     """
     types = list(hf_config.layer_types)
     if unknown := set(types) - {FULL, LINEAR}:
@@ -157,7 +157,7 @@ def linear_attention_config(hf_config: Any, *, interleaved: bool) -> DenseConfig
 
 
 def inside(model_class: type[DenseCausalLM]) -> type[DenseCausalLM]:
-    """The text model inside one for images and text: other names, and a vision tower that is ignored."""
+    """The text model of one for images and text: tensors have other names, the vision tower is ignored."""
 
     class Inside(model_class):  # type: ignore[valid-type,misc]
         def checkpoint_map(self) -> WeightMap:

@@ -1,4 +1,4 @@
-"""Architecture name of config.json → the module with its class."""
+"""Finds a model's class by the architecture name in config.json, and builds the model."""
 
 from importlib import import_module
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.models.base import CausalLM
 
-# The class of this name is in that module here.
+# Architecture, which is also the class's name → its module in `models`.
 MODELS = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen",
@@ -35,9 +35,9 @@ MODELS = {
 }
 
 
-# Fields that no computation depends on: of training and of outputs that nobody asks for, of other parts of
-# the engine, and those that transformers makes `layer_types` and `sliding_window` of. The last two lines are
-# of how Mamba-2 is trained and computed; its states are kept in float32.
+# Fields that change no result: of training, of unused outputs, of other parts of the engine, and those from
+# which transformers computes `layer_types` and `sliding_window`. The last two lines are about training and
+# computing Mamba-2, whose states are always float32 here.
 _WITHOUT_EFFECT = """
 _name_or_path architectures chunk_size_feed_forward dtype id2label label2id model_type output_attentions
 output_hidden_states problem_type return_dict transformers_version
@@ -52,10 +52,10 @@ rescale_prenorm_residual time_step_floor time_step_max time_step_min use_mamba_k
 
 
 class _Read:
-    """A config that notes which of its fields a model has read.
+    """A config that records which of its fields a model has read.
 
-    What a model reads it honours or refuses. What it does not read it cannot honour: a field of transformers'
-    config class that is set to something else than its default must be read, or have no effect.
+    A model honours or refuses each field that it reads, and can do neither with the others. So a field of
+    transformers' config class that differs from its default must have been read, or be without effect.
     """
 
     def __init__(self, hf_config: Any) -> None:
@@ -67,7 +67,7 @@ class _Read:
         return getattr(self._config, name)
 
     def require_all(self, architecture: str) -> None:
-        """Raises ConfigurationError for a field that was set and not read."""
+        """Raises ConfigurationError for a field that differs from its default and was not read."""
         if unread := sorted(set(getattr(self._config, "changed_fields", ())) - self._names):
             value = getattr(self._config, unread[0])
             raise ConfigurationError(
@@ -78,12 +78,12 @@ class _Read:
 def build_model(
     architecture: str, hf_config: Any, dtype: torch.dtype, device: torch.device, impl: str = "auto"
 ) -> CausalLM:
-    """The model with its parameters on the meta device and its buffers on `device`.
+    """Build a model with its parameters on the meta device and its buffers on `device`.
 
     Args:
-        impl: "auto": ours, or transformers' where there is none; "transformers".
+        impl: "auto": our implementation, or transformers' if we have none; "transformers": theirs.
 
-    Raises ConfigurationError for an unknown architecture or a setting that is not supported.
+    Raises ConfigurationError: the architecture is unknown, or a setting is not supported.
     """
     if architecture in MODELS and impl == "auto":
         fields = _Read(hf_config)
@@ -99,7 +99,7 @@ def build_model(
             ) from None
         fields.require_all(architecture)
         return model
-    from ebbtide.srt.models.from_transformers import TransformersCausalLM  # seconds of imports
+    from ebbtide.srt.models.from_transformers import TransformersCausalLM  # takes seconds to import
 
     try:
         return TransformersCausalLM(architecture, hf_config, dtype, device)

@@ -1,7 +1,7 @@
 """Tensor parallelism, applied to a model from outside: its shard/fuse map says what ranks divide.
 
 Attention is divided by heads, MLPs and experts by inner columns, embeddings by rows. Norms, routers, and the
-biases of products that are added up are whole on every rank. Each layer adds up twice.
+biases of row-parallel products are whole on every rank. Each layer does two all-reduces.
 
 Source: Megatron-LM (Shoeybi et al. 2019), https://arxiv.org/abs/1909.08053.
 """
@@ -22,12 +22,12 @@ from ebbtide.srt.models.base import CausalLM, WeightTarget
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's ranges of a checkpoint's tensor.
+    """The ranges of a checkpoint's tensor that a rank holds.
 
     Attributes:
-        dim: of the tensor.
-        ranges: (start, length) along it; they lie one behind the other in the parameter.
-        is_first: whether no rank before this one holds the same.
+        dim: the dimension that is divided.
+        ranges: (start, length) along it; they follow each other in the parameter.
+        is_first: whether no lower rank holds the same.
     """
 
     dim: int
@@ -36,7 +36,7 @@ class Part:
 
     @property
     def start(self) -> int:
-        """Where its only range begins."""
+        """Where its only range begins. There must be just one."""
         [(start, _)] = self.ranges
         return start
 
@@ -51,7 +51,7 @@ class Placement:
 
     Attributes:
         target: with `start` and `length` in the rank's own parameter.
-        part: None: all of the tensor.
+        part: None: the whole tensor.
     """
 
     target: WeightTarget
@@ -59,12 +59,12 @@ class Placement:
 
 
 def shard(model: CausalLM, group: ParallelGroup) -> dict[str, Placement]:
-    """Leave this rank's part of a model: its meta parameters shrink, and its layers work with the group.
+    """Reduce a model to this rank's part: its meta parameters shrink, and its layers join the group.
 
     Returns:
-        What each tensor of a checkpoint becomes, by its name.
+        The placement of each checkpoint tensor, by its name.
 
-    Raises ConfigurationError where the model cannot be divided among these ranks.
+    Raises ConfigurationError: the model cannot be divided among so many ranks.
     """
     targets = model.checkpoint_map()
     if group.size == 1:
@@ -90,7 +90,7 @@ def shard(model: CausalLM, group: ParallelGroup) -> dict[str, Placement]:
 
 
 def joint(model: CausalLM, group: ParallelGroup) -> dict[str, Placement]:
-    """What tensors that hold several others become in a model that `shard` has divided."""
+    """The placements of the tensors in `joint_map`, in a model that `shard` has divided."""
     placements = {}
     for name, target in model.joint_map().items():
         num_rows = model.get_parameter(target.parameter).shape[0]
@@ -100,7 +100,7 @@ def joint(model: CausalLM, group: ParallelGroup) -> dict[str, Placement]:
 
 
 def replace_parameter(model: nn.Module, name: str, value: torch.Tensor) -> nn.Module:
-    """Give a model another parameter of this name. Returns the module that holds it."""
+    """Replace the parameter of this name. Returns the module that holds it."""
     module_name, _, attribute = name.rpartition(".")
     module = model.get_submodule(module_name)
     setattr(module, attribute, nn.Parameter(value, requires_grad=False))
