@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -98,35 +99,27 @@ class AdapterMemory(Protocol):
         """Launch the copy of saved contents to a slot."""
 
 
+@dataclass(eq=False)
 class AdapterLoads:
     """Handles the control requests about adapters, and brings adapters into slots for requests.
 
     Args:
-        slots: None: adapters are not enabled.
+        given_slots: None: adapters are not enabled.
 
     Attributes:
         book: which adapters there are.
     """
 
-    def __init__(
-        self,
-        slots: AdapterMemory | None,
-        book: AdapterBook,
-        memory: MemoryOccupation,
-        updates: WeightUpdates,
-        requests: Requests,
-        operations: Operations,
-        ranks: Ranks,
-        pace: Pace,
-    ) -> None:
-        self.book = book
-        self._given_slots = slots
-        self._memory = memory
-        self._updates = updates
-        self._requests = requests
-        self._operations = operations
-        self._ranks = ranks
-        self._pace = pace
+    _given_slots: AdapterMemory | None
+    book: AdapterBook
+    _memory: MemoryOccupation
+    _updates: WeightUpdates
+    _requests: Requests
+    _operations: Operations
+    _ranks: Ranks
+    _pace: Pace
+
+    def __post_init__(self) -> None:
         self._line = Line()
         self._is_fetching = False
         # Counts releases of the weights. A copy to a slot sees by it that the slot is gone.
@@ -136,8 +129,8 @@ class AdapterLoads:
             LoadLoRAAdapterFromTensorsReqInput: self.load,
             UnloadLoRAAdapterReqInput: self.unload,
         }
-        if slots is not None:
-            memory.on_weights_release.append(self._end_for_release)
+        if self._given_slots is not None:
+            self._memory.on_weights_release.append(self._end_for_release)
 
     # ------------------------------------------------------------------------------------- control requests
 

@@ -76,6 +76,7 @@ class AdapterVersion:
         return self.is_wanted or self.num_running > 0
 
 
+@dataclass(eq=False)
 class AdapterBook:
     """The adapters, by name.
 
@@ -95,21 +96,15 @@ class AdapterBook:
         reports: the versions that requests may ask for; a new list after each change.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        keep_versions: int,
-        max_names: int | None = None,
-        reserved: frozenset[str] = frozenset(),
-        turn: int = 1,
-    ) -> None:
-        self._turn = turn
-        self._reserved = reserved
-        self.num_slots = num_slots
-        self.num_active = max(0, num_slots - 1)
+    num_slots: int
+    _keep_versions: int
+    max_names: int | None = None
+    reserved: frozenset[str] = frozenset()
+    turn: int = 1
+
+    def __post_init__(self) -> None:
+        self.num_active = max(0, self.num_slots - 1)
         self.wanted: AdapterVersion | None = None
-        self._keep_versions = keep_versions
-        self._max_names = max_names
         # The versions of each name, in the order of their loads. The name means the last one.
         self._versions: dict[str, list[AdapterVersion]] = {}
         self._retired: list[AdapterVersion] = []
@@ -168,7 +163,7 @@ class AdapterBook:
                 f"lora_name: expected 1 to {MAX_NAME_LENGTH} characters without spaces and '@', "
                 f"got {name[:MAX_NAME_LENGTH]!r}"
             )
-        if name in self._reserved:
+        if name in self.reserved:
             raise RequestRejected(f"lora_name: {name!r} means the base model, expected another name")
 
     def check_load(self, name: str, version: str | None, digest: str, *, pinned: bool) -> bool:
@@ -190,7 +185,7 @@ class AdapterBook:
         return False
 
     def _check_room(self, name: str, *, pinned: bool) -> None:
-        limit = self._max_names
+        limit = self.max_names
         if self._is_full(name) and self._leaving_name() is None:
             raise RequestRejected(
                 f"max_loaded_loras is {limit}: {first_few(list(self._versions))} are loaded. Unload one",
@@ -213,7 +208,7 @@ class AdapterBook:
             )
 
     def _is_full(self, name: str) -> bool:
-        limit = self._max_names
+        limit = self.max_names
         return limit is not None and name not in self._versions and len(self._versions) >= limit
 
     def _leaving_name(self, first: str | None = None) -> str | None:
@@ -368,7 +363,7 @@ class AdapterBook:
             if len(others) >= max(1, self.num_active - len(self.staged)) or num_slots > self.num_slots:
                 self._make_room()
                 return False
-        if self._is_blocked and version is self._leaving and version.num_started >= self._turn:
+        if self._is_blocked and version is self._leaving and version.num_started >= self.turn:
             return False
         if version.slot is None:
             version.is_wanted = True
