@@ -1,8 +1,8 @@
-"""Weights of 8 bits (e4m3) with scales, and the products with them.
+"""8-bit weights (e4m3) with scales, and products with them.
 
-A weight is values · scale, where scale = the largest magnitude / 448 of a block of 128 × 128, or of a row.
-Checkpoints of DeepSeek-V3 and Qwen3-FP8 have blocks, and call the scales `weight_scale_inv`; those of
-compressed-tensors with the strategies `channel` and `token` (SGLang: `w8a8_fp8`) have rows, and call them
+A weight is values · scale, with scale = largest magnitude / 448 of a block of 128 × 128, or of a row. The
+checkpoints of DeepSeek-V3 and Qwen3-FP8 have blocks, and name the scales `weight_scale_inv`. Those of
+compressed-tensors with the strategies `channel` and `token` (SGLang: `w8a8_fp8`) have rows, and name them
 `weight_scale`.
 
 Shapes: T tokens, K columns, O outputs, R rows of a weight, B and C blocks along rows and columns.
@@ -35,13 +35,13 @@ LARGEST: Final = 448.0
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """How the scales of a weight lie.
+    """The layout of a weight's scales.
 
     Attributes:
-        quantization: what `--quantization` calls it.
-        suffix: what the parameter with the scales is called: the name of the one with the values, and this.
-        block_rows, block_columns: what has one scale; None: all columns.
-        multiple_of: what sizes of weights are multiples of.
+        quantization: its value of `--quantization`.
+        suffix: what is appended to the name of a weight to name its scales.
+        block_rows, block_columns: the block that shares one scale; None: all columns.
+        multiple_of: sizes of weights must be multiples of this.
     """
 
     quantization: str
@@ -51,7 +51,7 @@ class ScaleLayout:
     multiple_of: int
 
     def shape(self, num_rows: int, num_columns: int) -> tuple[int, int]:
-        """The shape of a weight's scales; its last blocks may be narrower."""
+        """The shape of a weight's scales. The last blocks of the weight may be smaller."""
         columns = 1 if self.block_columns is None else -(-num_columns // self.block_columns)
         return -(-num_rows // self.block_rows), columns
 
@@ -60,7 +60,7 @@ class ScaleLayout:
 
 
 BLOCKS: Final = ScaleLayout("fp8", "_scale_inv", BLOCK, BLOCK, multiple_of=BLOCK)
-# cuBLAS takes multiples of 16.
+# cuBLAS requires multiples of 16.
 CHANNELS: Final = ScaleLayout("w8a8_fp8", "_scale", 1, None, multiple_of=16)
 SCALE_LAYOUTS: Final = {layout.quantization: layout for layout in (BLOCKS, CHANNELS)}
 
@@ -72,13 +72,13 @@ def quantize_into(
     layout: ScaleLayout = BLOCKS,
     first_column: int = 0,
 ) -> None:
-    """Write a weight as values and scales, on their device. Any floating type, any device.
+    """Quantize a weight of any floating dtype on any device into values and scales on their device.
 
-    Divisions and roundings are those of float32 and of torch's own conversion, on every device: to nearest,
-    ties to even. A block of zeros has the scale 1, one with NaN or Inf a scale that is not finite.
+    Every device divides in float32 and rounds as torch converts: to nearest, ties to even. A block of zeros
+    gets the scale 1, one with NaN or Inf a scale that is not finite.
 
     Args:
-        first_column: of the weight's columns that are written; scales of rows are those of all columns.
+        first_column: of the columns of the weight to write. A row's scale always covers all its columns.
     """
     weight_RK = weight_RK.to(values_RK.device, non_blocking=True)
     if layout is CHANNELS:
@@ -118,7 +118,7 @@ def _quantize_rows_into(values_RJ: Tensor, scales_R1: Tensor, weight_RK: Tensor,
 
 
 def dequantize(values_RK: Tensor, scales_BC: Tensor, layout: ScaleLayout = BLOCKS) -> Tensor:
-    """The weight in float32. The values may be its first rows only."""
+    """The weight in float32. `values_RK` may be only the weight's first rows."""
     if layout is CHANNELS:
         return values_RK.to(torch.float32) * scales_BC[: len(values_RK)]
     wide = scales_BC.repeat_interleave(BLOCK, 0)[: values_RK.shape[0]]
@@ -126,7 +126,7 @@ def dequantize(values_RK: Tensor, scales_BC: Tensor, layout: ScaleLayout = BLOCK
 
 
 def widened(values_RK: Tensor, scales_BC: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in a model's type, by blocks."""
+    """The weight in a model's dtype, with scales of blocks."""
     if not values_RK.is_cuda:
         return dequantize(values_RK, scales_BC).to(dtype)
     from ebbtide.srt.layers.kernels.fp8.quantize import widen_blocks
@@ -135,7 +135,7 @@ def widened(values_RK: Tensor, scales_BC: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def are_scales(scales: Tensor) -> Tensor:
-    """Whether all are finite and above zero in float32, the type they are kept in: a bool on their device."""
+    """Whether all are finite and positive in float32, in which they are kept. A bool on their device."""
     scales = scales.to(torch.float32)
     return ((scales > 0) & scales.isfinite()).all()
 
@@ -144,8 +144,8 @@ class QuantizedTokens(NamedTuple):
     """Tokens in 8 bits. See `layers.kernels.fp8.product`.
 
     Attributes:
-        values_TK: e4m3; more rows than there are tokens.
-        scales_TG: float32, of each group of 128 columns.
+        values_TK: e4m3; it has padding rows after the tokens.
+        scales_TG: float32, one for each group of 128 columns.
     """
 
     values_TK: Tensor
@@ -153,14 +153,15 @@ class QuantizedTokens(NamedTuple):
 
 
 class EightBitLinear(Linear, ABC):
-    """A `Linear` whose weight has 8 bits. On a CPU products are those of the weight in float32, and
-    activations keep their dtype.
+    """A `Linear` with an 8-bit weight. On a CPU, it multiplies by the weight in float32, and activations keep
+    their dtype.
 
     Args:
-        plain: with parameters on the meta device; what it becomes has its sizes, bias and ranks.
+        plain: the `Linear` to replace, with parameters on the meta device; sizes, bias and ranks are taken
+            over.
 
     Attributes:
-        layout: of the scales, float32, a parameter that is called as this says.
+        layout: of the scales, a float32 parameter whose name has the layout's suffix.
     """
 
     layout: ScaleLayout
@@ -194,14 +195,14 @@ class EightBitLinear(Linear, ABC):
 
     @abstractmethod
     def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
-        """The product on a GPU, [T, O], without the bias."""
+        """The product [T, O] on a GPU, without bias."""
 
 
 class Fp8Linear(EightBitLinear):
     """`EightBitLinear` with a scale for each block of the weight.
 
-    One token on a GPU is multiplied as it is, and the weight is widened as it is read; of several, each group
-    of 128 columns of a token is quantised too.
+    On a GPU, a single token keeps its dtype, and the weight is widened as it is read. Several tokens are
+    quantized too, with a scale for each group of 128 columns.
     """
 
     layout = BLOCKS
@@ -212,7 +213,7 @@ class Fp8Linear(EightBitLinear):
 
     @property
     def _blocks(self) -> tuple[Tensor, Tensor]:
-        """The blocks that kernels multiply, and their scales."""
+        """The rows of the weight that fill whole blocks, and their scales."""
         return self.weight, self.own_scales
 
     def wide_weight(self, dtype: torch.dtype) -> Tensor:
@@ -273,7 +274,7 @@ class Fp8Linear(EightBitLinear):
     def _product_of(
         self, tokens: QuantizedTokens, num_tokens: int, kernels: Kernels, residual_TO: Tensor | None = None
     ) -> Tensor:
-        """The product of T or more tokens in 8 bits, [T, O]; added to the residual if there is one."""
+        """The product [T, O] of tokens in 8 bits. With a residual, it is added to that in place."""
         product_TO = self._library_product(tokens, num_tokens, kernels)
         if product_TO is not None:
             product_TO = product_TO[:num_tokens]
@@ -294,7 +295,7 @@ class Fp8Linear(EightBitLinear):
         return residual_TO
 
     def _library_product(self, tokens: QuantizedTokens, num_tokens: int, kernels: Kernels) -> Tensor | None:
-        """The product by a library's kernel, with T rows or more; None where it is ours that is quicker."""
+        """The product by a library's kernel, perhaps with padding rows; None if our own kernel is faster."""
         from ebbtide.srt.layers.kernels.fp8.blockscale import blockscale_product
         from ebbtide.srt.layers.kernels.fp8.product import cublas_product
 
@@ -306,7 +307,7 @@ class Fp8Linear(EightBitLinear):
 
 
 class RaggedFp8Linear(Fp8Linear):
-    """`Fp8Linear` whose last rows do not fill a block: those are multiplied in the tokens' type."""
+    """`Fp8Linear` whose last rows need not fill a block; these are multiplied in the tokens' dtype."""
 
     def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
         return False
@@ -325,7 +326,7 @@ class RaggedFp8Linear(Fp8Linear):
 
 
 class ChannelLinear(EightBitLinear):
-    """`EightBitLinear` with a scale for each output. On a GPU tokens are quantised, too, for cuBLAS."""
+    """`EightBitLinear` with a scale for each output. On a GPU tokens are quantized too, for cuBLAS."""
 
     layout = CHANNELS
 
@@ -333,7 +334,7 @@ class ChannelLinear(EightBitLinear):
         residual_TO += self.multiply(Inputs(x_TK), self.bias, kernels)
 
     def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
-        # None of these kernels knows scales of rows.
+        # The kernels for few tokens do not support scales of rows.
         return False
 
     def _quantized_product(self, x: Inputs, kernels: Kernels) -> Tensor:
@@ -352,10 +353,11 @@ def _quantized(x: Inputs) -> QuantizedTokens:
 
 
 class EightBitExperts(Experts):
-    """`Experts` whose weights have 8 bits. On a CPU products are as those of `EightBitLinear`.
+    """`Experts` with 8-bit weights. On a CPU, products are like those of `EightBitLinear`.
 
     Args:
-        plain: with parameters on the meta device; what it becomes has its sizes, ranks and routes.
+        plain: the experts to replace, with parameters on the meta device; sizes, ranks and routes are taken
+            over.
 
     Attributes:
         layout: of the scales of all experts' rows, as in `EightBitLinear`.
@@ -383,8 +385,8 @@ class EightBitExperts(Experts):
 
 
 class Fp8Experts(EightBitExperts):
-    """`EightBitExperts` with a scale for each block. On a GPU few tokens keep their precision, and more
-    of them are quantised, as with `Fp8Linear`.
+    """`EightBitExperts` with a scale for each block. On a GPU, few tokens keep their dtype, and more tokens
+    are quantized, as in `Fp8Linear`.
     """
 
     layout = BLOCKS
@@ -400,14 +402,14 @@ class Fp8Experts(EightBitExperts):
 
 
 class ChannelExperts(EightBitExperts):
-    """Experts with a scale for each row of each of them. On a GPU tokens keep their precision: the values are
-    widened as they are read, and a row's sum is multiplied by its scale.
+    """`EightBitExperts` with a scale for each row. On a GPU tokens keep their dtype: values are widened as
+    they are read, and each row's sum is multiplied by its scale.
     """
 
     layout = CHANNELS
 
 
 def _keep_in_eight_bits(module: nn.Module, name: str, weight: Tensor, layout: ScaleLayout) -> None:
-    """Give a module the values of a weight and their scales, on the meta device."""
+    """Replace a module's weight by 8-bit values and their scales, on the meta device."""
     setattr(module, name, parameter(*weight.shape, dtype=FP8))
     setattr(module, name + layout.suffix, parameter(*layout.shape(*weight.shape), dtype=torch.float32))

@@ -1,8 +1,9 @@
-"""Linear attention by the gated delta rule, as in Qwen3-Next and Qwen3.5: a state, and no keys and values.
+"""Linear attention by the gated delta rule, as in Qwen3-Next and Qwen3.5: a state instead of keys and values.
 
 For each value head the state is a matrix S [key_dim, value_dim], in float32. A token with key k, value v,
-decay g ≤ 0 and rate β makes of it S' = exp(g) S + k ⊗ β (v − exp(g) Sᵀk), and its output is S'ᵀq. Queries,
-keys and values come out of a causal convolution over the last few tokens, whose inputs are part of the state.
+decay g ≤ 0 and rate β updates S' = exp(g) S + k ⊗ β (v − exp(g) Sᵀk), and its output is S'ᵀq. Queries, keys
+and values are the outputs of a causal convolution over the last few tokens, whose inputs are part of the
+state too.
 
 Source: Yang et al. 2024, Gated Delta Networks, https://arxiv.org/abs/2412.06464.
 
@@ -31,9 +32,9 @@ class DeltaConfig:
     """Sizes of a layer.
 
     Attributes:
-        conv_size: tokens that the convolution sees, the current one among them.
-        interleaved: whether projections yield key head after key head, each with its query, key, values and
-            gates, as in Qwen3-Next; else all queries, all keys, all values, all gates.
+        conv_size: tokens that the convolution sees, including the current one.
+        interleaved: whether projections yield one key head after the other, each with its query, key, values
+            and gates, as in Qwen3-Next; otherwise all queries, all keys, all values, all gates.
     """
 
     num_k_heads: int
@@ -53,7 +54,7 @@ class DeltaConfig:
         return self.num_v_heads * self.v_dim
 
     def state(self, dtype: torch.dtype) -> State:
-        """The inputs of the convolution that later tokens see, and the matrices."""
+        """The state: the last inputs of the convolution, and the matrices."""
         inputs = (2 * self.k_size + self.v_size, self.conv_size - 1)
         return State(
             (
@@ -64,14 +65,14 @@ class DeltaConfig:
 
 
 class GatedDeltaNet(StateLayer):
-    """Projections, convolution, gated delta rule, norm and gate."""
+    """A layer of linear attention: projections, convolution, gated delta rule, norm and gate."""
 
     def __init__(self, config: DeltaConfig, hidden_size: int, number: int, dtype: torch.dtype) -> None:
         super().__init__(number)
         self.config = config
         channels = 2 * config.k_size + config.v_size
         self.in_proj = Linear(hidden_size, channels + config.v_size, bias=False, dtype=dtype)
-        # Too few rows to be worth 8 bits, and exponents are made of them.
+        # Not quantized: 8 bits would save little on so few rows, and rounding errors would enter exponents.
         self.rates_proj = Linear(hidden_size, 2 * config.num_v_heads, bias=False, dtype=dtype)
         self.rates_proj.is_quantizable = False
         self.out_proj = Linear(config.v_size, hidden_size, bias=False, dtype=dtype)
@@ -98,7 +99,7 @@ class GatedDeltaNet(StateLayer):
         return self.out_proj.addend(out_TVH.flatten(1), step)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the convolution, and gates."""
+        """Split into the inputs of the convolution, and gates."""
         config = self.config
         num_v_heads = len(self.decay_log)
         num_k_heads = num_v_heads * config.num_k_heads // config.num_v_heads
@@ -113,7 +114,7 @@ class GatedDeltaNet(StateLayer):
         return inputs_TC, z.reshape(len(projected), num_v_heads, config.v_dim)
 
     def _split_rates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """What β and g are made of, of each value head."""
+        """Split into the projections from which β and g of each value head are computed."""
         num_v_heads = len(self.decay_log)
         if not self.config.interleaved:
             rates, decays = torch.split(projected, num_v_heads, dim=1)

@@ -1,4 +1,4 @@
-"""What kernels are given besides weights and projections: of attention, and of experts.
+"""Arguments of kernels besides weights and projections, for attention and for experts.
 
 Shapes: T tokens, R requests, H head_dim, D hidden, E experts, K experts per token, I an expert's inner size.
 """
@@ -15,9 +15,9 @@ from ebbtide.srt.layers import parameter
 
 
 class Rope(NamedTuple):
-    """Cosines [T, 1, R], twice the same, and sines [T, 1, R/2] of the positions of one step.
+    """Cosines [T, 1, R], both halves equal, and sines [T, 1, R/2], for the positions of one pass.
 
-    R: numbers of a head that are rotated, the first ones.
+    R: rotated numbers of a head, the first ones.
     """
 
     cos_T1H: Tensor
@@ -41,12 +41,12 @@ class HeadNorms:
 
 
 class AttentionKind(NamedTuple):
-    """What layers of a model may differ in.
+    """What may differ between a model's layers.
 
     Attributes:
-        scale: of the scores.
-        window: how many tokens a token attends to, itself among them; None: all up to itself.
-        soft_cap: scores become soft_cap · tanh(score / soft_cap); None: they stay.
+        scale: a factor for the scores.
+        window: how many tokens a token attends to, including itself; None: all tokens up to itself.
+        soft_cap: scores become soft_cap · tanh(score / soft_cap); None: they stay as they are.
     """
 
     scale: float
@@ -55,7 +55,7 @@ class AttentionKind(NamedTuple):
 
 
 class Sinks(nn.Module):
-    """The sinks of a layer's query heads, see `LayerAttention`; loaded later."""
+    """The sinks of a layer's query heads, see `LayerAttention`. Their values are loaded later."""
 
     def __init__(self, num_heads: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class Sinks(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Which pages each request attends to, int32 tensors on the device.
+    """The pages that each request attends to, as int32 tensors on the device.
 
     Attributes:
         q_indptr_R1: first new token of each request, and the end.
-        kv_indptr_R1: first of its page ids in `kv_indices`, and the end.
+        kv_indptr_R1: index in `kv_indices` of each request's first page id, and the end.
         kv_indices: page ids.
-        last_page_len_R: tokens of its last page.
-        most_new: of new tokens of one request.
+        last_page_len_R: tokens in each request's last page.
+        most_new: the largest number of new tokens of a request.
     """
 
     q_indptr_R1: Tensor
@@ -81,7 +81,7 @@ class Pages:
     most_new: int = 1
 
     def part(self, first: int, end: int, most_new: int = 1) -> Pages:
-        """The requests `first` to `end`. Where they begin, among tokens and page ids, stays the same."""
+        """The requests from `first` to before `end`. Offsets stay those in the whole batch."""
         return Pages(
             self.q_indptr_R1[first : end + 1],
             self.kv_indptr_R1[first : end + 1],
@@ -92,9 +92,9 @@ class Pages:
 
 
 class RoutedTokens(NamedTuple):
-    """Tokens, contiguous, with the weights (float32) and numbers of the experts that each of them takes.
+    """Tokens, contiguous, with the weights (float32) and numbers of their experts.
 
-    No two of a token's experts are the same one. Kernels take int32 numbers.
+    The experts of a token are different. Kernels take int32 numbers.
     """
 
     x_TD: Tensor
@@ -103,7 +103,7 @@ class RoutedTokens(NamedTuple):
 
 
 class Clamp(NamedTuple):
-    """The gate of gpt-oss's experts: gate · sigmoid(slope · gate) · (up + 1), kept within a limit."""
+    """The gate of gpt-oss's experts: gate · sigmoid(slope · gate) · (up + 1), inputs clamped by `limit`."""
 
     slope: float
     limit: float
@@ -111,24 +111,24 @@ class Clamp(NamedTuple):
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Sizes of one layer's experts, and how a token's are chosen.
+    """Sizes of one layer's experts, and how tokens are routed to them.
 
     Attributes:
         inner_size: of one expert's MLP.
-        renormalize: whether the weights of a token's experts are made to sum to one.
-        scoring: what makes weights of a router's scores.
-        has_bias: whether a bias for each expert, trained with the weights, is added for the choice alone.
-        num_groups, num_kept_groups: experts are in groups of equal size, and only those of the best can be
-            chosen, by the sum of the highest scores of each.
-        num_group_scores: that are summed for that.
-        has_wide_router: whether a router's weight is float32 whatever the model's type is.
-        scale: what weights are multiplied by.
-        shared_size: inner size of the MLP that all tokens take besides their experts; 0: there is none.
+        renormalize: whether the weights of a token's experts are scaled to sum to one.
+        scoring: the function that turns the router's logits into scores.
+        has_bias: whether a bias for each expert is added to the scores for the choice, but not for weights.
+        num_groups, num_kept_groups: experts are in groups of equal size, and only experts of the best
+            `num_kept_groups` groups can be chosen. A group's rank is the sum of its best scores.
+        num_group_scores: how many scores this sum has.
+        has_wide_router: whether the router's weight is float32 in any model dtype.
+        scale: a factor for the weights.
+        shared_size: inner size of the shared MLP that all tokens take too; 0: there is none.
         gates_shared: whether that MLP's output is multiplied by a gate of its own.
-        clamp: the gate of experts with biases, whose router has one too; None: silu, and no biases.
-        is_gated: whether experts compute silu(gate) · up; else relu(up)².
-        latent_size: of what experts read and write, which is projected from hidden states and back; 0: they
-            read and write these.
+        clamp: the gate of experts with biases, whose router has a bias too; None: silu, and no biases.
+        is_gated: whether experts compute silu(gate) · up; otherwise relu(up)².
+        latent_size: of the vectors that experts read and write, which are projected from hidden states and
+            back; 0: experts read and write hidden states.
     """
 
     num_experts: int
@@ -150,18 +150,18 @@ class MoeConfig:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether experts of some groups cannot be chosen."""
+        """Whether only experts of some groups can be chosen."""
         return self.num_groups > self.num_kept_groups
 
     @property
     def routes_at_once(self) -> bool:
-        """Whether one kernel can choose: it cuts experts into groups by powers of two."""
+        """Whether one kernel can route: with groups, it needs powers of two."""
         sizes = (self.num_experts, self.num_groups)
         return not self.is_grouped or all(size & (size - 1) == 0 for size in sizes)
 
 
 class BiasedWeights(NamedTuple):
-    """What `BiasedExperts` holds, R = 2·I; `down_bias_ED` None: not to be added here."""
+    """The parameters of `BiasedExperts`, R = 2·I. `down_bias_ED`: None: it is not added on this rank."""
 
     gate_up_EDR: Tensor
     gate_up_bias_ER: Tensor

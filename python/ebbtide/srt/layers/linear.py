@@ -1,4 +1,4 @@
-"""Matrix products with weights that are loaded later, among them those of token embeddings.
+"""Matrix products with weights that are loaded later, token embeddings included.
 
 Shapes: T tokens, D inputs, O outputs, I intermediate size, V vocabulary.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Inputs:
-    """What a product multiplies: x, or norm(x), which it may compute itself."""
+    """The input of a product: x, or norm(x), where the product may compute the norm itself."""
 
     __slots__ = ("norm", "x_TD")
 
@@ -44,23 +44,25 @@ class Inputs:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ (+ b). It owns its products: models call its methods and no kernel on its weight.
+    """y = x Wᵀ (+ b). Models call its methods and never a kernel on its weight.
 
-    Few tokens on a GPU take kernels of their own (`small_batch`): a layer then costs the time to read its
-    weights and to start and drain each kernel, which they save. Everything else is a library's.
+    Few tokens on a GPU use our own kernels (`small_batch`): the time of such a layer is that of reading its
+    weights and of starting and draining each kernel, and these kernels save the latter. Everything else is
+    left to a library.
 
-    A subclass whose weight is stored otherwise gives its own `multiply`, `multiply_onto` and `takes_few`, and
-    the `scales` that kernels for few tokens know; gates, residuals and ranks are the same for all.
+    A subclass that stores its weight differently overrides `multiply`, `multiply_onto` and `takes_few`, and
+    `scales` if kernels for few tokens can use them. Gates, residuals and ranks are handled here for all.
 
-    Parameters are made on the meta device; the weight store gives them memory.
+    Parameters are created on the meta device; the weight store gives them memory.
 
     Attributes:
-        group: the ranks that divide the weight among them.
+        group: the ranks that divide the weight.
         is_quantizable: whether its weight may be kept in fewer bits.
-        may_be_ragged: whether its rows need not fill blocks that have a scale each; then it is called for
-            products, not for gated ones or addends.
-        adapters: what the slots of adapters hold for it; None: it takes none.
-        may_be_adapted: whether it may take some: whoever reads its weight itself would leave them out.
+        may_be_ragged: whether its rows need not fill whole blocks of one scale each. Then only `forward` may
+            be called, not `gated` or `addend`.
+        adapters: what the slots of adapters hold for this product; None: it takes no adapters.
+        may_be_adapted: whether it may take adapters. Not if other code reads its weight directly, since that
+            would ignore them.
     """
 
     is_quantizable = True
@@ -76,35 +78,35 @@ class Linear(nn.Module):
 
     @property
     def scales(self) -> Tensor | None:
-        """The factors of the weight's blocks; None: the weight needs none."""
+        """The scales of the weight's blocks; None: it has none, or kernels for few tokens cannot use them."""
         return None
 
     def wide_weight(self, dtype: torch.dtype) -> Tensor:
-        """The weight as numbers of the model's type, [O, D]."""
+        """The weight [O, D] in the model's dtype."""
         return self.weight
 
     def is_adapted(self, step: Step) -> bool:
-        """Whether adapters add to its products in this pass."""
+        """Whether adapters contribute to its products in this pass."""
         return self.adapters is not None and step.adapters is not None
 
     def forward(self, x: Tensor | NormedResidual, step: Step) -> Tensor:
-        """The product, [T, O] of this rank's outputs."""
+        """The product [T, O] of this rank's outputs."""
         if not self.is_adapted(step):
             return self.project(Inputs(x), self.bias, step.kernels)
         return self.adapted(tensor_of(x), self.bias, None, step)
 
     def gated(self, x: Tensor | NormedResidual, activation: Activation, step: Step) -> Gated | Tensor:
-        """activation(gate) · up, [T, I]; the gates' rows of the weight come first."""
+        """activation(gate) · up, [T, I]. The first half of the weight's rows are the gates."""
         if not self.is_adapted(step):
             return Gated(self, Inputs(x), activation, step.kernels)
         return gated(self.adapted(tensor_of(x), self.bias, None, step), activation)
 
     def addend(self, x: Tensor | Gated, step: Step) -> Addend:
-        """The product, [T, O], for the residual. Each rank holds some of the inputs, and all of the bias."""
+        """The product [T, O], to be added to the residual. Ranks divide inputs, and hold the whole bias."""
         return Product(self, x, step)
 
     def adapted(self, x_TD: Tensor, bias_O: Tensor | None, onto_TO: Tensor | None, step: Step) -> Tensor:
-        """The product with what adapters add to it, or what both are added to in place."""
+        """The product plus what adapters add to it. With `onto_TO`, both are added to that in place."""
         adapters, of_step, kernels = self.adapters, step.adapters, step.kernels
         assert adapters is not None
         assert of_step is not None
@@ -125,7 +127,7 @@ class Linear(nn.Module):
         return out_TO
 
     def project(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
-        """What `forward` gives."""
+        """Compute `forward` without adapters."""
         if self.takes_few(x.x_TD, kernels):
             out_TO = x.x_TD.new_empty(len(x.x_TD), len(self.weight))
             self._multiply_few(x, bias_O, out_TO)
@@ -133,7 +135,7 @@ class Linear(nn.Module):
         return self.multiply(x, bias_O, kernels)
 
     def gate(self, x: Inputs, activation: Activation, kernels: Kernels) -> Tensor:
-        """What `gated` gives."""
+        """Compute `gated` without adapters."""
         if self.bias is None and self.takes_few(x.x_TD, kernels):
             out_TI = x.x_TD.new_empty(len(x.x_TD), len(self.weight) // 2)
             self._multiply_few(x, None, out_TI, activation=activation)
@@ -141,7 +143,7 @@ class Linear(nn.Module):
         return gated(self.multiply(x, self.bias, kernels), activation)
 
     def add_to(self, residual_TO: Tensor, x: Tensor | Gated, kernels: Kernels) -> None:
-        """residual += the product, in place."""
+        """Add the product to the residual in place."""
         x_TD = tensor_of(x)
         if self.group.size > 1:
             self.group.add_reduced_(self.part(x_TD, kernels), residual_TO)
@@ -151,19 +153,19 @@ class Linear(nn.Module):
             self.multiply_onto(residual_TO, x_TD, kernels)
 
     def multiply(self, x: Inputs, bias_O: Tensor | None, kernels: Kernels) -> Tensor:
-        """The product for any number of tokens."""
+        """Compute the product for any number of tokens."""
         return F.linear(x.tensor(), self.weight, bias_O)
 
     def multiply_onto(self, residual_TO: Tensor, x_TD: Tensor, kernels: Kernels) -> None:
-        """residual += x Wᵀ (+ b) for any number of tokens."""
+        """Add x Wᵀ (+ b) to the residual in place, for any number of tokens."""
         if residual_TO.is_cuda and self.bias is None:
-            # The product is added in the accumulator: one pass over the residual less, and one rounding.
+            # The residual is added in the accumulator, which saves a pass over it and a rounding.
             residual_TO.addmm_(x_TD, self.weight.t())
         else:
             residual_TO += self.multiply(Inputs(x_TD), self.bias, kernels)
 
     def takes_few(self, x_TD: Tensor, kernels: Kernels) -> bool:
-        """Whether the kernels for few tokens multiply these."""
+        """Whether the kernels for few tokens take these."""
         return len(x_TD) <= kernels.few
 
     def _multiply_few(
@@ -176,10 +178,10 @@ class Linear(nn.Module):
         add: bool = False,
         shrinking: Shrinking | None = None,
     ) -> None:
-        """The product, or a gated one, into `out_TO`, or added to it."""
+        """Write the product, or the gated product, into `out_TO`, or add it to that."""
         from ebbtide.srt.layers.small_batch import multiply
 
-        # The kernels of one token know norms, but no offset of one.
+        # Only the kernels for one token compute norms, and only norms without offset.
         norm = x.norm if len(x.x_TD) == 1 and x.norm is not None and x.norm.offset == 0.0 else None
         multiply(
             x.tensor() if norm is None else x.x_TD,
@@ -195,17 +197,17 @@ class Linear(nn.Module):
         )
 
     def part(self, x_TD: Tensor, kernels: Kernels) -> Tensor:
-        """What this rank adds to the product: its inputs', and from the first rank the bias."""
+        """This rank's part of the product, from its inputs. The first rank's part includes the bias."""
         return self.project(Inputs(x_TD), self.bias if self.group.rank == 0 else None, kernels)
 
 
 class VocabEmbedding(Linear):
-    """One row per token id; the same rows serve as the output projection of a tied model.
+    """One row per token id. In a tied model the same rows are the output projection.
 
-    Ranks divide the rows among them.
+    Ranks divide the rows.
 
     Attributes:
-        has_float32_logits: whether the products are rounded to float32 rather than to the parameters' dtype.
+        has_float32_logits: whether logits are float32, instead of being rounded to the parameters' dtype.
     """
 
     is_quantizable = False
@@ -223,12 +225,12 @@ class VocabEmbedding(Linear):
         first, count = self._rows_of(self.group.rank)
         rows_T = input_ids_T - first
         others_T = (rows_T < 0) | (rows_T >= count)
-        # Nothing but zeros is added to a row of the rank that holds it.
+        # One rank holds each row, the others add zeros, so the all-reduce is exact.
         x_TD = F.embedding(rows_T.clamp_(0, count - 1), self.weight)
         return self.group.all_reduce_(x_TD.masked_fill_(others_T.unsqueeze(1), 0.0))
 
     def logits(self, x_TD: Tensor, kernels: Kernels) -> Tensor:
-        """Scores of every token of the vocabulary, [T, V] in the parameters' dtype, or in float32."""
+        """Scores [T, V] of the whole vocabulary, in the parameters' dtype, or in float32."""
         if self.has_float32_logits:
             scores = self._float32_product(x_TD)
         else:
@@ -237,13 +239,12 @@ class VocabEmbedding(Linear):
 
     def _float32_product(self, x_TD: Tensor) -> Tensor:
         if x_TD.is_cuda and self.weight.dtype != torch.float32:
-            # Products of 16-bit numbers are added up in float32 anyway: here they stay so. No copy of the
-            # weights is made for it.
+            # 16-bit products are summed in float32 anyway, and this makes no float32 copy of the weights.
             return torch.mm(x_TD, self.weight.t(), out_dtype=torch.float32)
         return F.linear(x_TD.float(), self.weight.float())
 
     def _gather(self, scores: Tensor) -> Tensor:
-        """All ranks' columns. The ranks that hold one row less fill up: they send alike."""
+        """All ranks' columns. Ranks with one row fewer pad theirs, since all must send equal shapes."""
         _, most = self._rows_of(0)
         if self._vocab_size % self.group.size == 0:
             return self.group.all_gather(scores, 1)
@@ -253,13 +254,13 @@ class VocabEmbedding(Linear):
         return torch.cat([part[:, :count] for part, count in parts], dim=1)
 
     def _rows_of(self, rank: int) -> tuple[int, int]:
-        """The first id whose row the rank holds, and how many it holds."""
+        """The first id whose row this rank holds, and how many rows it holds."""
         return part_of(rank, self.group.size, self._vocab_size, Division.SPREAD, "vocab_size")
 
 
 @dataclass(slots=True)
 class Gated:
-    """A gated product that is computed by whoever reads it, perhaps in 8 bits."""
+    """A gated product that is computed, perhaps in 8 bits, when it is read."""
 
     linear: Linear
     x: Inputs
@@ -274,7 +275,7 @@ class Gated:
 class Product:
     """A product that is computed when it is added to the residual. An `Addend`.
 
-    Each rank adds what adapters make of its inputs to what it adds to the sum.
+    Each rank includes in its part of the sum what adapters make of its inputs.
     """
 
     linear: Linear

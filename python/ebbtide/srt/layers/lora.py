@@ -1,7 +1,7 @@
-"""Low-rank adapters of products: y += scaling · (x Aᵀ) Bᵀ, where each token has the A and B of its slot.
+"""Low-rank adapters of products: y += scaling · (x Aᵀ) Bᵀ, with the A and B of each token's slot.
 
 Shapes: T tokens, N rows of one expert, D inputs, O outputs, S slots, E experts (1 where there are none),
-P tensors that are fused in the product, R most ranks.
+P tensors that are fused in the product, R the largest rank.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class StepAdapters:
     """The adapters of a forward pass.
 
     Attributes:
-        slots_T: int32, the slot of each token's adapter; −1: it has none.
+        slots_T: int32, the slot of each token's adapter; −1: the token has none.
         num_slots: S.
-        groups: on a GPU the tokens by slot.
+        groups: the tokens by slot; None on a CPU.
     """
 
     slots_T: Tensor
@@ -33,7 +33,7 @@ class StepAdapters:
 
     @classmethod
     def of(cls, slots_T: Tensor, num_slots: int) -> StepAdapters:
-        """The adapters of tokens by their slots. To be called ahead of a pass's first kernel."""
+        """Group tokens by their slots. Call it before the first kernel of a pass."""
         if not slots_T.is_cuda:
             return cls(slots_T, num_slots, None)
         from ebbtide.srt.layers.kernels.lora import list_groups
@@ -43,10 +43,10 @@ class StepAdapters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProductAdapters:
-    """What all slots hold for one product. Lower ranks than R are filled up with zeros.
+    """What all slots hold for one product. Adapters with ranks below R are padded with zeros.
 
     Attributes:
-        a_SEPD: [S, E, P·R, D], of this rank's inputs; each fused tensor has R rows of its own.
+        a_SEPD: [S, E, P·R, D], of this rank's inputs; each fused tensor has its own R rows.
         b_SEOR: [S, E, O, R], of this rank's outputs.
         scalings_SP: float32.
         ends: where the outputs of each fused tensor end.
@@ -59,11 +59,11 @@ class ProductAdapters:
 
     @property
     def factors(self) -> Factors:
-        """What kernels take."""
+        """The arguments of kernels."""
         return self.a_SEPD, self.b_SEOR, self.scalings_SP, self.ends
 
     def shrunk(self, x_TD: Tensor, step: StepAdapters) -> Tensor | None:
-        """On a GPU the first half of what each token's adapter makes of x, launched ahead of its product."""
+        """On a GPU, launch the first half, x Aᵀ of each token's adapter, before the product. Else None."""
         if step.groups is None:
             return None
         from ebbtide.srt.layers.kernels.lora import shrink
@@ -71,13 +71,13 @@ class ProductAdapters:
         return shrink(x_TD.contiguous(), self.factors, step.groups)
 
     def shrinking(self, adapters: StepAdapters) -> Shrinking:
-        """The same for a product of few tokens, which computes the first half of it."""
+        """The first half as an argument of a product of few tokens, whose kernel computes it too."""
         from ebbtide.srt.layers.small_batch import Shrinking
 
         return Shrinking.of(self.a_SEPD, adapters.slots_T)
 
     def add_(self, out_TO: Tensor, x_TD: Tensor, inner: Tensor | None, step: StepAdapters) -> None:
-        """Add what each token's adapter makes of x to its product, in place; `inner`: its first half."""
+        """Add each token's adapter to its product in place. `inner`: the result of the first half."""
         if inner is None or step.groups is None:
             self.add_rows_(out_TO, x_TD, step.slots_T, 0)
             return
@@ -86,7 +86,7 @@ class ProductAdapters:
         expand(inner, self.factors, step.groups, out_TO)
 
     def add_rows_(self, out_NO: Tensor, x_ND: Tensor, slots_N: Tensor, expert: int) -> None:
-        """Add it to the product of rows that all go through one expert, in place, slot by slot."""
+        """Add adapters in place to the product of rows that all go to one expert, slot by slot."""
         for slot in sorted(set(slots_N.tolist())):
             if slot < 0:
                 continue

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router picks a few MLPs per token, and their outputs are summed by its weights.
+"""Mixture of experts: a router picks a few MLPs per token, and their outputs are summed with its weights.
 
 Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size.
 """
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 class Router(Linear):
-    """Scores of experts: so few outputs that kernels for few tokens gain nothing unless there is only one.
+    """Scores of experts. It has so few outputs that our kernels for few tokens pay only for one token.
 
     Attributes:
-        bias_E: float32, added to weights for the choice alone; None: there is none.
+        bias_E: float32, added to scores for the choice only; None: there is none.
     """
 
-    # What it decides is not to be rounded.
+    # Rounding could change which experts are chosen.
     is_quantizable = False
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
-        # Sigmoids of many experts lie close together: those routers are trained, and kept, in float32.
+        # Sigmoid scores of many experts are close together, so such routers are trained and kept in float32.
         dtype = torch.float32 if config.scoring == "sigmoid" or config.has_wide_router else dtype
         super().__init__(hidden_size, config.num_experts, bias=config.clamp is not None, dtype=dtype)
         self.bias_E = parameter(config.num_experts, dtype=torch.float32) if config.has_bias else None
@@ -55,17 +55,17 @@ class Router(Linear):
 
 
 class Experts(nn.Module):
-    """The weights of all experts of a layer, expert below expert.
+    """The weights of all experts of a layer, one expert below the other.
 
-    `gate_up_proj` [E·2I, D] holds each expert's gate rows and then its up rows, `down_proj` [E·D, I]. Of
-    experts without gates `gate_up_proj` [E·I, D] holds up rows alone.
+    `gate_up_proj` [E·2I, D] holds each expert's gate rows, then its up rows; `down_proj` is [E·D, I]. For
+    experts without gates `gate_up_proj` [E·I, D] holds only up rows.
 
     Args:
-        layer: whose they are: its place among the layers of routes.
+        layer: the layer's number, which indexes routes.
 
     Attributes:
-        group: the ranks that divide every expert's inner columns among them.
-        adapters: what the slots of adapters hold, by parameter; empty: they take none.
+        group: the ranks that divide every expert's inner columns.
+        adapters: what the slots of adapters hold, by parameter; empty: the experts take no adapters.
     """
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype, layer: int) -> None:
@@ -79,7 +79,7 @@ class Experts(nn.Module):
         self.down_proj = parameter(num_experts * hidden_size, inner, dtype=dtype)
 
     def forward(self, x_TD: Tensor, logits_TE: Tensor, step: Step, bias_E: Tensor | None = None) -> ExpertSum:
-        """The weighted sum [T, D] of each token's experts, chosen by the router's scores and its bias."""
+        """Route tokens by the router's logits and bias. Returns the weighted sum [T, D] of each's experts."""
         config = self.config
         if x_TD.is_cuda and config.routes_at_once:
             from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once
@@ -98,17 +98,17 @@ class Experts(nn.Module):
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """Of both weights, where those have 8 bits."""
+        """The scales of both weights, if these are in 8 bits."""
         return None
 
     def run(self, tokens: RoutedTokens, adapted: AdaptedExperts | None) -> Tensor:
-        """The weighted sum on a device without kernels of ours."""
+        """Compute the weighted sum on a device without kernels of ours."""
         return run_experts(tokens, self.gate_up_proj, self.down_proj, adapted)
 
     def run_fused(
         self, tokens: RoutedTokens, residual_TD: Tensor | None, adapted: ExpertFactors | None
     ) -> Tensor:
-        """The weighted sum by kernels of ours: added to the residual, in place, where there is one."""
+        """Compute the weighted sum with our kernels. With a residual, add it to that in place."""
         from ebbtide.srt.layers.kernels.fused_moe import fused_experts
 
         weights = (self.gate_up_proj, self.down_proj)
@@ -117,19 +117,19 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class AdaptedExperts:
-    """The adapters of a layer's experts, by parameter, and those of the tokens of a pass."""
+    """The adapters of a layer's experts, by parameter, and the adapters of a pass."""
 
     adapters: dict[str, ProductAdapters]
     step: StepAdapters
 
     def add_rows_(self, parameter: str, out_NO: Tensor, x_ND: Tensor, tokens_N: Tensor, expert: int) -> None:
-        """Add to the product of rows, which belong to these tokens, with one expert."""
+        """Add adapters to the product of one expert and these tokens' rows."""
         if parameter in self.adapters:
             slots_N = self.step.slots_T[tokens_N]
             self.adapters[parameter].add_rows_(out_NO, x_ND, slots_N, expert)
 
     def factors(self, experts_TK: Tensor, config: MoeConfig) -> ExpertFactors:
-        """What kernels take."""
+        """The arguments of kernels."""
         from ebbtide.srt.layers.kernels.lora import ExpertFactors, list_groups
 
         step = self.step
@@ -139,9 +139,9 @@ class AdaptedExperts:
 
 
 class BiasedExperts(Experts):
-    """Experts with biases and a clamped gate, laid out as gpt-oss's checkpoints have them.
+    """Experts with biases and a clamped gate, in the layout of gpt-oss's checkpoints.
 
-    `gate_up_proj` [E, D, 2I] has gate and up of each inner number side by side, `down_proj` is [E, I, D].
+    In `gate_up_proj` [E, D, 2I] gate and up of each inner number are neighbours. `down_proj` is [E, I, D].
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class BiasedExperts(Experts):
 
     @property
     def weights(self) -> BiasedWeights:
-        """Every rank holds all biases of the second product, and one of them adds them."""
+        """The parameters. All ranks hold the biases of the second product, but only one adds them."""
         down_bias = self.down_proj_bias if self.group.rank == 0 else None
         return BiasedWeights(self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, down_bias)
 
@@ -191,7 +191,7 @@ class ExpertSum:
         return self.experts.group.all_reduce_(self._part(None))
 
     def _part(self, residual_TD: Tensor | None) -> Tensor:
-        """What this rank's columns add to the sum: in place where there is a residual."""
+        """This rank's part of the sum. With a residual, it is added to that in place."""
         adapted = None if self.adapters is None else AdaptedExperts(self.experts.adapters, self.adapters)
         if self.tokens.x_TD.is_cuda:
             factors = (
@@ -204,7 +204,7 @@ class ExpertSum:
 
 @dataclass(slots=True)
 class SumWithShared:
-    """What a token's experts make of it, and what the MLP that all tokens take does. An `Addend`."""
+    """The sum of a token's experts and of the MLP that all tokens take. An `Addend`."""
 
     experts: Addend
     shared: Addend | Tensor
@@ -221,7 +221,7 @@ class SumWithShared:
 
 
 class MoeMLP(nn.Module):
-    """What stands in a decoder layer in place of the MLP: a router, and the experts that it chooses from.
+    """Replaces the MLP of a decoder layer: a router, and the experts that it chooses from.
 
     Args:
         shared_experts: the MLP that all tokens take too; None: there is none.
@@ -266,7 +266,7 @@ class MoeMLP(nn.Module):
 
 
 def route(logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The weights (float32) and numbers (int64) of each token's experts, both [T, K], best first."""
+    """Choose each token's experts. Returns weights (float32) and numbers (int64), both [T, K], best first."""
     scores_TE = _scores(logits_TE, config)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if config.is_grouped:
@@ -282,7 +282,7 @@ def route(logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None) ->
 def reroute(
     logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, given_TK: Tensor, config: MoeConfig
 ) -> tuple[Tensor, Tensor]:
-    """What `route` has chosen with given experts (int64; −1: none) in its place, weighted by their scores."""
+    """Replace experts chosen by `route` with given ones (int64; −1: keep), weighted by their own scores."""
     is_given_TK = given_TK >= 0
     own_TK = _weights(_scores(logits_TE, config), given_TK.clamp(min=0), config)
     experts_TK = torch.where(is_given_TK, given_TK.to(experts_TK.dtype), experts_TK)
@@ -298,7 +298,7 @@ def _scores(logits_TE: Tensor, config: MoeConfig) -> Tensor:
 def _weights(scores_TE: Tensor, experts_TK: Tensor, config: MoeConfig) -> Tensor:
     weights_TK = scores_TE.gather(1, experts_TK)
     if config.renormalize:
-        # Sigmoids may all be zero.
+        # The small number avoids a division by zero, since sigmoids may all be zero.
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).add_(1e-20)
     return weights_TK if config.scale == 1.0 else weights_TK * config.scale
 
@@ -306,7 +306,7 @@ def _weights(scores_TE: Tensor, experts_TK: Tensor, config: MoeConfig) -> Tensor
 def run_experts(
     tokens: RoutedTokens, gate_up_RD: Tensor, down_RI: Tensor, adapted: AdaptedExperts | None = None
 ) -> Tensor:
-    """The weighted sum [T, D] of each token's experts, whose weights are as `Experts` holds them."""
+    """The weighted sum [T, D] of each token's experts, with weights in the layout of `Experts`."""
     hidden, inner = tokens.x_TD.shape[1], down_RI.shape[1]
     num_rows = len(gate_up_RD) * hidden // len(down_RI)
 
@@ -337,7 +337,7 @@ def run_biased_experts(tokens: RoutedTokens, weights: BiasedWeights, clamp: Clam
 
 
 def _sum_of_experts(tokens: RoutedTokens, mlp: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
-    """The weighted sum [T, D], one expert after the other."""
+    """The weighted sum [T, D], computed one expert after the other."""
     x_TD, weights_TK, experts_TK = tokens
     top_k = experts_TK.shape[1]
     counts_E = experts_TK.flatten().bincount().tolist()
@@ -350,7 +350,7 @@ def _sum_of_experts(tokens: RoutedTokens, mlp: Callable[[int, Tensor, Tensor], T
         slots_N = slots[first : first + count]
         tokens_N = slots_N // top_k
         y_ND = mlp(expert, x_TD[tokens_N], tokens_N)
-        # A token occurs once per expert, so the sum over experts has one order: that of the loop.
+        # A token occurs once per expert, so its sum is always in the order of experts, and deterministic.
         out_TD.index_add_(0, tokens_N, y_ND.float() * weights_TK.flatten()[slots_N, None])
         first += count
     return out_TD.to(x_TD.dtype)

@@ -1,4 +1,4 @@
-"""What stands between products: norms, gates, and the residual stream.
+"""Operations between products: norms, activations, and the residual stream.
 
 Shapes: T tokens, D hidden, I intermediate size, M rows that are wanted.
 """
@@ -36,14 +36,14 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, accumulated in float32."""
+    """Normalise the last dimension, in float32: x / sqrt(mean(x²) + eps) · (weight + offset)."""
     if x.is_cuda:
         from ebbtide.srt.layers.kernels.norm import rms_norm_at_once
 
         return rms_norm_at_once(x, weight, eps, offset)
     if offset == 0.0:
         return F.rms_norm(x, weight.shape, weight, eps)
-    # The sum of weight and offset has more digits than either.
+    # In float32, since rounding weight + offset to the weight's dtype would lose digits.
     return F.rms_norm(x.float(), weight.shape, weight.float() + offset, eps).to(x.dtype)
 
 
@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
     """`rms_norm` with a weight that is loaded later.
 
     Args:
-        offset: added to the weight; Gemma's checkpoints hold what is to be added to one.
+        offset: added to the weight. Gemma's checkpoints hold weights minus one.
     """
 
     def __init__(self, size: int, *, eps: float, dtype: torch.dtype, offset: float = 0.0) -> None:
@@ -65,13 +65,13 @@ class RMSNorm(nn.Module):
 
 
 class Deferred(Protocol):
-    """A tensor that is computed when somebody reads it."""
+    """A tensor that is computed when it is read."""
 
     def tensor(self) -> Tensor: ...
 
 
 class Addend(Deferred, Protocol):
-    """What can be added to the residual stream without being written first."""
+    """What can be added to the residual stream without first being stored as a tensor."""
 
     def add_to(self, residual_TD: Tensor) -> None:
         """Add it in place."""
@@ -86,7 +86,7 @@ class Residual:
     """The residual stream of a forward pass.
 
     Args:
-        x_TD: owned by the stream, which is added up in place.
+        x_TD: becomes the stream's own, and is changed in place.
     """
 
     __slots__ = ("num_changes", "x_TD")
@@ -96,7 +96,7 @@ class Residual:
         self.num_changes = 0
 
     def add(self, addend: Addend | Tensor) -> None:
-        """residual += addend."""
+        """Add to the residual, in place where possible."""
         self.num_changes += 1
         if isinstance(addend, Tensor):
             self.x_TD += addend
@@ -108,14 +108,14 @@ class Residual:
         return NormedResidual(self, norm)
 
     def keep(self, rows_M: Tensor | None) -> None:
-        """Drop all rows but these; None: keep all."""
+        """Keep only these rows; None: keep all."""
         if rows_M is not None:
             self.x_TD = self.x_TD[rows_M]
             self.num_changes += 1
 
 
 class NormedResidual:
-    """norm(residual), read before more is added: by a product that computes it itself, or as a tensor."""
+    """norm(residual), computed by the product that reads it or as a tensor, before the residual changes."""
 
     __slots__ = ("_num_changes", "_residual", "norm")
 
@@ -125,7 +125,7 @@ class NormedResidual:
 
     @property
     def x_TD(self) -> Tensor:
-        """The residual."""
+        """The residual, not normalised."""
         assert self._num_changes == self._residual.num_changes, (
             "the residual has changed since its norm was taken"
         )

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the default form, linear scaling, that of Llama 3, and YaRN.
+"""Rotary position embedding: the default form, linear scaling, Llama 3's, and YaRN.
 
 Shapes: T tokens, N heads, K KV heads, H head_dim, R rotary_dim.
 """
@@ -17,7 +17,7 @@ from ebbtide.srt.layers.norm import rms_norm
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 _CONTEXT = "original_max_position_embeddings"
-# The settings that each kind cannot do without.
+# The settings that each kind requires.
 _NEEDED: dict[RopeKind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -32,14 +32,15 @@ class RopeConfig:
 
     Attributes:
         kind: the variant.
-        theta: base of the geometric series of wave lengths.
-        factor: how many times longer the scaled waves are (all but default).
-        low_turns, high_turns: turns within the original context between which llama3 and yarn blend scaled
-            and unscaled frequencies; llama3 calls them factors, yarn beta_slow and beta_fast.
-        original_context_len: context length before scaling (llama3, yarn).
-        is_truncated: whether yarn blends between whole pairs.
-        scale: of cosines and sines (yarn).
-        share: of a head's numbers, the first ones, that is rotated.
+        theta: base of the geometric series of wavelengths.
+        factor: how many times longer scaled waves are (all variants but default).
+        low_turns, high_turns: llama3 and yarn blend scaled and unscaled frequencies between these numbers of
+            turns within the original context. In configs: llama3's frequency factors, yarn's beta_slow and
+            beta_fast.
+        original_context_len: context length in tokens before scaling (llama3, yarn).
+        is_truncated: whether yarn rounds the limits of its blend to whole pairs.
+        scale: a factor for cosines and sines (yarn).
+        share: the share of a head's numbers that is rotated, the first ones.
     """
 
     kind: RopeKind
@@ -53,7 +54,7 @@ class RopeConfig:
     share: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Numbers of a head that are rotated."""
+        """How many numbers of a head are rotated."""
         return int(head_dim * self.share)
 
 
@@ -68,7 +69,7 @@ def rope_config(hf_config: Any) -> RopeConfig:
 
 
 def rope_from(settings: Mapping[str, Any], theta: float | None = None, share: float = 1.0) -> RopeConfig:
-    """One set of rope settings; `theta` is the base and `share` what is rotated where they do not say it.
+    """Read one set of rope settings. `theta` and `share` are defaults for settings that lack them.
 
     Raises ConfigurationError for a variant that is not implemented, or one that lacks a setting.
     """
@@ -104,7 +105,7 @@ def rope_from(settings: Mapping[str, Any], theta: float | None = None, share: fl
 
 
 def _yarn_scale(settings: Mapping[str, Any]) -> float:
-    """What yarn multiplies cosines and sines by: said as it is, or by the factor and two weights of it."""
+    """Yarn's factor for cosines and sines: given as such, or computed from `factor` and two weights."""
     if (given := settings.get("attention_factor")) is not None:
         return float(given)
     factor, weight, divisor = settings["factor"], settings.get("mscale"), settings.get("mscale_all_dim")
@@ -114,12 +115,12 @@ def _yarn_scale(settings: Mapping[str, Any]) -> float:
 
 
 def yarn_growth(factor: float, weight: float = 1.0) -> float:
-    """How much larger yarn makes queries, and keys, where contexts are `factor` times longer."""
+    """Yarn's factor for queries, and for keys, when contexts are `factor` times longer."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
-    """Angle per position of each of the rotary_dim / 2 pairs, float32."""
+    """Angles per position, float32, of each of the rotary_dim / 2 pairs."""
     rotary_dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=device).float() / rotary_dim
     frequencies = 1.0 / rope.theta**exponents
@@ -127,8 +128,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
         return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
-    # Waves that turn often within the original context stay, slow ones are stretched by the factor, and those
-    # between are a blend: by their turns, or with yarn by their place between those that turn so often.
+    # Frequencies with many turns within the original context are kept, those with few are divided by the
+    # factor, and those between are a blend: in llama3 by number of turns, in yarn by the index of the pair.
     if rope.kind == "llama3":
         turns = rope.original_context_len * frequencies / (2 * math.pi)
         keep = (turns - rope.low_turns) / (rope.high_turns - rope.low_turns)
@@ -146,13 +147,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
 
 
 def _pair_that_turns(turns: float, rope: RopeConfig, rotary_dim: int) -> float:
-    """The place of the pair that turns that often within the original context."""
+    """The index (fractional) of the pair that turns this often within the original context."""
     wave = rope.original_context_len / (turns * 2 * math.pi)
     return rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the pairs (i, i + R/2) of every head by angles that grow with the position."""
+    """Computes the rotation of the pairs (i, i + R/2) of every head, whose angles grow with the position."""
 
     inv_freq: Tensor
 
@@ -162,9 +163,9 @@ class RotaryEmbedding(nn.Module):
         self._scale = rope.scale
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Rope:
-        """Cosines and sines for these positions: once per step, for all layers."""
+        """Cosines and sines for these positions. Called once per pass, for all layers."""
         if positions_T.is_cuda:
-            # One launch in place of seven.
+            # One launch instead of seven.
             from ebbtide.srt.layers.kernels.rope import rope_angles
 
             return rope_angles(positions_T, self.inv_freq, dtype, self._scale)
@@ -174,7 +175,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """The rotated heads, a new tensor. `sin_T1R` holds half of what is rotated."""
+    """Rotate heads into a new tensor. `sin_T1R` is half as wide as `cos_T1R`."""
     rotary_dim = cos_T1R.shape[-1]
     if rotary_dim < x_TNH.shape[-1]:
         rotated = rotate(x_TNH[..., :rotary_dim], cos_T1R, sin_T1R)
@@ -190,7 +191,7 @@ def rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
 def split_heads(
     qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normalised and rotated, and values."""
+    """Split queries, keys and values; normalise and rotate queries and keys."""
     sizes = [qkv_TNH.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
     q_TNH, k_TKH, v_TKH = torch.split(qkv_TNH, sizes, dim=1)
     if norms is not None:

@@ -1,9 +1,9 @@
-"""Layers that keep a state of each request: what they are handed with a pass, and what they do, in torch.
+"""Layers that keep a state of each request: their part of a pass, and their operations in torch.
 
-That is for devices without kernels of ours, and what the kernels are tested against.
+The torch operations are for devices without kernels of ours, and the reference in tests of the kernels.
 
 Shapes: T tokens, R requests, P prompts, or pieces of them, C channels, K key heads, V value heads, N heads,
-H head_dim, G groups of heads, S numbers of a state for each of a head, L tokens of a piece.
+H head_dim, G groups of heads, S state_size, L tokens of a piece.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import Tensor, nn
 
 from ebbtide.srt.distributed.parallel_group import ParallelGroup
 
-# Tokens that a layer with a state takes at once.
+# How many tokens a layer with a state processes at once.
 PIECE_TOKENS = 64
-# Added to the sum of squares of a key or a query before it is made a unit vector.
+# Added to the sum of squares when a key or a query is scaled to a unit vector.
 KEY_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """The requests of a pass, as layers that keep a state see them.
+    """The requests of a pass, as layers with a state see them.
 
-    A request's state is that behind all tokens before its first new one; before position 0 it is zero,
-    whatever its slot holds. Layers leave there the state behind the last new token.
+    A slot holds a request's state after all tokens before its first new one. If that is at position 0, the
+    state is zero, whatever the slot holds. Layers write the state after the last new token back to the slot.
 
     Attributes:
-        layers: of each such layer its tensors, [slots, *shape]: see `StatePool`.
+        layers: for each such layer its tensors [slots, *shape], see `StatePool`.
         slots_R: int64, the slot of each request.
-        num_decoding: requests with one new token, which come first, as many tokens.
+        num_decoding: the number of requests with one new token, which come first.
         indptr_P1: int32, first new token of each of the other requests, and the end.
-        lens_P: how many those are.
-        pieces_P3: int32, those tokens in pieces of at most `PIECE_TOKENS` of one request: first token, count,
+        lens_P: the numbers of new tokens of these requests.
+        pieces_P3: int32, their tokens in pieces of at most `PIECE_TOKENS` of one request: first token, count,
             number of the request.
     """
 
@@ -55,7 +55,7 @@ class StateLayer(nn.Module):
         number: of the layer, among those with states.
 
     Attributes:
-        group: the ranks that divide the heads among them.
+        group: the ranks that divide the heads.
     """
 
     def __init__(self, number: int) -> None:
@@ -72,10 +72,10 @@ def convolve(
     states: StateStep,
     bias_C: Tensor | None = None,
 ) -> Tensor:
-    """silu of each channel's convolution over a token and those before it.
+    """Convolve each channel over a token and the ones before it, then apply silu.
 
     Args:
-        conv_states: [slots, C, K − 1], the inputs of the tokens before, which are replaced by those of now.
+        conv_states: [slots, C, K − 1], the inputs of the previous tokens; replaced by the latest inputs.
     """
     size = weight_C1K.shape[-1]
     outputs = []
@@ -98,12 +98,12 @@ def delta_rule(
     positions_T: Tensor,
     states: StateStep,
 ) -> Tensor:
-    """The outputs of value heads, [T, V, H].
+    """The outputs [T, V, H] of value heads by the gated delta rule, see `layers.gated_delta_net`.
 
     Args:
         qkv_TC: queries of all key heads, then keys, then values.
-        rates_TV, decays_TV: what β and g are made of.
-        matrices: float32 [slots, V, key H, value H], which are brought up to date.
+        rates_TV, decays_TV: the projections from which β and g are computed.
+        matrices: float32 [slots, V, key H, value H], updated in place.
     """
     num_v_heads, k_dim, v_dim = matrices.shape[1:]
     v_size = num_v_heads * v_dim
@@ -122,10 +122,10 @@ def delta_rule(
 def _delta_piece(
     matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, decay: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs of L tokens of each request, and the matrices behind them.
+    """The outputs of L tokens of each request, and the matrices after them.
 
-    The tokens' updates u solve (1 + A) u = β (v − exp(g) S k), where A is how much of its update each token
-    owes to those before it: all at once in place of one after the other.
+    The tokens' updates u solve (1 + A) u = β (v − exp(g) S k), where the strictly lower triangular A is how
+    much each update depends on the earlier ones. So all tokens are solved at once, not one after the other.
     """
     total = decay.cumsum(-1)
     since = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
@@ -155,12 +155,12 @@ def selective_scan(
     positions_T: Tensor,
     states: StateStep,
 ) -> Tensor:
-    """The outputs of heads, [T, N, H].
+    """The outputs [T, N, H] of heads of Mamba-2, see `models.nemotron_h`.
 
     Args:
         xbc_TC: inputs x of all heads, then B of all groups, then C of all groups.
-        steps_TN: what time steps are made of.
-        matrices: float32 [slots, N, H, S], which are brought up to date.
+        steps_TN: the projections from which time steps are computed.
+        matrices: float32 [slots, N, H, S], updated in place.
     """
     num_heads, head_dim, state_size = matrices.shape[1:]
     inner = num_heads * head_dim
@@ -179,7 +179,7 @@ def selective_scan(
 
 
 def _mamba_piece(matrix: Tensor, x: Tensor, b: Tensor, c: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs of L tokens of each request, and the matrices behind them."""
+    """The outputs of L tokens of each request, and the matrices after them."""
     total = decay.cumsum(-1)
     since = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
     out = (c * total.exp()[..., None]) @ matrix.transpose(-1, -2) + (c @ b.transpose(-1, -2) * since) @ x
@@ -189,7 +189,7 @@ def _mamba_piece(matrix: Tensor, x: Tensor, b: Tensor, c: Tensor, decay: Tensor)
 
 
 def gated_group_norm(x_TC: Tensor, gates_TC: Tensor, weight_C: Tensor, num_groups: int, eps: float) -> Tensor:
-    """rms_norm(x · silu(gates)), each group of channels by itself."""
+    """rms_norm(x · silu(gates)), with a norm for each group of channels."""
     gated_TC = x_TC.float() * F.silu(gates_TC.float())
     groups_TGC = gated_TC.view(len(x_TC), num_groups, -1)
     normed_TC = F.rms_norm(groups_TGC, groups_TGC.shape[2:], None, eps).flatten(1)
@@ -203,11 +203,11 @@ def _scan(
     positions_T: Tensor,
     states: StateStep,
 ) -> Tensor:
-    """Outputs of all tokens, [T, heads, H]: piece by piece of each request, whose matrices are replaced.
+    """Compute the outputs [T, heads, H] of all tokens, piece by piece of each request; update the matrices.
 
     Args:
-        run_piece: the outputs of L tokens and the matrices behind them, by the matrices before them and the
-            tokens' inputs [R, heads, L, ...].
+        run_piece: takes the matrices before L tokens and the tokens' inputs [R, heads, L, ...]; returns the
+            outputs and the matrices after them.
         inputs: [T, heads, ...].
     """
     outputs = []
@@ -228,7 +228,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _requests(states: StateStep) -> Iterator[tuple[Tensor, slice]]:
-    """Those that decode together, then the others one by one: their slots, and their tokens."""
+    """Yield slots and tokens: first of all decoding requests together, then of each other request."""
     first = states.num_decoding
     if first:
         yield states.slots_R[:first], slice(0, first)
@@ -238,12 +238,12 @@ def _requests(states: StateStep) -> Iterator[tuple[Tensor, slice]]:
 
 
 def _by_request(x: Tensor, slots: Tensor) -> Tensor:
-    """Tokens of requests that have as many each, by request."""
+    """Reshape tokens of requests with equally many tokens to [requests, tokens, ...]."""
     return x.reshape(len(slots), -1, *x.shape[1:])
 
 
 def _before(pool: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-    """What slots hold; zero where a request has no token before its first one here."""
+    """The slots' contents, or zero for requests whose first token here is at position 0."""
     firsts = _by_request(positions, slots)[:, 0]
     held = pool[slots]
     return held.where((firsts > 0).view(-1, *[1] * (held.dim() - 1)), 0.0)

@@ -1,4 +1,4 @@
-"""A forward pass, as a model and its layers see it: everything of a pass is an argument.
+"""Everything that a model and its layers need to know of one forward pass, passed as an argument.
 
 Shapes: T tokens, L layers, K experts per token, M rows that are wanted.
 """
@@ -17,15 +17,15 @@ from ebbtide.srt.layers.state import StateStep
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Which products take kernels of ours instead of a library's: up to how many tokens each serves.
+    """The largest numbers of tokens for which our own kernels are used instead of a library's.
 
     Chosen once, when an engine starts. The tiles of these kernels are in `layers.kernels.tiles`.
 
     Attributes:
-        few: `small_batch`, by weights of 16 bits; beyond, the library's product takes no longer.
-        few_router: the same, by a router's weight, which has few rows.
-        few_fp8: the same, by weights of 8 bits: one token keeps its precision.
-        few_quantized: `small_batch.fp8_products`, of tokens in 8 bits.
+        few: for `small_batch` with 16-bit weights; for more tokens the library is as fast.
+        few_router: the same for a router's weight, which has few rows.
+        few_fp8: the same for 8-bit weights and tokens that are not quantized.
+        few_quantized: for `small_batch.fp8_products`, whose tokens are in 8 bits too.
     """
 
     few: int = 0
@@ -38,7 +38,7 @@ class Kernels:
         """The kernels for a model of this dtype."""
         if device.type != "cuda":
             return LIBRARIES
-        # Only those of tokens in 8 bits take another type than bfloat16.
+        # Kernels for 16-bit weights are for bfloat16 alone.
         return ON_GPU if dtype == torch.bfloat16 else Kernels(few_quantized=ON_GPU.few_quantized)
 
 
@@ -52,13 +52,13 @@ class Step:
     """One forward pass.
 
     Attributes:
-        input_ids_T, positions_T: int64, the new tokens and where they stand in their requests.
+        input_ids_T, positions_T: int64, the new tokens and their positions in their requests.
         attention: prepared for these tokens.
         kernels: the engine's.
         wanted_M: int64, not empty: the rows whose hidden states are wanted; None: all.
-        given_TLK: int64, experts that tokens take in place of the routers' choice; −1, or None: it holds.
-        routes_TLK: where layers write the experts of the tokens, with room for more of them; None: nowhere.
-        adapters: None: no token has one. Else every layer has all tokens: `wanted_M` is None.
+        given_TLK: int64, experts that replace the routers' choice; −1, or None: the choice stands.
+        routes_TLK: where layers write the tokens' experts; it may have more rows than tokens. None: nowhere.
+        adapters: None: no token has one. Otherwise `wanted_M` is None, so that every layer has all tokens.
         states: of the requests; None: no layer keeps any.
     """
 
