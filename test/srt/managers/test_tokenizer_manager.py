@@ -95,6 +95,17 @@ async def test_the_answer_has_every_field(engine: Engine) -> None:
 
 
 @scripted()
+async def test_the_answer_names_fields_that_nothing_is_known_of(engine: Engine) -> None:
+    output = RequestOutput("r", [7], finish=STOP, start=start())
+    misspelt = {"max_new_tokens": 3, "retrun_logprob": True, "image_data": False, "none": None}
+    body = await answer(engine, {"input_ids": [5], "rid": "r", **misspelt}, output)
+    assert body["meta_info"]["ignored_fields"] == ["max_new_tokens", "retrun_logprob"]
+    many = {f"{number:03}{'x' * 999}": 1 for number in range(99)}
+    body = await answer(engine, {"input_ids": [5], "rid": "r", **many}, output)
+    assert sum(map(len, body["meta_info"]["ignored_fields"])) == 10 * 50
+
+
+@scripted()
 async def test_a_request_that_never_ran_is_answered_in_full(engine: Engine) -> None:
     fields = {"input_ids": [5, 6], "rid": "r", "return_logprob": True, "logprob_start_len": 0}
     body = await answer(engine, fields, RequestOutput("r", [], finish=ABORT), texts=[""])

@@ -74,7 +74,7 @@ class MetaInfo(Struct, kw_only=True):
 
     So is `precision`: `weights` and `kv_cache`, a dtype each, or `fp8` or `w8a8_fp8`, and `fp8_e4m3`; and
     `num_nonfinite`: rows of logits, of the prompt where its logprobs are asked for and of the output, that
-    held NaN or +Inf.
+    held NaN or +Inf; and `ignored_fields`: those of the request that nothing is known of, if there are any.
     """
 
     id: str
@@ -119,6 +119,7 @@ class MetaInfo(Struct, kw_only=True):
     first_token_latency: float | UnsetType = UNSET
     precision: dict[str, str] | UnsetType = UNSET
     num_nonfinite: int | UnsetType = UNSET
+    ignored_fields: list[str] | UnsetType = UNSET
 
 
 class GenerateOutput(Struct, kw_only=True):

@@ -200,7 +200,7 @@ class TokenizerManager:
             outputs = await self.worked_on(held, lambda: self._normalizer.plan(draft, prompts))
             if self._place is not None:
                 outputs = self._place(outputs)
-            style = self._style(draft.request, is_incremental, routed_form)
+            style = self._style(draft, is_incremental, routed_form)
             generation = await self.worked_on(held, lambda: self._generation(draft, outputs, style))
         except BaseException:
             self._live.release(draft.all_rids)
@@ -309,9 +309,8 @@ class TokenizerManager:
         await asyncio.sleep(wait_s)
         self._check_alive()
 
-    def _style(
-        self, request: GenerateReqInput, is_incremental: bool, routed_form: RoutedForm
-    ) -> ResponseStyle:
+    def _style(self, draft: GenerationDraft, is_incremental: bool, routed_form: RoutedForm) -> ResponseStyle:
+        request = draft.request
         return ResponseStyle(
             is_incremental=bool(request.stream) and is_incremental,
             return_prompt_token_ids=bool(request.return_prompt_token_ids),
@@ -321,6 +320,7 @@ class TokenizerManager:
             ),
             routed_form=routed_form,
             precision=self._config.precision,
+            ignored_fields=draft.ignored_fields,
         )
 
     def _generation(

@@ -34,6 +34,9 @@ UNSUPPORTED_FIELDS = frozenset(
     )
 )
 
+MAX_UNKNOWN: Final = 10
+MAX_NAME_LENGTH: Final = 50
+
 # What a message between processes has room for; JSON and Python have more.
 INT64_MAX: Final = 2**63 - 1
 Int64: TypeAlias = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
@@ -131,6 +134,18 @@ def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
         if not asks_for_nothing(fields[name]):
             raise RequestRejected(f"{name}: not supported in this version")
     return read(GenerateReqInput, fields)
+
+
+def unknown_fields(given: GenerateReqInput | Mapping[str, Any]) -> list[str]:
+    """The names of fields that have no effect because nothing is known of them.
+
+    Few and short, since each of many outputs may say them.
+    """
+    if isinstance(given, GenerateReqInput):
+        return []
+    named = {name for name, value in given.items() if value is not None}
+    unknown = named - set(GenerateReqInput.__struct_fields__) - UNSUPPORTED_FIELDS
+    return [name[:MAX_NAME_LENGTH] for name in sorted(unknown)[:MAX_UNKNOWN]]
 
 
 def asks_for_nothing(value: Any) -> bool:

@@ -21,6 +21,7 @@ from ebbtide.srt.managers.api.generate_fields import (
     per_prompt,
     rids_of_outputs,
     split_ids,
+    unknown_fields,
 )
 from ebbtide.srt.managers.api.request_limits import MAX_OUTPUTS, RequestLimits
 from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput, VersionContract
@@ -49,6 +50,7 @@ class GenerationDraft:
         is_list: whether the answer is a list: a batch, or several samples.
         groups: a rid that was posted for several outputs → theirs.
         continued: the output that it continues.
+        ignored_fields: see `unknown_fields`.
     """
 
     request: GenerateReqInput
@@ -61,6 +63,7 @@ class GenerationDraft:
     groups: dict[str, list[str]]
     arrival_s: float
     continued: EndedOutput | None
+    ignored_fields: list[str]
 
     @property
     def all_rids(self) -> list[str]:
@@ -126,6 +129,7 @@ class RequestNormalizer:
             groups=groups,
             arrival_s=arrival_s,
             continued=continued,
+            ignored_fields=unknown_fields(given),
         )
 
     def tokenize(self, draft: GenerationDraft, prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -35,6 +35,7 @@ class ResponseStyle:
         token_text: the text of a single token, for logprobs; None leaves it null.
         flat_top: the form of the most likely tokens; None: as lists of triples.
         precision: what the engine computes with, see `MetaInfo`.
+        ignored_fields: of the request, that nothing is known of.
     """
 
     is_incremental: bool
@@ -43,6 +44,7 @@ class ResponseStyle:
     flat_top: FlatForm | None = None
     routed_form: RoutedForm = "int32"
     precision: Mapping[str, str] = field(default_factory=dict)
+    ignored_fields: Sequence[str] = ()
 
 
 class LogprobTable:
@@ -280,6 +282,8 @@ class OutputState:
             meta.update(self._latencies())
             meta["num_nonfinite"] = self._num_nonfinite
             meta["precision"] = self._style.precision
+            if self._style.ignored_fields:
+                meta["ignored_fields"] = self._style.ignored_fields
         return meta
 
     def _version_spans(self) -> list[dict[str, Any]]:
