@@ -1,4 +1,4 @@
-"""Anthropic's Messages as chats: requests, answers, streams, errors and routes of `/v1/messages`.
+"""Anthropic's Messages API: `/v1/messages` as chats; its requests, answers, streams, errors and routes.
 
 Source: https://docs.claude.com/en/api/messages and messages-streaming.
 """
@@ -44,7 +44,7 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
     "output_format": "output_config.format takes its place",
     "stop": "stop_sequences takes its place",
 }
-# What a server of one model has nothing to do with.
+# Known fields that have no effect, and are not listed as ignored (the budget is, see `ignored_fields`).
 _WITHOUT_EFFECT: Final = frozenset(("cache_control", "service_tier", "thinking.budget_tokens"))
 _BLOCKS: Final = {
     "user": ("text", "tool_result"),
@@ -61,7 +61,7 @@ class InputMessage(Struct, kw_only=True):
 
 
 class CountTokensRequest(Struct, kw_only=True):
-    """What becomes a prompt. An answer to messages that end with an assistant's goes on with its text."""
+    """The fields that make the prompt. If the last message is an assistant's, the answer continues it."""
 
     model: str | None = None
     messages: list[InputMessage]
@@ -73,9 +73,9 @@ class CountTokensRequest(Struct, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """Sampling parameters and fields of `/generate` that chats take mean here what they mean there.
+    """Sampling parameters and fields of `/generate` mean the same as in chats.
 
-    `thinking.budget_tokens` is no limit: `max_tokens` counts all tokens.
+    `thinking.budget_tokens` has no effect: `max_tokens` limits reasoning and answer together.
     """
 
     max_tokens: int
@@ -85,9 +85,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def as_chat(fields: Mapping[str, Any], *, has_reasoning: bool) -> Fields:
-    """The fields of the chat that a request of `/v1/messages` is.
+    """Turn a request of `/v1/messages` into the fields of a chat.
 
-    `has_reasoning`: whether the server separates reasoning from the answer. Raises RequestRejected: 400.
+    `has_reasoning`: whether the server has a reasoning parser. Raises RequestRejected: 400.
     """
     request = parse(MessagesRequest, fields)
     own = {
@@ -99,7 +99,7 @@ def as_chat(fields: Mapping[str, Any], *, has_reasoning: bool) -> Fields:
 
 
 def prompt_fields(request: CountTokensRequest, fields: Mapping[str, Any], *, has_reasoning: bool) -> Fields:
-    """Those fields of the chat that make the prompt. Raises RequestRejected: 400."""
+    """The fields of the chat that make the prompt. Raises RequestRejected: 400."""
     refuse_fields(fields, _UNSUPPORTED)
     messages = _messages(request)
     wanted = request.output_config or {}
@@ -118,7 +118,7 @@ def prompt_fields(request: CountTokensRequest, fields: Mapping[str, Any], *, has
 
 
 def ignored_fields(fields: Mapping[str, Any]) -> list[str]:
-    """The names of those that have no effect."""
+    """The names of fields that have no effect."""
     ignored = not_known(fields, {*MessagesRequest.__struct_fields__, *_UNSUPPORTED, *_WITHOUT_EFFECT})
     thinking = fields.get("thinking") or {}
     return [*ignored, *(["thinking.budget_tokens"] if "budget_tokens" in thinking else [])]
@@ -160,7 +160,7 @@ def _add_block(conversation: ChatBuilder, role: str, block: Fields, where: str) 
 
 
 def _thinks(thinking: Mapping[str, Any] | None, *, has_reasoning: bool) -> bool | None:
-    """Whether the answer begins with reasoning; None: as the model has it."""
+    """Whether the answer begins with reasoning; None: the chat template's default."""
     match thinking:
         case None:
             return None
@@ -183,7 +183,7 @@ def _tool(tool: Fields, where: str) -> Fields:
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The choice as a chat has it, and whether there is one call at most."""
+    """The choice in a chat's form, and whether there may be at most one call."""
     one_at_most = choice.get("disable_parallel_tool_use") is True
     match choice:
         case {"type": "auto" | "none" as kind}:
@@ -228,7 +228,7 @@ class ToolUseBlock(Struct, tag="tool_use", tag_field="type"):
 
 
 class MessageUsage(Struct, kw_only=True):
-    """`input_tokens`: of the prompt, without those that the prefix cache had."""
+    """`input_tokens`: tokens of the prompt that were not in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -237,7 +237,7 @@ class MessageUsage(Struct, kw_only=True):
 
 
 class MessageBody(Struct, kw_only=True):
-    """An answer of `/v1/messages`. `metadata`: the versions of its weights, as in a chat."""
+    """An answer of `/v1/messages`. `metadata`: the weight versions, as in a chat."""
 
     id: str
     type: Literal["message"] = "message"
@@ -261,7 +261,7 @@ class MessageWriter(BlockWriter):
     """Writes answers of `/v1/messages`, and the events of its streams."""
 
     def answer(self, piece: Piece) -> MessageBody:
-        """Raises RequestRejected: 503, the request was aborted."""
+        """Build the body. Raises RequestRejected: 503, or the abort's status; the request was aborted."""
         message = self._message(piece)
         message.content = [_content(block, block.text) for block in self.blocks]
         message.stop_reason = self._stop_reason(piece)
@@ -285,7 +285,7 @@ class MessageWriter(BlockWriter):
         return [{"type": "content_block_stop", "index": block.index}]
 
     def finish(self, piece: Piece) -> list[Fields]:
-        """Raises RequestRejected: 503, the request was aborted."""
+        """The last events. Raises RequestRejected: 503, or the abort's status; the request was aborted."""
         delta = {"stop_reason": self._stop_reason(piece), "stop_sequence": _stop_sequence(piece)}
         event = {"type": "message_delta", "delta": delta, "usage": _usage(piece), "metadata": piece.metadata}
         return [event, {"type": "message_stop"}]
@@ -302,7 +302,7 @@ class MessageWriter(BlockWriter):
     def _stop_reason(self, piece: Piece) -> StopReason:
         assert piece.finish is not None, "it has ended"
         if piece.finish_reason in ("abort", "stale"):
-            # There is no word for it: half an answer is not to be taken for a whole one.
+            # Anthropic has no stop reason for this; clients must not take a partial answer for a whole one.
             message = piece.finish.get("message") or "the request was aborted"
             raise RequestRejected(message, piece.finish.get("status_code") or 503)
         if piece.finish_reason == "length":
@@ -312,7 +312,7 @@ class MessageWriter(BlockWriter):
         return "end_turn" if _stop_sequence(piece) is None else "stop_sequence"
 
 
-# By kind of block: the type of a delta, and the name of what is added.
+# Kind of block → type of its deltas, and the name of the field with the added text.
 _DELTAS: Final = {
     BlockKind.TEXT: ("text_delta", "text"),
     BlockKind.REASONING: ("thinking_delta", "thinking"),
@@ -357,14 +357,14 @@ class ErrorObject(Struct, kw_only=True):
 
 
 class ErrorResponse(Struct, kw_only=True):
-    """A refusal or failure, in Anthropic's shape."""
+    """An error, in Anthropic's shape."""
 
     type: Literal["error"] = "error"
     error: ErrorObject
 
 
 def error_body(message: str, status: int) -> Fields:
-    """A refusal or failure, as it is sent."""
+    """The body of an error, in Anthropic's shape."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     body: Fields = to_builtins(ErrorResponse(error=ErrorObject(type=kind, message=message)))
     return body
@@ -376,7 +376,7 @@ PATH: Final = "/v1/messages"
 
 
 class AnthropicApi:
-    """What is behind `/v1/messages` and `/v1/messages/count_tokens`."""
+    """Serves `/v1/messages` and `/v1/messages/count_tokens`."""
 
     def __init__(self, service: EngineService, calls: Calls) -> None:
         self._service = service
@@ -408,7 +408,7 @@ class AnthropicApi:
         error=ErrorResponse,
     )
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens a conversation has."""
+        """Count the tokens of a conversation."""
         fields = await self._calls.fields_of(request)
         asked = parse(CountTokensRequest, fields)
         call = await self._calls.chat(prompt_fields(asked, fields, has_reasoning=self._has_reasoning))
@@ -422,7 +422,7 @@ class AnthropicApi:
 
 
 def with_own_errors(scope: Scope, send: Send) -> Send:
-    """What sends the answer to a request: errors to Anthropic's clients in their shape, all else as it is."""
+    """Wrap `send` so that errors of Anthropic's endpoints have Anthropic's shape."""
     # A proxy may have put a prefix before the path.
     if scope["type"] != "http" or f"{PATH}/" not in f"{scope['path']}/":
         return send

@@ -1,6 +1,6 @@
-"""The bodies that answers have in common, and those of generation, which its streams put together.
+"""Bodies of answers: the common ones, and those of generation, which whole answers and streams share.
 
-A field that is not always there is one with a default.
+Fields with a default may be missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Positions = list[list[Triple] | None]
 
 
 class AnswerBody(Struct, kw_only=True):
-    """What every body has."""
+    """The fields of every body."""
 
     success: bool = True
     message: str = ""
@@ -30,19 +30,19 @@ class ErrorDetail(Struct, kw_only=True):
 
 
 class Error(AnswerBody, kw_only=True):
-    """Any refusal or failure. Some have further fields."""
+    """An error. Some have further fields."""
 
     error: ErrorDetail
 
 
 class DrainRequest(Struct, kw_only=True):
-    """`timeout_s`: what has not ended by then is answered with 503; null: there is no limit."""
+    """`timeout_s`: requests that have not ended by then are answered with 503; null: no limit."""
 
     timeout_s: Seconds | None = None
 
 
 class DrainReply(AnswerBody, kw_only=True):
-    """`num_live`: requests that are still served."""
+    """`num_live`: number of requests that are still served."""
 
     num_live: int
 
@@ -51,7 +51,7 @@ class DrainReply(AnswerBody, kw_only=True):
 
 
 class FinishReasonBody(Struct, kw_only=True):
-    """`stop` comes with `matched`, `length` with its `length`, `abort` and `stale` with the `message`."""
+    """`stop` comes with `matched`, `length` with `length`, `abort` and `stale` with `message`."""
 
     type: Literal["stop", "length", "abort", "stale"]
     matched: int | str | None = None
@@ -62,7 +62,7 @@ class FinishReasonBody(Struct, kw_only=True):
 
 
 class VersionSpan(Struct, kw_only=True):
-    """Output tokens `start` to `end`, exclusive, were sampled by weights of this version."""
+    """Output tokens `start` to `end` (exclusive) were sampled with weights of this version."""
 
     version: str
     start: int
@@ -70,11 +70,13 @@ class VersionSpan(Struct, kw_only=True):
 
 
 class MetaInfo(Struct, kw_only=True):
-    """Times are in seconds, and there once the output has ended.
+    """Facts about one output. Times are in seconds; only a finished output has them.
 
-    So is `precision`: `weights` and `kv_cache`, a dtype each, or `fp8` or `w8a8_fp8`, and `fp8_e4m3`; and
-    `num_nonfinite`: rows of logits, of the prompt where its logprobs are asked for and of the output, that
-    held NaN or +Inf; and `ignored_fields`: those of the request that nothing is known of, if there are any.
+    Only a finished output has these too:
+    `precision`: of `weights` (a dtype, `fp8` or `w8a8_fp8`) and of `kv_cache` (a dtype, or `fp8_e4m3`).
+    `num_nonfinite`: how many rows of logits held NaN or +Inf, over the output, and over the prompt if its
+    logprobs were requested.
+    `ignored_fields`: the request's unknown fields, which have no effect.
     """
 
     id: str
@@ -123,7 +125,7 @@ class MetaInfo(Struct, kw_only=True):
 
 
 class GenerateOutput(Struct, kw_only=True):
-    """One output. Of a stream of several, each chunk has the `index` of its output."""
+    """One output. In a stream of several outputs, each chunk has the `index` of its output."""
 
     text: str | UnsetType = UNSET
     output_ids: list[int]

@@ -1,4 +1,4 @@
-"""Connections whose requests are bounded in bytes and in time; and a port for an engine in Python."""
+"""HTTP connections with limits on the size and time of requests, and a server inside an engine in Python."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from ebbtide.srt.entrypoints.launch.placement import bind
 from ebbtide.srt.errors import error_body
 
-# Of the URL and the headers together, as with uvicorn's parser that is written in Python.
+# For the URL and the headers together.
 MAX_HEAD_BYTES: Final = 1 << 16
-# From the first byte of a request to the end of its headers.
+# How long a request may take from its first byte to the end of its headers.
 HEAD_PATIENCE_S: Final = 30.0
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """A connection that refuses a request while its URL and headers arrive, before a key is looked at.
+    """A connection that limits the size of a request's URL and headers, and the time until they have arrived.
 
-    uvicorn leaves the length of both open, and waits for them for ever; bodies are the application's.
+    uvicorn limits neither, and keys are only checked later. Bodies are limited by `BodyReader`.
     """
 
-    # What came since the request began, or since the last part of its body: the parser holds it.
+    # Bytes since the request began, or since the last part of its body: the parser keeps them in memory.
     _held_bytes = 0
     _is_in_head = False
     _is_too_long = False
@@ -33,7 +33,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Who says nothing at all is as one who has said everything.
+        # A client that sends nothing is treated like one that is idle between requests.
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
@@ -54,7 +54,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(HEAD_PATIENCE_S, self._refuse, 408, _TOO_SLOW)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Those behind a body have no meaning here.
+        # Trailers after a chunked body are dropped.
         if self._is_in_head:
             super().on_header(name, value)
 
@@ -71,7 +71,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser does not take."""
+        """Answer an error of the parser."""
         self._refuse(*((431, _TOO_LONG) if self._is_too_long else (400, msg)))
 
     def _end_head(self) -> None:
@@ -81,7 +81,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._head_timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, and close; only close while the answer to an earlier request is on its way."""
+        """Answer with an error and close. While an earlier request is being answered, only close."""
         self._end_head()
         if self.transport.is_closing():
             return
@@ -103,7 +103,7 @@ _TOO_SLOW: Final = f"the URL and the headers: expected within {HEAD_PATIENCE_S:g
 
 
 class Door:
-    """Serves an application in the engine's event loop, at `url`. Port 0: a free one. Raises as `bind`."""
+    """Serves an application in the engine's event loop, at `url`. Port 0: a free port. Raises as `bind`."""
 
     def __init__(self, application: ASGIApp, host: str, port: int) -> None:
         self._socket = bind(host, port)
@@ -116,11 +116,11 @@ class Door:
         self._serving: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Serve from here on, in the running loop."""
+        """Start serving in the running event loop."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:
-        """End. The streams of the timeline have been ended before."""
+        """Stop serving. End the timeline's streams first, since open streams delay this."""
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving

@@ -1,4 +1,4 @@
-"""The engine in Python: the tokenizer manager in a thread of its own. Source: wire_api section 6."""
+"""The engine in Python: its event loop runs in a thread of its own. Source: wire_api section 6."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class EngineStream:
-    """The chunks of a request, for `for` and for `async for`. Leaving it early aborts the request.
+    """The chunks of a request, for `for` and for `async for`. Leaving the loop early aborts the request.
 
-    The reader itself makes each chunk when it asks for it. So unread chunks take no memory, and a chunk costs
-    no switch of threads. As with a generator, an error or a cancelled reader ends the stream. A second reader
-    at the same time is refused with a RuntimeError.
+    Each chunk is made in the reader's thread when it is read. So unread chunks take no memory, and a chunk
+    costs no switch of threads. As with a generator, an error or a cancelled reader ends the stream. A second
+    reader at the same time gets a RuntimeError.
 
     Args:
         runner: the event loop of the service and the generation; the stream is built there.
@@ -77,7 +77,7 @@ class EngineStream:
             self._is_read = False
 
     def close(self) -> None:
-        """Read no more. Idempotent."""
+        """End the stream. A request that is not finished is aborted. Idempotent."""
         self._refuse_second()
         self._end()
 
@@ -102,7 +102,7 @@ class EngineStream:
         chunk = self._generation.next_chunk()
         meta = chunk["meta_info"]
         if meta["finish_reason"] is not None:
-            # A copy: the reader may change the dictionary that it is given.
+            # A copy, since the reader may change its dictionary before the call runs.
             self._runner.call(partial(self._service.metrics.note, meta.copy()))
         return chunk
 
@@ -120,8 +120,8 @@ class Engine(EngineMethods):
     may be called from any thread. Each method `m` blocks; its coroutine `async_m` works in any event loop.
     Control methods return the reply's JSON body as a dict, as over HTTP (docs/control_plane.md).
 
-    While streams run, Python's garbage collector leaves out the objects that the process had before
-    (`gc.freeze`), unless the caller has frozen them: walking them all would stop every stream for that time.
+    While streams run, older objects of the process are hidden from Python's garbage collector (`gc.freeze`),
+    unless the caller has frozen some: scanning them all would delay every stream.
 
     Args:
         server_args: all arguments at once, instead of `kwargs`.
@@ -160,7 +160,7 @@ class Engine(EngineMethods):
 
     @classmethod
     def _start(cls, server_args: ServerArgs) -> EngineService:
-        """Start the engine's processes. `ebbtide.testing` overrides this with other ones."""
+        """Start the engine's processes. `ebbtide.testing` overrides this to start others."""
         with EarlyProcesses(server_args) as early:
             with StageLine() as stages:
                 stages.show("", READING_CONFIG)
@@ -182,7 +182,7 @@ class Engine(EngineMethods):
         # Imports torch, which a caller with tensors has imported already.
         from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder
 
-        # Ranks of another machine open neither what is shared with this one nor what lies on its GPUs.
+        # Ranks on other machines can open neither shared memory nor GPU memory of this one.
         if self.server_args.nnodes > 1:
             return WholeEncoder()
         return PayloadEncoder(self._service.rank_devices, self.server_args.tp_size)
@@ -217,7 +217,7 @@ class Engine(EngineMethods):
 
         answered = endpoints(Dashboard(self._service))
         routes = [Route(path, endpoint) for route, endpoint in answered for path in route.paths]
-        # Against DNS rebinding: another site's page could read this one under a name of its own.
+        # Against DNS rebinding, with which another site's page could read this one.
         names = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
         application = Starlette(routes=routes, middleware=[names])
         return self._runner.wait(self._open_door(application, "127.0.0.1", port)) + "/dashboard"

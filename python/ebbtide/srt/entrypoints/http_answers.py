@@ -1,4 +1,4 @@
-"""What endpoints answer with: JSON, errors, streams of events; and clients that leave before the answer."""
+"""Answers of endpoints: JSON, errors, and event streams; and handling of clients that disconnect early."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
-# The scope of a request has the server's own `send` under this name: what an answer begins with goes through
-# the layers of the application, the parts that follow need not.
+# Key of the server's own `send` in a request's scope. The start of an answer passes the application's
+# middleware; the chunks that follow skip it, which is faster.
 DIRECT_SEND = "ebbtide.direct_send"
-# A full queue refuses within a turn of the scheduler's loop. That long a stream waits for its first chunk
-# before it answers 200, so that the refusal can still be a status.
+# How long a stream waits for its first chunk before it answers 200. A full queue rejects the request sooner
+# than that, and the rejection can then still be the answer's status.
 REFUSAL_WAIT_S = 0.5
 
 
 class Json(Response):
-    """A JSON body, a line that ends. Non-finite numbers, which JSON lacks, come out as null."""
+    """A JSON body with a final newline. Non-finite numbers, which JSON lacks, become null."""
 
     media_type = "application/json"
 
@@ -40,12 +40,12 @@ class Json(Response):
 
 
 def error_answer(message: str, status: int, **fields: Any) -> Json:
-    """An error in the one shape that all of them have."""
+    """An error answer. All endpoints' errors have this shape, see `error_body`."""
     return Json(error_body(message, status, **fields), status)
 
 
 def client_of(request: Request) -> Caller:
-    """Who asks."""
+    """The client of a request: its host, and its key."""
     host = "" if request.client is None else request.client.host
     return Caller(host, request.headers.get("authorization") or request.headers.get("x-api-key", ""))
 
@@ -57,22 +57,22 @@ def server_event(body: Any, name: str | None = None) -> bytes:
 
 
 class AnswerWriter:
-    """What answers and streams consist of in `/generate`; other dialects have writers of their own."""
+    """Writes the answers and streams of `/generate`. Subclasses write those of other APIs."""
 
     def whole(self, result: Any) -> Any:
-        """The body of an answer that is not streamed: of one output, or of a list of them."""
+        """Make the body of an answer that is not streamed. `result`: an output, or a list of them."""
         return result
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
-        """The events of a chunk."""
+        """Encode the events of a chunk."""
         return server_event(chunk)
 
     def end(self) -> bytes:
-        """What follows the last chunk."""
+        """Encode the events after the last chunk."""
         return b"data: [DONE]\n\n"
 
     def failure(self, error: Mapping[str, Any]) -> bytes:
-        """What a stream ends with that has failed. `error`: as in the body of an error."""
+        """Encode the end of a stream that has failed. `error`: as in the body of an error."""
         return server_event({"error": error}) + AnswerWriter.end(self)
 
 
@@ -84,23 +84,29 @@ async def answer_generation(
     *,
     is_stream: bool,
 ) -> Response:
-    """A generation's answer, or its chunks as server-sent events, as the writer puts them.
+    """Answer with a generation's result, or with its chunks as server-sent events.
 
-    It is aborted when the client disconnects, which is a ClientDisconnect. Raises what it fails with, in a
-    stream before that begins.
+    Args:
+        receive: of the request; it tells when the client disconnects, which aborts the generation.
+        starting: starts the generation.
+        writer: writes the body, or the events.
+
+    Raises:
+        ClientDisconnect: the client has disconnected.
+        Exception: whatever the generation fails with; if streamed, only before the stream has begun.
     """
     if is_stream:
         return await answer_events(receive, starting, service.metrics.note_chunk, writer)
     result = await answer_whole(receive, starting)
     await service.metrics.note_all(result)
     if _is_long(result):
-        # The event loop has its turns between those of the thread.
+        # In a thread, since writing it at once would block the event loop.
         return await service.manager.in_thread(lambda: Json(writer.whole(result)))
     return Json(writer.whole(result))
 
 
 def _is_long(result: Any) -> bool:
-    """Whether an answer takes long to write: it has many outputs, or they have many logprobs."""
+    """Whether an answer takes long to write, because of many outputs or many logprobs."""
     outputs = result if isinstance(result, list) else [result]
     return sum(OUTPUT_COST + _num_logprobs(output["meta_info"]) for output in outputs) > COST_AT_ONCE
 
@@ -111,7 +117,7 @@ def _num_logprobs(meta: Mapping[str, Any]) -> int:
 
 
 async def answer_whole(receive: Receive, starting: Coroutine[Any, Any, LiveGeneration]) -> Any:
-    """The result of a generation."""
+    """Wait for the result of a generation. Raises as `answer_generation`."""
 
     async def finish() -> Any:
         return await (await starting).result()
@@ -125,7 +131,7 @@ async def answer_events(
     note_chunk: Callable[[Mapping[str, Any]], None],
     writer: AnswerWriter,
 ) -> Response:
-    """A generation as server-sent events. `note_chunk`: called with each chunk."""
+    """Answer with a generation's chunks as server-sent events. `note_chunk`: is called with each chunk."""
     events = _Events(note_chunk, writer)
     try:
         await while_connected(receive, events.open(starting))
@@ -136,7 +142,7 @@ async def answer_events(
 
 
 class _Events(Response):
-    """Not a `StreamingResponse`: most of what a server does is to send chunks, and each layer costs."""
+    """A stream of events. Not a `StreamingResponse`, whose layers would cost time for every chunk."""
 
     media_type = "text/event-stream"
 
@@ -150,7 +156,7 @@ class _Events(Response):
         self._first: bytes | None = None
 
     async def open(self, starting: Coroutine[Any, Any, LiveGeneration]) -> None:
-        """Start, and return with the first event, or after a while."""
+        """Start the generation, and wait for its first event, but no longer than `REFUSAL_WAIT_S`."""
         self._generation = await starting
         try:
             has_first = await asyncio.wait_for(self._generation.has_next(), REFUSAL_WAIT_S)
@@ -168,7 +174,7 @@ class _Events(Response):
             self.drop()
 
     def drop(self) -> None:
-        """Nobody reads it any more."""
+        """Close the generation. If it is not finished, this aborts it."""
         if self._generation is not None:
             self._generation.close()
 
@@ -184,7 +190,7 @@ class _Events(Response):
             last = self._writer.end()
         except (RequestRejected, EngineError) as error:
             last = self._writer.failure(error.body["error"])
-        except Exception:  # a fault of ours: the stream ends as every other does, and the log has the rest
+        except Exception:  # a bug: end the stream properly, and log the details
             logger.exception("a stream has failed")
             last = self._writer.failure(error_body("internal error", 500)["error"])
         await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -200,11 +206,12 @@ def _part(event: bytes) -> Message:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await something for a client; if that leaves, the work is cancelled.
+    """Await work for a client. The work is cancelled if the client disconnects.
 
-    The caller goes on in the turn of the loop after the one in which the work ends, and no later: a reply
-    that is read from the engine after the end of a generation is then not sent before its answer. Raises
-    ClientDisconnect: it has left.
+    The caller resumes in the event loop's next iteration after the work ends, and no later. So if the engine
+    replies to something after the end of a generation, the generation's answer is sent first.
+
+    Raises ClientDisconnect: the client has disconnected.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))

@@ -1,4 +1,4 @@
-"""Routes, declared at the methods that answer them: the application and the document read the same."""
+"""Routes, declared at the methods that answer them. The application and the OpenAPI document read them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ class Route:
     """One path, or several that mean the same.
 
     Attributes:
-        tag: its chapter in the document; None: it is for people, and not in there.
-        takes: type of the body, or of the query of a GET; None if there is neither.
-        reply: type of the answer with status 200; None if its body is empty.
-        event: type of an event, where a stream may be asked for; or what the events are, in words.
-        media_type: of an answer that is no JSON.
-        error: type of the body of a refusal or failure.
+        methods: the HTTP methods.
+        summary: the first line of the method's docstring, for the OpenAPI document.
+        tag: its section in the OpenAPI document; None: for pages of a browser, which are not in there.
+        takes: type of the body, or of the query of a GET; None: there is neither.
+        reply: type of the answer with status 200; None: its body is empty.
+        event: type of a stream's events, or a description of them; None: there is no stream.
+        media_type: of the answer.
+        error: type of the body of errors.
     """
 
     methods: tuple[str, ...]
@@ -36,9 +38,9 @@ class Route:
 
 
 def route(methods: str, *paths: str, **about: Any) -> Callable[[F], F]:
-    """Declare what a method answers, by `methods` such as "POST PUT"; `about`: see `Route`.
+    """Declare the route that a method answers. The first line of its docstring is the summary.
 
-    Its docstring begins with the summary.
+    `methods`: separated by spaces, such as "POST PUT". `about`: the other fields of `Route`.
     """
 
     def declare(method: F) -> F:
@@ -50,7 +52,7 @@ def route(methods: str, *paths: str, **about: Any) -> Callable[[F], F]:
 
 
 def declared(owner: type) -> dict[str, Route]:
-    """The routes of a class by the names of their methods."""
+    """The routes of a class, by the name of the method."""
     return {name: member.route for name, member in vars(owner).items() if hasattr(member, "route")}
 
 

@@ -1,4 +1,4 @@
-"""From the outputs of `/generate` to the answers and chunks of OpenAI's endpoints."""
+"""Turns outputs of `/generate` into the answers and chunks of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from ebbtide.srt.entrypoints.openai.tool_use import AnswerReader
 from ebbtide.srt.managers.api.array_forms import flat_top_logprobs
 from ebbtide.srt.managers.api.output_state import Triple
 
-# What stands for a token that cannot be chosen.
+# Reported instead of −∞, which JSON does not have.
 NEVER_LOGPROB: Final = -9999.0
-# This character stands for a part of one.
+# Decoding gives this character for bytes that are only a part of a character.
 REPLACEMENT = "\ufffd"
-# What answers have of an output's `meta_info`.
+# The fields of an output's `meta_info` that answers contain.
 METADATA: Final = (
     *("weight_version", "weight_versions", "kv_weight_versions", "prefill_weight_versions"),
     "precision",
@@ -44,12 +44,15 @@ METADATA: Final = (
 
 
 class Piece(Struct, frozen=True):
-    """What is new about one output: all of it, where there is no stream.
+    """The new part of one output; the whole output if the answer is not streamed.
 
     Attributes:
-        logprobs, top_logprobs, chosen_logprobs: per new token; empty when not asked for. The last ones are of
-            the ids that the request names.
-        meta: as of now; the lists of logprobs in it hold what is new.
+        index: of the output within the answer.
+        is_first: whether it is the first piece of this output.
+        logprobs, top_logprobs, chosen_logprobs: per new token; empty if not requested. `chosen_logprobs` are
+            those of the token ids that the request names.
+        prompt_token_ids: None: not requested.
+        meta: the output's current `meta_info`; its lists of logprobs hold new tokens only.
     """
 
     index: int
@@ -63,7 +66,7 @@ class Piece(Struct, frozen=True):
     meta: Mapping[str, Any]
 
     def positions(self, num_top: int | None) -> list[tuple[Triple, Sequence[Triple] | None]]:
-        """Each new token with the `num_top` most likely ones, and those that the request names."""
+        """Each new token, with the `num_top` most likely tokens and those that the request names."""
         positions = list(_zip(self.logprobs, self.top_logprobs, num_top))
         if not self.chosen_logprobs:
             return positions
@@ -85,9 +88,9 @@ class Piece(Struct, frozen=True):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The weights behind it and its dtypes, see `/generate`, once it has ended.
+        """The weight versions and the precision of a finished output, see `/generate`; empty before.
 
-        OpenAI's `metadata` maps texts to texts: what is none is JSON in a text.
+        OpenAI's `metadata` maps strings to strings, so other values are encoded as JSON.
         """
         values = {name: self.meta[name] for name in METADATA} if self.finish is not None else {}
         return {
@@ -103,7 +106,7 @@ def whole_pieces(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> lis
 
 
 def piece_of(output: Mapping[str, Any], index: int, *, is_first: bool) -> Piece:
-    """What a chunk of a stream, or a whole output, says that is new."""
+    """Read a chunk of a stream, or a whole output."""
     meta = output["meta_info"]
     return Piece(
         index=index,
@@ -119,7 +122,7 @@ def piece_of(output: Mapping[str, Any], index: int, *, is_first: bool) -> Piece:
 
 
 def _usage(metas: Sequence[Mapping[str, Any]], num_samples: int) -> Usage:
-    """Of the `meta_info` of outputs, `num_samples` of each prompt."""
+    """Sum the usage over the `meta_info` of all outputs. Each prompt has `num_samples` of them."""
     prompts = metas[::num_samples]
     prompt_tokens = sum(meta["prompt_tokens"] for meta in prompts)
     completion_tokens = sum(meta["completion_tokens"] for meta in metas)
@@ -134,11 +137,11 @@ def _usage(metas: Sequence[Mapping[str, Any]], num_samples: int) -> Usage:
 
 
 class CallWriter(AnswerWriter):
-    """Writes the answer to a call, or the chunks of its stream. A dialect says how each is put."""
+    """Writes the answer to a call, or the chunks of its stream. Subclasses define the bodies."""
 
     def __init__(self, call: OpenAICall) -> None:
         self._call = call
-        # By index, as last seen.
+        # The latest `meta_info` of each output, by its index.
         self._metas: dict[int, Mapping[str, Any]] = {}
 
     def whole(self, result: Any) -> Any:
@@ -152,36 +155,36 @@ class CallWriter(AnswerWriter):
         return b"".join(map(server_event, self.last_events())) + super().end()
 
     def event(self, chunk: Mapping[str, Any]) -> Any:
-        """What a chunk of an incremental stream of `/generate`, which holds what is new, becomes."""
+        """Convert a chunk of `/generate`'s incremental stream, which holds only what is new."""
         index = chunk.get("index", 0)
         piece = piece_of(chunk, index, is_first=index not in self._metas)
         self._metas[index] = piece.meta
         return self.event_of(piece, _usage_of_chunk(self._call, piece))
 
     def last_events(self) -> list[Any]:
-        """What follows the last one."""
+        """The events at the end of a stream: its usage, if it was requested."""
         if not self._call.stream_options.include_usage:
             return []
         metas = [self._metas[index] for index in sorted(self._metas)]
         return [self.usage_event(_usage(metas, self._call.num_samples))]
 
     def answer(self, pieces: Sequence[Piece], usage: Usage) -> Any:
-        """The body of an answer that is not streamed."""
+        """Build the body of an answer that is not streamed."""
         raise NotImplementedError
 
     def event_of(self, piece: Piece, usage: Usage | UnsetType | None) -> Any:
-        """What is new in a stream."""
+        """Build the event of a new piece. `usage`: null or missing if the event has none."""
         raise NotImplementedError
 
     def usage_event(self, usage: Usage) -> Any:
-        """The end of a stream that tells its usage."""
+        """Build the last event, which has the usage of the whole request."""
         raise NotImplementedError
 
 
 def _head(call: OpenAICall, piece: Piece | None = None) -> dict[str, Any]:
-    """What all answers and chunks have.
+    """The fields that all answers and chunks have.
 
-    `piece`: the one that it is about, or its first one; None: it is about the usage alone.
+    `piece`: the piece of a chunk, or the first one of an answer; None: of a chunk with the usage alone.
     """
     head: dict[str, Any] = {"id": call.id, "created": call.created, "model": call.model}
     if piece is None:
@@ -193,7 +196,7 @@ def _head(call: OpenAICall, piece: Piece | None = None) -> dict[str, Any]:
 
 
 def _usage_of_chunk(call: OpenAICall, piece: Piece) -> Usage | UnsetType | None:
-    """The usage of all comes last; other chunks have their own or, where that was not asked for, a null."""
+    """A chunk's own usage, if requested; else null if a last chunk follows with the sum, else absent."""
     if call.stream_options.continuous_usage_stats:
         return _usage([piece.meta], num_samples=1)
     return None if call.stream_options.include_usage else UNSET
@@ -251,7 +254,7 @@ class CompletionWriter(CallWriter):
         return CompletionLogprobs(
             tokens=tokens,
             token_logprobs=[None if triple[0] is None else floored(triple[0]) for triple, _ in positions],
-            # Nothing predicts the first token of a prompt.
+            # The first token of a prompt has no logprob, since nothing precedes it.
             top_logprobs=[
                 None if own[0] is None or top is None else _by_text([own, *top]) for own, top in positions
             ],
@@ -262,30 +265,30 @@ class CompletionWriter(CallWriter):
 def _zip(
     triples: Sequence[Triple], tops: Sequence[Sequence[Triple] | None], num_top: int | None
 ) -> Iterator[tuple[Triple, Sequence[Triple] | None]]:
-    """Positions with the `num_top` most likely tokens, if those were asked for."""
+    """Pair each position's token with its `num_top` most likely tokens, which are empty if not requested."""
     fewest = [None if top is None else top[:num_top] for top in tops]
     return zip(triples, fewest or [()] * len(triples), strict=True)
 
 
 def _with(top: Sequence[Triple], chosen: Sequence[Triple]) -> list[Triple]:
-    """The most likely tokens, then those of the others that are not among them."""
+    """The most likely tokens, then the chosen ones that are not among them."""
     known_ids = {token_id for _, token_id, _ in top}
     return [*top, *(triple for triple in chosen if triple[1] not in known_ids)]
 
 
 def prompt_logprobs(call: OpenAICall, piece: Piece) -> PromptLogprobList | None:
-    """vLLM's `prompt_logprobs`: each position's own token, then the most likely ones; None: not asked."""
+    """vLLM's `prompt_logprobs`: each position's own token, then the most likely ones; None: not requested."""
     num_top, meta = call.num_prompt_logprobs, piece.meta
     if num_top is None:
         return None
     own: Sequence[Triple] = meta["input_token_logprobs"]
-    # There may be more than were asked for.
+    # There may be more than requested: `/generate` takes one number for the prompt and the output.
     tops: Sequence[Sequence[Triple] | None] = meta.get("input_top_logprobs") or [()] * len(own)
     return [_of_position(token, (top or ())[:num_top]) for token, top in zip(own, tops, strict=True)]
 
 
 def floored(logprob: float) -> float:
-    """No logprob is below what stands for "never"."""
+    """Replace −∞, and anything else below `NEVER_LOGPROB`, by it."""
     return max(logprob, NEVER_LOGPROB)
 
 
@@ -307,18 +310,18 @@ def _by_text(triples: Iterable[Triple]) -> dict[str, float]:
     logprobs: dict[str, float] = {}
     for triple in triples:
         if triple[0] is not None:
-            # The token itself first, then best first: of tokens of the same text, that one stays.
+            # Of tokens with the same text keep the first: the position's own, or the most likely.
             logprobs.setdefault(token_text(triple), floored(triple[0]))
     return logprobs
 
 
 def token_text(triple: Triple) -> str:
-    """A token's text; its id where there is no tokenizer."""
+    """A token's text, or `token_id:5` if the logprobs have no texts."""
     return triple[2] if triple[2] is not None else f"token_id:{triple[1]}"
 
 
 def _choice_fields(call: OpenAICall, piece: Piece, absent: UnsetType | None) -> dict[str, Any]:
-    """What choices of both kinds have; `absent` stands for what was not asked for."""
+    """The fields of both kinds of choices. `absent`: the value of those that were not requested."""
     has_versions = call.return_weight_versions and piece.finish is not None
     return {
         "index": piece.index,
@@ -340,7 +343,7 @@ def _prompt_token_ids(
 
 
 def stop_reason(call: OpenAICall, piece: Piece) -> int | str | None:
-    """The string or token of the request's own that ended an output; an end of sequence is none."""
+    """The stop string or token of the request that ended an output; None: another end, such as EOS."""
     matched = piece.matched_stop
     return matched if isinstance(matched, str) or matched in call.stop_token_ids else None
 
@@ -351,7 +354,7 @@ def stop_reason(call: OpenAICall, piece: Piece) -> int | str | None:
 class ChatWriter(CallWriter):
     """Writes answers of `/v1/chat/completions`.
 
-    `return_meta_info`: whether an answer that is not streamed has `/generate`'s `meta_info` too.
+    `return_meta_info`: whether choices have `/generate`'s `meta_info`; not in streams.
     """
 
     def __init__(self, call: OpenAICall, *, return_meta_info: bool = False) -> None:
@@ -400,7 +403,7 @@ class ChatWriter(CallWriter):
         reasoning, content, calls = self._parts(piece)
         thought = UNSET if call.forms[0].reasoning is None else reasoning or None
         return ChatChoice(
-            # Clients of vLLM's do not index the prompt's here.
+            # Clients of vLLM read the prompt's ids from the answer, so the choice needs no null.
             **_choice_fields(call, piece, None) | {"prompt_token_ids": _prompt_token_ids(call, piece, UNSET)},
             message=AssistantMessage(
                 content=content, reasoning_content=thought, reasoning=thought, tool_calls=calls or UNSET
@@ -424,7 +427,7 @@ class ChatWriter(CallWriter):
         return self._readers[index].push(piece.text, is_last=piece.finish is not None)
 
     def _finish_reason(self, piece: Piece) -> Any:
-        """Once its parts were read: an answer that stops with calls stops for them."""
+        """`tool_calls` for an answer that stopped after calls of tools. Call it after `_parts`."""
         has_calls = self._readers[piece.index].num_calls > 0
         return "tool_calls" if piece.finish_reason == "stop" and has_calls else piece.finish_reason
 
@@ -449,7 +452,7 @@ class ChatWriter(CallWriter):
 
 
 def known(triple: Triple) -> float:
-    """The logprob of a token that the output has."""
+    """The logprob of an output's token."""
     assert triple[0] is not None, "only the first token of a prompt has no logprob"
     return floored(triple[0])
 

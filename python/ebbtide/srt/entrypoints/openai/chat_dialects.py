@@ -1,4 +1,4 @@
-"""What dialects that are chats in other words share: messages put together, answers written as blocks."""
+"""Shared by the APIs that are served as chats: building the messages, and writing answers as blocks."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_fields import CommonFields
 from ebbtide.srt.sampling_params import OPENAI_FIELDS
 
-# What bodies of these dialects may hold too, under the name and with the meaning that it has in a chat.
+# Fields of chats that bodies of these APIs may have too, with the same name and meaning.
 PASSED_ON: Final = frozenset(
     {*OPENAI_FIELDS, *CommonFields.__struct_fields__, "add_special_tokens", "truncate_prompt_tokens"}
     | {"truncation_side", "stream", "cache_salt", "extra_key", "timeout_s", "rid", "request_id", "model"}
     | {"chat_template_kwargs", "separate_reasoning", "data_parallel_rank"}
 ) - {"n", "return_sampling_mask"}
-# What the server's flags add to a body, for other answers than these.
+# Fields that the server's flags add to every body. They have no effect on these answers.
 _ADDED: Final = frozenset(("return_tokens_as_token_ids", "return_routed_experts", "stream_options"))
 
 
 class ChatBuilder:
-    """Puts the messages of a chat together. What an assistant says in several pieces is one message.
+    """Builds the messages of a chat. Consecutive pieces of an assistant become one message.
 
-    `messages`: so far.
+    `messages`: those built so far.
     """
 
     def __init__(self) -> None:
         self.messages: list[Fields] = []
 
     def write(self, role: str, text: str) -> None:
-        """A text, of an assistant a piece of one. Templates take one system message, at the beginning."""
+        """Add a text: for an assistant a piece of its message, else a message.
+
+        A system text after a system message at the start joins it, since templates take only one there.
+        """
         if role == "assistant":
             self._answer()["content"] += text
         elif role != "user" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
@@ -47,16 +50,16 @@ class ChatBuilder:
             self.add("user" if role == "user" else "system", text)
 
     def add(self, role: str, text: str, **fields: Any) -> None:
-        """A message."""
+        """Add a message."""
         self.messages.append({"role": role, "content": text, **fields})
 
     def think(self, text: str) -> None:
-        """A piece of an assistant's reasoning."""
+        """Add a piece of the assistant's reasoning."""
         answer = self._answer()
         answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
     def call(self, call_id: str, name: str, arguments: Any) -> None:
-        """A call of a tool. `arguments`: an object, or JSON."""
+        """Add a tool call of the assistant. `arguments`: an object, or its JSON."""
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._answer().setdefault("tool_calls", []).append(call)
 
@@ -67,9 +70,10 @@ class ChatBuilder:
 
 
 def text_in(content: Any, where: str, kinds: Collection[str]) -> str:
-    """The text of a message's content, whose parts, of these kinds, are joined by spaces as those of a chat.
+    """The text of a message's content. Parts are joined by spaces, as in chats.
 
-    `where`: its name in a refusal. Raises RequestRejected: 400; a part is no text.
+    `where`: its name in errors. `kinds`: the allowed types of parts.
+    Raises RequestRejected: 400; a part is not a text of these kinds.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -86,7 +90,7 @@ def text_in(content: Any, where: str, kinds: Collection[str]) -> str:
 
 
 def text_field(item: Mapping[str, Any], name: str, where: str) -> str:
-    """A field that has to be a text. Raises RequestRejected: 400, it is none."""
+    """A required string field. Raises RequestRejected: 400; it is missing, or not a string."""
     value = item.get(name)
     if not isinstance(value, str):
         raise RequestRejected(f"{where}.{name}: expected a text, got {shown(value)}")
@@ -94,7 +98,7 @@ def text_field(item: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def unsupported(where: str, item: Any, kinds: Collection[str]) -> RequestRejected:
-    """The refusal of an item of an unknown type."""
+    """The error for an item whose type is not among `kinds`, or that lacks a field of its type."""
     expected = ", ".join(sorted(kinds))
     if isinstance(item, Mapping) and item.get("type") in kinds:
         return RequestRejected(f"{where}: a field of this {item['type']} is missing, or of another type")
@@ -103,25 +107,28 @@ def unsupported(where: str, item: Any, kinds: Collection[str]) -> RequestRejecte
 
 
 def shown(value: Any) -> str:
-    """What a refusal quotes of a value."""
+    """A value as errors quote it: its first 100 characters, or the type's name of a container."""
     return repr(value)[:100] if isinstance(value, str | int | float | bool | None) else type(value).__name__
 
 
 def passed_on(fields: Mapping[str, Any]) -> Fields:
-    """What means the same in a chat. Raises RequestRejected: 400, several answers are asked for."""
+    """The fields that mean the same in a chat. Raises RequestRejected: 400; `n` is more than 1."""
     if fields.get("n") not in (None, 1):
         raise RequestRejected(f"n: expected null or 1, got {shown(fields['n'])}: chats have several answers")
     return {name: fields[name] for name in PASSED_ON & fields.keys()}
 
 
 def not_known(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """The names of fields that have no effect."""
+    """The names of fields that have no effect. `known`: the API's own fields."""
     given = {name for name, value in fields.items() if value is not None}
     return sorted(given - PASSED_ON - _ADDED - {"n"} - set(known))
 
 
 def template_options(fields: Mapping[str, Any], *, thinks: bool | None, effort: Any) -> Fields:
-    """The variables of the chat template: those given, and those that switch reasoning, unless None."""
+    """The variables of the chat template: the given ones, and those that control reasoning.
+
+    `thinks`, `effort`: None leaves them to the template. Raises RequestRejected: 400.
+    """
     given = fields.get("chat_template_kwargs")
     if given is not None and not isinstance(given, Mapping):
         raise RequestRejected(f"chat_template_kwargs: expected an object, got {shown(given)}")
@@ -141,7 +148,7 @@ class BlockKind(Enum):
 class AnswerBlock:
     """A part of an answer.
 
-    `pieces`: of its text so far; of a call, of its arguments. `is_open`: whether more of it may come.
+    `pieces`: its text so far, in pieces; for a call, its arguments. `is_open`: whether it may still grow.
     """
 
     index: int
@@ -156,10 +163,14 @@ class AnswerBlock:
 
 
 class BlockWriter(AnswerWriter):
-    """Writes the one answer to a request as blocks. A dialect says how each is written.
+    """Writes the one answer to a request as blocks. Subclasses define how each is written.
 
-    `ignored`: names of the request's fields. `blocks`: of the answer so far. `finish_reason`: where it is
-    known; of a stream that has failed, `abort`.
+    Args:
+        ignored: the names of the request's fields that have no effect.
+
+    Attributes:
+        blocks: those of the answer so far.
+        finish_reason: None until it is known; `abort` if the stream has failed.
     """
 
     def __init__(self, call: OpenAICall, ignored: list[str]) -> None:
@@ -188,31 +199,31 @@ class BlockWriter(AnswerWriter):
         return b""
 
     def answer(self, piece: Piece) -> Any:
-        """The body of an answer whose blocks are all there."""
+        """Build the body of an answer, whose blocks are complete."""
         raise NotImplementedError
 
     def begin(self, piece: Piece) -> list[Fields]:
-        """What a stream begins with. The `type` of an event is its name."""
+        """The first events of a stream. The `type` of an event is its name."""
         raise NotImplementedError
 
     def opened(self, block: AnswerBlock) -> list[Fields]:
-        """What the beginning of a block, which is empty still, becomes in a stream."""
+        """The events at the start of a block, which is still empty."""
         raise NotImplementedError
 
     def grown(self, block: AnswerBlock, text: str) -> list[Fields]:
-        """What a text by which a block has grown becomes."""
+        """The events of text that was added to a block."""
         raise NotImplementedError
 
     def closed(self, block: AnswerBlock) -> list[Fields]:
-        """What the end of a block becomes."""
+        """The events at the end of a block."""
         raise NotImplementedError
 
     def finish(self, piece: Piece) -> list[Fields]:
-        """What a stream ends with."""
+        """The last events of a stream."""
         raise NotImplementedError
 
     def _read(self, piece: Piece) -> list[Fields]:
-        """Take a piece apart into blocks; returns what becomes of it in a stream."""
+        """Split a piece into blocks, and return the events of these for a stream."""
         self.finish_reason = piece.finish_reason
         is_last = piece.finish is not None
         reasoning, text, calls = self._reader.push(piece.text, is_last=is_last)
@@ -246,5 +257,5 @@ class BlockWriter(AnswerWriter):
 
 
 def encoded(events: list[Fields]) -> bytes:
-    """Events as they are sent."""
+    """Encode events as server-sent events."""
     return b"".join(server_event(event, event["type"]) for event in events)

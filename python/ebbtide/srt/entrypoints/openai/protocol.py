@@ -1,6 +1,6 @@
 """Bodies of the OpenAI-compatible endpoints. Source: wire_api section 5.
 
-In requests, None means "not given", and fields that are not here are ignored.
+In requests, None means "not given"; unknown fields are ignored, and listed in `ignored_fields`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NumTop: TypeAlias = Annotated[int, Meta(ge=-1)]
 
 
 class StreamOptions(Struct, kw_only=True):
-    """`include_usage`: a last chunk without choices has the usage of the whole request.
+    """`include_usage`: a last chunk, without choices, has the usage of the whole request.
 
-    `continuous_usage_stats`: every other chunk has that of its choice so far.
+    `continuous_usage_stats`: every other chunk has the usage of its choice so far.
     """
 
     include_usage: bool | None = None
@@ -39,16 +39,16 @@ NO_STREAM_OPTIONS: Final = StreamOptions()
 
 
 class OpenAIRequest(PromptFields, kw_only=True):
-    """What both kinds of completion take in addition to sampling parameters and the fields of `/generate`.
+    """The fields of completions and chats, besides sampling parameters and the fields of `/generate`.
 
-    `routed_experts_prompt_start` asks for routed experts too, from that token on; `replay_routed_experts`
-    gives the first tokens of the prompt theirs.
+    `routed_experts_prompt_start` also requests routed experts, from that token on; `replay_routed_experts`
+    sets the experts of the first tokens of the prompt.
     `response_format`, vLLM's `structured_outputs`, or one of `regex`, `ebnf`, `json_schema` and
-    `structural_tag` says what the answer keeps to.
+    `structural_tag` constrains the answer.
     `include_stop_str_in_output` is another name of `no_stop_trim`. `return_tokens_as_token_ids`: logprobs
     show tokens as "token_id:5" instead of their texts. `prompt_logprobs`: how many of the most likely tokens
-    are listed at each position of the prompt. `request_id`: the answer's id ends with it; `rid` if there is
-    none.
+    are listed at each position of the prompt. `request_id`: the answer's id ends with it; without a `rid`, it
+    is that too.
     """
 
     model: str | None = None
@@ -69,7 +69,7 @@ class OpenAIRequest(PromptFields, kw_only=True):
 
 
 def _with_sampling_params(kind: type[R]) -> type[R]:
-    """The struct with the sampling parameters as fields too, as `OPENAI_FIELDS` declares them."""
+    """Add the sampling parameters that `OPENAI_FIELDS` declares to the fields of a struct."""
     fields = [
         (name, Annotated[field.type, said(**field.openai_schema)], None)
         for name, field in OPENAI_FIELDS.items()
@@ -83,7 +83,7 @@ def _with_sampling_params(kind: type[R]) -> type[R]:
 
 @_with_sampling_params
 class CompletionRequest(OpenAIRequest, kw_only=True):
-    """`logprobs`: how many of the most likely tokens are listed. `best_of`: as `n`, or not given."""
+    """`logprobs`: how many of the most likely tokens are listed. `best_of`: equal to `n`, or not given."""
 
     prompt: str | list[str | int | list[int]]
     max_tokens: Annotated[int | None, said(minimum=0)] = None
@@ -94,16 +94,16 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 
 
 class TextPart(Struct, kw_only=True):
-    """A part of a message's content. There are no others."""
+    """A part of a message's content. Only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(Struct, kw_only=True):
-    """A message; the chat template sees its other fields too.
+    """A message. Its other fields are passed to the chat template too.
 
-    `prompt_token_ids`, `generation_token_ids`: of an answer, what it was made from and of.
+    `prompt_token_ids`, `generation_token_ids`: for an earlier answer, the tokens of its prompt and its own.
     """
 
     role: str
@@ -114,11 +114,12 @@ class ChatMessage(Struct, kw_only=True):
 
 @_with_sampling_params
 class ChatCompletionRequest(OpenAIRequest, kw_only=True):
-    """`messages`, or `input_ids` in the place of what the chat template makes of them.
+    """`messages`, or `input_ids`: the prompt's tokens, instead of what the chat template makes of messages.
 
-    `separate_reasoning`: false leaves it with the answer. `return_flat_raw_output_top_logprobs`: in the
-    `meta_info` that `return_meta_info` asks for. `logprobs`: clients of vLLM's write 1 for true.
-    `required_prefix_token_ids`: in the place of what the template makes of all up to the last answer.
+    `separate_reasoning`: false leaves the reasoning in the answer's text.
+    `return_flat_raw_output_top_logprobs` applies to the `meta_info` that `return_meta_info` requests.
+    `logprobs`: clients of vLLM write 1 for true.
+    `required_prefix_token_ids`: the tokens of all messages up to the last answer, instead of the template's.
     """
 
     messages: list[ChatMessage] | None = None
@@ -141,7 +142,7 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
 
 
 class ChatBatchRequest(ChatCompletionRequest, kw_only=True):
-    """`messages` of several conversations; the choices of the answer are in their order."""
+    """`messages`: those of several conversations; the choices of the answer have the same order."""
 
     messages: list[list[ChatMessage]]  # type: ignore[assignment]
 
@@ -170,7 +171,7 @@ class PromptTokensDetails(Struct, kw_only=True):
 
 
 class Usage(Struct, kw_only=True):
-    """Tokens of a whole request, or of a choice; a prompt counts once, however many samples it has."""
+    """Numbers of tokens of a request, or of a choice. A prompt counts once, however many samples it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -181,7 +182,7 @@ class Usage(Struct, kw_only=True):
 class PromptLogprob(Struct, kw_only=True):
     """A token at a position of the prompt.
 
-    `rank`: 1 is the most likely. Of a token that is not among those asked for, the least that it can be.
+    `rank`: 1 is the most likely. For a token that is not among the listed ones, the smallest possible rank.
     """
 
     logprob: float
@@ -189,14 +190,14 @@ class PromptLogprob(Struct, kw_only=True):
     decoded_token: str | None
 
 
-# Per position, by the ids as text; null where nothing predicts the token.
+# Per position, by token id as text; null for the first token, which has no logprob.
 PromptLogprobList: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(Struct, kw_only=True):
-    """Per token: its text, its logprob, the most likely ones by their text, and where it begins in the text.
+    """Per token: its text, its logprob, the most likely tokens by text, and its offset in the text.
 
-    The logprob of a prompt's first token, which nothing predicts, is null.
+    The logprob of a prompt's first token is null.
     """
 
     tokens: list[str]
@@ -206,9 +207,9 @@ class CompletionLogprobs(Struct, kw_only=True):
 
 
 class Choice(Struct, kw_only=True):
-    """What choices of both kinds have; in a stream, what is new.
+    """The fields of both kinds of choices; in a stream, they hold what is new.
 
-    What was not asked for is null in a whole answer, where clients index it, and left out of streams.
+    Fields that were not requested are null in a whole answer, since clients index it, and absent in streams.
     """
 
     index: int
@@ -222,7 +223,7 @@ class Choice(Struct, kw_only=True):
 
 
 class CompletionChoice(Choice, kw_only=True):
-    """A sample; in a stream, what is new. What was not asked for is null in a whole answer."""
+    """A sample; in a stream, its new part. Fields that were not requested are null in a whole answer."""
 
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -231,7 +232,7 @@ class CompletionChoice(Choice, kw_only=True):
 
 
 class Answer(Struct, kw_only=True):
-    """What answers and chunks of both kinds have."""
+    """The fields of answers and chunks of both kinds."""
 
     id: str
     created: int
@@ -243,7 +244,7 @@ class Answer(Struct, kw_only=True):
     ] = UNSET
     ignored_fields: Annotated[
         list[str] | UnsetType,
-        said("Of the request, those that nothing is known of; in a stream its first chunks have them."),
+        said("The request's unknown fields, which have no effect; in a stream, first chunks have them."),
     ] = UNSET
 
 
@@ -255,7 +256,7 @@ class Completion(Answer, kw_only=True):
 
 
 class TopLogprob(Struct, kw_only=True):
-    """A token by its text. `bytes` are null where the text holds only a part of a character."""
+    """A token by its text. `bytes`: null if the token is only a part of a character."""
 
     token: str
     logprob: float
@@ -272,7 +273,7 @@ class ChatLogprobs(Struct, kw_only=True):
 
 
 class ToolCallBody(Struct, kw_only=True):
-    """A call of a tool, whole in streams too."""
+    """A tool call; in streams too, it is sent whole."""
 
     index: int
     id: str
@@ -281,7 +282,7 @@ class ToolCallBody(Struct, kw_only=True):
 
 
 class AssistantMessage(Struct, kw_only=True):
-    """`reasoning_content` and `reasoning`, its newer name: with a parser of it; null where there was none."""
+    """An answer. `reasoning_content` and its newer name `reasoning` need a reasoning parser; null: none."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -292,7 +293,7 @@ class AssistantMessage(Struct, kw_only=True):
 
 
 class ChatChoice(Choice, kw_only=True):
-    """An answer to a conversation. What was not asked for is null where clients of vLLM's index it."""
+    """An answer to a conversation. Fields not requested are null where clients of vLLM index them."""
 
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None

@@ -1,4 +1,4 @@
-"""From the bodies of OpenAI's endpoints to those of `/generate`, which checks the rest."""
+"""Turns bodies of OpenAI's endpoints into bodies of `/generate`, where the other checks are."""
 
 from __future__ import annotations
 
@@ -32,25 +32,31 @@ from ebbtide.srt.managers.api.generate_fields import UNSUPPORTED_FIELDS, PromptF
 from ebbtide.srt.managers.api.generate_request import Render
 from ebbtide.srt.sampling_params import GRAMMAR_KINDS, OPENAI_FIELDS, params_of
 
-# The text of a prompt, from its number and its ids.
+# Gives the text of a prompt, from its index and its token ids.
 Echo: TypeAlias = Callable[[int, list[int]], str]
 
 COMPLETION_MAX_TOKENS = 16
-# What is about one prompt, or one answer.
+# Fields that do not apply to a batch of conversations.
 _OF_ONE_CHAT: Final = ("stream", "input_ids", "required_prefix_token_ids", "prompt_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAICall:
-    """A request as `/generate` takes it, and what its answer has to know of it.
+    """A request as `/generate` takes it, and what writing its answer needs.
 
     Attributes:
-        render: makes the prompt, or those of a batch, where the fields for `/generate` do not hold one.
+        id: of the answer.
+        model: the name of the model in the answer.
+        created: seconds since 1970.
+        generate: the fields for `/generate`.
+        num_samples: per prompt.
         num_logprobs, num_prompt_logprobs: how many of the most likely tokens are listed; None: no logprobs.
-        stop_token_ids: those that the request itself brought.
-        forms: how the text of a chat's answers is taken apart; of each conversation of a batch.
-        flat_top: how the `meta_info` of a chat lists the most likely tokens.
-        echo: returns what is to be put in front of a prompt's samples; None if nothing is.
+        stop_token_ids: the request's own, without those that end every sequence.
+        render: makes the prompt, or the prompts of a batch; None: `generate` has it.
+        echo: gives the text to put in front of a prompt's samples; None: nothing is put there.
+        forms: what to find in the text of a chat's answers; one for each conversation of a batch.
+        flat_top: how the `meta_info` of a chat lists the most likely tokens; None: not flat.
+        ignored_fields: names of the request's fields that have no effect.
     """
 
     id: str
@@ -75,9 +81,9 @@ class OpenAICall:
 def completion_call(
     fields: Mapping[str, Any], default_model: str, template: ChatTemplate | None
 ) -> OpenAICall:
-    """A request of `/v1/completions`.
+    """Read a request of `/v1/completions`.
 
-    `template`: with the tokenizer of the engine; None if it has none. Raises RequestRejected: 400.
+    `template`: has the engine's tokenizer; None if there is none. Raises RequestRejected: 400.
     """
     request = parse(CompletionRequest, fields)
     refuse_unsupported(fields, is_chat=False)
@@ -109,9 +115,14 @@ def chat_call(
     *,
     is_batch: bool = False,
 ) -> OpenAICall:
-    """A request of `/v1/chat/completions`, or of a batch of conversations. Raises RequestRejected: 400.
+    """Read a request of `/v1/chat/completions`, or of a batch of conversations.
 
-    `defaults`: sampling parameters that the model's authors recommend.
+    Args:
+        template: renders the messages; None: there is no tokenizer, and the request is rejected.
+        defaults: sampling parameters that the model's authors recommend.
+        tool_parser, reasoning_parser: the server's; None: answers are not searched for these.
+
+    Raises RequestRejected: 400.
     """
     kind = ChatBatchRequest if is_batch else ChatCompletionRequest
     request = parse(kind, fields)
@@ -144,9 +155,9 @@ def chat_call(
         generate["input_ids"] = request.input_ids
         form.read_prompt(template.end_of(request.input_ids))
         return make(forms=[form])
-    # The template writes the special tokens.
+    # By default none are added, since the template writes the special tokens.
     generate["add_special_tokens"] = bool(request.add_special_tokens)
-    # A client that asks for the tokens finds the calls itself: "none" means that nobody else is to (TRL).
+    # A client that requests token ids and "none" (TRL) parses tool calls itself: the prompt needs the tools.
     has_tools = request.tool_choice != "none" or request.return_token_ids
     render = functools.partial(_render, template, request, tools=request.tools if has_tools else None)
     given = fields.get("messages") or []
@@ -165,9 +176,9 @@ def _render(
     *,
     tools: list[dict[str, Any]] | None,
 ) -> Render:
-    """What makes the prompt of a conversation, and then knows how its answer begins.
+    """Return a function that makes the prompt of a conversation, and tells `form` how the answer begins.
 
-    `messages`, `given`: as for `ChatTemplate.prompt`.
+    `messages`, `given`, `tools`: as for `ChatTemplate.prompt`.
     """
     adds_special_tokens = bool(request.add_special_tokens)
 
@@ -190,7 +201,7 @@ def _call(
     num_logprobs: int | None,
     **about: Any,
 ) -> OpenAICall:
-    """The call; `about`: its fields that no request has."""
+    """Make the call. `about`: fields of `OpenAICall` that do not come from the request."""
     rid = request.rid if request.rid is not None else (request.request_id or uuid.uuid4().hex)
     posted_id = None if request.request_id is None else id_prefix + request.request_id
     params = generate["sampling_params"]
@@ -219,9 +230,10 @@ C = TypeVar("C", bound=OpenAICall)
 
 
 def within_limits(call: C, max_logprobs: int, vocab_size: int) -> C:
-    """The call with -1 logprobs, which are all, in numbers; ids that it names come in their place.
+    """Check the numbers of logprobs of a call, and replace −1, which means all, by the vocabulary's size.
 
-    `max_logprobs`: -1: any number may be asked for. Raises RequestRejected: 400, it asks for more.
+    Where the call names token ids, no most likely tokens are listed besides them.
+    `max_logprobs`: the largest allowed number; −1: no limit. Raises RequestRejected: 400; it is exceeded.
     """
     counts = {}
     for name, number in (("logprobs", call.num_logprobs), ("prompt_logprobs", call.num_prompt_logprobs)):
@@ -242,7 +254,7 @@ def within_limits(call: C, max_logprobs: int, vocab_size: int) -> C:
 
 
 def force_usage(fields: Fields) -> None:
-    """Have a stream end with its usage, whatever it asked for. Options that are none are refused later."""
+    """Make a stream end with its usage. Options of a wrong type stay; they are rejected later."""
     options = fields.get("stream_options") or {}
     if as_bool(fields.get("stream")) is True and isinstance(options, dict):
         fields["stream_options"] = {**options, "include_usage": True}
@@ -260,7 +272,7 @@ def _refuse_other_grammar(params: Fields) -> None:
 
 
 def _logprob_fields(request: OpenAIRequest, num_logprobs: int | None, *, with_prompt: bool = False) -> Fields:
-    """What is asked of `/generate`: for the prompt as many of the most likely tokens as for the output."""
+    """The fields for `/generate`, where one number of most likely tokens holds for prompt and output."""
     num_prompt = request.prompt_logprobs
     if request.logprob_token_ids and num_logprobs is None:
         raise RequestRejected("logprob_token_ids: needs logprobs")
@@ -289,7 +301,7 @@ def _generate_fields(request: OpenAIRequest, fields: Mapping[str, Any]) -> Field
     start = request.routed_experts_prompt_start
     passed_on["return_routed_experts"] = request.return_routed_experts or start is not None
     passed_on["routed_experts_start_len"] = request.routed_experts_start_len if start is None else start
-    # Refused there, by what they ask for.
+    # `/generate` rejects them if their values ask for something.
     return passed_on | {name: fields[name] for name in UNSUPPORTED_FIELDS & fields.keys()}
 
 

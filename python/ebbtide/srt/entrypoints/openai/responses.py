@@ -1,4 +1,4 @@
-"""OpenAI's Responses as chats, and their answers and streams.
+"""OpenAI's Responses API: its requests are turned into chats, and the chats' answers into its own.
 
 Source: https://platform.openai.com/docs/api-reference/responses and responses-streaming.
 """
@@ -45,10 +45,10 @@ _ROLES: Final = ("user", "assistant", "system", "developer")
 
 
 class ResponsesRequest(Struct, kw_only=True):
-    """`input`: a text, or items: messages with text, calls of functions, their outputs, and reasoning.
+    """`input`: a text, or items: messages with text, function calls, their outputs, and reasoning.
 
-    Sampling parameters and fields of `/generate` that chats take mean here what they mean there.
-    `include` may hold `reasoning.encrypted_content`: reasoning comes back as it is, and can be sent again.
+    Sampling parameters and fields of `/generate` mean the same as in chats.
+    `include` may hold `reasoning.encrypted_content`: reasoning is returned as text, and can be sent again.
     """
 
     input: str | list[dict[str, Any]]
@@ -70,7 +70,7 @@ class ResponsesRequest(Struct, kw_only=True):
 
 
 def as_chat(fields: Mapping[str, Any]) -> tuple[ResponsesRequest, Fields]:
-    """The request, and the fields of the chat that it is.
+    """Read a request of `/v1/responses`. Returns it, and the fields of the same request as a chat.
 
     Raises RequestRejected: 400.
     """
@@ -101,7 +101,7 @@ def as_chat(fields: Mapping[str, Any]) -> tuple[ResponsesRequest, Fields]:
 
 
 def ignored_fields(fields: Mapping[str, Any]) -> list[str]:
-    """The names of those that have no effect."""
+    """The names of fields that have no effect."""
     return not_known(fields, {*ResponsesRequest.__struct_fields__, *_UNSUPPORTED})
 
 
@@ -129,7 +129,7 @@ def _add_item(conversation: ChatBuilder, item: Fields, where: str) -> None:
             output = text_in(item.get("output"), f"{where}.output", _TEXTS)
             conversation.add("tool", output, tool_call_id=text_field(item, "call_id", where))
         case "reasoning":
-            # What OpenAI's own models have thought comes without its text.
+            # The reasoning of OpenAI's own models has no text, and adds nothing here.
             conversation.think(text_in(item.get("content"), f"{where}.content", ("reasoning_text",)))
         case _:
             raise unsupported(where, item, _ITEMS)
@@ -144,7 +144,7 @@ def _tool(tool: Fields, where: str) -> Fields:
 
 
 def _tool_choice(choice: Any) -> Any:
-    """As a chat has it; what is none is refused there."""
+    """Convert the choice of a tool to that of a chat, which rejects wrong ones."""
     match choice:
         case {"type": "function", "name": str() as name}:
             return {"type": "function", "function": {"name": name}}
@@ -189,7 +189,7 @@ class MessageItem(Struct, tag="message", tag_field="type", kw_only=True):
 
 
 class CallItem(Struct, tag="function_call", tag_field="type", kw_only=True):
-    """A call of a function. `arguments`: a JSON object as text."""
+    """A function call. `arguments`: a JSON object as text."""
 
     id: str
     call_id: str
@@ -233,7 +233,7 @@ class ResponseError(Struct, kw_only=True):
 
 
 class ResponseBody(Struct, kw_only=True):
-    """An answer of `/v1/responses`. `metadata`: that of the request, and the versions of the weights."""
+    """An answer of `/v1/responses`. `metadata`: the request's, and the weight versions."""
 
     id: str
     object: Literal["response"] = "response"
@@ -364,19 +364,19 @@ class ResponseWriter(BlockWriter):
 
 
 def _place(block: AnswerBlock, item: MessageItem | CallItem | ReasoningItem) -> Fields:
-    """What an event is about: an item, or the one part that it has."""
+    """The fields that say what an event is about: an item, or the item's only part."""
     place: Fields = {"output_index": block.index, "item_id": item.id}
     return place if isinstance(item, CallItem) else place | {"content_index": 0}
 
 
-# By what ended an answer.
+# Finish reason → status.
 _STATUS: Final[Mapping[str, Any]] = {
     "stop": "completed",
     "length": "incomplete",
     "abort": "failed",
     "stale": "failed",
 }
-# The name of a block's events, and what those have in addition.
+# Kind of block → name of its events, and their additional fields.
 _EVENTS: Final[Mapping[BlockKind, tuple[str, Fields]]] = {
     BlockKind.CALL: ("function_call_arguments", {}),
     BlockKind.REASONING: ("reasoning_text", {}),

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: requests of its dialect, and of those that become chats of it, read and carried out."""
+"""OpenAI's endpoints, and the reading and serving of requests that other APIs' endpoints share with them."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ from ebbtide.srt.managers.api.live_generation import LiveGeneration
 
 
 class Calls:
-    """Makes calls of the bodies of requests, as the server's flags and its model have it."""
+    """Turns bodies of requests into calls, with the defaults of the server, and serves them."""
 
     def __init__(self, service: EngineService, bodies: BodyReader) -> None:
         self._service = service
         self._bodies = bodies
 
     async def fields_of(self, request: Request) -> dict[str, Any]:
-        """The body, and what headers say; where it says nothing, the server's flags do.
+        """Read the body and the headers of a request. The server's flags set fields that are not given.
 
-        Raises RequestRejected: the body cannot be read, or it is for another model.
+        Raises RequestRejected: 400; the body cannot be read.
         """
         fields = await self._bodies.read(request.stream())
         service = self._service
@@ -88,13 +88,13 @@ class Calls:
         return with_headers(fields, request.headers)
 
     async def completion(self, fields: Mapping[str, Any]) -> OpenAICall:
-        """The call of a completion. Raises RequestRejected: 400."""
+        """Read a completion. Raises RequestRejected: 400."""
         limits = self._service.manager.limits
         limits.check_given("prompt", fields.get("prompt"), fields.get("truncate_prompt_tokens"))
         return await self._made(fields, partial(completion_call, fields, self.model_name, self.template))
 
     async def chat(self, fields: Mapping[str, Any], *, is_batch: bool = False) -> OpenAICall:
-        """The call of a chat, or of several. Raises RequestRejected: 400."""
+        """Read a chat, or a batch of chats. Raises RequestRejected: 400."""
         args = self._service.config.server_args
         parsers = args.tool_call_parser, args.reasoning_parser
         about = self.model_name, self.template, self._recommended, *parsers
@@ -104,7 +104,7 @@ class Calls:
         return self.within_limits(await self._service.manager.worked_on(fields, make))
 
     def prompt_ids(self, call: OpenAICall) -> list[int]:
-        """The tokens of a chat's prompt. Takes as long as it is. Raises RequestRejected: 400."""
+        """The token ids of a chat's prompt. Call it in a thread. Raises RequestRejected: 400."""
         assert callable(call.render), "a chat is rendered"
         assert self.template is not None, "and that needs a tokenizer"
         made = call.render()
@@ -116,7 +116,7 @@ class Calls:
     async def answer(
         self, request: Request, call: OpenAICall, writer: AnswerWriter, routed_form: str | None = None
     ) -> Response:
-        """Carry a call out; its answer, or its chunks as events, are as the writer puts them.
+        """Serve a call. The writer makes the answer's body, or the events of its stream.
 
         `routed_form`: how routed experts are encoded; None: as the server's flag says. Raises
         RequestRejected, EngineError, ClientDisconnect: as `answer_generation`.
@@ -155,7 +155,7 @@ class Calls:
         return ChatTemplate(tokenizer, template, config.model.eos_token_ids)
 
     def within_limits(self, call: C) -> C:
-        """The call, unless it asks for more than is allowed. Raises RequestRejected: 400."""
+        """Check a call against the server's limits, see `requests.within_limits`."""
         max_logprobs = self._service.config.server_args.max_logprobs
         return within_limits(call, max_logprobs, self._service.manager.limits.vocab_size)
 
@@ -168,7 +168,7 @@ _openai = partial(route, tag="OpenAI")
 
 
 class OpenAIApi:
-    """What is behind `/v1/models`, completions, chats, responses, `/tokenize` and `/detokenize`."""
+    """Serves `/v1/models`, completions, chats, responses, `/tokenize` and `/detokenize`."""
 
     def __init__(self, service: EngineService, bodies: BodyReader, calls: Calls) -> None:
         self._service = service
@@ -178,12 +178,12 @@ class OpenAIApi:
 
     @_openai("GET", "/v1/models", reply=ModelList)
     async def models(self, request: Request) -> Response:
-        """The model that is served, and its adapters."""
+        """List the served model and its adapters."""
         return Json(ModelList(data=self._cards()))
 
     @_openai("GET", "/v1/models/{model:path}", reply=ModelCard)
     async def model(self, request: Request) -> Response:
-        """The model of this name."""
+        """Describe the model or adapter of this name."""
         wanted = request.path_params["model"]
         card = next((one for one in self._cards() if one.id == wanted), None)
         return error_answer(f"there is no model {wanted!r}", 404) if card is None else Json(card)
@@ -216,7 +216,7 @@ class OpenAIApi:
     async def _chat(self, request: Request, call: OpenAICall, return_meta_info: bool | None) -> Response:
         wants_meta = bool(return_meta_info)
         writer = ChatWriter(call, return_meta_info=wants_meta)
-        # SGLang's `meta_info` has them in SGLang's form.
+        # In SGLang's `meta_info`, routed experts are encoded as int32.
         return await self._calls.answer(request, call, writer, "int32" if wants_meta else None)
 
     @_openai(
@@ -227,7 +227,7 @@ class OpenAIApi:
         event="Events of OpenAI's Responses.",
     )
     async def responses(self, request: Request) -> Response:
-        """Answer a conversation, in the words of OpenAI's Responses."""
+        """Answer a conversation, by OpenAI's Responses API."""
         fields = await self._calls.fields_of(request)
         asked, chat = await self._service.manager.worked_on(fields, lambda: as_chat(fields))
         call = await self._calls.chat(chat)
@@ -235,12 +235,12 @@ class OpenAIApi:
 
     @_openai("POST", "/tokenize", "/v1/tokenize", takes=TokenizeRequest, reply=Tokens)
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of texts or of a conversation."""
+        """Return the token ids of texts, or of a conversation."""
         return await self._in_thread(request, self._tokenization.tokenize)
 
     @_openai("POST", "/detokenize", "/v1/detokenize", takes=DetokenizeRequest, reply=Texts)
     async def detokenize(self, request: Request) -> Response:
-        """Texts of token ids."""
+        """Return the texts of token ids."""
         return await self._in_thread(request, self._tokenization.detokenize)
 
     async def _in_thread(self, request: Request, work: Callable[[Mapping[str, Any]], Any]) -> Response:
@@ -249,7 +249,7 @@ class OpenAIApi:
         return Json(await self._service.manager.in_thread(lambda: work(fields)))
 
     def _cards(self) -> list[ModelCard]:
-        """The base model, and its adapters."""
+        """The entries of the base model and its adapters."""
         model = self._service.config.model
         base = ModelCard(
             id=model.served_model_name,

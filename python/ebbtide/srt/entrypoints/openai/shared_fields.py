@@ -1,4 +1,4 @@
-"""Fields that several endpoints read alike: those that are refused or ignored, and what answers keep to."""
+"""Fields that several endpoints share: unsupported and ignored ones, and constraints of the answer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ONLY_TEXT: Final = "prompts are texts or token ids"
 _ONLY_BIAS: Final = "of single tokens, logit_bias changes the odds and allowed_token_ids says which may come"
 
 MAX_SALT_LENGTH: Final = 1024
-# Taken where they say what is so anyway.
+# Accepted if their values do not change anything.
 _CHECKED: Final = frozenset(("function_call", "tool_choice"))
 
-# Field → what there is instead.
+# Field → what to use instead, or why not.
 _UNSUPPORTED: Final[Mapping[str, str]] = {
     "audio": "answers are text",
     "documents": "chat_template_kwargs are variables of the template",
@@ -50,7 +50,7 @@ _OF_COMPLETIONS: Final[Mapping[str, str]] = {
 
 
 def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
-    """Refuse what cannot be kept. Raises RequestRejected: 400; names the field and what there is instead."""
+    """Reject unsupported fields. Raises RequestRejected: 400, with the field and what to use instead."""
     refuse_fields(fields, {**_UNSUPPORTED, **(_OF_CHATS if is_chat else _OF_COMPLETIONS)})
     if not is_chat:
         _expect(fields, "tool_choice", ("none", "auto"), "chats have tools")
@@ -59,9 +59,9 @@ def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
 
 
 def refuse_fields(fields: Mapping[str, Any], unsupported: Mapping[str, str]) -> None:
-    """Refuse those that ask for something.
+    """Reject unsupported fields whose values ask for something.
 
-    `unsupported`: their names, and what there is instead. Raises RequestRejected: 400.
+    `unsupported`: field → what to use instead. Raises RequestRejected: 400.
     """
     for name in sorted(unsupported.keys() & fields.keys()):
         if not asks_for_nothing(fields[name]):
@@ -69,16 +69,13 @@ def refuse_fields(fields: Mapping[str, Any], unsupported: Mapping[str, str]) -> 
 
 
 def unknown_fields(kind: type[Struct], fields: Mapping[str, Any], *, is_chat: bool) -> list[str]:
-    """The names of those that have no effect because nothing is known of them."""
+    """The names of unknown fields, which have no effect."""
     empty = _UNSUPPORTED.keys() | (_OF_CHATS if is_chat else _OF_COMPLETIONS).keys() | UNSUPPORTED_FIELDS
     return sorted(fields.keys() - set(kind.__struct_fields__) - empty - _CHECKED)
 
 
 def check_salt(salt: Any) -> None:
-    """Refuse one that separates nothing, and one that is no text of a few words.
-
-    Raises RequestRejected: 400.
-    """
+    """Check the length of a prefix cache salt. Raises RequestRejected: 400; it is empty or too long."""
     if isinstance(salt, str) and not 1 <= len(salt) <= MAX_SALT_LENGTH:
         raise RequestRejected(
             f"cache_salt: expected 1 to {MAX_SALT_LENGTH} characters, got {len(salt)}",
@@ -94,7 +91,7 @@ def _expect(fields: Mapping[str, Any], name: str, supported: tuple[str, ...], wh
 
 
 ANY_OBJECT: Final = '{"type": "object"}'
-# vLLM's name → that of the sampling parameter.
+# vLLM's name → sampling parameter.
 _STRUCTURED_OUTPUTS: Final = {
     "json": "json_schema",
     "regex": "regex",
@@ -105,9 +102,9 @@ _STRUCTURED_OUTPUTS: Final = {
 
 
 def grammar_params(response_format: Any, structured_outputs: Any) -> dict[str, Any]:
-    """The sampling parameters for what was asked; empty if nothing was.
+    """The sampling parameters of the answer's constraint; empty if there is none.
 
-    Raises RequestRejected: 400, a form that is not known.
+    Raises RequestRejected: 400; the form is unknown, or both arguments have a constraint.
     """
     params = _of_format(response_format) if response_format is not None else {}
     outputs = _of_outputs(structured_outputs) if structured_outputs else {}
@@ -135,7 +132,7 @@ def _of_format(wanted: Any) -> dict[str, Any]:
 
 
 def triggered_tags(structures: list[Any], triggers: list[Any]) -> dict[str, Any]:
-    """The older form of structural tags in today's."""
+    """Convert structural tags from their older form, with structures and triggers, to the current one."""
     tags = []
     for structure in structures:
         if not isinstance(structure, Mapping) or not {"begin", "end"} <= structure.keys():
@@ -157,7 +154,7 @@ def _of_outputs(wanted: Any) -> dict[str, Any]:
         listed = ", ".join([*_STRUCTURED_OUTPUTS, "json_object"])
         raise RequestRejected(f"structured_outputs.{unknown[0]}: not supported; there are {listed}")
     for name, value in given.items():
-        # An empty schema allows any JSON; of nothing else is there an empty one.
+        # An empty schema allows any JSON. Other constraints cannot be empty.
         if value in ("", [], {}) and (name, value) != ("json", {}):
             raise RequestRejected(
                 f"structured_outputs.{name}: expected what the output keeps to, got {value!r}"

@@ -1,4 +1,4 @@
-"""Text to token ids and back: prompts by the model's chat template, and `/tokenize` and `/detokenize`."""
+"""Text to token ids and back: prompts from the chat template, and `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """`prompt` or `text`, one or a list, or `messages`, which the chat template makes a text.
+    """`prompt` or `text`, one or a list, or `messages`, which the chat template turns into text.
 
-    `add_special_tokens`: true unless given, and false for messages. `add_generation_prompt`: null: unless the
-    final message goes on.
+    `add_special_tokens`: null means true, and for messages false. `add_generation_prompt`: null means true,
+    and with `continue_final_message` false.
     """
 
     model: str | None = None
@@ -42,27 +42,31 @@ class TokenizeRequest(Struct, kw_only=True):
     required_prefix_token_ids: list[int] | None = None
 
 
-# The tokenizers library keeps the interpreter's lock while it decodes: this takes a tenth of a second.
+# Decoding this many takes a tenth of a second, in which the tokenizers library holds the GIL.
 MAX_IDS: Final = 1 << 20
 
-# What holds a conversation, and how it becomes a prompt.
+# Requests with a conversation and the options of its prompt.
 Conversation: TypeAlias = ChatCompletionRequest | TokenizeRequest
 
 
 class KeptTokens(Struct, frozen=True):
-    """The tokens, and the number of messages that they are, the answer that they end with among them."""
+    """Token ids that a prompt has to begin with.
+
+    `num_messages`: how many of the first messages the tokens stand for; the last of them is an answer.
+    """
 
     ids: list[int]
     num_messages: int
 
 
 def kept_tokens(messages: Sequence[ChatMessage], asked: Conversation) -> KeptTokens | None:
-    """What a prompt has to begin with, if anything: the text of an answer need not become its tokens again.
+    """The tokens that a prompt has to begin with; None: there are none.
 
-    NeMo-RL's servers take the tokens as `required_prefix_token_ids`, or find them in the messages, where
+    They matter because tokenizing an answer's text may not give the tokens that were generated.
+    NeMo-RL's servers take them as `required_prefix_token_ids`, or find them in the messages, where
     NeMo-Gym leaves them. Source: wire_vllm 3.6.
 
-    Raises RequestRejected: 400; they are required of a message that goes on.
+    Raises RequestRejected: 400; they are given together with `continue_final_message`.
     """
     required, continues = asked.required_prefix_token_ids, asked.continue_final_message
     answers = [index for index, message in enumerate(messages, 1) if message.role == "assistant"]
@@ -82,17 +86,18 @@ def kept_tokens(messages: Sequence[ChatMessage], asked: Conversation) -> KeptTok
 def begin_with(
     kept: Sequence[int], history: Sequence[int], prompt: Sequence[int], ends: Collection[int]
 ) -> list[int]:
-    """A prompt whose beginning, what the template makes of the kept messages, is replaced by the kept tokens.
+    """Replace the beginning of a prompt, which the template made of the kept messages, by the kept tokens.
 
-    The end of the last of those messages is found by the number of tokens that end one: a template may write
-    earlier messages differently, without their reasoning for instance, once others follow.
+    Counting the tokens that end messages finds where the last kept message ends: lengths would not, since
+    templates may shorten earlier messages once others follow, for instance by their reasoning.
 
     Args:
-        history: the ids of the kept messages alone.
-        prompt: the ids of all messages.
+        kept: the tokens of the kept messages.
+        history: the template's token ids for the kept messages alone.
+        prompt: the template's token ids for all messages.
         ends: the ids that end a message.
 
-    Raises RequestRejected: 400; the template ends messages with none of them.
+    Raises RequestRejected: 400; the template writes none of `ends` after the kept messages.
     """
     num_ends = sum(token_id in ends for token_id in history)
     places = [place for place, token_id in enumerate(prompt) if token_id in ends]
@@ -101,26 +106,28 @@ def begin_with(
             "required_prefix_token_ids, prompt_token_ids: cannot be kept: the chat template writes no token "
             "that ends an answer behind these messages"
         )
-    # An answer that was cut off has no end; the template's is taken.
+    # An answer that was cut off has no end token, so the template's is used.
     has_end = kept[-1] in ends
     return [*kept, *prompt[places[num_ends - 1] + has_end :]]
 
 
-# Arguments of transformers' own that a client must not set: what is rendered, and as what it comes back.
+# Arguments of transformers' `apply_chat_template` that are not variables of the template.
 _NOT_OPTIONS = frozenset(
     {"conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
     | {"return_assistant_tokens_mask", "self"}
 )
-# As many as the longest marker of reasoning, and line ends behind it, can be.
+# Enough tokens for the longest marker of reasoning and line ends after it.
 _END_TOKENS = 16
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ChatTemplate:
-    """Renders conversations by a template in Jinja; None: the tokenizer's own.
+    """Renders conversations by a chat template.
 
-    `end_ids`: tokens that end an answer, besides the tokenizer's own.
+    Args:
+        template: in Jinja; None: the tokenizer's own.
+        end_ids: tokens that end an answer, besides the tokenizer's own.
     """
 
     def __init__(
@@ -139,16 +146,18 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None,
         add_special_tokens: bool = False,
     ) -> str | list[int]:
-        """The text of a conversation, up to where the assistant's answer, or the rest of it, begins.
+        """Render a conversation up to where the assistant's answer, or the rest of it, begins.
 
-        It holds the special tokens. It is token ids if the prompt has to begin with some. May be called from
-        any thread.
+        Returns text that contains the special tokens, or token ids if the prompt has to begin with given
+        tokens. May be called from any thread.
 
         Args:
-            messages, given: the same ones: checked, and with all that the template may want to know.
+            messages, given: the same messages: with checked types, and as they were sent, for the template.
+            tools: None: the template is shown none.
+            add_special_tokens: whether tokenizing adds some, where token ids are returned.
 
-        Raises RequestRejected: 400; there are no messages, or the template does not take them, or as
-        `kept_tokens` and `begin_with`.
+        Raises RequestRejected: 400; there are no messages, the template fails on them, options exclude each
+        other, or as `kept_tokens` and `begin_with`.
         """
         opens, continues = asked.add_generation_prompt, bool(asked.continue_final_message)
         if opens and continues:
@@ -170,7 +179,7 @@ class ChatTemplate:
         """The end of a prompt, as text."""
         if isinstance(prompt, str):
             return prompt
-        # A client's ids have not been checked yet.
+        # Not checked yet: a client's ids may be negative.
         ids = self.tokenizer.visible(prompt[-_END_TOKENS:], skip_special_tokens=False)
         return self.tokenizer.decode([token_id for token_id in ids if token_id >= 0])
 
@@ -196,7 +205,7 @@ class ChatTemplate:
                 tokenize=False,
                 **variables,
             )
-        except Exception as error:  # a template fails in any way it likes over messages it was not made for
+        except Exception as error:  # templates raise any kind of error for messages that they do not expect
             raise RequestRejected(
                 f"the chat template does not take this: {type(error).__name__}: {error}"
             ) from None
@@ -212,7 +221,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: its content one string, the arguments of tool calls as objects."""
+    """Convert a message for the template: content to one string, arguments of tool calls to objects."""
     plain = {**message, "content": text_of(message)}
     calls = message.get("tool_calls")
     if isinstance(calls, list):
@@ -232,7 +241,7 @@ def _plain_call(call: Any) -> Any:
 
 
 def read_chat_template(given: str | None) -> str | None:
-    """The template that the argument means: a file's contents, or the text itself.
+    """Read the flag `chat_template`: a file's path, or the template itself. None: the tokenizer's template.
 
     Raises ConfigurationError: it is neither.
     """
@@ -245,7 +254,7 @@ def read_chat_template(given: str | None) -> str | None:
 
 
 def recommended_sampling(folder: str) -> dict[str, Any]:
-    """The sampling parameters of generation_config.json; those that make no sense are left out and logged."""
+    """Read sampling parameters from generation_config.json. Invalid ones are logged and left out."""
     path = Path(folder) / "generation_config.json"
     if not path.is_file():
         return {}
@@ -269,7 +278,7 @@ T = TypeVar("T")
 
 
 class Tokens(Struct, kw_only=True):
-    """The ids and their number; a list of each for a list of texts."""
+    """The token ids of a text and their number, or lists of both for a list of texts."""
 
     tokens: Sequence[int | list[int]]
     count: int | list[int]
@@ -278,7 +287,7 @@ class Tokens(Struct, kw_only=True):
 
 
 class DetokenizeRequest(Struct, kw_only=True):
-    """`tokens`: one text's ids, or a list of such lists."""
+    """`tokens`: the ids of one text, or a list of such lists."""
 
     model: str | None = None
     tokens: list[int | list[int]]
@@ -286,16 +295,16 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 class Texts(Struct, kw_only=True):
-    """The text, twice: unless the request says it, `text` is without special tokens and `prompt` with."""
+    """The text, twice: `text` without special tokens and `prompt` with; `skip_special_tokens` sets both."""
 
     text: str | list[str]
     prompt: str | list[str]
 
 
 class Tokenization:
-    """Answers of `/tokenize` and `/detokenize`. Both take long for long texts, and may run in any thread.
+    """Answers `/tokenize` and `/detokenize`. Both take long for long texts, and may run in any thread.
 
-    `template`: with the engine's tokenizer.
+    `template`: has the engine's tokenizer.
     """
 
     def __init__(self, template: ChatTemplate, limits: RequestLimits) -> None:
@@ -304,12 +313,12 @@ class Tokenization:
         self._limits = limits
 
     def tokenize(self, fields: Mapping[str, Any]) -> Tokens:
-        """The answer of `/tokenize`. Raises `RequestRejected`: 400."""
+        """Answer `/tokenize`. Raises RequestRejected: 400."""
         request = parse(TokenizeRequest, fields)
         refuse_unsupported(fields, is_chat=request.messages is not None)
         adds_special_tokens = request.add_special_tokens
         if adds_special_tokens is None:
-            # A chat template writes them.
+            # The chat template writes the special tokens of messages.
             adds_special_tokens = request.messages is None
         prompts, is_batch = self._prompts(request, fields, adds_special_tokens)
         tokens = [
@@ -325,7 +334,7 @@ class Tokenization:
         return answer
 
     def detokenize(self, fields: Mapping[str, Any]) -> Texts:
-        """The answer of `/detokenize`. Raises `RequestRejected`: 400."""
+        """Answer `/detokenize`. Raises RequestRejected: 400."""
         request = parse(DetokenizeRequest, fields)
         batch, is_batch = split_ids("tokens", request.tokens)
         for ids in batch:
@@ -344,7 +353,7 @@ class Tokenization:
     def _prompts(
         self, request: TokenizeRequest, fields: Mapping[str, Any], adds_special_tokens: bool
     ) -> tuple[Sequence[str | list[int]], bool]:
-        """The texts, or what has its tokens already, and whether they are a batch."""
+        """The texts, or token ids if there are some already, and whether the request has a list of texts."""
         given = [value for value in (request.prompt, request.text, request.messages) if value is not None]
         if len(given) != 1:
             raise RequestRejected(f"exactly one of prompt, text and messages is needed, got {len(given)}")
@@ -358,5 +367,5 @@ class Tokenization:
 
 
 def _shaped(values: list[T], is_batch: bool) -> list[T] | T:
-    """All of them; outside a batch the only one."""
+    """All values for a batch, else the only one."""
     return values if is_batch else values[0]

@@ -1,4 +1,4 @@
-"""Tools and reasoning in chats: what a request asks for, and its answers taken apart.
+"""Tools and reasoning in chats: reads them from requests, and finds them in answers.
 
 Source: wire_api sections 5 and 8; OpenAI's `tools` and `tool_choice`.
 """
@@ -18,13 +18,14 @@ from ebbtide.srt.managers.text.tool_calls import ToolCall, ToolSpec, calls_schem
 
 @dataclass
 class AnswerForm:
-    """What the text of an answer is taken apart into.
+    """What to find in the text of an answer: tool calls and reasoning.
 
     Attributes:
-        parser: finds the calls of tools; None: there are none to find.
-        calls_schema: of calls that a grammar makes: the answer is nothing else. None: there is no grammar.
-        reasoning: finds the reasoning; None: it stays where it is.
-        is_open: whether the answer begins in the middle of reasoning; None: as its format does.
+        tools: those that may be called.
+        parser: name of the format of tool calls; None: calls are not searched for.
+        calls_schema: JSON schema of calls, if a grammar makes the whole answer calls; None: it does not.
+        reasoning: name of the format of reasoning; None: it stays in the text.
+        is_open: whether the answer begins in the middle of reasoning; None: as is usual for its format.
     """
 
     tools: tuple[ToolSpec, ...] = ()
@@ -35,13 +36,13 @@ class AnswerForm:
 
     @property
     def reads_marks(self) -> bool:
-        """Whether it looks for what may be special tokens."""
+        """Whether markers, which may be special tokens, are searched for."""
         return self.parser is not None or self.reasoning is not None
 
     def read_prompt(self, end: str, continued: str = "") -> None:
-        """Find out where the answer begins, by how the prompt ends, before any of the answer is read.
+        """Set `is_open` by the end of the prompt. Call it before the answer is read.
 
-        `continued`: the beginning of the answer, if the prompt has one.
+        `continued`: the beginning of the answer, if the prompt contains it.
         """
         if self.reasoning is None:
             return
@@ -55,9 +56,9 @@ class AnswerForm:
 def answer_form(
     request: ChatCompletionRequest, tool_parser: str | None, reasoning_parser: str | None
 ) -> AnswerForm:
-    """How the answers to a request are to be read, by a server of these parsers.
+    """Read tools and reasoning of a request. The parsers are the server's; None: it has none.
 
-    Raises RequestRejected: 400, `tools` or `tool_choice` are not what was expected.
+    Raises RequestRejected: 400; `tools` or `tool_choice` are wrong.
     """
     reasoning = None if request.separate_reasoning is False else reasoning_parser
     try:
@@ -87,14 +88,17 @@ def answer_form(
         raise RequestRejected("tool_choice: expected tools to choose from")
     is_single = choice != "required" or request.parallel_tool_calls is False
     try:
-        # Nothing but the calls: there is no room for reasoning.
+        # The grammar allows nothing but the calls, so there is no reasoning to find.
         return AnswerForm(chosen, calls_schema=calls_schema(chosen, most=1 if is_single else None))
     except ValueError as error:
         raise RequestRejected(str(error)) from None
 
 
 class AnswerReader:
-    """Takes one answer apart, piece by piece."""
+    """Splits one answer into reasoning, text and tool calls, as it grows.
+
+    `num_calls`: of tools so far.
+    """
 
     def __init__(self, form: AnswerForm) -> None:
         self.num_calls = 0
@@ -103,7 +107,7 @@ class AnswerReader:
         self._scanner = AnswerScanner(form.tools, form.parser, form.reasoning, is_open=form.is_open)
 
     def push(self, text: str, *, is_last: bool) -> tuple[str, str, list[ToolCallBody]]:
-        """What a piece adds to the reasoning, to the text, and the calls that it ends."""
+        """Add a piece of the answer. Returns the new reasoning, the new text, and the calls now complete."""
         if self._form.calls_schema is not None:
             return self._push_made(text, is_last=is_last)
         if not self._form.reads_marks:
@@ -112,7 +116,7 @@ class AnswerReader:
         return parts.reasoning, parts.text, self._bodies(parts.calls)
 
     def _push_made(self, text: str, *, is_last: bool) -> tuple[str, str, list[ToolCallBody]]:
-        """Add text that a grammar has made, which is calls as a whole. Cut short, it stays text."""
+        """Add a piece of an answer that a grammar makes calls as a whole. If cut short, it is text."""
         self._made.append(text)
         if not is_last:
             return "", "", []
@@ -123,7 +127,7 @@ class AnswerReader:
     def _bodies(self, calls: list[ToolCall]) -> list[ToolCallBody]:
         bodies = []
         for call in calls:
-            # Templates of this family read the place of a call from its id.
+            # Kimi's chat templates read the index of a call from its id.
             of_kimi = f"functions.{call.name}:{self.num_calls}"
             call_id = of_kimi if self._form.parser == "kimi_k2" else f"call_{uuid.uuid4().hex[:24]}"
             bodies.append(ToolCallBody(index=self.num_calls, id=call_id, function=call))
