@@ -38,7 +38,7 @@ class Kernels:
         """The kernels for a model of this dtype."""
         if device.type != "cuda":
             return LIBRARIES
-        # Kernels for 16-bit weights are for bfloat16 alone.
+        # All kernels but those for tokens in 8 bits support only bfloat16.
         return ON_GPU if dtype == torch.bfloat16 else Kernels(few_quantized=ON_GPU.few_quantized)
 
 

@@ -1,8 +1,9 @@
-"""What attention needs of a model, of a batch, of the KV pool, and of a backend.
+"""The interfaces of attention: what it needs of a model, a batch and the KV pool, and what a backend is.
 
 Shapes: T tokens, R requests, P pages, B requests of a graph, N query heads, K KV heads, H head_dim.
 
-Latents are one key head, a part of which is the value: N query heads are as long, outputs as long as a value.
+Latents are a single key head, the last part of which is also the value. Query heads are as long as the latent
+row, outputs as long as a value.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from ebbtide.srt.layers.kernels.launch import compute_capability
 from ebbtide.srt.mem_cache import Latent
 from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales
 
-# What the step is, its number and how many there are.
+# Called with a description of the work, how many steps of it are done, and how many there are.
 Progress = Callable[[str, int, int], None]
 
 
 def no_progress(what: str, number: int, total: int) -> None:
-    """Tell nobody."""
+    """Ignore progress."""
 
 
 class KVPages(Protocol):
-    """The paged keys and values of all layers, [P, page_size, K, H] each; `KVPool` is one."""
+    """The paged keys and values [P, page_size, K, H] of each layer. `KVPool` implements it."""
 
     def k(self, layer: int) -> Tensor: ...
 
     def v(self, layer: int) -> Tensor: ...
 
     def group(self, layer: int) -> int:
-        """The group of layers, by the number that their page ids have in a batch."""
+        """The number of the layer's group. In a batch, each group has its own page ids."""
         ...
 
     def head_scales(self, layer: int) -> HeadScales | None: ...
@@ -53,10 +54,10 @@ class AttentionShape:
         num_q_heads, num_kv_heads: of this rank.
         dtype: of queries and outputs.
         kv_dtype: of the pool.
-        kinds: the kinds of layers that there are, each once.
-        rotates_all: whether every number of a head is rotated.
-        has_sinks: whether there are layers with sinks, see `LayerAttention`.
-        latent: what layers keep in the place of keys and values.
+        kinds: the different kinds of layers.
+        rotates_all: whether whole heads are rotated, not only a part of each.
+        has_sinks: whether any layer has sinks, see `LayerAttention`.
+        latent: what layers cache instead of keys and values; None: they cache keys and values.
     """
 
     num_q_heads: int
@@ -72,17 +73,17 @@ class AttentionShape:
 
     @property
     def value_dim(self) -> int:
-        """Numbers of a value, and of a head's output."""
+        """The length of a value, and of a head's output."""
         return self.head_dim if self.latent is None else self.latent.rank
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """How many query heads share a KV head."""
         return self.num_q_heads // self.num_kv_heads
 
 
 class GroupPages(NamedTuple):
-    """Where the tokens of a pass lie in the layers of one group; fields as of `PagedBatch` and `Pages`."""
+    """The page ids and slots of one group of layers; fields as in `PagedBatch` and `Pages`."""
 
     page_table_RP: NDArray[np.int32]
     slots_T: Tensor
@@ -91,17 +92,18 @@ class GroupPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """The requests of a pass, as layers of one group see them. New tokens lie request after request.
+    """The requests of a pass, as the layers of one group see them. New tokens are in the order of requests.
 
     Attributes:
         num_new_R: new tokens of each request.
-        lens_R: tokens of each request with the new ones: what its last new token attends to.
+        lens_R: tokens of each request including the new ones, all of which its last new token may attend to.
         page_table_RP: int32 page ids of each request; only the first ceil(len / page_size) are meaningful.
-        kv_indptr_R1, q_indptr_R1: int32, first page id and first new token of each request, and the ends.
-        last_page_len_R: int32, tokens of each request's last page, 1 .. page_size.
-        slots_T: int64 on the device, place of each new token in the pool: page · page_size + offset.
+        kv_indptr_R1, q_indptr_R1: int32, index of each request's first page id and first new token, and the
+            ends.
+        last_page_len_R: int32, tokens in each request's last page, 1 .. page_size.
+        slots_T: int64 on the device, where each new token is stored in the pool: page · page_size + offset.
         pages: the same lengths, and all page ids, on the device.
-        others: of the groups behind the first, if this is the first one's.
+        others: page ids and slots of the other groups, if this is the first group's batch.
     """
 
     num_new_R: NDArray[np.int32]
@@ -116,7 +118,7 @@ class PagedBatch:
 
     @property
     def groups(self) -> list[PagedBatch]:
-        """The same requests as each group of layers sees them."""
+        """This batch as each group of layers sees it."""
         return [
             self,
             *(
@@ -133,22 +135,22 @@ class PagedBatch:
 
     @property
     def num_decoding(self) -> int:
-        """The requests with one new token that come first: kernels for prompts suit them badly."""
+        """How many first requests have one new token each. Kernels for prompts suit these badly."""
         others = np.flatnonzero(self.num_new_R != 1)
         return int(others[0]) if len(others) else len(self.num_new_R)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """A decode batch at addresses that stay: CUDA graphs of B requests read the first B (or B + 1) entries.
+    """A decode batch at fixed addresses. CUDA graphs of B requests read the first B (or B + 1) entries.
 
-    The caller fills them before a replay. A row that only fills up the graph has slot −1, so that nothing is
-    stored, and may attend to anything. Its output means nothing.
+    The caller fills the buffers before a replay. A padding row has slot −1, so that nothing is stored; it may
+    attend to anything, and its output means nothing.
 
     Attributes:
         slots_B: int64.
         kv_indptr_B1, kv_indices, last_page_len_B: int32, as in `Pages`.
-        others: slots and page ids of the groups of layers behind the first, if this is the first one's.
+        others: slots and page ids of the other groups of layers, if these buffers are the first group's.
     """
 
     slots_B: Tensor
@@ -159,7 +161,7 @@ class DecodeBuffers:
 
     @property
     def groups(self) -> list[DecodeBuffers]:
-        """The same batch as each group of layers sees it."""
+        """These buffers as each group of layers sees them."""
         others = [
             replace(self, slots_B=slots_B, kv_indices=kv_indices, others=())
             for slots_B, kv_indices in self.others
@@ -167,7 +169,7 @@ class DecodeBuffers:
         return [self, *others]
 
     def pages(self, batch_size: int) -> Pages:
-        """What the first requests attend to, with one new token each."""
+        """The pages that the first `batch_size` requests attend to, with one new token each."""
         return Pages(
             torch.arange(batch_size + 1, dtype=torch.int32, device=self.slots_B.device),
             self.kv_indptr_B1[: batch_size + 1],
@@ -177,10 +179,10 @@ class DecodeBuffers:
 
 
 class AttentionStep(Protocol):
-    """Attention that has been prepared for a step: what a model's layers call."""
+    """Attention that is prepared for one pass. Layers call it."""
 
     def forward(self, layer: LayerAttention, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> Tensor:
-        """Normalise heads, rotate, store keys and values, attend: see `LayerAttention`."""
+        """Normalise heads, rotate, store keys and values, and attend: see `LayerAttention`."""
         ...
 
 
@@ -193,26 +195,26 @@ class CapturedAttention(AttentionStep, Protocol):
         last_page_len_B: NDArray[np.int32],
         runs: SharedRuns | None = None,
     ) -> None:
-        """Get ready for the lengths of one step, without waiting for the device. Nothing has to be done where
-        kernels read lengths and pages themselves.
+        """Prepare for the lengths of one step, without waiting for the device. The default does nothing, for
+        kernels that read lengths and pages themselves.
 
         Args:
-            kv_indptr_B1, last_page_len_B: what the buffers hold, or will hold when the graph is replayed.
-            runs: who shares which pages, in graphs that read these once; None for nobody.
+            kv_indptr_B1, last_page_len_B: what the buffers hold, or will hold at the replay.
+            runs: which requests share which pages, for graphs that read these once; None: none do.
         """
         return
 
 
 @dataclass(frozen=True, slots=True)
 class GraphFamily:
-    """One way in which decode steps attend in CUDA graphs.
+    """One way of attending in decode steps that is captured in CUDA graphs.
 
     Attributes:
         name: for the log.
-        sizes: requests of its graphs, ascending.
-        capture: attention of a graph for a number of requests, which reads these buffers.
-        suits: whether it is quickest for requests of these lengths, in a graph of this size.
-        shares: whether it is the one for steps that are listed by what requests share.
+        sizes: batch sizes of its graphs, ascending.
+        capture: makes the attention of a graph of a batch size, over these buffers.
+        suits: whether it is the fastest for requests of these lengths in a graph of this size.
+        shares: whether it is the one for steps whose requests share pages.
     """
 
     name: str
@@ -224,11 +226,11 @@ class GraphFamily:
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of one layer: the object that a model calls.
+    """The attention of one layer, which the model calls.
 
     Attributes:
-        layer: its number, which is that of its keys and values in the pool.
-        sinks: [N], a score of each query head that takes part in its softmax and has no value; None: none.
+        layer: its number, under which the pool has its keys and values.
+        sinks: [N], for each query head a score that is included in the softmax without a value; None: none.
     """
 
     layer: int
@@ -236,24 +238,23 @@ class LayerAttention:
     sinks: Tensor | None = field(default=None, compare=False)
 
     def __call__(self, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None, step: AttentionStep) -> Tensor:
-        """Normalise heads, rotate, store keys and values, attend.
+        """Normalise heads, rotate, store keys and values, and attend.
 
         Args:
-            qkv_TNH: [T, N + 2K, H]: query heads, key heads, value heads, as the projection yields them; of
-                latents [T, N + 1, H], with what is rotated first. Whether they hold anything useful
-                afterwards is not said.
+            qkv_TNH: [T, N + 2K, H], query heads, key heads and value heads, as the projection yields them;
+                for latents [T, N + 1, H], rotated parts first. Its contents may be overwritten.
             rope: cosines and sines of the tokens' positions.
-            norms: None for models without.
+            norms: None: the model has no norms of heads.
             step: the attention prepared for the batch.
 
         Returns:
-            Outputs [T, N, H] of the prepared batch, H of a value.
+            Outputs [T, N, H], where H is the length of a value.
         """
         return step.forward(self, qkv_TNH, rope, norms)
 
 
 class AttentionBackend(ABC):
-    """Writes new keys and values into the pool and attends to everything up to each token's position.
+    """Writes new keys and values into the pool, and attends to everything up to each token's position.
 
     Attributes:
         captures: whether decode steps can be captured in CUDA graphs.
@@ -264,51 +265,51 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def problem(cls, shape: AttentionShape, device: torch.device) -> str | None:
-        """Why it does not serve this shape here, and what would help; None if it does."""
+        """Why this backend does not serve the shape on the device, and what would help; None if it does."""
 
     @classmethod
     def compile(cls, shape: AttentionShape, device: torch.device, progress: Progress, *, whole: bool) -> None:
-        """Compile, before any memory is taken, what would otherwise be compiled at first use.
+        """Compile kernels before any memory is taken that would otherwise be compiled at their first use.
 
         Args:
-            whole: false: what can be done without at first may be compiled later, during forward passes.
+            whole: false: kernels that have a substitute may be compiled later, during forward passes.
 
-        Raises ConfigurationError where a compiler fails.
+        Raises ConfigurationError: a compiler fails.
         """
-        return  # as a rule the engine's warm-up is enough
+        return  # most backends need only the engine's warm-up
 
     @abstractmethod
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
-        """Over a pool, on its device.
+        """Set up for a pool, on its device.
 
         Args:
-            kv_pages: the pool; its views stay good whether its memory is there or not.
+            kv_pages: the pool. Its views remain valid while its memory is released.
             layers: of the model.
-            shape: one that the backend has no problem with.
+            shape: one for which `problem` returned None.
         """
 
     @abstractmethod
     def prepare(self, batch: PagedBatch) -> AttentionStep:
-        """Plan for one step, of which there is one at a time."""
+        """Prepare for one pass. Only the latest one is valid."""
 
     def graph_families(self, batch_sizes: Sequence[int]) -> list[GraphFamily]:
-        """How decode steps of these sizes are captured: a step takes the first that suits it.
+        """The ways in which decode steps of these sizes are captured. A step takes the first that suits it.
 
-        The last one suits every step, and has all sizes.
+        The last one must suit every step and have all sizes.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
     def is_worth_sharing(self, num_requests: int, num_saved: int, num_pages: int) -> bool:
-        """Whether a step is quicker when it does not read `num_saved` of `num_pages` full pages again."""
+        """Whether a step is faster if it reads `num_saved` of its `num_pages` full pages only once."""
         return False
 
 
-# Conversions to and from FP8 are instructions of Ada, Hopper and later.
+# Ada, Hopper and later have instructions that convert to and from FP8.
 _FP8_CAPABILITY = (8, 9)
 
 
 def fp8_problem(shape: AttentionShape, device: torch.device) -> str | None:
-    """Why a KV cache in FP8 cannot be had on this device; None where it can, or is not asked for."""
+    """Why the KV cache cannot be in FP8 on this device; None if it can, or need not be."""
     if shape.kv_dtype == FP8 and shape.latent is not None:
         return "latents are not kept in FP8: expected kv_cache_dtype=auto"
     if shape.kv_dtype != FP8 or device.type != "cuda":
@@ -321,7 +322,7 @@ def fp8_problem(shape: AttentionShape, device: torch.device) -> str | None:
 
 
 def scaled_outputs_(out_TNH: Tensor, scales: HeadScales) -> Tensor:
-    """Outputs that kernels made of stored values, multiplied in place by the values' scales."""
+    """Multiply outputs in place by the scales of values, which kernels do not apply."""
     _, v_scale_K = scales.scales_2K
     num_tokens, _, head_dim = out_TNH.shape
     out_TNH.view(num_tokens, len(v_scale_K), -1, head_dim).mul_(v_scale_K[:, None, None])
@@ -329,5 +330,5 @@ def scaled_outputs_(out_TNH: Tensor, scales: HeadScales) -> Tensor:
 
 
 def kinds_of(layers: Sequence[LayerAttention]) -> tuple[AttentionKind, ...]:
-    """The kinds that there are, in the order in which they first occur."""
+    """The different kinds of layers, in order of first occurrence."""
     return tuple(dict.fromkeys(layer.kind for layer in layers))

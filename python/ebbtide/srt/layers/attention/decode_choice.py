@@ -1,6 +1,6 @@
-"""Which kernel attends in a decode step: by the shape, by lengths of requests, and by what they share.
+"""Chooses the kernel that attends in a decode step, by the shape, requests' lengths, and shared pages.
 
-The bounds are of an H200; docs/performance.md says what was measured.
+The thresholds are for an H200; docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from ebbtide.srt.layers.heads import AttentionKind, HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 from ebbtide.srt.mem_cache.kv_scales import FP8
 
-# Query rows of a block: the least that a product on tensor cores takes.
+# Query rows of a block: the fewest that a product on tensor cores takes.
 TILE_ROWS = 16
 _MAX_FEW_REQUESTS = 32
-# With more keys in the longest part, steps of Llama-3.1-8B are longer than with FlashInfer's kernels: those
-# with 128 keys to a part are 4 to 7 % shorter, with 512 alike, with 8,192 longer by 30 %.
+# With more keys than this in the longest part, `FewRequests` is slower than FlashInfer's kernels. Steps of
+# Llama-3.1-8B are 4 to 7 % shorter with it at 128 keys per part, equal at 512, and 30 % longer at 8,192.
 _MOST_FEW_KEYS = 448
-# Of the time that all keys of a step take, evenly divided: what the longest request takes, unsplit.
+# A step is uneven if its longest request, not split, takes this share of the time that all keys of the step
+# would take if divided evenly over the device.
 _UNEVEN_SHARE = 0.8
-# What sharing must save at least, per layer: the time of a second kernel, and as much again.
+# The least that sharing must save per layer: twice the time of the second kernel, in bytes read.
 _MIN_SAVED_BYTES = 16 << 20
-# The kernel that shares reads pages in FP8 slower, by about this share, than the one that does not.
+# The kernel that shares pages reads FP8 slower than the other one, by about this share.
 _MIN_SAVED_SHARE = 0.3
 
 
 class DecodeKernel(Enum):
-    """What attends to requests of any number and length.
+    """Kernels for any number and lengths of requests.
 
-    FP8: our own, to keys and values of 8 bits. CUDA_CORES: FlashInfer's, which streams keys and values once
-    per group of heads. TILES: FlashInfer's for tiles of queries, on tensor cores.
+    FP8: our own, for 8-bit keys and values. CUDA_CORES: FlashInfer's decode kernel, which reads keys and
+    values once per group of heads. TILES: FlashInfer's kernel for tiles of queries, on tensor cores.
     """
 
     FP8 = auto()
@@ -50,19 +51,19 @@ class DecodeKernel(Enum):
 
 
 def kernel_for(shape: AttentionShape) -> DecodeKernel:
-    """The kernel that is quickest for a shape."""
+    """The fastest kernel for a shape."""
     if shape.kv_dtype == FP8 and shape.group <= TILE_ROWS:
         return DecodeKernel.FP8
     return DecodeKernel.CUDA_CORES if shape.group <= 2 else DecodeKernel.TILES
 
 
 def unsplit_from(shape: AttentionShape, device: torch.device) -> int:
-    """Requests from which four rounds of blocks are reached without splitting any of them."""
+    """How many requests make four rounds of blocks without any of them being split."""
     return -(-8 * num_multiprocessors(device) // shape.num_kv_heads)
 
 
 def serves_few(shape: AttentionShape, num_requests: int) -> bool:
-    """Whether `FewRequests` serves a step of this many requests."""
+    """Whether `FewRequests` supports a step of this many requests."""
     return (
         num_requests <= _MAX_FEW_REQUESTS
         and shape.kv_dtype == shape.dtype
@@ -75,10 +76,10 @@ def serves_few(shape: AttentionShape, num_requests: int) -> bool:
 def suits_few(
     shape: AttentionShape, lens_R: NDArray[np.int32], batch_size: int, device: torch.device
 ) -> bool:
-    """Whether `FewRequests` is quickest for these lengths: it cuts every request into equally many parts.
+    """Whether `FewRequests` is fastest for these lengths. It cuts all requests into equally many parts.
 
     Args:
-        batch_size: of the graph, by which the number of parts is chosen.
+        batch_size: of the graph; it determines the number of parts.
     """
     from ebbtide.srt.layers.kernels.few_decode import choose_cut
 
@@ -90,13 +91,13 @@ def suits_few(
 
 
 class FewRequests(CapturedAttention):
-    """The attention of a decode step of few requests: one kernel from projection to projection.
+    """The attention of a decode step of few requests, in a single kernel between two projections.
 
-    With few requests a layer's attention takes as long as its kernels need to start and to end: one replaces
-    three, and is in place while the projection still runs. It reads lengths and pages itself.
+    With few requests, the time of attention is that of starting and ending kernels. This one replaces three,
+    and starts while the projection still runs. It reads lengths and pages itself.
 
     Args:
-        buffers: where lengths and pages are, with the new tokens counted in, when a step runs.
+        buffers: they hold lengths and pages, including the new tokens, when a step runs.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class FewRequests(CapturedAttention):
 def is_uneven(
     shape: AttentionShape, lens_R: NDArray[np.int32], batch_size: int, device: torch.device
 ) -> bool:
-    """Whether the longest of many requests, of which none is split, would go on when others have ended."""
+    """Whether, in a step without splits, the longest request would run on after the others have ended."""
     if kernel_for(shape) is not DecodeKernel.TILES or batch_size < unsplit_from(shape, device):
         return False
     num_at_a_time = 2 * num_multiprocessors(device) // shape.num_kv_heads
@@ -130,17 +131,17 @@ def is_uneven(
 
 
 def can_share(shape: AttentionShape, kind: AttentionKind) -> bool:
-    """Whether such layers can read what requests share once: a block takes several requests, and no window
-    cuts their pages.
+    """Whether layers of this kind can read shared pages once: a block must hold several requests, and there
+    must be no window, which would hide shared pages.
     """
     return 2 * shape.group <= TILE_ROWS and kind.window is None
 
 
 def sharing_saves(shape: AttentionShape, num_rows: int, num_saved: int, num_pages: int) -> bool:
-    """Whether leaving out `num_saved` pages of every layer makes up for writing and reading partial results.
+    """Whether not reading `num_saved` pages in every layer outweighs writing and reading partial results.
 
     Args:
-        num_saved, num_pages: left out, and read otherwise.
+        num_saved, num_pages: pages that sharing saves, and pages that are read without it.
     """
     if kernel_for(shape) is DecodeKernel.FP8 and num_saved < _MIN_SAVED_SHARE * num_pages:
         return False

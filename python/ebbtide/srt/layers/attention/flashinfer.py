@@ -66,11 +66,10 @@ _SHARED_SIZE_STEP = 16
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    """What serves layers of one kind. A step may have several in it, each with a plan of its own.
+    """The kernels for layers of one kind. A step may use several, each with a plan of its own.
 
     Attributes:
-        shared: for decoding requests that share pages; None where it does not serve, as with a window, which
-            does not look that far back.
+        shared: for decoding requests that share pages; None: not supported, as for layers with a window.
     """
 
     decode: PagedKernel
@@ -83,7 +82,7 @@ class _Part:
     """Requests of a step that one kernel serves.
 
     Attributes:
-        pages: of each group of layers. All have as many: a plan is for all of them.
+        pages: for each group of layers. All groups have equally many, so that one plan fits all.
         rows: the new tokens.
     """
 
@@ -95,7 +94,7 @@ class _Part:
 
 @dataclass
 class _PlannedStep:
-    """A planned step, by parts."""
+    """A planned step: the parts of each kind of layers."""
 
     layers: PoolLayers
     slots: Sequence[Tensor]
@@ -118,7 +117,7 @@ class _PlannedStep:
 
 
 class FlashInferAttention(AttentionBackend):
-    """Paged attention on a GPU. Everything runs on the current stream, one step after another."""
+    """Paged attention on a GPU. Everything runs on the current stream, one step after the other."""
 
     captures = True
 
@@ -147,7 +146,7 @@ class FlashInferAttention(AttentionBackend):
         compile_kernels(module_specs(shape, device, whole=whole), progress)
 
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
-        # FlashInfer compiles what is not in its cache.
+        # FlashInfer may compile kernels that are not in its cache, and looks for tools on the path.
         add_scripts_to_path()
         device = kv_pages.k(layers[0].layer).device
         self._layers = PoolLayers(kv_pages, layers)
@@ -155,10 +154,10 @@ class FlashInferAttention(AttentionBackend):
         self._shape, self._device = shape, device
 
     def prepare(self, batch: PagedBatch) -> _PlannedStep:
-        """Plan for one step; the device is not waited for.
+        """Plan one pass, without waiting for the device.
 
-        The requests with one new token that come first, those that decode, are left to the decode kernel: the
-        kernels for prompts compute whole tiles of queries for each of them.
+        Requests that decode, which come first, go to the decode kernel: kernels for prompts would compute a
+        whole tile of queries for each of them.
         """
         num_requests, num_decoding = len(batch.lens_R), batch.num_decoding
         parts: dict[AttentionKind, list[_Part]] = {kind: [] for kind in self._kernels}
@@ -174,7 +173,7 @@ class FlashInferAttention(AttentionBackend):
         return _PlannedStep(self._layers, [each.slots_T for each in groups], parts)
 
     def _items(self, batch: PagedBatch, num_decoding: int) -> ItemBuffers | None:
-        """What the requests that decode do, where neighbours among them share enough pages."""
+        """The work list of the decoding requests, if neighbours share enough pages; otherwise None."""
         num_full_R = (batch.lens_R[:num_decoding] - 1) // self._shape.page_size
         runs = runs_of_neighbours(batch.page_table_RP[:num_decoding], num_full_R)
         if not self.is_worth_sharing(num_decoding, runs.num_saved, int(num_full_R.sum())):
@@ -219,13 +218,13 @@ class FlashInferAttention(AttentionBackend):
 
 
 def _sizes_for_sharing(batch_sizes: Sequence[int]) -> list[int]:
-    """Fewer sizes than for other steps: such steps are large, and pay little for a few rows more."""
+    """Fewer sizes than for other steps: these are large, so that a few rows of padding cost little."""
     step, largest = _SHARED_SIZE_STEP, batch_sizes[-1]
     return [size for size in batch_sizes if size >= step and (size % step == 0 or size == largest)]
 
 
 def _make_kernels(shape: AttentionShape, device: torch.device) -> dict[AttentionKind, _Kernels]:
-    """The kernels of each kind of layers."""
+    """The kernels for each kind of layers."""
     partial = torch.zeros(partial_bytes(shape, device), dtype=torch.uint8, device=device)
     room = WidePages(shape, device) if shape.kv_dtype == FP8 else None
     kernels = {}
@@ -252,7 +251,7 @@ def _decode_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Worksp
 
 
 def _plan_part(groups: Sequence[PagedBatch], kernel: PagedKernel, first: int, end: int) -> _Part:
-    """Plan for the requests `first` to `end` of a batch, as each group of layers sees it."""
+    """Plan the requests from `first` to before `end` of a batch, for all groups of layers."""
     batch = groups[0]
     requests, bounds = slice(first, end), slice(first, end + 1)
     first_row, end_row = (int(batch.q_indptr_R1[request]) for request in (first, end))
@@ -263,7 +262,7 @@ def _plan_part(groups: Sequence[PagedBatch], kernel: PagedKernel, first: int, en
         torch.from_numpy(np.ascontiguousarray(batch.lens_R[requests], dtype=np.int32)),
     )
     part = batch.pages.part(first, end)
-    if first:  # FlashInfer counts from the first of them.
+    if first:  # FlashInfer's offsets start at the part's first request.
         part = replace(
             part, q_indptr_R1=part.q_indptr_R1 - first_row, kv_indptr_R1=part.kv_indptr_R1 - kv_start
         )
@@ -274,11 +273,11 @@ def _plan_part(groups: Sequence[PagedBatch], kernel: PagedKernel, first: int, en
 class GraphDecode(_PlannedStep):
     """Attention of the decode steps that one CUDA graph serves.
 
-    `plan` before the capture and before every replay, on the stream of the replays, outside of the capture.
-    A plan and the contents of the buffers are what changes from replay to replay.
+    Call `plan` before the capture and before every replay, on the replays' stream and outside of the capture.
+    Only the plan and the contents of the buffers change between replays.
 
     Args:
-        items: what steps whose requests share pages are listed in; None for steps that share none.
+        items: the work list for steps whose requests share pages; None: the graph does not share pages.
     """
 
     def __init__(
@@ -308,10 +307,10 @@ class GraphDecode(_PlannedStep):
         last_page_len_B: NDArray[np.int32],
         runs: SharedRuns | None = None,
     ) -> None:
-        """As `CapturedAttention` says.
+        """Implement `CapturedAttention.plan`.
 
-        Raises EngineError for a plan that the captured kernels would not fit: they hold grid and addresses of
-        the first one, and would read and write elsewhere.
+        Raises EngineError: the plan does not fit the captured kernels, which have the grid and the addresses
+        of the first one, and would read and write wrong places.
         """
         if self._items is not None:
             self._items.plan(kv_indptr_B1, last_page_len_B, runs if runs is not None else NO_RUNS)

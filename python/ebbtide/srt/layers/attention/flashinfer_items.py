@@ -1,11 +1,11 @@
-"""FlashInfer's kernel for tiles of queries, given a list of what to do.
+"""FlashInfer's kernel for tiles of queries, with a work list of our own.
 
-FlashInfer plans steps itself, but its plans know neither pages that several requests share nor grids that
-stay while the work changes. The kernel beneath takes a list: which block reads which pages for which queries,
-and where its result goes. Here that list is made of `WorkItems`, at addresses that stay and for a grid that
-stays, so that a CUDA graph can hold the launch; `merge_parts` puts the results together.
+FlashInfer's plans support neither pages that requests share nor a fixed grid for changing work. Its kernel
+reads a list: which block reads which pages for which queries, and where the result goes. Here the list is
+made of `WorkItems`, at fixed addresses and for a fixed grid, so that a CUDA graph can capture the launch.
+`merge_parts` combines the results.
 
-The list is laid out as FlashInfer 0.6.12 reads it: `PrefillPlanInfo` in attention/scheduler.cuh,
+The layout is that of FlashInfer 0.6.12: `PrefillPlanInfo` in attention/scheduler.cuh, and
 BatchPrefillWithPagedKVCacheKernel in attention/prefill.cuh.
 
 Shapes: B rows, C parts, I items, N query heads, K KV heads, H head_dim, P pages, S page_size.
@@ -28,24 +28,24 @@ from ebbtide.srt.layers.attention.shared_runs import SharedRuns, WorkItems, cut,
 from ebbtide.srt.layers.heads import AttentionKind, Pages
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
-# Blocks whose queries, keys and values a multiprocessor holds at a time.
+# How many blocks a multiprocessor runs at once.
 _BLOCKS_PER_SM = 2
-# More than any request has tokens: no item is cut again.
+# The size of FlashInfer's own pieces: longer than any request, so that it does not cut items again.
 _WHOLE = (1 << 31) - 1
-# Parts of all rows of a step together: bounds the memory of partial results.
+# The parts of all rows of a step, which bound the memory of partial results, and the parts of a row.
 _MAX_PARTS_OF_STEP, _MIN_PARTS, _MAX_PARTS = 2048, 4, 32
 
 
 class ItemBuffers:
-    """The list of work of a CUDA graph's steps, as the kernel reads it, and room for partial results.
+    """The work list of a CUDA graph's steps as the kernel reads it, and the sizes of partial results.
 
-    The kernel knows requests by number, and of each where it begins and where the next one does. Every item
-    is two requests here, the second of which is never read: so items may overlap and leave gaps.
+    For the kernel, each request ends where the next one begins. So every item takes two request numbers here,
+    the second of which is never used: items may then overlap or leave gaps.
 
     Attributes:
         max_parts: of a row.
-        plan_info: FlashInfer's `PrefillPlanInfo`; offsets are bytes in `words`.
-        words: int32, all of the list; the others are parts of it.
+        plan_info: FlashInfer's `PrefillPlanInfo`, with offsets in bytes within `words`.
+        words: int32, the whole list. The other tensors are views of it.
     """
 
     def __init__(self, shape: AttentionShape, num_rows: int, device: torch.device) -> None:
@@ -53,8 +53,8 @@ class ItemBuffers:
         self._max_rows = TILE_ROWS // shape.group
         self._resident = _BLOCKS_PER_SM * num_multiprocessors(device) // shape.num_kv_heads + 1
         self.max_parts = min(_MAX_PARTS, max(_MIN_PARTS, _MAX_PARTS_OF_STEP // num_rows))
-        # One for each row, one for each tile of those that share, and some for those that are cut: blocks
-        # without work are not free.
+        # One for each row, one for each tile of rows that share pages, and some for rows that are cut. No
+        # more, since blocks without work take time too.
         self.num_items = num_rows + num_rows // min(4, self._max_rows) + 2 * self._resident
         constants = np.zeros(2 * self.num_items + 4, dtype=np.int32)
         constants[: self.num_items] = 2 * np.arange(self.num_items)
@@ -72,7 +72,7 @@ class ItemBuffers:
     def plan(
         self, kv_indptr_B1: NDArray[np.int32], last_page_len_B: NDArray[np.int32], runs: SharedRuns
     ) -> None:
-        """List a step's work, and send the list; the device is not waited for."""
+        """List a step's work and send the list, without waiting for the device."""
         runs = runs.best(self.num_items - self._num_rows, self._max_rows)
         max_pages = piece_pages(
             kv_indptr_B1,
@@ -93,10 +93,10 @@ class ItemBuffers:
         _send(self.listed(items, int(kv_indptr_B1[-1])), self.words[self._starts[1] :])
 
     def listed(self, items: WorkItems, end_page: int) -> NDArray[np.int32]:
-        """The part of `words` that changes from step to step; what follows the last item is empty.
+        """The part of `words` that changes from step to step. Entries after the last item are empty.
 
         Args:
-            end_page: page ids of the step.
+            end_page: the number of page ids of the step.
         """
         count = 2 * len(items.part_I)
         host = np.zeros(self._starts[-1] - self._starts[1], dtype=np.int32)
@@ -106,7 +106,7 @@ class ItemBuffers:
         q[1:count:2] = items.first_row_I + items.num_rows_I
         kv[0:count:2] = items.first_page_I
         kv[1:count:2] = items.first_page_I + items.num_pages_I
-        # The kernel reads no page id from the last entry on.
+        # The last entry ends the page ids, beyond which the kernel reads none.
         kv[count:] = end_page
         last[0:count:2] = items.last_page_len_I
         out[0:count:2] = items.part_I * self._num_rows + items.first_row_I
@@ -137,17 +137,17 @@ class ItemBuffers:
 
 
 def _send(array: NDArray[np.int32], to: Tensor) -> None:
-    """Copy without waiting for the device, from memory that torch keeps from reuse until it has run."""
+    """Copy without waiting for the device, from pinned memory, which torch reuses only after the copy."""
     host = torch.from_numpy(array)
     to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
 
 
 class ItemKernel:
-    """Attends item by item, and puts the parts together: its plans are `ItemBuffers`."""
+    """Attends item by item, and merges the parts. Its plans are `ItemBuffers`."""
 
     def __init__(self, shape: AttentionShape, kind: AttentionKind, device: torch.device) -> None:
         self._module = TileModule(shape, kind, device, causal=False, backend="fa2")
-        # Nothing is left in a workspace.
+        # The kernel keeps nothing in a workspace when it does not split.
         self._no_workspace = torch.zeros(16, dtype=torch.uint8, device=device)
 
     def run(self, plan: Any, pages: Pages, x: Operands) -> None:
@@ -157,7 +157,7 @@ class ItemKernel:
         parts_CTNH = x.q_TNH.new_empty(items.max_parts, *x.q_TNH.shape)
         sums_CTN = torch.empty(parts_CTNH.shape[:-1], dtype=torch.float32, device=parts_CTNH.device)
         listed = Pages(items.q_indptr, items.kv_indptr, pages.kv_indices, items.last_page_len)
-        # The kernel takes the places of its results from the list.
+        # Only base pointers: the list says where each result goes.
         into = x._replace(out_TNH=parts_CTNH[0], sums_TN=sums_CTN[0])
         self._module.run(self._no_workspace, items.words, items.plan_info, listed, into)
         merge_parts(parts_CTNH, sums_CTN, items.num_parts_B, x.out_TNH, x.sums_TN)

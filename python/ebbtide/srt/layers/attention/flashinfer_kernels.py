@@ -1,13 +1,13 @@
-"""FlashInfer's paged attention kernels, and the memory in which they are planned.
+"""FlashInfer's paged attention kernels, and the memory for their plans.
 
-FlashInfer's own wrappers copy page tables to and fro and wait for the device while they plan. The modules
-beneath them do not: `plan` takes lengths on the host, computes which block does what, and enqueues one copy
-from pinned memory; `run` launches. All plans share one workspace: steps run one after another on one stream,
-and the copy of a plan is enqueued behind the step before it.
+FlashInfer's wrappers copy page tables back and forth and wait for the device while they plan. The modules
+that they call do not: `plan` takes lengths on the host, computes each block's work, and enqueues one copy
+from pinned memory; `run` launches. All plans can share one workspace, because steps run one after the other
+on one stream, and the copy of a plan is enqueued after the step before.
 
-Of a KV cache in FP8 decode steps have a kernel of our own. Prompts go to the kernel for pages of the queries'
-type, into which they are read back, layer by layer: it holds every number of FP8. Scales are no matter here:
-see `rotate_and_store` and `scaled_outputs_`.
+With a KV cache in FP8, decode steps use a kernel of our own. For prompts, pages are widened layer by layer to
+the queries' dtype, which represents every FP8 number, and attended to by the usual kernel. These kernels
+apply no scales: see `rotate_and_store` and `scaled_outputs_`.
 
 Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S page_size.
 """
@@ -30,25 +30,25 @@ from ebbtide.srt.layers.attention.paged_kernel import HostLens, Operands, PagedK
 from ebbtide.srt.layers.heads import AttentionKind, Pages
 from ebbtide.srt.layers.kernels.launch import can_overlap, num_multiprocessors
 
-# Plans of FlashInfer's Hopper prefill list every block: at most 4,096 of each head, 28 bytes each.
+# FlashInfer's plans for Hopper prefill list every block: at most 4,096 per head, with 28 bytes each.
 _PLAN_BYTES = 16 << 20
-# What the library needs on top of the sums that it says it keeps: alignment.
+# For alignment, on top of the partial results.
 _SPARE_BYTES = 1 << 20
 _THREADS_PER_SM, _DECODE_THREADS = 2048, 128
-_NO_WINDOW, _NO_SOFT_CAP = -1, 0.0  # as FlashInfer says it
-_ROPE_SCALE, _ROPE_THETA = 1.0, 1e4  # of a rotation inside the kernels, which is off
-# Tokens that a step with prompts reads back at most: 256 MiB for eight heads of 128. Where there are more,
-# nothing is read back.
+_NO_WINDOW, _NO_SOFT_CAP = -1, 0.0  # FlashInfer's values for None
+_ROPE_SCALE, _ROPE_THETA = 1.0, 1e4  # unused, since rotation inside the kernels is off
+# The most tokens that a step with prompts widens: 256 MiB for eight heads of 128. Steps with more tokens
+# attend to FP8 directly.
 _ROOM_TOKENS = 65_536
-_FIRST_BACKEND = "fa2"  # its kernels compile in 20 s, where those for Hopper take a minute and more
+_FIRST_BACKEND = "fa2"  # its kernels compile in 20 s, those for Hopper in a minute or more
 
 
 class Workspace:
-    """Partial results of split requests, plans on the device, and pinned memory that plans are written to.
+    """Memory for plans, on the device and pinned on the host, and for partial results of split requests.
 
-    A step has one plan in it; partial results may be shared with other workspaces. A plan is written to
-    pinned memory while the copy of the one before it may still be waiting for its step: there are two such
-    buffers, each with an event that says that its last copy has run.
+    It holds the plan of one step. Partial results may be shared with other workspaces. There are two pinned
+    buffers, since the copy of the previous plan may still wait for its step; an event for each says that its
+    last copy has run.
     """
 
     def __init__(self, partial: Tensor) -> None:
@@ -69,7 +69,7 @@ class Workspace:
 
 
 class StreamKernel:
-    """One token per request, on CUDA cores: the kernel streams keys and values once per group of heads."""
+    """One token per request, on CUDA cores. The kernel reads keys and values once per group of heads."""
 
     def __init__(self, shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> None:
         from flashinfer.decode import get_batch_decode_module
@@ -129,7 +129,7 @@ class TileModule:
     """FlashInfer's compiled kernel for tiles of queries, on tensor cores.
 
     Args:
-        causal: false where every request has one new token, which attends to everything.
+        causal: false if every request has just one new token, which attends to everything.
         backend: FlashInfer's name: fa2, or fa3 for Hopper. Only fa2 can be captured.
     """
 
@@ -148,7 +148,7 @@ class TileModule:
         self.plan = self._module.plan
 
     def run(self, partial: Tensor, plans: Tensor, plan: Any, pages: Pages, x: Operands) -> None:
-        """Attend, by a plan and partial results in this memory."""
+        """Attend by a plan that is in `plans`, with partial results in `partial`."""
         self._module.paged_run(
             float_workspace_buffer=partial,
             int_workspace_buffer=plans,
@@ -185,7 +185,7 @@ class TileModule:
 
 
 class PrefillKernel:
-    """Any number of new tokens per request, on tensor cores; arguments as for `TileModule`."""
+    """Any number of new tokens per request, on tensor cores. Arguments as for `TileModule`."""
 
     def __init__(
         self, shape: AttentionShape, kind: AttentionKind, workspace: Workspace, *, causal: bool, backend: str
@@ -198,8 +198,9 @@ class PrefillKernel:
 
     def plan(self, lens: HostLens, *, captured: bool) -> Any:
         shape, num_requests = self._shape, len(lens.lens_R)
-        # With that many requests every multiprocessor has enough to do. Planned as if nothing were captured,
-        # the grid then depends on their number alone: FlashInfer's plan for graphs splits always.
+        # With so many requests every multiprocessor is busy without splits. FlashInfer's plan for graphs
+        # always splits, so this one is not for graphs; without splits its grid depends only on the number of
+        # requests.
         unsplit = captured and num_requests >= self._unsplit_from
         args: list[Any] = [
             lens.q_indptr_R1,
@@ -226,7 +227,7 @@ class PrefillKernel:
 
 
 def prefill_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Workspace) -> PagedKernel:
-    """What suits everything else; not to be captured. Until it is compiled, fa2's kernel is what serves."""
+    """The best kernel for prompts; it cannot be captured. Until it is compiled, fa2's kernel serves."""
     backend = _prefill_backend(shape, workspace.partial.device)
     spec = _prefill_spec(shape, kind, backend)
 
@@ -243,7 +244,7 @@ def prefill_kernel(shape: AttentionShape, kind: AttentionKind, workspace: Worksp
 
 
 class Fp8DecodeKernel:
-    """One new token per request. Nothing is planned: the kernel reads lengths and pages itself."""
+    """One new token per request, 8-bit pages. Plans are empty: the kernel reads lengths and pages itself."""
 
     def __init__(self, kind: AttentionKind) -> None:
         self._kind = kind
@@ -259,11 +260,11 @@ class Fp8DecodeKernel:
 
 
 class WidePages:
-    """Room for pages that are read back from FP8, which all layers share.
+    """Buffers for pages that are widened from FP8, shared by all layers.
 
     Attributes:
-        k_MSKH, v_MSKH: `num_pages` pages, in the type of the queries.
-        order_M: int32, their numbers.
+        k_MSKH, v_MSKH: `num_pages` pages in the queries' dtype.
+        order_M: int32, their page ids in order.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
@@ -274,7 +275,7 @@ class WidePages:
 
 
 class Fp8PrefillKernel:
-    """Any number of new tokens per request; not to be captured."""
+    """Any number of new tokens per request, with 8-bit pages. Cannot be captured."""
 
     def __init__(
         self, shape: AttentionShape, kind: AttentionKind, workspace: Workspace, room: WidePages
@@ -284,7 +285,7 @@ class Fp8PrefillKernel:
         self._room = room
 
     def plan(self, lens: HostLens, *, captured: bool) -> tuple[int, Any]:
-        """Pages to read back, or 0, and the plan of the kernel for what is read then."""
+        """Returns how many pages to widen, and a plan; 0: none, the plan is for attending to FP8."""
         num_pages = int(lens.kv_indptr_R1[-1])
         if num_pages > self._room.num_pages:
             return 0, self._narrow.plan(lens, captured=captured)
@@ -304,11 +305,11 @@ class Fp8PrefillKernel:
 
 
 def module_specs(shape: AttentionShape, device: torch.device, *, whole: bool = True) -> dict[str, Any]:
-    """What FlashInfer compiles for this shape: use → its `JitSpec`.
+    """The kernels that FlashInfer compiles for this shape: use → its `JitSpec`.
 
     Args:
-        whole: false: what a start waits for. Kernels for prompts that are not compiled yet have others in
-            their place, which take a third of the time to compile.
+        whole: false: only those that a start waits for. Kernels for prompts that are not compiled yet are
+            replaced by substitutes that compile in a third of the time.
     """
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
@@ -323,7 +324,7 @@ def module_specs(shape: AttentionShape, device: torch.device, *, whole: bool = T
                 specs[f"attention to shared prefixes{variant}"] = tiles
         else:
             specs[f"decode attention{variant}"] = tiles
-        # Prompts attend to pages in FP8 as they are read back into the wide type.
+        # Prompts attend to FP8 pages after these are widened.
         prefill = _prefill_spec(wide(shape), kind, _prefill_backend(wide(shape), device))
         if not (whole or prefill.is_compiled):
             prefill = _prefill_spec(wide(shape), kind, _FIRST_BACKEND)
@@ -339,7 +340,7 @@ def _prefill_spec(shape: AttentionShape, kind: AttentionKind, backend: str) -> A
 
 
 def wide(shape: AttentionShape) -> AttentionShape:
-    """The same with keys and values in the type of the queries."""
+    """The same shape with keys and values in the queries' dtype."""
     return replace(shape, kv_dtype=shape.dtype)
 
 
@@ -354,14 +355,14 @@ def _prefill_backend(shape: AttentionShape, device: torch.device) -> str:
 
 
 def partial_bytes(shape: AttentionShape, device: torch.device) -> int:
-    """Bytes of partial results, in the worst case of each kernel: float32 values and one sum per row."""
+    """Bytes for partial results, the most of any kernel: float32 values and one sum per row."""
     num_sms = num_multiprocessors(device)
     row_bytes = 4 * (shape.head_dim + 1)
     blocks = 2 * num_sms // shape.num_kv_heads + 1
-    # The kernels for Hopper divide the work without partial results, but fa2's may serve before them.
+    # The kernels for Hopper need no partial results, but fa2's may serve before them.
     prefill_rows = blocks * _LARGEST_TILE
     decode_rows = num_sms * (_THREADS_PER_SM // _DECODE_THREADS) // shape.num_kv_heads
-    # The grid of a graph: FlashInfer's upper bound of tiles, or as many blocks as run at once.
+    # The grid of a graph: FlashInfer's upper bound for tiles, or as many blocks as run at once.
     tile = next((rows for rows in (16, 64) if shape.group <= rows), _LARGEST_TILE)
     num_requests = unsplit_from(shape, device)
     tiles = -(-num_requests * shape.group // tile) + num_requests
@@ -373,7 +374,7 @@ _LARGEST_TILE = 128
 
 
 def _module_key(shape: AttentionShape, kind: AttentionKind) -> tuple[Any, ...]:
-    """What a compiled module is made for, as FlashInfer counts it."""
+    """The parameters of a compiled module, in FlashInfer's order."""
     from flashinfer.utils import PosEncodingMode
 
     dtype, head_dim = shape.dtype, shape.head_dim
@@ -391,7 +392,7 @@ def _module_key(shape: AttentionShape, kind: AttentionKind) -> tuple[Any, ...]:
 
 
 def _window_left(kind: AttentionKind) -> int:
-    """How many tokens before itself a token attends to."""
+    """How many tokens before itself a token attends to, as FlashInfer counts."""
     return kind.window - 1 if kind.window is not None else _NO_WINDOW
 
 
@@ -399,20 +400,20 @@ def _soft_cap(kind: AttentionKind) -> float:
     return kind.soft_cap if kind.soft_cap is not None else _NO_SOFT_CAP
 
 
-# What is quoted of a compiler's output, which repeats commands of thousands of characters.
+# How much of a compiler's output is quoted; it repeats commands of thousands of characters.
 _MAX_LINES, _MAX_LINE_CHARS = 20, 300
 
 
 def compile_kernels(specs: Mapping[str, Any], progress: Progress) -> None:
-    """Compile the attention kernels that are not in the cache yet, all modules at once.
+    """Compile the attention kernels that are not in the cache yet, all modules in parallel.
 
     Args:
         specs: use → FlashInfer's `JitSpec`.
-        progress: called when it begins and after each module, e.g. with ("compiling attention", 1, 2).
-            Where everything is in the cache it is not called.
+        progress: called at the start and after each module, e.g. with ("compiling attention", 1, 2); not
+            called if everything is in the cache.
 
     Raises:
-        ConfigurationError: FlashInfer's compiler fails; the message ends with the last of its output.
+        ConfigurationError: FlashInfer's compiler fails. The message ends with the end of its output.
     """
     add_scripts_to_path()
     missing = {use: spec for use, spec in specs.items() if not (spec.is_aot or spec.is_compiled)}

@@ -1,7 +1,6 @@
 """Attention to latents by FlashInfer: one kernel for prompts and for decoding, eager and in CUDA graphs.
 
-Shapes: T tokens, N query heads, H numbers of a query and of a stored row, C of a latent, P pages, S tokens of
-a page.
+Shapes: T tokens, N query heads, H length of a query and of a cached row, C of a latent, P pages, S page_size.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from ebbtide.srt.layers.heads import HeadNorms, Rope
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 from ebbtide.srt.mem_cache import Latent
 
-# What the kernels are written for.
+# The only sizes for which the kernels are written.
 _LATENT = Latent(rank=512, rope=64)
-# A block's rows, each of one head of one token; where there are many, two blocks work together.
+# The rows of a tile, each of one head of one token. Larger tiles are shared by two blocks.
 _TILE_ROWS = 64
-# The pieces of work that a plan has room for: each tile, and once more for each block where tiles are cut.
+# How many pieces of work a plan can hold: one for each tile, plus one for each block if tiles are cut.
 _MOST_PIECES = 16384
 
 
 class FlashInferLatentAttention(AttentionBackend):
-    """Every head attends to the same row of a token. Plans are made without waiting for the device."""
+    """Attention in which all heads share one row per token. Planning does not wait for the device."""
 
     captures = True
 
@@ -66,7 +65,7 @@ class FlashInferLatentAttention(AttentionBackend):
         compile_kernels({"latent attention": _module_spec(shape, device)}, progress)
 
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention], shape: AttentionShape) -> None:
-        # FlashInfer compiles what is not in its cache.
+        # FlashInfer may compile kernels that are not in its cache, and looks for tools on the path.
         add_scripts_to_path()
         self._latents_PS1H = {layer.layer: kv_pages.k(layer.layer) for layer in layers}
         device = kv_pages.k(layers[0].layer).device
@@ -89,7 +88,7 @@ class FlashInferLatentAttention(AttentionBackend):
 
 @dataclass(slots=True)
 class _LatentStep(CapturedAttention):
-    """A step, captured or not: plans are what changes between replays. `planned` None: not planned yet."""
+    """A step, captured or not. Only the plan changes between replays. `planned`: None: not planned yet."""
 
     kernel: _Kernel
     page_size: int
@@ -104,9 +103,9 @@ class _LatentStep(CapturedAttention):
         last_page_len_B: NDArray[np.int32],
         runs: SharedRuns | None = None,
     ) -> None:
-        """As `CapturedAttention` says.
+        """Implement `CapturedAttention.plan`.
 
-        Raises EngineError for a plan that the captured kernel would not fit: it holds grid and addresses of
+        Raises EngineError: the plan does not fit the captured kernel, which has the grid and the addresses of
         the first one.
         """
         lens_B = (np.diff(kv_indptr_B1) - 1) * self.page_size + last_page_len_B
@@ -128,15 +127,15 @@ class _LatentStep(CapturedAttention):
 
 
 class _Kernel:
-    """FlashInfer's kernel, and the memory in which it is planned."""
+    """FlashInfer's kernel, with the memory for its plans."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         from flashinfer.utils import MaskMode
 
         self._num_heads, self._page_size = shape.num_q_heads, shape.page_size
-        # With one new token its mask hides nothing.
+        # For one new token the causal mask hides nothing.
         self._mask = MaskMode.CAUSAL.value
-        # Each block leaves at most two partial results: of all its rows values, and a sum in float32.
+        # Each block leaves at most two tiles of partial results; each row has values and a sum in float32.
         row_bytes = shape.dtype.itemsize * _LATENT.rank + 4
         self._num_blocks = num_multiprocessors(device)
         num_rows = 2 * self._num_blocks * _TILE_ROWS
@@ -145,9 +144,9 @@ class _Kernel:
             self._module = _module_spec(shape, device).build_and_load()
 
     def plan(self, q_indptr_R1: Tensor, kv_indptr_R1: Tensor, lens_R: Tensor) -> Any:
-        """Plan a step and enqueue the plan's copy; lengths are int32 on the host.
+        """Plan a step, and enqueue the copy of the plan. Lengths are int32 on the host.
 
-        Raises EngineError for more rows than a plan has room for.
+        Raises EngineError: the step has more rows than a plan can hold.
         """
         num_tokens = int(q_indptr_R1[-1])
         num_tiles = num_tokens * self._num_heads // (2 * _TILE_ROWS) + 2 * len(lens_R)
@@ -161,7 +160,7 @@ class _Kernel:
         return self._workspace.plan(self._module.plan, *lens, self._num_heads, _LATENT.rank, causal)
 
     def run(self, plan: Any, kv_indices: Tensor, q_TNH: Tensor, latents_PSH: Tensor, scale: float) -> Tensor:
-        """What the heads read, [T, N, C]."""
+        """The weighted sums of latents [T, N, C]."""
         rope, workspace = _LATENT.rope, self._workspace
         out_TNC = q_TNH.new_empty(*q_TNH.shape[:2], _LATENT.rank)
         no_sums, base_e = None, False
@@ -186,7 +185,7 @@ class _Kernel:
 
 
 def _module_spec(shape: AttentionShape, device: torch.device) -> Any:
-    """What FlashInfer compiles for this shape: a `JitSpec`."""
+    """FlashInfer's `JitSpec` of the kernel for this shape."""
     from flashinfer.jit import gen_batch_mla_module
     from flashinfer.utils import determine_mla_backend
 

@@ -1,4 +1,4 @@
-"""What attends to pages by a plan, in the layers of a pool; how one such kernel takes over from another.
+"""Kernels that attend to pages by a plan, and how the layers of a pool call them.
 
 Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S page_size.
 """
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HostLens:
-    """Lengths on the host, int32 tensors: what plans are made of."""
+    """Lengths on the host, as int32 tensors, from which plans are made."""
 
     q_indptr_R1: Tensor
     kv_indptr_R1: Tensor
@@ -32,13 +32,13 @@ class HostLens:
 
 
 class Operands(NamedTuple):
-    """What a layer attends with.
+    """The tensors with which a layer attends.
 
     Attributes:
         q_TNH: queries, rotated.
         k_PSKH, v_PSKH: the layer's pages.
-        out_TNH: where outputs go.
-        sums_TN: where logarithms to base 2 of the sums of weights go, float32; None: they are not wanted.
+        out_TNH: receives the outputs.
+        sums_TN: float32, receives log2 of the sums of softmax weights; None: they are not wanted.
     """
 
     q_TNH: Tensor
@@ -48,7 +48,7 @@ class Operands(NamedTuple):
     sums_TN: Tensor | None = None
 
     def part(self, rows: slice) -> Operands:
-        """The same of some new tokens."""
+        """The operands of some new tokens."""
         sums_TN = None if self.sums_TN is None else self.sums_TN[rows]
         return Operands(self.q_TNH[rows], self.k_PSKH, self.v_PSKH, self.out_TNH[rows], sums_TN)
 
@@ -57,7 +57,7 @@ Attend = Callable[[LayerAttention, Operands], None]
 
 
 class PoolLayers:
-    """The pool's layers, and what a pass does in each of them."""
+    """The layers of a pool, and the steps of attention that are the same for all kernels."""
 
     def __init__(self, kv_pages: KVPages, layers: Sequence[LayerAttention]) -> None:
         self.kv_pages = kv_pages
@@ -76,10 +76,10 @@ class PoolLayers:
         slots: Sequence[Tensor],
         attend: Attend,
     ) -> Tensor:
-        """As `LayerAttention`.
+        """Implement `LayerAttention.__call__`.
 
         Args:
-            slots: of the new tokens in each group of layers.
+            slots: of the new tokens, for each group of layers.
             attend: writes the outputs of the layer.
         """
         from ebbtide.srt.layers.kernels.rope import rotate_and_store
@@ -102,31 +102,32 @@ class PlannedAttention(Protocol):
 
 
 class PagedKernel(PlannedAttention, Protocol):
-    """One way to attend to pages, with its plans."""
+    """A kernel that attends to pages, with its plans."""
 
     def plan(self, lens: HostLens, *, captured: bool) -> Any:
-        """Plan a step and enqueue the plan's copy.
+        """Plan a step, and enqueue the copy of the plan.
 
         Args:
-            captured: `run` is part of a CUDA graph, which later plans of as many requests serve too.
+            captured: whether `run` is captured in a CUDA graph, so that later plans for equally many requests
+                must fit it.
         """
         ...
 
 
 class UntilCompiled:
-    """A kernel that serves at once, until the one that is to serve is compiled: a start need not wait for it.
+    """A kernel that serves while a better one is compiled, so that starting need not wait for that.
 
-    The other one is made in a thread of its own, during forward passes, and serves from the next plan on: its
-    results differ by roundings. Where that fails the first one goes on, and the log says why.
+    The better one is compiled in a thread, during forward passes, and serves from the next plan on; its
+    results differ by rounding. If compiling fails, the first kernel stays, and the log says why.
 
     Args:
-        at_first: what serves now.
-        make: compiles and makes the other one; takes a minute.
+        at_first: serves now.
+        make: compiles and makes the better kernel, which takes a minute.
     """
 
     def __init__(self, at_first: PagedKernel, make: Callable[[], PagedKernel]) -> None:
         self._kernel = at_first
-        # A process that ends meanwhile does not wait for compilers: they go on, for the next one.
+        # A daemon: a process that ends does not wait for compilers, which finish for the next start.
         self._thread = Thread(target=self._take_over, args=(make,), name="compiling", daemon=True)
         self._thread.start()
 
@@ -139,7 +140,7 @@ class UntilCompiled:
         kernel.run(planned, pages, x)
 
     def wait(self) -> None:
-        """Wait until the other kernel serves, or has failed."""
+        """Wait until the better kernel serves, or has failed to compile."""
         self._thread.join()
 
     def _take_over(self, make: Callable[[], PagedKernel]) -> None:

@@ -1,4 +1,4 @@
-"""Attention backend name → class, the ones to be preferred first."""
+"""Attention backends by name, and the choice among them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from ebbtide.srt.layers.attention.flashinfer_latent import FlashInferLatentAtten
 from ebbtide.srt.layers.attention.torch_native import TorchNativeAttention
 from ebbtide.srt.layers.attention.triton import TritonAttention
 
-ATTENTION_BACKENDS: dict[str, type[AttentionBackend]] = {
+ATTENTION_BACKENDS: dict[str, type[AttentionBackend]] = {  # in order of preference
     "flashinfer": FlashInferAttention,
     "triton": TritonAttention,
     "torch_native": TorchNativeAttention,
 }
-# In the place of those where layers keep latents.
+# These replace backends of the same name for layers that cache latents.
 LATENT_BACKENDS: dict[str, type[AttentionBackend]] = {"flashinfer": FlashInferLatentAttention}
 
 
 def choose_backend(
     chosen: str | None, shape: AttentionShape, device: torch.device
 ) -> tuple[type[AttentionBackend], list[str]]:
-    """The backend of this name; where none is named, the first that serves the shape on the device.
+    """The backend of this name; without a name, the first one that serves the shape on the device.
 
-    On a CPU a name of one for GPUs stands for torch's own: clients name what they have on their GPUs.
+    On a CPU, the name of a GPU backend chooses torch's own: clients name what they use on their GPUs.
 
     Returns:
-        Its class, and what stood in the way of those that would have been preferred.
+        Its class, and why backends that would be preferred do not serve.
 
-    Raises ConfigurationError where the one that was named does not serve, or is unknown.
+    Raises ConfigurationError: the named backend is unknown, or does not serve.
     """
     if chosen is None:
         return _first_that_serves(shape, device)
@@ -49,12 +49,12 @@ def choose_backend(
 
 
 def backends_for(shape: AttentionShape) -> dict[str, type[AttentionBackend]]:
-    """What the names stand for where layers keep what the shape says."""
+    """The backends by name, for what layers of this shape cache."""
     return ATTENTION_BACKENDS if shape.latent is None else ATTENTION_BACKENDS | LATENT_BACKENDS
 
 
 def name_of(backend: AttentionBackend) -> str:
-    """The name that its class has here."""
+    """The name of a backend."""
     named = (*ATTENTION_BACKENDS.items(), *LATENT_BACKENDS.items())
     return next(name for name, kind in named if type(backend) is kind)
 

@@ -1,6 +1,6 @@
-"""Rows of a decode step that begin with the same pages, and pieces of attention that read these once.
+"""Finds rows of a decode step that begin with the same pages, and cuts attention so as to read these once.
 
-Plain numpy: what is decided here is the same on every machine.
+In plain numpy, so that the result is the same on every machine.
 
 Shapes: R rows, P pages, G runs of adjacent rows, I items; B rows with one new token each.
 """
@@ -17,11 +17,11 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SharedRuns:
-    """Adjacent rows that begin with the same pages.
+    """Runs of adjacent rows that begin with the same pages.
 
     Attributes:
         first_row_G, num_rows_G: the rows of each run.
-        num_pages_G: pages that all rows of a run begin with, all of them full.
+        num_pages_G: how many first pages all rows of a run share; all of them are full.
     """
 
     first_row_G: Ints
@@ -30,11 +30,11 @@ class SharedRuns:
 
     @property
     def num_saved(self) -> int:
-        """Pages that need not be read again."""
+        """How many page reads the runs save."""
         return int(((self.num_rows_G - 1) * self.num_pages_G).sum())
 
     def best(self, max_tiles: int, tile_rows: int) -> SharedRuns:
-        """Those that save most, of at most `max_tiles` tiles of rows together."""
+        """The runs that save most, with at most `max_tiles` tiles of `tile_rows` rows in all."""
         num_tiles_G = -(-self.num_rows_G // tile_rows)
         if num_tiles_G.sum() <= max_tiles:
             return self
@@ -47,11 +47,11 @@ NO_RUNS = SharedRuns(*(np.zeros(0, dtype=np.int32) for _ in range(3)))
 
 
 def runs_of_neighbours(table_RP: Ints, num_full_R: Ints) -> SharedRuns:
-    """The runs, each of adjacent rows, that save most reading.
+    """The runs of adjacent rows that save the most page reads.
 
     Args:
         table_RP: page ids of each row.
-        num_full_R: how many of them hold nothing that may still change; P or fewer.
+        num_full_R: how many of a row's first pages will not change any more; at most P.
     """
     if len(table_RP) < 2:
         return NO_RUNS
@@ -65,7 +65,7 @@ def runs_of_neighbours(table_RP: Ints, num_full_R: Ints) -> SharedRuns:
 
 @dataclass(slots=True)
 class _OpenRun:
-    """Adjacent requests that share `depth` pages, and the best that can be made of parts of them."""
+    """Adjacent requests that share `depth` pages, and the best choice of runs among them so far."""
 
     depth: int
     first: int
@@ -73,19 +73,19 @@ class _OpenRun:
     runs: list[tuple[int, int, int]] = field(default_factory=list)
 
     def close(self, end: int) -> None:
-        """All of its requests up to `end` are known: are they better as one run than as its parts?"""
+        """End the run before request `end`: keep it as one run if that saves more than its parts do."""
         count = end - self.first
         if (count - 1) * self.depth > self.saved:
             self.saved, self.runs = (count - 1) * self.depth, [(self.first, count, self.depth)]
 
 
 def best_runs(num_common: list[int]) -> SharedRuns:
-    """The runs, each of adjacent requests, that save most reading.
+    """The runs of adjacent requests that save the most page reads.
 
     Args:
-        num_common: how many pages each request but the last has in common with the next one.
+        num_common: for each request but the last, how many pages it shares with the next one.
     """
-    # The nodes that are open, each inside the one before it.
+    # A stack of open runs, each inside the previous one and sharing more pages.
     open_nodes = [_OpenRun(0, 0)]
     for last, depth in enumerate([*num_common, 0]):
         if open_nodes[-1].depth < depth:
@@ -103,14 +103,14 @@ def best_runs(num_common: list[int]) -> SharedRuns:
 
 @dataclass(frozen=True, slots=True)
 class WorkItems:
-    """Pieces of work: some adjacent rows attend to some pages that all of them have.
+    """Pieces of work. In each, some adjacent rows attend to some pages that they all have.
 
     Attributes:
         first_row_I, num_rows_I: the rows.
-        first_page_I, num_pages_I: the pages, as places in `kv_indices`.
-        last_page_len_I: tokens of the last of them.
-        part_I: which of its rows' parts this is.
-        num_parts_B: parts of each row.
+        first_page_I, num_pages_I: the pages, as indices in `kv_indices`.
+        last_page_len_I: tokens in the last of these pages.
+        part_I: the number of this part among the parts of its rows.
+        num_parts_B: how many parts each row has.
     """
 
     first_row_I: Ints
@@ -122,34 +122,34 @@ class WorkItems:
     num_parts_B: Ints
 
 
-# What a block costs on top of reading its pages, in pages, on an H200.
+# The fixed cost of a block, as the number of pages that could be read in that time, on an H200.
 _BLOCK_PAGES = 8
-# A device is busy enough with this many times the items that it runs at once.
+# This many times the items that run at once keep a device busy enough.
 _MANY_ROUNDS = 4
-# Sizes of pieces that are tried, in pages: four to each doubling, and one that cuts nothing.
+# Candidates for the size of pieces, in pages: four per doubling, and one that cuts nothing.
 _PIECES = np.append(np.rint(8 * 2 ** (np.arange(40) / 4)).astype(np.int64), 1 << 20)
 
 
 def piece_pages(
     kv_indptr_B1: Ints, runs: SharedRuns, *, max_rows: int, max_items: int, max_parts: int, num_resident: int
 ) -> int:
-    """How many pages an item should have at most, so that all of a step ends soon.
+    """How many pages an item should have at most, for the step to end soon.
 
-    Few long requests are cut so that every multiprocessor has something to do. With more items than the
-    device holds at a time, the time is that of the whole divided evenly, and at the end some of a last item.
-    Where there are many items anyway only the longest are cut: the tiles of a run read the same pages at the
-    same time, and then only once from memory.
+    If there are few long requests, they are cut so that every multiprocessor has work. With more items than
+    run at once, the time is that of all work divided evenly, plus about half of the longest item at the end.
+    If there are many items anyway, only the longest are cut: the tiles of a run then read the same pages at
+    the same time, so that these come from memory only once.
 
     Args:
         max_rows: of an item.
-        max_items, max_parts: of the step, and of a row; pieces so long that nothing is cut keep to both.
-        num_resident: items that the device works on at a time.
+        max_items, max_parts: of the step, and of a row. Uncut items must be within both.
+        num_resident: how many items the device runs at once.
     """
     num_shared_B = shared_pages(runs, len(kv_indptr_B1) - 1)
     own_B = np.diff(kv_indptr_B1) - num_shared_B
     tiles = np.repeat(runs.num_pages_G, -(-runs.num_rows_G // max_rows))
     whole = np.concatenate([own_B, tiles])
-    # C candidates; pieces of one range are equally long.
+    # C candidates, W whole ranges of pages. The pieces of one range have equal lengths.
     num_pieces_CW = -(-whole // _PIECES[:, None])
     longest_C = (-(-whole // np.maximum(num_pieces_CW, 1))).max(axis=1) + _BLOCK_PAGES
     num_items_C = num_pieces_CW.sum(axis=1)
@@ -171,21 +171,21 @@ def cut(
     max_rows: int,
     max_pages: int,
 ) -> WorkItems:
-    """Items of at most `max_rows` rows and `max_pages` pages, those of shared pages first.
+    """Cut a step into items of at most `max_rows` rows and `max_pages` pages, those of shared pages first.
 
     Args:
         kv_indptr_B1, last_page_len_B: as in `PagedBatch`.
     """
     num_shared_B = shared_pages(runs, len(last_page_len_B))
 
-    # Shared pages: runs of at most `max_rows` rows. The first row says which pages these are.
+    # Shared pages, in tiles of at most `max_rows` rows. A tile's first row says which pages they are.
     num_tiles_G = -(-runs.num_rows_G // max_rows)
     tile_G = np.repeat(np.arange(len(num_tiles_G)), num_tiles_G)
     skipped = max_rows * _counted(num_tiles_G)
     first_row = runs.first_row_G[tile_G] + skipped
     tile_rows = np.minimum(runs.num_rows_G[tile_G] - skipped, max_rows)
     shared = _pieces(kv_indptr_B1[:-1][first_row], runs.num_pages_G[tile_G], max_pages)
-    # What is a row's own.
+    # The pages of one row alone.
     own_first = kv_indptr_B1[:-1] + num_shared_B
     own = _pieces(own_first, kv_indptr_B1[1:] - own_first, max_pages)
     shared_parts_B = -(-num_shared_B // max_pages)
@@ -195,7 +195,7 @@ def cut(
     is_last = own_first_page + own_num_pages == kv_indptr_B1[1:][own_row]
 
     def listed(shared_I: Ints, own_I: Ints) -> Ints:
-        # Not the longest first: blocks of one length begin and end together, and nobody reads meanwhile.
+        # Not sorted by length: blocks of equal length would end together, and memory would be idle then.
         return np.concatenate([shared_I, own_I], dtype=np.int32)
 
     return WorkItems(
@@ -212,14 +212,14 @@ def cut(
 
 
 def shared_pages(runs: SharedRuns, num_rows: int) -> Ints:
-    """How many pages each row shares."""
+    """How many pages each row shares with others."""
     num_shared_B = np.zeros(num_rows, dtype=np.int32)
     num_shared_B[ranges(runs.first_row_G, runs.num_rows_G)] = np.repeat(runs.num_pages_G, runs.num_rows_G)
     return num_shared_B
 
 
 def _pieces(first: Ints, count: Ints, size: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Ranges cut into equal pieces of at most `size`: source range, first, count, number in the range."""
+    """Cut ranges into equal pieces of at most `size`: range number, first, count, number in the range."""
     num_pieces = -(-count // size)
     source = np.repeat(np.arange(len(count), dtype=np.int32), num_pieces)
     number = _counted(num_pieces)
@@ -229,11 +229,11 @@ def _pieces(first: Ints, count: Ints, size: int) -> tuple[Ints, Ints, Ints, Ints
 
 
 def ranges(first: Ints, count: Ints) -> Ints:
-    """first .. first + count - 1 of each, one after the other."""
+    """Concatenate first .. first + count - 1 of all."""
     return np.repeat(first, count) + _counted(count)
 
 
 def _counted(count: Ints) -> Ints:
-    """0 .. count - 1 of each, one after the other."""
+    """Concatenate 0 .. count - 1 of all."""
     ends = np.cumsum(count, dtype=np.int32)
     return np.arange(ends[-1] if len(ends) else 0, dtype=np.int32) - np.repeat(ends - count, count)

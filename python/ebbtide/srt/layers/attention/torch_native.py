@@ -1,6 +1,6 @@
-"""Attention by torch's own kernels: request by request over gathered pages.
+"""Attention by torch's own kernels, request by request over gathered pages.
 
-Made for the CPU. On a GPU it is the reference, and what is left where nothing else can be used.
+Made for the CPU. On a GPU it is the reference in tests, and the fallback if no other backend serves.
 
 Shapes: T tokens, R requests, P pages, S page_size, N query heads, K KV heads, H head_dim, L attended tokens.
 """
@@ -30,15 +30,15 @@ from ebbtide.srt.mem_cache.kv_scales import FP8, HeadScales, dequantised, quanti
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One request's part of the batch, as layers of one kind see it.
+    """One request of the batch, as layers of one kind see it.
 
     Attributes:
         first, end: its new tokens.
-        length: the last tokens of the request, to which any of the new ones attends.
-        pages: the pages in the pool that hold these, int32.
-        skipped: tokens of the first of these pages that come before.
-        mask: added to the scores where it depends on the new token what it attends to; None where it does
-            not, or where the new tokens are the whole request and each attends to all up to itself.
+        length: how many of the request's last tokens any of the new ones attends to.
+        pages: int32, the pages that hold these.
+        skipped: tokens at the start of the first page that are not attended to.
+        mask: added to the scores; None: the only new token attends to everything, or the new tokens are the
+            whole request with a causal mask.
     """
 
     first: int
@@ -52,11 +52,11 @@ class Span:
 class TorchNativeAttention(AttentionBackend):
     """One `scaled_dot_product_attention` per request.
 
-    Measured for 32 requests of mixed lengths: gathering one request's pages into a buffer that stays in the
-    core's cache and attending to it at once takes half the time of a gather of the whole batch padded to
-    the longest request.
+    Measured with 32 requests of mixed lengths: gathering one request's pages into a buffer that stays in the
+    core's cache and attending to it at once takes half the time of gathering the whole batch, padded to the
+    longest request.
 
-    Pages of another dtype than the queries are converted. With FP8 that emulates GPUs: they store the same
+    Pages of another dtype than the queries' are converted. With FP8 this emulates GPUs, which store the same
     numbers.
     """
 
@@ -92,7 +92,7 @@ class TorchNativeAttention(AttentionBackend):
         }
         most_pages = max(len(span.pages) for spans in self._spans.values() for span in spans)
         if most_pages > len(self._k_room):
-            # Room to grow by half, so that decoding does not come back here at every page.
+            # With half as much again, so that decoding does not reallocate at every new page.
             self._k_room, self._v_room = (self._room(most_pages * 3 // 2) for _ in range(2))
         return self
 
@@ -111,7 +111,7 @@ class TorchNativeAttention(AttentionBackend):
         for span in self._spans[layer.kind, group]:
             new = slice(span.first, span.end)
             if span.length == span.end - span.first:
-                # Everything it attends to is in this batch: no need to read it back from the pool.
+                # All tokens that it attends to are in this batch: no need to read them back from the pool.
                 k_LKH, v_LKH = k_TKH[new], v_TKH[new]
             else:
                 k_LKH = self._gather(k_PSKH, span, self._k_room)
@@ -126,7 +126,7 @@ class TorchNativeAttention(AttentionBackend):
         return out_TNH
 
     def _heads(self, qkv_TNH: Tensor, rope: Rope, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, rotated."""
+        """Split queries, keys and values, normalised and rotated."""
         if self._latent is None:
             return split_heads(qkv_TNH, rope, norms, self._num_kv_heads)
         rotated_TNH = rotate(qkv_TNH, *rope)
@@ -137,7 +137,7 @@ class TorchNativeAttention(AttentionBackend):
         return latents_LKH[..., -self._value_dim :]
 
     def _stored(self, k_TKH: Tensor, v_TKH: Tensor, scales: HeadScales | None) -> tuple[Tensor, Tensor]:
-        """Keys and values as the pool holds them."""
+        """Convert keys and values to the pool's dtype and scales."""
         if self._kv_dtype != FP8:
             return k_TKH.to(self._kv_dtype), v_TKH.to(self._kv_dtype)
         k_inverse_K, v_inverse_K = scales.inverses_2K if scales is not None else (None, None)
@@ -150,7 +150,7 @@ class TorchNativeAttention(AttentionBackend):
         return Span(end - num_new, end, length, pages, skipped, self._mask(kind, num_new, length))
 
     def _mask(self, kind: AttentionKind, num_new: int, length: int) -> Tensor | None:
-        """Token i of the new ones sees the window that ends with it."""
+        """The mask under which each new token sees the window that ends with it; None: see `Span`."""
         in_window = kind.window is None or length <= kind.window
         if num_new == 1 or (in_window and num_new == length and kind.soft_cap is None):
             return None
@@ -164,7 +164,7 @@ class TorchNativeAttention(AttentionBackend):
     def _decode(
         self, layer: LayerAttention, q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor, out_NH: Tensor
     ) -> None:
-        """One new token attends to everything: the heads that share a KV head act as its queries."""
+        """Attend with one new token. The query heads that share a KV head act as that head's queries."""
         q = q_NH.view(1, self._num_kv_heads, -1, self._head_dim)
         k, v = k_LKH.transpose(0, 1).unsqueeze(0), v_LKH.transpose(0, 1).unsqueeze(0)
         out = out_NH.view(1, self._num_kv_heads, -1, self._value_dim)
@@ -196,7 +196,7 @@ class TorchNativeAttention(AttentionBackend):
 
 
 def _movable(x: Tensor) -> Tensor:
-    """The same memory as numbers that torch copies by index, on every device: FP8 as bytes."""
+    """View FP8 as bytes, since torch does not copy FP8 by index on every device."""
     return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
@@ -210,7 +210,7 @@ def _attend(
     *,
     is_causal: bool,
 ) -> Tensor:
-    """Attention of [1, N, T, H] to [1, K, L, H]. torch's own knows neither soft caps nor sinks."""
+    """Attention of [1, N, T, H] to [1, K, L, H]. Written out for soft caps and sinks, which torch's lacks."""
     group = q.shape[1] // k.shape[1]
     if kind.soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(

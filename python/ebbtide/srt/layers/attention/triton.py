@@ -30,7 +30,7 @@ MAX_HEAD_DIM = 256
 
 
 class TritonAttention(AttentionBackend):
-    """Paged attention on a GPU, for shapes that FlashInfer does not take. Keys may have another dtype."""
+    """Paged attention on a GPU, for shapes that FlashInfer does not serve. Keys may have another dtype."""
 
     captures = True
 
@@ -50,7 +50,7 @@ class TritonAttention(AttentionBackend):
         self._layers = PoolLayers(kv_pages, layers)
 
     def prepare(self, batch: PagedBatch) -> _TritonStep:
-        """Requests with one new token that come first, those that decode, are a launch of their own."""
+        """Split off the requests that decode, which come first: they get a launch of their own."""
         num_decoding, num_requests = batch.num_decoding, len(batch.lens_R)
         ends = [end for end in ((0, num_decoding), (num_decoding, num_requests)) if end[0] < end[1]]
         groups = batch.groups
@@ -71,9 +71,9 @@ class TritonAttention(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _TritonStep(CapturedAttention):
-    """A step, captured or not, with slots and parts by group of layers.
+    """A step, captured or not, with slots and parts for each group of layers.
 
-    The kernels read lengths and pages themselves.
+    It needs no plan, since the kernels read lengths and pages themselves.
     """
 
     layers: PoolLayers

@@ -1,9 +1,9 @@
-"""The gated delta rule and its norm. `layers.state` says what each computes.
+"""The gated delta rule, and its norm. `layers.state` defines what each computes.
 
-One token brings a request's state up to date in place: a program reads a part of a matrix, changes it and
-writes it back. Of a prompt, pieces of `PIECE_TOKENS` tokens are prepared side by side: how the updates of a
-piece follow from one another is solved for all of its tokens at once. What is left to do one piece after the
-other are products of matrices.
+For one token, a program reads some columns of a request's matrix, updates them and writes them back. For
+prompts, pieces of `PIECE_TOKENS` tokens are prepared in parallel: the updates of all tokens of a piece, which
+depend on one another, are solved for at once. What remains to be done one piece after the other is matrix
+products.
 
 Shapes: T tokens, R requests, P pieces, L tokens of a piece, V value heads, H head_dim.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 from ebbtide.srt.layers.kernels.convolution import OF_PROMPTS
 from ebbtide.srt.layers.state import KEY_EPS, PIECE_TOKENS, StateStep
 
-# Columns of a matrix that a program holds. It stays in registers then; a token alone reads longer runs of
-# memory with more of them, while pieces one after the other, of few prompts, need the programs.
+# Columns of a matrix per program, few enough to stay in registers. One token reads longer runs of memory with
+# more columns; with few prompts, whose pieces run one after the other, fewer columns give more programs.
 COLUMNS, PIECE_COLUMNS = 64, 32
 NORM_ROWS = 16
 
@@ -114,9 +114,9 @@ def gated_norm(heads_TVH: Tensor, gates_TVH: Tensor, weight_H: Tensor, eps: floa
 
 @triton.jit
 def _rates(rate, decay, head, decay_log_ptr, rate_bias_ptr):  # type: ignore[no-untyped-def]
-    """β and g, of what they are made of."""
+    """Compute β and g from their projections."""
     decay = decay.to(tl.float32) + tl.load(rate_bias_ptr + head)
-    # softplus; beyond 20 it is the number itself in float32.
+    # Above 20, softplus(x) equals x in float32.
     decay = tl.where(decay > 20.0, decay, tl.log(1.0 + tl.exp(tl.minimum(decay, 20.0))))
     return tl.sigmoid(rate.to(tl.float32)), -tl.exp(tl.load(decay_log_ptr + head)) * decay
 
@@ -144,7 +144,7 @@ def _one_token(  # type: ignore[no-untyped-def]
     BLOCK_V: tl.constexpr,
     EPS: tl.constexpr,
 ) -> None:
-    """Some columns of a head's matrix of each request, changed in place, and their outputs."""
+    """Each program updates some columns of one head's matrix of one request, and computes their outputs."""
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = tl.arange(0, BLOCK_K)
@@ -175,7 +175,7 @@ def _one_token(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _unit_rows(ptr, inside, EPS: tl.constexpr, DIVISOR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of length 1, divided by the root of a number."""
+    """Load rows, scaled to length 1 / sqrt(DIVISOR)."""
     x = tl.load(ptr, mask=inside, other=0.0).to(tl.float32)
     return x / tl.sqrt((tl.sum(x * x, axis=1) + EPS) * DIVISOR)[:, None]
 
@@ -206,10 +206,10 @@ def _prepare_piece(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ) -> None:
-    """Of a piece and a head: updates as if the matrix before were zero, and what it takes off them.
+    """Each program computes the updates of one piece and head for a zero matrix, and the factors for others.
 
-    With A as in the reference, they are (1 + A)⁻¹ β v and (1 + A)⁻¹ β exp(g) k, whose product with the matrix
-    is to be taken off. `totals` are the sums of g from the piece's beginning on.
+    With A as in the reference, these are (1 + A)⁻¹ β v and keys' = (1 + A)⁻¹ β exp(g) k; keys' times the
+    matrix is subtracted later. `totals` are the sums of g from the start of the piece.
     """
     piece_ptr = pieces_ptr + tl.program_id(0) * 3
     first, count = tl.load(piece_ptr).to(tl.int64), tl.load(piece_ptr + 1)
@@ -230,8 +230,8 @@ def _prepare_piece(  # type: ignore[no-untyped-def]
     since = tl.exp(tl.where(is_later, total[:, None] - total[None, :], 0.0))
     owed = tl.dot(keys, tl.trans(k), input_precision=PRECISION)
     owed = tl.where(is_later, owed * since, 0.0)
-    # (1 + A)⁻¹, of whose blocks on the diagonal each is made of two of half the size: what stands below the
-    # first and beside the second is −(second) A (first).
+    # Compute (1 + A)⁻¹ by doubling the size of its blocks on the diagonal. Two neighbouring blocks become one
+    # by filling in the part below the first and beside the second: −(second) A (first).
     solved = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
     for level in range(LEVELS):
         below = tl.where((index[:, None] >> level) ^ (index[None, :] >> level) == 1, owed, 0.0)
@@ -269,7 +269,7 @@ def _pieces_in_order(  # type: ignore[no-untyped-def]
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Of a prompt and a head some columns: outputs piece after piece, and the matrix behind the last one."""
+    """Each program handles some columns of one head and prompt: all outputs, and the last matrix."""
     prompt = tl.program_id(0)
     head = tl.program_id(1)
     first, end = tl.load(indptr_ptr + prompt), tl.load(indptr_ptr + prompt + 1)
@@ -283,7 +283,7 @@ def _pieces_in_order(  # type: ignore[no-untyped-def]
     is_held = (row < held_rows)[:, None] & (column < V_DIM)[None, :]
     matrix = tl.load(matrix_ptr, mask=is_held, other=0.0)
     is_causal = index[:, None] >= index[None, :]
-    # Products are of numbers of this type, and summed up in float32, as the matrix is kept.
+    # Products take this dtype and accumulate in float32, the dtype of the matrix.
     kind = qkv_ptr.dtype.element_ty
     for start in range(first, end, TOKENS):
         token = start + index.to(tl.int64)
@@ -308,7 +308,7 @@ def _pieces_in_order(  # type: ignore[no-untyped-def]
         scores = tl.where(is_causal, scores * since, 0.0).to(kind)
         out += tl.dot(scores, updates.to(kind), input_precision=PRECISION)
         tl.store(out_ptr + place * V_DIM + column[None, :], out, mask=is_value)
-        # What is left of each update behind the piece.
+        # The share of each update that is left at the end of the piece.
         updates *= tl.exp(tl.where(inside, last - total, 0.0))[:, None]
         matrix = matrix * tl.exp(last) + tl.dot(tl.trans(k), updates.to(kind), input_precision=PRECISION)
     tl.store(matrix_ptr, matrix, mask=(row < K_DIM)[:, None] & (column < V_DIM)[None, :])

@@ -1,10 +1,11 @@
-"""What several kernels are made of: instructions that Triton does not name, those by which kernels overlap.
+"""Building blocks of kernels: instructions that Triton lacks, and those with which kernels overlap.
 
-Where OVERLAPPED is true a kernel was launched as a dependent of the one before. It may be in place before
-that has ended, and must wait before it reads or writes what others write. The interpreter cannot do that.
+If OVERLAPPED is true, a kernel was launched with programmatic dependent launch: it may start before the
+previous kernel has ended, and must wait before it reads or writes what others write. The interpreter cannot
+do this.
 """
 
-# Triton has no types, and a kernel is not Python.
+# Triton kernels have no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 # mypy: disallow-untyped-calls=False
 
@@ -14,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def exp2_or_0(x, ASM: tl.constexpr):
-    """2ˣ, and 0 where that is no normal number: one instruction, where Triton's own takes four."""
+    """2ˣ, or 0 if that is subnormal, in one instruction; Triton's own takes four."""
     if ASM:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -24,7 +25,7 @@ def exp2_or_0(x, ASM: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers) -> None:
-    """Bring the lines of these addresses into the second-level cache; nobody waits for them."""
+    """Prefetch the cache lines of these addresses into the L2 cache, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -37,28 +38,28 @@ def prefetch(pointers) -> None:
 
 @triton.jit
 def announce(OVERLAPPED: tl.constexpr) -> None:
-    """Let the next kernel's blocks start where there is room."""
+    """Let blocks of the next kernel start as soon as there is room."""
     if OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait(OVERLAPPED: tl.constexpr) -> None:
-    """Wait until the kernel before has ended and what it wrote can be read."""
+    """Wait until the previous kernel has ended and its writes are visible."""
     if OVERLAPPED:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def lead(OVERLAPPED: tl.constexpr) -> None:
-    """Let the next kernel start, then wait for the one before."""
+    """Let the next kernel start, then wait for the previous one."""
     announce(OVERLAPPED)
     wait(OVERLAPPED)
 
 
 @triton.jit
 def follow(OVERLAPPED: tl.constexpr) -> None:
-    """Wait for the kernel before, then let the next one start: it can read at once what this one could."""
+    """Wait for the previous kernel, then let the next one start, which can then read what this one can."""
     wait(OVERLAPPED)
     announce(OVERLAPPED)
 

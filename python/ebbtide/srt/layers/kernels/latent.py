@@ -1,6 +1,6 @@
-"""What lies between a layer's projections and its attention to latents.
+"""Operations between a layer's projections and its attention to latents.
 
-Shapes: T tokens, N query heads, H numbers of a head and of a stored row, O of a projected query, C of a
+Shapes: T tokens, N query heads, H length of a head and of a cached row, O of a projected query, C of a
 latent, P pages, S page_size.
 """
 
@@ -24,14 +24,14 @@ def fill_heads(
     *,
     is_interleaved: bool,
 ) -> None:
-    """Put what is rotated of queries and latents first, and the normalised latents behind, in one launch.
+    """Write rotated parts of queries and latents first in each head, normalised latents after, in one launch.
 
     Args:
-        q_TNO: the last numbers of each query are those to rotate; rows may lie apart.
-        latents_TH: latents, and behind each of them what is rotated; rows may lie apart.
+        q_TNO: the last numbers of each query are its rotated part; rows may have a stride.
+        latents_TH: latents, each followed by its rotated part; rows may have a stride.
         weight_C, eps: of the norm.
-        heads_TNH: [T, N + 1, H], contiguous; what queries have behind the first numbers is left as it is.
-        is_interleaved: whether pairs to rotate are neighbours; they are taken apart then.
+        heads_TNH: [T, N + 1, H], contiguous. The rest of the query heads is not written.
+        is_interleaved: whether the numbers of a pair are neighbours; they are separated then.
     """
     num_tokens, num_queries, query_dim = q_TNO.shape
     rank, head_dim = len(weight_C), heads_TNH.shape[2]
@@ -76,7 +76,7 @@ def _fill_heads(  # type: ignore[no-untyped-def]
     BLOCK_C: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """A program has one token."""
+    """Each program handles one token."""
     follow(OVERLAPPED)
     HEAD_DIM: tl.constexpr = RANK + 2 * PAIRS
     token = tl.program_id(0).to(tl.int64)
@@ -106,15 +106,15 @@ def _fill_heads(  # type: ignore[no-untyped-def]
 
 
 def rotate_and_store_latents(heads_TNH: Tensor, rope: Rope, slots_T: Tensor, latents_PS1H: Tensor) -> Tensor:
-    """Rotate queries in place, and write latents, their first numbers rotated, to their slots: one launch.
+    """Rotate queries in place, and store latents, their first numbers rotated, in their slots, in one launch.
 
     Args:
-        heads_TNH: [T, N + 1, H], contiguous: queries, and behind them the latent.
-        slots_T: int64; a token of slot −1 is not stored.
+        heads_TNH: [T, N + 1, H], contiguous: queries, followed by the latent.
+        slots_T: int64; a token with slot −1 is not stored.
         latents_PS1H: one layer of the pool, contiguous.
 
     Returns:
-        The queries, [T, N, H], a view.
+        The queries [T, N, H], a view.
     """
     num_tokens, num_heads, head_dim = heads_TNH.shape
     num_pairs = rope.sin_T1H.shape[-1]
@@ -151,7 +151,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     REST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """A program has one token. The last head is the latent."""
+    """Each program handles one token. The last head is the latent."""
     follow(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -169,7 +169,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
 
     slot = tl.load(slots_ptr + token)
     row = latents_ptr + slot * HEAD_DIM
-    # Not `& (slot >= 0)`: the interpreter of Triton 3.9 makes integers of that.
+    # Not `& (slot >= 0)`, which becomes an integer in the interpreter of Triton 3.9.
     is_stored = tl.where(slot >= 0, inside & (head == NUM_HEADS - 1), False)
     tl.store(row + pair + 0 * head, first, mask=is_stored)
     tl.store(row + PAIRS + pair + 0 * head, second, mask=is_stored)

@@ -1,4 +1,4 @@
-"""How Triton kernels are launched."""
+"""Options for launching Triton kernels, and properties of a device."""
 
 from functools import cache
 from typing import Any
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def overlap_options(x: Tensor) -> dict[str, Any]:
-    """Options of a kernel that may be in place before its predecessor on the stream has ended.
+    """Launch options for a kernel that may start before the previous kernel on the stream has ended.
 
-    The kernel must wait (`gdc_wait`) where its OVERLAPPED is true. Hopper and later do that.
+    The kernel must wait (`gdc_wait`) if OVERLAPPED is true, which it is on Hopper and later.
     """
     overlapped = x.is_cuda and can_overlap(x.device)
     return {"OVERLAPPED": overlapped} | ({"launch_pdl": True} if overlapped else {})
@@ -18,13 +18,13 @@ def overlap_options(x: Tensor) -> dict[str, Any]:
 
 @cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether a kernel may be in place before its predecessor ends: Hopper and later."""
+    """Whether a kernel may start before the previous one has ended: on Hopper and later."""
     return compute_capability(device) >= (9, 0)
 
 
 @cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU: major and minor number; of a CPU, where kernels are interpreted, 0."""
+    """The compute capability (major, minor) of a GPU; (0, 0) on a CPU, where kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
@@ -36,7 +36,7 @@ def current_stream(device: torch.device) -> int:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a CPU, where kernels are interpreted, counts as a small one."""
+    """The number of multiprocessors; on a CPU, where kernels are interpreted, that of a small GPU."""
     if device.type != "cuda":
         return 4
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -45,21 +45,21 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @cache
 def arrivals(device: torch.device, count: int) -> Tensor:
-    """`count` zeros, which every kernel leaves as they are: those of a device run one after the other."""
+    """`count` zeros for counters. Kernels must reset them to zero; they share them, running one by one."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 @cache
 def card(device: torch.device) -> str:
-    """What a GPU calls itself; for other devices their type."""
+    """The name of a GPU; for other devices, their type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-# The cards on which tiles were measured, by compute capability.
+# Compute capability → the cards on which tiles were measured.
 _MEASURED = {(9, 0): ("NVIDIA H200", "NVIDIA H100 80GB HBM3")}
 
 
 @cache
 def cards_like(device: torch.device) -> tuple[str, ...]:
-    """The cards on which tiles were measured that have the compute capability of this one."""
+    """The measured cards with this device's compute capability."""
     return _MEASURED.get(compute_capability(device), ()) if device.type == "cuda" else ()

@@ -1,11 +1,10 @@
-"""The scan of Mamba-2 and its norm. `layers.state` says what each computes.
+"""The scan of Mamba-2, and its norm. `layers.state` defines what each computes.
 
-One token brings a request's state up to date in place: a program reads some rows of a matrix, changes them
-and writes them back. Of a prompt a program takes one piece of `PIECE_TOKENS` tokens after the other: within a
-piece everything is products of matrices, and the matrix behind it stays in registers.
+For one token, a program reads some rows of a request's matrix, updates them and writes them back. For a
+prompt, a program processes pieces of `PIECE_TOKENS` tokens one after the other: within a piece everything is
+matrix products, and the matrix stays in registers between pieces.
 
-Shapes: T tokens, R requests, C channels, L tokens of a piece, N heads, H head_dim, S numbers of a state for
-each of a head, G groups.
+Shapes: T tokens, R requests, C channels, L tokens of a piece, N heads, H head_dim, S state_size, G groups.
 """
 
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -18,7 +17,7 @@ from torch import Tensor
 from ebbtide.srt.layers.kernels.convolution import OF_PROMPTS
 from ebbtide.srt.layers.state import PIECE_TOKENS, StateStep
 
-# Rows of a matrix that a program holds: few requests then fill a GPU, and they stay in registers.
+# Rows of a matrix per program: few enough to stay in registers, and for few requests to fill a GPU.
 ROWS = 32
 
 
@@ -89,9 +88,9 @@ def gated_group_norm(x_TC: Tensor, gates_TC: Tensor, weight_C: Tensor, num_group
 
 @triton.jit
 def _time_step(step, head, step_bias_ptr):  # type: ignore[no-untyped-def]
-    """What a state's time moves on by."""
+    """The time step softplus(step + bias)."""
     step = step.to(tl.float32) + tl.load(step_bias_ptr + head)
-    # softplus; beyond 20 it is the number itself in float32.
+    # Above 20, softplus(x) equals x in float32.
     return tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
 
 
@@ -117,7 +116,7 @@ def _one_token(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> None:
-    """Some rows of a head's matrix of each request, changed in place, and their outputs."""
+    """Each program updates some rows of one head's matrix of one request, and computes their outputs."""
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row, column = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_S)
@@ -165,9 +164,9 @@ def _pieces_in_order(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Of a prompt and a head some rows: outputs piece after piece, and the matrix behind the last one.
+    """Each program handles some rows of one head and one prompt: outputs of all pieces, and the last matrix.
 
-    The matrix is held with its sides exchanged.
+    It holds the matrix transposed.
     """
     prompt = tl.program_id(0)
     head = tl.program_id(1)
@@ -182,7 +181,7 @@ def _pieces_in_order(  # type: ignore[no-untyped-def]
     matrix = tl.load(matrix_ptr, mask=is_held, other=0.0)
     is_causal = index[:, None] >= index[None, :]
     rate, skip = -tl.exp(tl.load(decay_log_ptr + head)), tl.load(skip_ptr + head)
-    # Products are of numbers of this type, and summed up in float32, as the matrix is kept.
+    # Products take this dtype and accumulate in float32, the dtype of the matrix.
     kind = xbc_ptr.dtype.element_ty
     for start in range(first, end, TOKENS):
         token = start + index.to(tl.int64)
@@ -195,7 +194,7 @@ def _pieces_in_order(  # type: ignore[no-untyped-def]
         b = tl.load(vector_ptr, mask=is_vector, other=0.0)
         c = tl.load(vector_ptr + OF_GROUPS, mask=is_vector, other=0.0)
         step = tl.load(steps_ptr + token * steps_stride + head, mask=inside, other=0.0)
-        # Behind the prompt no time passes.
+        # A step of 0 leaves the matrix as it is, for lanes after the end of the prompt.
         step = tl.where(inside, _time_step(step, head, step_bias_ptr), 0.0)
         total = tl.cumsum(rate * step, axis=0)
         last = tl.sum(rate * step, axis=0)
@@ -205,7 +204,7 @@ def _pieces_in_order(  # type: ignore[no-untyped-def]
         scores = tl.where(is_causal, scores * since, 0.0).to(kind)
         out += tl.dot(scores, x, input_precision=PRECISION) + skip * x.to(tl.float32)
         tl.store(out_ptr + (token[:, None] * HEADS + head) * HEAD_DIM + row[None, :], out, mask=is_x)
-        # What is left of each token's b behind the piece.
+        # The share of each token's b that is left at the end of the piece.
         kept = (b.to(tl.float32) * (tl.exp(last - total) * step)[:, None]).to(kind)
         matrix = matrix * tl.exp(last) + tl.dot(tl.trans(kept), x, input_precision=PRECISION)
     tl.store(matrix_ptr, matrix, mask=(column < STATE)[:, None] & (row < HEAD_DIM)[None, :])

@@ -1,4 +1,4 @@
-"""Attention whose keys were read in parts, put together, and sinks that take part in it.
+"""Merges partial results of attention over parts of the keys, and adds sinks to softmaxes.
 
 Shapes: B rows, T tokens, C parts, N query heads, H head_dim.
 """
@@ -22,13 +22,13 @@ def merge_parts(
     out_BNH: Tensor,
     sums_BN: Tensor | None = None,
 ) -> None:
-    """The mean of a row's parts, weighted by their sums of weights, into `out_BNH`.
+    """Write the mean of each row's parts, weighted by their sums of softmax weights, into `out_BNH`.
 
     Args:
-        parts_CBNH: each part's attention to its own keys; those after a row's last part may hold anything.
-        sums_CBN: float32, logarithms to base 2 of the sums of weights.
-        num_parts_B: int32, parts of each row, ≥ 1.
-        sums_BN: takes the logarithm of all parts' sums together.
+        parts_CBNH: the attention of each part to its own keys; parts that a row does not have are not read.
+        sums_CBN: float32, log2 of the sums of softmax weights.
+        num_parts_B: int32, how many parts each row has, ≥ 1.
+        sums_BN: receives log2 of the total sums; None: they are not wanted.
     """
     _, num_rows, num_heads, head_dim = parts_CBNH.shape
     heads = min(_HEADS, triton.next_power_of_2(num_heads))
@@ -62,7 +62,7 @@ def _merge_parts(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Some heads of one row."""
+    """Each program merges some heads of one row."""
     lead(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -91,10 +91,10 @@ def _merge_parts(  # type: ignore[no-untyped-def]
 
 
 def count_sinks_(out_TNH: Tensor, sums_TN: Tensor, sinks_N: Tensor) -> None:
-    """Have sinks take part in softmaxes that were computed without them: outputs shrink, in place.
+    """Include sinks in softmaxes that were computed without them, which scales outputs down, in place.
 
     Args:
-        sums_TN: float32, logarithms to base 2 of the sums of weights.
+        sums_TN: float32, log2 of the sums of softmax weights.
         sinks_N: as in `LayerAttention`.
     """
     num_tokens, num_heads, head_dim = out_TNH.shape
@@ -123,7 +123,7 @@ def _count_sinks(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Some heads of one token."""
+    """Each program handles some heads of one token."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, BLOCK)[None, :]

@@ -1,10 +1,12 @@
-"""Which experts each token takes, and which tokens each expert gets.
+"""Routes tokens to experts, and lists each expert's tokens in blocks.
 
-A *slot* is one of the T·K pairs of a token and an expert; slot s belongs to token s // K. A *block* is one
-expert and up to `block_tokens` of its slots. Grids depend on the number of tokens alone and nothing waits for
-the device, so a CUDA graph can hold all of it. Nothing is added atomically: equal inputs give equal bits.
+A *slot* is one of the T·K pairs of a token and one of its experts; slot s belongs to token s // K. A *block*
+is one expert and up to `block_tokens` of its slots. Grids depend only on the number of tokens, and nothing
+waits for the device, so a CUDA graph can capture everything. There are no atomic additions, so equal inputs
+give equal bits.
 
-Every kernel follows its predecessor (`follow`): what the kernel before that wrote can be read at once.
+Every kernel waits for the previous one before it lets the next one start (`follow`), so that the next one can
+read what the previous one wrote.
 
 Shapes: T tokens, E experts, K experts per token, S = T·K slots.
 """
@@ -25,18 +27,18 @@ from ebbtide.srt.layers.kernels.instructions import follow
 from ebbtide.srt.layers.kernels.launch import overlap_options
 
 LIST_CHUNK, LONG_LIST_CHUNK = 1024, 4096
-# Up to this many slots every program counts all of them by itself.
+# Up to this many slots, every program counts all slots itself.
 FEW_SLOTS = 4096
-# Lower than any score a router gives, and finite.
+# A finite number below any score of a router.
 LOWEST_SCORE = -3e38
 
 
-# Tokens that a program of the kernel for few tokens scores.
+# How many tokens a program of `score` handles.
 _SCORED_TOKENS = 16
 
 
 def score(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """x Wᵀ in float32, of few tokens: [T, E]. The weight is float32, the tokens are of any type."""
+    """x Wᵀ [T, E] in float32, for few tokens. The weight is float32, tokens have any dtype."""
     num_tokens, hidden = x_TD.shape
     num_experts = len(weight_ED)
     scores_TE = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=x_TD.device)
@@ -56,7 +58,7 @@ def score(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def route(logits_TE: Tensor, config: MoeConfig, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `layers.moe.route`, where the config says that one kernel can; numbers of experts are int32."""
+    """`layers.moe.route` in one kernel, if `MoeConfig.routes_at_once`. Numbers of experts are int32."""
     top_k, is_grouped = config.num_experts_per_token, config.is_grouped
     num_tokens, num_experts = logits_TE.shape
     weights_TK = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits_TE.device)
@@ -89,9 +91,9 @@ class Blocks:
     """The blocks of a batch.
 
     Attributes:
-        number: as many as there can be.
-        experts: int32, the expert of each block; −1: none.
-        slots: int32, the slots of each block, `block_tokens` of them, filled up with S.
+        number: the largest possible number of blocks.
+        experts: int32, the expert of each block; −1: the block is not used.
+        slots: int32, `block_tokens` slots of each block, padded with S.
     """
 
     number: int
@@ -100,10 +102,10 @@ class Blocks:
 
 
 def list_slots(experts_TK: Tensor, num_experts: int, block_tokens: int) -> Blocks:
-    """Blocks of a batch; every slot is in one."""
+    """List the blocks of a batch; every slot is in one of them."""
     num_slots = experts_TK.numel()
     num_chosen = min(num_slots, num_experts)
-    # A chosen expert has one block that may be partly filled; the others are full.
+    # Each chosen expert has at most one block that is not full.
     num_blocks = num_chosen + (num_slots - num_chosen) // block_tokens
     counts_E, block_experts, block_slots = (
         torch.empty(size, dtype=torch.int32, device=experts_TK.device)
@@ -143,7 +145,7 @@ def _score_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """A program scores some tokens for one expert."""
+    """Each program scores some tokens for one expert."""
     follow(OVERLAPPED)
     expert = tl.program_id(0)
     tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -179,13 +181,13 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Weights of all experts for one token, and the best of them."""
+    """Each program computes the weights of all experts for one token, and picks the best ones."""
     follow(OVERLAPPED)
     token = tl.program_id(0)
     lanes_E, lanes_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     real = lanes_E < NUM_EXPERTS
     scores = tl.load(logits_TE + token * NUM_EXPERTS + lanes_E, mask=real, other=0.0).to(tl.float32)
-    # A score that is not a number must not lead to an expert that does not exist: its weights would be read.
+    # NaN becomes the lowest score, so that no expert that does not exist is chosen and its weights read.
     scores = tl.where(scores > LOWEST, scores, LOWEST)
     scores = tl.where(real, scores, float("-inf"))
     if BY_SIGMOID:
@@ -195,7 +197,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
         powers = tl.exp(scores - tl.max(scores, axis=0))
         total = tl.sum(powers, axis=0)
     if HAS_BIAS:
-        # The choice is by weights, which a bias shifts; without one scores are in the same order.
+        # A bias shifts the choice by weights. Without one, the logits themselves have the same order.
         bias = tl.load(bias_E + lanes_E, mask=real, other=0.0)
         choice = powers / total + bias
         scores = tl.where(real, tl.where(choice > LOWEST, choice, LOWEST), float("-inf"))
@@ -212,7 +214,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
         experts = tl.where(lanes_K == rank, best, experts)
         scores = tl.where(lanes_E == best, float("-inf"), scores)
     if RENORMALIZE:
-        # Sigmoids may all be zero.
+        # The small number avoids a division by zero, since sigmoids may all be zero.
         total = tl.sum(weights, axis=0) + (1e-20 if BY_SIGMOID else 0.0)
     places = token * TOP_K + lanes_K
     tl.store(weights_TK + places, weights / total * SCALE, mask=lanes_K < TOP_K)
@@ -227,7 +229,7 @@ def _of_best_groups(  # type: ignore[no-untyped-def]
     GROUP_SCORES: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The scores of experts of the best groups; −∞ for the others."""
+    """Keep the scores of experts in the best groups, and set the others to −∞."""
     in_groups = tl.reshape(scores, (GROUPS, BLOCK_E // GROUPS))
     lanes_N, lanes_G = tl.arange(0, BLOCK_E // GROUPS)[None, :], tl.arange(0, GROUPS)
     left = in_groups
@@ -247,7 +249,7 @@ def _of_best_groups(  # type: ignore[no-untyped-def]
 def _count_kernel(  # type: ignore[no-untyped-def]
     experts_S, counts_E, num_slots, CHUNK: tl.constexpr, OVERLAPPED: tl.constexpr
 ):
-    """How many slots one expert has."""
+    """Each program counts the slots of one expert."""
     follow(OVERLAPPED)
     expert = tl.program_id(0)
     hits = tl.zeros([CHUNK], dtype=tl.int32)
@@ -276,14 +278,14 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """The blocks of one expert, which follow those of the experts before it."""
+    """Each program lists the blocks of one expert, which follow those of lower experts."""
     follow(OVERLAPPED)
     expert = tl.program_id(0)
     if IS_COUNTED:
         lanes_E = tl.arange(0, BLOCK_E)
         counts = tl.load(counts_E + lanes_E, mask=lanes_E < NUM_EXPERTS, other=0)
     else:
-        # One bin more, or as many again, for what is no slot.
+        # Lanes without a slot count in bin BLOCK_E. The number of bins must be a power of two.
         lanes_E = tl.arange(0, 2 * BLOCK_E)
         all_slots = tl.arange(0, BLOCK_S)
         counts = tl.histogram(
@@ -307,7 +309,7 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     while block < first_block + own_blocks:
         tl.store(block_experts + block, expert)
         block += 1
-    # The last expert also marks the blocks that nobody needs.
+    # The last expert's program also marks the unused blocks.
     while (expert == NUM_EXPERTS - 1) & (block < num_blocks):
         tl.store(block_experts + block, -1)
         block += 1

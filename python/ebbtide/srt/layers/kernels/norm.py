@@ -1,4 +1,4 @@
-"""What stands between products, each in one pass: norms and activations, as `layers.norm` has them.
+"""The norms and activations of `layers.norm`, each in one kernel.
 
 Shapes: T tokens, I intermediate size, M rows, D columns.
 """
@@ -17,8 +17,8 @@ _BLOCK = 1024
 
 
 def rms_norm_at_once(x: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, in float32 and rounded once."""
-    # Rows that are a part of wider ones are read where they lie.
+    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, in float32, rounded once."""
+    # Rows of a wider tensor need no copy: the kernel takes a stride.
     x_MD = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, len(weight_D))
     out_MD = x.new_empty(x_MD.shape)
     _rms_norm[(len(x_MD),)](
@@ -60,7 +60,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 
 
 def gated(gate_up_T2I: Tensor, activation: str) -> Tensor:
-    """activation(gate) · up, [T, I], in float32 and rounded once; the gates are the first half of each row.
+    """activation(gate) · up, [T, I], in float32, rounded once. The gates are the first half of each row.
 
     Args:
         activation: silu or gelu_tanh.
@@ -81,7 +81,7 @@ def gated(gate_up_T2I: Tensor, activation: str) -> Tensor:
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)², in float32 and rounded once. x is contiguous."""
+    """relu(x)², in float32, rounded once. x is contiguous."""
     out = torch.empty_like(x)
     _squared_relu[(triton.cdiv(x.numel(), _BLOCK),)](
         x, out, x.numel(), BLOCK=_BLOCK, num_warps=4, **overlap_options(x)
@@ -91,9 +91,9 @@ def squared_relu(x: Tensor) -> Tensor:
 
 @triton.jit
 def activate(gate, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
-    """silu, or gelu in the form with a tanh, of float32."""
+    """silu, or gelu in its tanh form, in float32."""
     if GELU:
-        # 0.5 · (1 + tanh(z)) is the logistic function of 2z; here 2z, with 2·sqrt(2/π) before the bracket.
+        # 0.5 · (1 + tanh(z)) = sigmoid(2z), and 1.5957… = 2 · sqrt(2 / π).
         return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     return gate / (1.0 + tl.exp(-gate))
 

@@ -1,4 +1,4 @@
-"""Rotary embedding: the angles of a step, and what lies between a layer's projection and its attention.
+"""Rotary embedding: the angles of a pass, and the operations between a layer's projection and its attention.
 
 Shapes: T tokens, N query heads, K KV heads, H head_dim, P pages, S page_size.
 """
@@ -15,7 +15,7 @@ from ebbtide.srt.layers.kernels.instructions import lead
 from ebbtide.srt.layers.kernels.launch import overlap_options
 from ebbtide.srt.mem_cache.kv_scales import FP8, FP8_MAX, HeadScales
 
-# From this many tokens on the grid is large enough for programs of several heads.
+# With at least this many tokens the grid is large enough for several heads per program.
 MANY_TOKENS = 64
 
 
@@ -26,7 +26,7 @@ def rope_angles(positions_T: Tensor, inv_freq: Tensor, dtype: torch.dtype, scale
         positions_T: integers.
         inv_freq: float32 [H / 2].
         dtype: of the result.
-        scale: what they are multiplied by.
+        scale: a factor for the result.
     """
     num_tokens, half = len(positions_T), len(inv_freq)
     cos_T1H = torch.empty((num_tokens, 1, 2 * half), dtype=dtype, device=positions_T.device)
@@ -53,17 +53,17 @@ def rotate_and_store(
     v_PSKH: Tensor,
     scales: HeadScales | None = None,
 ) -> Tensor:
-    """Normalise and rotate queries and keys, and write keys and values to their slots, in one launch.
+    """Normalise and rotate queries and keys, and store keys and values in their slots, in one launch.
 
     Args:
-        qkv_TNH: [T, N + 2K, H], contiguous; unchanged.
-        slots_T: int64; a token of slot −1 is not stored.
+        qkv_TNH: [T, N + 2K, H], contiguous; not changed.
+        slots_T: int64; a token with slot −1 is not stored.
         k_PSKH, v_PSKH: one layer of the pool, contiguous.
-        scales: keys and values are divided by theirs, and queries multiplied by those of the keys that they
-            meet; None for scales of 1.
+        scales: keys and values are divided by their scales, and queries multiplied by the scales of their
+            keys; None: all scales are 1.
 
     Returns:
-        The queries, [T, N, H].
+        The queries [T, N, H].
     """
     num_tokens, num_heads, head_dim = qkv_TNH.shape
     num_kv_heads = k_PSKH.shape[2]
@@ -122,7 +122,7 @@ def _angles(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store(pointer, first_at, second_at, first, second, inside) -> None:  # type: ignore[no-untyped-def]
-    """The numbers of some heads' pairs."""
+    """Store both numbers of the pairs of some heads."""
     tl.store(pointer + first_at, first, mask=inside)
     tl.store(pointer + second_at, second, mask=inside)
 
@@ -153,14 +153,14 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     MAX: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """One token, HEADS of its heads; a tile is [HEADS, HALF], of the first or the second numbers of pairs.
+    """Each program handles HEADS heads of a token. Tiles [HEADS, HALF] have first or second numbers of pairs.
 
-    PAIRS: those that are rotated, (i, i + PAIRS); behind them lie two runs of numbers that are not.
-    MAX: the largest number that the pool holds, where a conversion would not clip to it; 0: no limit.
+    PAIRS: how many pairs (i, i + PAIRS) are rotated; the others form pairs that are not.
+    MAX: numbers are clamped to ±MAX, if converting to the pool's dtype would not do so; 0: no limit.
     """
     NUM_HEADS: tl.constexpr = NUM_Q_HEADS + 2 * NUM_KV_HEADS
     HEAD_DIM: tl.constexpr = 2 * HALF
-    # Everything but the slots comes from the kernel before, or from one before that.
+    # Wait first: everything but the slots was written by earlier kernels.
     lead(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -198,7 +198,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     if SCALED:
         group: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
         q_scale = tl.load(scales_ptr + head // group, mask=is_q, other=1.0)
-        # Those of the values follow those of the keys, as the heads do.
+        # The scales of values follow those of keys, in the order of heads.
         inverse = tl.load(
             inverses_ptr + head - NUM_Q_HEADS, mask=(is_k | is_v) & (head < NUM_HEADS), other=1.0
         )
@@ -207,7 +207,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     q_at = q_ptr + token * (NUM_Q_HEADS * HEAD_DIM) + head * HEAD_DIM
     _store(q_at, first_at, second_at, rotated_1, rotated_2, inside & is_q)
     row = slot * (NUM_KV_HEADS * HEAD_DIM)
-    # Not `inside & (slot >= 0)`: the interpreter of Triton 3.9 makes integers of that.
+    # Not `inside & (slot >= 0)`, which becomes an integer in the interpreter of Triton 3.9.
     stored = tl.where(slot >= 0, inside, False)
     k_at = k_ptr + row + (head - NUM_Q_HEADS) * HEAD_DIM
     _store(k_at, first_at, second_at, _within(rotated_1, MAX), _within(rotated_2, MAX), stored & is_k)
@@ -217,7 +217,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _within(x, MAX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers beyond ±MAX become that; what is no number stays none. MAX 0: all stay."""
+    """Clamp to ±MAX; NaN stays NaN. MAX 0: no limit."""
     if MAX == 0.0:
         return x
     return tl.where(x > MAX, MAX, tl.where(x < -MAX, -MAX, x))

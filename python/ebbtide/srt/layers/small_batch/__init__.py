@@ -1,7 +1,7 @@
-"""Products of up to `MAX_TOKENS` tokens with gate or residual, and of one token the norm, in the same kernel.
+"""Products of up to `MAX_TOKENS` tokens, fused with gate or residual, and for one token with the norm.
 
-Results do not vary from run to run: every sum has a fixed order. The callers capture CUDA graphs, in which
-the kernels overlap (see `kernels`); outside of graphs they run too.
+Results are the same in every run, since every sum has a fixed order. Callers capture CUDA graphs, in which
+the kernels overlap (see `kernels`); they also run outside of graphs.
 
 Shapes: T tokens, D inputs, O outputs, K columns, I intermediate size.
 """
@@ -27,21 +27,21 @@ from ebbtide.srt.layers.norm import Activation
 from ebbtide.srt.layers.small_batch import fp8_products, kernels
 
 MAX_TOKENS = TOKEN_BUCKETS[-1]
-# Columns of a program's weights that are brought into the second-level cache while the kernel before ends.
+# Columns of a program's weights that are prefetched into the L2 cache while the previous kernel ends.
 _PREFETCHED_COLUMNS = 512
-# Products of eight tokens take longer than those of sixteen, whatever their tiles.
+# Tiles of eight tokens are slower than tiles of sixteen, whatever their other sizes.
 _LEAST_TOKENS = 16
-# Columns of x that are summed by one program, and the most parts that a sum is cut into.
+# How many columns of x a program sums, and the most splits of such a sum.
 _SHRUNK_COLUMNS, _MOST_RANK_SPLITS = 512, 16
 
 
 class Shrinking(NamedTuple):
-    """The first half of adapters, x Aᵀ, which programs of their own compute beside a product's.
+    """The first half of adapters, x Aᵀ, computed by extra programs of a product's kernel.
 
     Attributes:
-        a_SEPK: as `ProductAdapters` has it, of one expert.
-        slots_T: int32, whose adapter each token has; −1: none.
-        inner: float32 [splits, T, P·R], parts that add up to it; undefined for tokens without adapter.
+        a_SEPK: as in `ProductAdapters`, of one expert.
+        slots_T: int32, the slot of each token's adapter; −1: none.
+        inner: float32 [splits, T, P·R], partial sums of the result; undefined for tokens without adapter.
     """
 
     a_SEPK: Tensor
@@ -50,14 +50,14 @@ class Shrinking(NamedTuple):
 
     @classmethod
     def of(cls, a_SEPK: Tensor, slots_T: Tensor) -> Shrinking:
-        """With room for the result."""
+        """Allocate `inner` for the tokens of a pass."""
         num_ranks, num_columns = a_SEPK.shape[2:]
         splits = max(1, min(_MOST_RANK_SPLITS, num_columns // _SHRUNK_COLUMNS))
         shape = (splits, len(slots_T), num_ranks)
         return cls(a_SEPK, slots_T, torch.empty(shape, dtype=torch.float32, device=a_SEPK.device))
 
     def arguments(self, programs_at_once: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        """How many program numbers shrink, `programs_at_once` programs each, and what kernels take."""
+        """How many extra ids of `programs_at_once` programs each are needed, and arguments of the kernel."""
         num_slots, (splits, num_tokens, num_ranks) = len(self.a_SEPK), self.inner.shape
         tiles = triton.cdiv(num_ranks, kernels.SHRUNK_RANKS.value)
         count = triton.cdiv(splits * tiles * min(num_slots, num_tokens), programs_at_once)
@@ -86,16 +86,19 @@ def multiply(
     scales: Tensor | None = None,
     shrinking: Shrinking | None = None,
 ) -> None:
-    """x Wᵀ (+ b), or of rms_norm(x), into `out_TO` [T, O], or added to it, rounded once. 1 ≤ T ≤ MAX_TOKENS.
+    """Write x Wᵀ (+ b), or rms_norm(x) Wᵀ (+ b), into `out_TO` [T, O], or add it; rounds once.
+
+    1 ≤ T ≤ MAX_TOKENS.
 
     Args:
         x_TK, weight, out_TO: contiguous.
-        norm_weight_K, eps: of the norm of one token; without a weight there is none.
-        config: block sizes; None: those that suit the shape.
-        scales: of a weight of 8 bits, one for each block of 128 × 128; of one token, which keeps its dtype.
-        gated: the activation of the gates, whose rows of the weight come first: the result is that · up.
-        add: whether the result is added.
-        shrinking: what is computed beside; nothing is normalised or gated then.
+        norm_weight_K, eps: of the norm, only for one token; None: there is no norm.
+        config: tile sizes; None: the best ones for the shape.
+        scales: of an 8-bit weight, one for each block of 128 × 128; only for one token, which keeps its
+            dtype.
+        gated: the activation; the result is activation(gate) · up, with the gates' rows of the weight first.
+        add: whether to add the result to `out_TO`.
+        shrinking: adapters' first half to compute too; only without norm and gate.
     """
     assert 1 <= len(x_TK) <= (MAX_TOKENS if scales is None else 1), f"{len(x_TK)} tokens"
     assert all(x.is_contiguous() for x in (x_TK, weight, out_TO))
@@ -166,7 +169,7 @@ def _product(
 ) -> None:
     num_tokens, num_columns = x.shape
     num_rows = out.shape[1]
-    # Whole tiles per split, and no split without columns.
+    # Splits have whole tiles, and none is empty.
     split_columns = (
         triton.cdiv(triton.cdiv(num_columns, config.num_splits), config.block_columns) * config.block_columns
     )

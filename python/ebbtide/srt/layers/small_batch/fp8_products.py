@@ -1,17 +1,17 @@
-"""Products of few tokens with weights of 8 bits, at the speed at which these are read.
+"""Products of few tokens with 8-bit weights, as fast as the weights can be read.
 
-`stationary` has one token, which keeps its precision: words of 32 bits become four weights by the fewest
-instructions there are, and the token stays in registers while rows go by. A weight takes 3.8 instructions, of
-8 that there is time for; by the kernel for bfloat16 it takes 6.6.
+`stationary` is for one token, which keeps its dtype. It converts 32-bit words to four weights with as few
+instructions as possible, and keeps the token in registers for all rows. A weight takes 3.8 instructions, of
+the 8 that there is time for; in the kernel for bfloat16 it would take 6.6.
 
-`quantized` multiplies up to 64 tokens that `fp8.product.quantize_tokens` has made 8 bits of. It asks for the
-scales of the next columns one tile ahead: they are too few for an asynchronous copy, and waiting for them
-took longer than everything else.
+`quantized` is for up to 64 tokens that `fp8.product.quantize_tokens` has converted to 8 bits. It loads the
+scales of the next columns one tile ahead: they are too small for an asynchronous copy, and waiting for them
+would take longer than everything else.
 
 See `kernels` for the names of constants.
 """
 
-# Triton has no types, and a kernel is not Python.
+# Triton kernels have no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from typing import Any
@@ -51,7 +51,7 @@ def multiply_one(
     gated: Activation | None = None,
     add: bool = False,
 ) -> None:
-    """x Wᵀ (+ b) of one token; arguments as in `small_batch.multiply`."""
+    """x Wᵀ (+ b) of one token. Arguments as in `small_batch.multiply`."""
     num_columns, num_rows = x_1K.shape[1], out_1O.shape[1]
     config = config or choose_one(num_columns, gated=gated is not None)
     words = torch.int64 if x_1K.is_cuda else x_1K.dtype
@@ -99,13 +99,13 @@ def multiply_quantized(
     add: bool = False,
     out_scales_TG: Tensor | None = None,
 ) -> None:
-    """x Wᵀ into `out_TO` [T, O], or added to it, or activation(gate) · up of it. 1 ≤ T ≤ 64.
+    """Write x Wᵀ, or activation(gate) · up, into `out_TO` [T, O], or add it. 1 ≤ T ≤ 64.
 
     Args:
-        values_TK, x_scales_TG: of `quantize_tokens`; they and `out_scales_TG` have more rows than T.
-        weight, scales: of 8 bits, by blocks of 128 × 128.
-        out_scales_TG: the gated product is to be quantised, as `quantize_tokens` would do it; its values go
-            into `out_TO`. Not where the columns are divided: see `tiles.gates_at_once`.
+        values_TK, x_scales_TG: from `quantize_tokens`. These and `out_scales_TG` have padding rows.
+        weight, scales: an 8-bit weight with a scale for each block of 128 × 128.
+        out_scales_TG: receives scales; the gated product is then quantized, as `quantize_tokens` would do,
+            and its values go to `out_TO`. Not possible if columns are split: see `tiles.gates_at_once`.
     """
     num_columns, num_rows = values_TK.shape[1], out_TO.shape[1]
     num_tokens = len(out_TO)
@@ -176,7 +176,7 @@ def stationary(
     OVERLAPPED: tl.constexpr,
     ASM: tl.constexpr,
 ) -> None:
-    """One token, which stays in registers while rows go by. x_ptr, norm_ptr: words of 64 bits."""
+    """One token, which stays in registers while the kernel loops over rows. x_ptr, norm_ptr: 64-bit words."""
     announce(OVERLAPPED)
     WORDS: tl.constexpr = NUM_COLUMNS // 4
     first_row = tl.program_id(0) * (BLOCK_ROWS * STEPS)
@@ -246,7 +246,7 @@ def passing(
     OVERLAPPED: tl.constexpr,
     ASM: tl.constexpr,
 ) -> None:
-    """One token of many columns, which passes by while each program keeps its rows. Pointers as above."""
+    """One token of many columns: programs keep their rows and loop over columns. Pointers as above."""
     announce(OVERLAPPED)
     WORDS: tl.constexpr = NUM_COLUMNS // 4
     first_row = tl.program_id(0) * BLOCK_ROWS
@@ -356,9 +356,9 @@ def quantized(
     QUANTIZED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Rows by tokens, all of them of 8 bits. x_scale_ptr: [G, padded_tokens].
+    """Several tokens; weight and tokens are in 8 bits. x_scale_ptr: [G, padded_tokens].
 
-    QUANTIZED: the product of gates and ups becomes 8 bits again; BLOCK_ROWS is one group of it.
+    QUANTIZED: the gated product is quantized; BLOCK_ROWS is then one group of 128 of its columns.
     """
     announce(OVERLAPPED)
     split = tl.program_id(1)
@@ -377,7 +377,7 @@ def quantized(
             prefetch(first + up_distance)
     num_groups: tl.constexpr = SPLIT_COLUMNS // _GROUP
     first_group = split * num_groups
-    # One scale of 128 rows; of fewer rows they share it.
+    # All rows of a program are in one block of 128 rows, so they share its scale.
     w_scales = scale_ptr + first_row // _GROUP * (NUM_COLUMNS // _GROUP) + first_group
     up_groups = num_rows // _GROUP * (NUM_COLUMNS // _GROUP)
     scale = tl.load(w_scales)
@@ -406,7 +406,7 @@ def quantized(
             total_up += tl.dot(weight_up, tl.trans(x)) * (x_scale * scale_up)[None, :]
         scale, scale_up, x_scale = scale_ahead, scale_up_ahead, x_scale_ahead
     if QUANTIZED:
-        # Rounded as what is not quantised is.
+        # Rounded first to bfloat16, as the gated product would be if it were not quantized here.
         x = (activate(total, GELU) * total_up).to(tl.bfloat16).to(tl.float32)
         values, x_scale = in_eight_bits(x, 0, BLOCK_TOKENS)
         places = out_ptr + tokens[:, None] * num_rows + rows[None, :]
@@ -445,7 +445,7 @@ def combine(
     ADD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Add up what `quantized` left in parts, always in the same order, and finish as it would have done."""
+    """Add up the splits of `quantized`, always in the same order, and apply gate and residual."""
     announce(OVERLAPPED)
     token = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

@@ -1,19 +1,19 @@
-"""Triton kernels that read every weight once, for so few tokens that nothing else costs time.
+"""Triton kernels that read every weight once, for so few tokens that only this takes time.
 
-All of them follow one pattern of programmatic dependent launch: say at once that the next kernel may start,
-ask for weights, which no kernel writes, and only then wait for the predecessor. The memory is busy across
-the boundary of two kernels, and the next one's blocks are in place when the last one ends. Every kernel
-waits before its first access to anything that a kernel writes: so it also waits for all earlier ones.
+All use programmatic dependent launch in the same way: let the next kernel start at once, load or prefetch
+weights, which no kernel writes, and only then wait for the previous kernel. So memory stays busy across the
+boundary of two kernels, and the next one's blocks are in place when the last one ends. A kernel waits before
+it first accesses anything that kernels write; since all do so, it also waits for all earlier kernels.
 
-The norm is folded into the product of one token: x/rms(x)·n Wᵀ = (x·n Wᵀ)/rms(x), with squares summed on the
-way.
+For one token the norm is folded into the product: (x / rms(x) · n) Wᵀ = (x · n) Wᵀ / rms(x), and the squares
+are summed in the same loop.
 
-The names in capitals are compile-time constants. FOLD_NORM: scale x by the norm's weight, and the product by
-1/rms(x). GATED: the weight holds twice num_rows rows, gates first. GELU: the gates' activation, else silu.
-ADD: out += product. EVEN: the blocks divide rows and columns. OVERLAPPED: see `kernels.instructions`.
+Names in capitals are compile-time constants. FOLD_NORM: scale x by the norm's weight, and the product by
+1 / rms(x). GATED: the weight has 2 · num_rows rows, gates first. GELU: the gates' activation; otherwise silu.
+ADD: out += product. EVEN: blocks divide rows and columns evenly. OVERLAPPED: see `kernels.instructions`.
 """
 
-# Triton has no types, and a kernel is not Python.
+# Triton kernels have no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from typing import Any
@@ -26,14 +26,14 @@ from ebbtide.srt.layers.kernels.norm import activate
 
 # Bits of a cache line.
 _LINE_BITS: Any = tl.constexpr(1024)
-# What one program shrinks: ranks, and columns at a time.
+# A program of `_shrink` computes this many ranks, with this many columns per step.
 SHRUNK_RANKS: Any = tl.constexpr(32)
 SHRUNK_STEP: Any = tl.constexpr(64)
 
 
 @triton.jit
 def _read(pointers, inside, EVEN: tl.constexpr):
-    """Weights are read once: they must not drive activations out of the caches."""
+    """Load weights. They are read only once, so they must not evict activations from the caches."""
     if EVEN:
         return tl.load(pointers, eviction_policy="evict_first")
     return tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -41,7 +41,7 @@ def _read(pointers, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def _by_eights(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add up eight neighbours, which are in one thread: an eighth of the registers for the totals."""
+    """Add up eight neighbours, which are in one thread, so that totals take an eighth of the registers."""
     return tl.sum(tl.reshape(tile, (ROWS, COLUMNS // 8, 8)), axis=2)
 
 
@@ -61,21 +61,21 @@ def _shrink(
     BLOCK_TOKENS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Some ranks of x Aᵀ, summed over some columns, for the tokens of one adapter: see `Shrinking`.
+    """Compute some ranks of x Aᵀ, summed over one split of the columns, for one adapter: see `Shrinking`.
 
-    The first programs of a product do this instead of rows; those of adapters that no token has end at once.
+    The first programs of a product do this instead of rows. If no token has the adapter, they end at once.
     """
     TILES: tl.constexpr = (NUM_RANKS + SHRUNK_RANKS - 1) // SHRUNK_RANKS
     STEPS: tl.constexpr = (NUM_COLUMNS + RANK_SPLITS * SHRUNK_STEP - 1) // (RANK_SPLITS * SHRUNK_STEP)
     SPLIT: tl.constexpr = STEPS * SHRUNK_STEP
     split, tile, place = index % RANK_SPLITS, index // RANK_SPLITS % TILES, index // (RANK_SPLITS * TILES)
     tokens = tl.arange(0, BLOCK_TOKENS)
-    # The slots are inputs of the pass: no kernel writes them.
+    # The slots are inputs of the pass, which no kernel writes, so they are read before waiting.
     slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)
     slot = place
     num_before = 0
     if BY_TOKEN:
-        # The first token of each adapter stands for it.
+        # Only the first token of each adapter does the work of all its tokens.
         slot = tl.load(slots_ptr + place, mask=place < num_tokens, other=-1)
         num_before = tl.sum(((slots == slot) & (tokens < place)).to(tl.int32), axis=0)
     mine = slots == slot
@@ -126,7 +126,7 @@ def matvec(
     RANK_SPLITS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
 ) -> None:
-    """One token: each program owns some rows. Products stay per column, in float32, until the end."""
+    """One token; each program computes some rows. Partial sums stay per column, in float32, until the end."""
     announce(OVERLAPPED)
     if SHRINKING:  # noqa: SIM102 (a constant: without any there is nothing to compile)
         if tl.program_id(0) < num_shrinking:
@@ -170,7 +170,7 @@ def matvec(
         weight = ahead
         following = start + BLOCK_COLUMNS + columns
         wanted = inside & (following < NUM_COLUMNS)[None, :]
-        # One tile ahead, in registers. Behind the last one nothing is read.
+        # The next tile is loaded into registers ahead of its use. After the last tile nothing is read.
         ahead = tl.load(tile + start + BLOCK_COLUMNS, mask=wanted, other=0.0, eviction_policy="evict_first")
         if GATED:
             weight_up = ahead_up
@@ -236,12 +236,11 @@ def product(
     RANK_SPLITS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
 ) -> None:
-    """Several tokens, on tensor cores: rows of the weight are the rows of the product, tokens its columns.
+    """Several tokens, on tensor cores. In the tile, rows of the weight are rows, and tokens are columns.
 
-    A program owns BLOCK_ROWS rows and SPLIT_COLUMNS columns. With fewer columns than the weight has, what it
-    computed goes to `partial` [splits, T, rows] (gates, then ups). Of the programs with the same rows the
-    last one adds all parts up, always in the same order. `arrivals` counts them, a number for each block of
-    rows, and is left at zero.
+    A program computes BLOCK_ROWS rows over SPLIT_COLUMNS columns. With split-K, its result goes to `partial`
+    [splits, T, rows] (gates, then ups), and the last program of each block of rows adds up all splits, always
+    in the same order. `arrivals` counts these programs for each block of rows, and is reset to zero.
     """
     announce(OVERLAPPED)
     split = tl.program_id(1)
@@ -276,7 +275,7 @@ def product(
     if OVERLAPPED:
         LINE: tl.constexpr = _LINE_BITS // weight_ptr.dtype.element_ty.primitive_bitwidth
         lines = begin + tl.arange(0, PREFETCHED_COLUMNS // LINE) * LINE
-        # Addresses beyond the last row or column are replaced by those of another line of this weight.
+        # Addresses outside of the weight are replaced by those of its last row or column.
         first = weight_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * NUM_COLUMNS
         first += tl.minimum(lines, NUM_COLUMNS - 1)[None, :]
         prefetch(first)
@@ -300,7 +299,7 @@ def product(
                 row_starts + up_distance + here[None, :], inside & (here < NUM_COLUMNS)[None, :], EVEN
             )
             total_up = tl.dot(weight_up, tl.trans(x), total_up)
-    # Tokens first: then neighbouring threads write neighbouring elements.
+    # Transposed, so that neighbouring threads write neighbouring elements.
     result = tl.trans(total)
     result_up = tl.trans(total_up)
     stored = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
@@ -313,7 +312,7 @@ def product(
         tl.store(mine, result, mask=stored)
         if GATED:
             tl.store(mine + num_rows, result_up, mask=stored)
-        # All threads have written before one of them says so, and reads what the others have said before.
+        # All threads must have stored their results before the program is counted.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrivals_ptr + row_block, 1, sem="acq_rel") == NUM_SPLITS - 1
         if is_last:
