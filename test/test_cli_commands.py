@@ -70,6 +70,13 @@ def test_a_refusal_is_one_line(terminal: Terminal) -> None:
     assert "tokenizer" in terminal.run("generate", "a text", status=1)
 
 
+def test_a_missing_key_is_asked_for_as_commands_take_it(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EBBTIDE_ADMIN_API_KEY")
+    assert "EBBTIDE_ADMIN_API_KEY" in terminal.run("pause", status=1)
+
+
 def test_a_bench_has_runs_without_and_with_an_update(terminal: Terminal) -> None:
     argv = ["bench", "--streams", "3", "--output-tokens", "20", "--runs", "2", "--update", "7", "--json"]
     rows = json.loads(terminal.run(*argv))["runs"]

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbtide.client import DEFAULT_URL, Client
-from ebbtide.srt.errors import EbbtideError
+from ebbtide.srt.errors import EbbtideError, RequestRejected
 from ebbtide.srt.managers.io_struct import PauseMode
 from ebbtide.srt.memory_saver import MemoryTag
 
@@ -50,6 +50,9 @@ def asking(url: str, key: str | None) -> Generator[Client, None, None]:
         admin_key = os.environ.get("EBBTIDE_ADMIN_API_KEY", key)
         with Client(url, api_key=admin_key if key is None else key, admin_api_key=admin_key) as client:
             yield client
+    except RequestRejected as error:
+        where = "; give it by EBBTIDE_API_KEY or --api-key, that for control by EBBTIDE_ADMIN_API_KEY"
+        fail(f"{error}{where if error.status == 401 else ''}")
     except (EbbtideError, ValueError) as error:
         fail(str(error))
     except KeyboardInterrupt:
