@@ -147,7 +147,8 @@ def status(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> 
             "[green]serving[/]" if memory["can_run"] else f"[yellow]waiting[/]: {why_requests_wait(memory)}"
         )
         console.print(f"[bold]{model['served_model_name']}[/] at {client.url}: {state}", soft_wrap=True)
-        console.print(f"weights [bold]{model['weight_version']}[/] from {model['model_path']}")
+        weights = f"weights [bold]{model['weight_version']}[/] from {model['model_path']}"
+        console.print(weights, soft_wrap=True)
         totals = loads["loads"]
         running, waiting = (sum(one[f"num_{kind}_reqs"] for one in totals) for kind in ("running", "waiting"))
         console.print(f"requests {running} running, {waiting} waiting")
