@@ -1,4 +1,4 @@
-"""What runs in the trainer's process: it brings weights into engines and servers."""
+"""The trainer's side: sends weights to engines and servers."""
 
 from ebbtide.trainer.weight_sender import SentWeights, WeightSender, WeightSendError
 

@@ -1,6 +1,6 @@
-"""The trainer's end of a group in which weights are broadcast to every rank of several engines.
+"""The trainer's end of a group that broadcasts weights to all ranks of one or more engines.
 
-The trainer is rank 0 and keeps the store. Source of the rendezvous: wire_api section 3.3.
+The trainer is rank 0 and hosts the store. Source of the rendezvous: wire_api section 3.3.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from ebbtide.trainer.targets import Outcomes, Target, failures_in, outcomes_of
 logger = logging.getLogger(__name__)
 
 Backend = Literal["gloo", "nccl"]
-# How much longer than the engines this end waits, so that they answer first.
+# Added to this end's time limit, so that the engines' own limit ends first and their error is reported.
 SOURCE_MARGIN_S: Final = 5.0
 
 
 @dataclass
 class Broadcaster:
-    """One group of this process and all ranks of all targets, made when it is first needed.
+    """Broadcasts weights in one group of this process and all ranks of all targets.
 
-    A broadcast that fails leaves its members out of step: the group is left, and the next call of `connect`
-    makes another one.
+    The group is made by the first `connect`. A failed broadcast leaves its members out of step, so the group
+    is then left, and the next `connect` makes a new one.
 
     Args:
         backend: None: "nccl" if the first tensor is on a GPU, else "gloo".
-        master_address: of this process, for all targets; None: for each the one by which it is reached.
-        master_port: None for a free one.
+        master_address: this process's address, for all targets; None: for each target, the local address of
+            the route to it.
+        master_port: port of the store; None: a free one.
     """
 
     _targets: Sequence[Target]
@@ -51,15 +52,15 @@ class Broadcaster:
     _master_port: int | None
     _store: Any = field(default=None, init=False)
     _group: WeightGroup | None = field(default=None, init=False)
-    # Of the last group that targets were asked to join. They may be in it still, where an interrupt came, and
-    # are asked to leave before the next one.
+    # Name of the last group that targets were asked to join. After an interrupt, some may still be in it, so
+    # they are asked to leave it before they join the next one.
     _name: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._names = map(f"weight-sender-{uuid4().hex[:12]}-{{}}".format, itertools.count())
 
     def device_for(self, tensor: torch.Tensor) -> torch.device:
-        """The device that a tensor like this is broadcast from: its own, or the current GPU for NCCL."""
+        """The device from which a tensor is broadcast: CPU for gloo; for NCCL its own or the current GPU."""
         backend = self._backend or ("gloo" if tensor.device.type == "cpu" else "nccl")
         if backend == "gloo":
             return torch.device("cpu")
@@ -68,13 +69,13 @@ class Broadcaster:
         return torch.device("cuda", torch.accelerator.current_device_index())
 
     def connect(self, device: torch.device, timeout_s: float) -> Outcomes:
-        """Make the group, unless there is one; by target, why that failed. Nothing is sent yet.
+        """Make the group if there is none; returns the failures by target. Nothing is sent yet.
 
         Args:
-            device: from where it is to broadcast.
+            device: the device to broadcast from.
 
         Raises:
-            ValueError: there is no telling by which address the other hosts reach this one.
+            ValueError: a target has ranks on several hosts, and only a loopback address of this one is known.
             OSError, RuntimeError: the port is not free.
         """
         if self._group is not None:
@@ -119,9 +120,12 @@ class Broadcaster:
             return failures or self._blamed(member, "the group was not joined")
 
     def send(self, tensors: NamedTensors, timeout_s: float) -> Outcomes:
-        """Broadcast these into the targets' sessions; they may change once this has returned.
+        """Broadcast tensors into the targets' sessions; returns each target's reply or failure.
 
-        After a failure the group is gone.
+        The tensors may change once this has returned. After a failure the group has been left.
+
+        Raises:
+            EngineError: there is no group: call `connect` first.
         """
         group = self._group
         if group is None:
@@ -152,14 +156,14 @@ class Broadcaster:
                 if _all_succeed(calls, broadcast):
                     self._group = group
             finally:
-                # What one end has sent and the other has not asked for would come with the next bucket.
+                # Broadcasts that a target has not received would be taken for those of the next bucket.
                 if self._group is None:
                     group.close("a bucket was not taken by every engine")
                     self._ask_to_leave()
             return outcomes_of(calls)
 
     def close(self) -> None:
-        """Leave the group, and let the store go. It may be used again."""
+        """Leave the group and drop the store. A later `connect` makes both again."""
         group, self._group = self._group, None
         try:
             self._ask_to_leave()
@@ -169,7 +173,8 @@ class Broadcaster:
         self._store = self._name = None
 
     def _ask_to_leave(self) -> None:
-        """Make all targets leave; one that fails here has left, or will as its connections end."""
+        """Ask all targets to leave the group. Failures are ignored: such a target has left, or leaves when
+        its connections end."""
         if self._name is not None:
             with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-groups") as pool:
                 wait([pool.submit(target.leave_group, self._name) for target in self._targets])
@@ -194,7 +199,10 @@ class Broadcaster:
 
 
 def _all_succeed(calls: Mapping[str, Future[Any]], own: InThread[Any]) -> bool:
-    """Wait for all of it, or until something fails; both ends wait for each other."""
+    """Wait until all targets' calls and this end are done, or one fails; returns whether all succeeded.
+
+    The first failure ends the wait, since then the other side may wait for its peer for ever.
+    """
     done, left = wait([*calls.values(), own.future], return_when=FIRST_EXCEPTION)
     if own.future in done and (error := own.future.exception()) is not None:
         logger.warning("this end of a weight group failed: %s", error)
@@ -202,7 +210,7 @@ def _all_succeed(calls: Mapping[str, Future[Any]], own: InThread[Any]) -> bool:
 
 
 def _wait_for_devices(tensors: NamedTensors, current: torch.device) -> None:
-    """The tensors may still be computed, on whatever streams."""
+    """Wait until the tensors are computed, on whatever streams; then make `current` the current device."""
     for device in {tensor.device for _, tensor in tensors if tensor.device.type != "cpu"}:
         torch.accelerator.set_device_index(device)
         torch.accelerator.synchronize(device)
@@ -211,10 +219,10 @@ def _wait_for_devices(tensors: NamedTensors, current: torch.device) -> None:
 
 
 def _own_address(host: str, port: int) -> str:
-    """This host's address on the way to that one; the loopback's where nothing leads there."""
+    """The local address of the route to a host; 127.0.0.1 if there is no route."""
     with suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)  # Sends nothing.
+                probe.connect(address)  # On a datagram socket, this only chooses the route.
                 return str(probe.getsockname()[0])
     return "127.0.0.1"

@@ -1,6 +1,6 @@
-"""A trainer's tensors by the bucket: gathered where they are sharded, or what changed since the last update.
+"""Splits a trainer's tensors into buckets: whole tensors, or their changes since the last update.
 
-Source of the changes: wire_vllm section 5.5.
+Source of the format of changes: wire_vllm section 5.5.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from ebbtide.trainer.payload_encoding import checked_pair
 
 @dataclass(frozen=True)
 class Bucket:
-    """Whole tensors under their checkpoint names, or codes and values of changes.
+    """Whole tensors with their checkpoint names, or the changed elements of tensors.
 
     Attributes:
-        index: among an update's buckets.
-        changed: what these change, of version `base_version`; None: they are whole.
+        index: number among the buckets of an update.
+        tensors: (name, tensor) pairs; of changes two: "codes" (positions) and "values".
+        changed: the changed tensors; None: `tensors` are whole.
+        base_version: the version that changes apply to; None: `tensors` are whole.
     """
 
     index: int
@@ -59,7 +61,7 @@ class Bucket:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a request says of its format."""
+        """Fields of the request that describe the bucket's format."""
         if self.changed is None:
             return {}
         changed = msgspec.to_builtins(self.changed)
@@ -67,15 +69,20 @@ class Bucket:
 
 
 def gathered_buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Whole tensors by the bucket, gathered as the bucket is asked for.
+    """Yield whole tensors in buckets; sharded tensors are gathered when their bucket is read.
 
-    ValueError, TypeError: not pairs of a name and a dense tensor, or a name twice.
+    Args:
+        bucket_bytes: the most bytes of a bucket; a larger tensor is a bucket of its own.
+
+    Raises:
+        ValueError: a repeated name, or `bucket_bytes` is not positive.
+        TypeError: an item is not a pair of a name and a dense tensor.
     """
     return itertools.starmap(Bucket, enumerate(grouped(_gathered(named_tensors), bucket_bytes)))
 
 
 def _gathered(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors; a `DTensor` becomes one by a collective of its mesh."""
+    """Yield whole tensors. A `DTensor` is gathered by a collective of its mesh."""
     names: set[str] = set()
     for item in named_tensors:
         name, tensor = checked_pair(item)
@@ -87,14 +94,14 @@ def _gathered(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str
 
 
 def read_rest(buckets: Iterator[Bucket]) -> None:
-    """Gather what is left, for the other ranks of the trainer that gather along."""
+    """Read the remaining buckets, since other ranks of the trainer may be gathering along."""
     for _ in buckets:
         pass
 
 
 @dataclass
 class _Copy:
-    """A tensor as it was sent, and its checksum, int64 of no dimensions."""
+    """A copy of a tensor as it was sent, and its checksum: int64, shape []."""
 
     tensor: Tensor
     total: Tensor
@@ -102,7 +109,14 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Change:
-    """Which elements of a tensor have which values now, and what its checksum is then."""
+    """Changed elements of a tensor.
+
+    Attributes:
+        copy: the tensor as it was sent last.
+        positions: flat positions, int32 [changes], ascending.
+        values: the new values, [changes].
+        total: checksum of the whole new tensor, int64 [].
+    """
 
     name: str
     copy: _Copy
@@ -125,10 +139,10 @@ class _Change:
 
 
 class ServedWeights:
-    """A copy of every tensor that the engines serve, each on the device that it was sent from.
+    """Copies of all tensors that the engines serve, each on the device that it was sent from.
 
     Attributes:
-        version: that they serve it as; None: nothing is known of what they serve.
+        version: the version that the engines serve; None: not known.
     """
 
     def __init__(self) -> None:
@@ -137,26 +151,26 @@ class ServedWeights:
         self._on_commit: list[Callable[[], None]] = []
 
     def changes(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """What has to be sent of buckets of whole tensors: changes, or tensors of which there is no copy."""
+        """Turn buckets of whole tensors into what must be sent: changes, or whole tensors without a copy."""
         self._on_commit = []
         parts = itertools.chain.from_iterable(self._parts(bucket.tensors) for bucket in buckets)
         return (Bucket(index, *part) for index, part in enumerate(parts))
 
     def commit(self, version: str) -> None:
-        """The engines serve what was sent last."""
+        """Update the copies: the engines now serve what was sent last."""
         for carry_out in self._on_commit:
             carry_out()
         self._on_commit = []
         self.version = version
 
     def forget(self) -> None:
-        """What they serve is not known any more: all of the next update is sent."""
+        """Drop all copies, so that the next update is sent whole."""
         self.version = None
         self._copies = {}
         self._on_commit = []
 
     def _parts(self, tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[Any, ...]]:
-        """The arguments of buckets behind their index."""
+        """Yield the arguments of each `Bucket` after `index`: whole tensors, then changes by dtype."""
         whole: list[tuple[str, Tensor]] = []
         changed: dict[torch.dtype, list[_Change]] = {}
         for name, tensor in tensors:
@@ -172,7 +186,7 @@ class ServedWeights:
             yield self._coded(changes)
 
     def _change(self, name: str, tensor: Tensor) -> _Change | None:
-        """None where all of it has to be sent."""
+        """The change of a tensor since it was sent; None: it must be sent whole."""
         copy = self._copies.get(name)
         if copy is None or self.version is None or not 0 < tensor.numel() <= MAX_ELEMENTS:
             return None
@@ -181,7 +195,7 @@ class ServedWeights:
             return None
         new, old = bits_of(tensor).reshape(-1), bits_of(before).view(-1)
         positions = (new != old).nonzero()[:, 0]
-        # A code and a value for each take more than the tensor itself.
+        # A change takes at least one byte of code and the value: this many take more than the whole tensor.
         if len(positions) * (1 + new.element_size()) >= tensor.nbytes:
             return None
         _, num_columns = matrix_shape(tuple(tensor.shape))

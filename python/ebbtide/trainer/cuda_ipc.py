@@ -1,11 +1,11 @@
-"""Payloads that refer to a trainer's tensors where they are, on a GPU (CUDA IPC), for engines to read there.
+"""Payloads that refer to a trainer's tensors in GPU memory, which engines map by CUDA IPC.
 
-Allocations are shared whole, by the driver's handles: a few hundred of them hold thousands of tensors. Each
-reader counts down, in a file in shared memory as torch makes them, as it gives references back.
+Whole allocations are shared, by handles of the CUDA driver: a few hundred of them hold thousands of tensors.
+A file in shared memory, in torch's format, counts the references that each reader still has.
 
-Engines may keep the memory of tensors that stay where they are mapped between updates: mapping and unmapping
-hundreds of allocations takes longer than copying what is in them. Memory that the trainer frees meanwhile
-goes back to the device only with an update in which the same names lie elsewhere, or at `IpcExporter.close`.
+Engines may keep allocations mapped between updates, if tensors keep their addresses: mapping and unmapping
+hundreds of allocations takes longer than copying their contents. Memory that the trainer frees meanwhile
+returns to the device only when an update has the same names at other addresses, or at `IpcExporter.close`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ebbtide.formats.tensor_refs import DRIVER_HANDLE_BYTES, NUM_COUNTERS
 
 NamedTensors: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 
-# Exports that stay mapped: the buckets of one update, and some more.
+# The most exports that stay mapped: enough for the buckets of an update, one export each.
 MAX_STANDING: Final = 192
 # CU_POINTER_ATTRIBUTE_CONTEXT
 _CONTEXT_OF_POINTER: Final = 1
@@ -41,7 +41,7 @@ _BUFFER_ID_OF_POINTER: Final = 7
 
 
 class CounterFile:
-    """A file in shared memory that counts the references which each reader has yet to give back."""
+    """A file in shared memory with the number of references that each reader has not given back yet."""
 
     def __init__(self, num_readers: int, num_references: int) -> None:
         assert num_readers <= NUM_COUNTERS
@@ -49,17 +49,17 @@ class CounterFile:
         self._num_readers, self._num_references = num_readers, num_references
         self._descriptor = os.open(object_path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.ftruncate(self._descriptor, HEADER_BYTES + NUM_COUNTERS * COUNTER.size)
-        # Also where nobody closes it: what stays mapped outlives the update, and may outlive the program.
+        # Removes the file even if nobody calls `close`: exports that stay mapped may live until exit.
         self._remove = weakref.finalize(self, _remove, self._descriptor, object_path(self.name), os.getpid())
         self.refill()
 
     def refill(self) -> None:
-        """Hand every reader its references, once more."""
+        """Set every reader's count to the number of references again."""
         counts = COUNTER.pack(self._num_references) * self._num_readers
         os.pwrite(self._descriptor, counts, HEADER_BYTES)
 
     def hold(self, *, stays: bool) -> None:
-        """Say that the memory stays where it is, or no longer does; the end of this process says so too."""
+        """Lock the file while its memory may stay mapped, or unlock it. Process exit unlocks it too."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX if stays else fcntl.LOCK_UN)
 
     @property
@@ -77,30 +77,30 @@ def _remove(descriptor: int, path: Path, pid: int) -> None:
 
 
 def remove_own(path: Path, pid: int) -> None:
-    """Remove a file of the process `pid`, in that process; not in one that was forked off."""
+    """Remove a file, unless this is a fork of the process `pid` that made it."""
     if os.getpid() == pid:
         path.unlink(missing_ok=True)
 
 
 class Driver:
-    """The calls of the CUDA driver that say where allocations begin, and how other processes map them.
+    """Calls of the CUDA driver that find allocations, and make handles for other processes.
 
-    They take a microsecond each, and keep the interpreter's lock: a thread that lets go of it at each of
-    hundreds of calls waits milliseconds for it each time, where another one serves streams.
+    `PyDLL` keeps the GIL during calls. They take a microsecond each; releasing the GIL in each of hundreds
+    of calls would cost milliseconds of waiting per call while another thread serves streams.
     """
 
     def __init__(self) -> None:
         self._library = ctypes.PyDLL("libcuda.so.1")
 
     def range_of(self, address: int) -> tuple[int, int]:
-        """Begin and length, in bytes, of the allocation around an address."""
+        """Address and size, in bytes, of the allocation that contains an address. Raises RuntimeError."""
         begin, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
         to = ctypes.byref(begin), ctypes.byref(num_bytes)
         self._call("cuMemGetAddressRange_v2", *to, ctypes.c_uint64(address))
         return begin.value, num_bytes.value
 
     def handle_of(self, begin: int) -> bytes:
-        """What other processes map an allocation by."""
+        """The IPC handle of the allocation at `begin`. RuntimeError: its memory cannot be shared."""
         handle = ctypes.create_string_buffer(DRIVER_HANDLE_BYTES)
         context = ctypes.c_void_p()
         self._call(
@@ -114,7 +114,7 @@ class Driver:
         return handle.raw
 
     def id_of(self, begin: int) -> int | None:
-        """What no other allocation of this process has or had; None: there is none here."""
+        """Id of the allocation at `begin`, unique in this process for ever; None: there is no allocation."""
         number = ctypes.c_uint64()
         try:
             self._call(
@@ -137,7 +137,7 @@ driver: Final = functools.cache(Driver)
 
 
 class Addresses:
-    """Names and shapes of tensors, and the address of each one's first element; 0 for what is empty."""
+    """Names and shapes of tensors, and the addresses of their first elements; 0 for empty tensors."""
 
     def __init__(self, tensors: NamedTensors) -> None:
         self.listing = Listing(tensors)
@@ -154,12 +154,13 @@ class Addresses:
 
 @dataclass(frozen=True, eq=False)
 class Allocations:
-    """The memory that tensors lie in, as other processes map it. The tensors themselves may be freed.
+    """The allocations that contain tensors, as other processes map them. It does not keep the tensors alive.
 
     Attributes:
-        storages: of each allocation the device's UUID, the handle, and the bytes. The first has no memory:
-            what is empty lies there.
-        storage_T, offset_T: the number of each tensor's storage, and its place there, in elements.
+        begins, ids: address and id of each allocation.
+        storages: device UUID, handle and bytes of each allocation; before these, one without memory, for
+            empty tensors.
+        storage_T, offset_T: index of each tensor's storage, and offset in it, in elements.
     """
 
     addresses: Addresses
@@ -171,7 +172,7 @@ class Allocations:
 
     @classmethod
     def of(cls, tensors: NamedTensors, addresses: Addresses) -> Self:
-        """Ask the driver. RuntimeError: it does not share this memory."""
+        """Find the allocations of tensors. RuntimeError: their memory cannot be shared."""
         order_T = np.argsort(addresses.address_T, kind="stable")
         sorted_T = addresses.address_T[order_T]
         storages, begins = [("", b"", 0)], [0]
@@ -192,7 +193,7 @@ class Allocations:
         return cls(addresses, begins[1:], _ids(begins[1:]), storages, storage_T, offset_T)
 
     def are_at(self, addresses: Addresses) -> bool:
-        """Whether the tensors lie there, and the allocations are still those that they were."""
+        """Whether the tensors have these addresses, and the allocations there are still the same ones."""
         return self.addresses == addresses and None not in self.ids and _ids(self.begins) == self.ids
 
 
@@ -202,7 +203,13 @@ def _ids(begins: Sequence[int]) -> list[int | None]:
 
 @dataclass(frozen=True, eq=False)
 class _Export:
-    """Allocations that readers have references to; `names`: of tensors whose allocations stay mapped."""
+    """Allocations that are shared with readers.
+
+    Attributes:
+        entries: the payload's entry for each reader.
+        counts: references that readers have.
+        names: of the tensors, if the allocations stay mapped; else empty.
+    """
 
     allocations: Allocations
     entries: list[bytes]
@@ -211,24 +218,31 @@ class _Export:
 
 
 class IpcExporter:
-    """Makes payloads of tensors on a GPU, for the time of an update or until their memory moves."""
+    """Makes payloads of tensors on a GPU. They are valid for one update, or until their memory moves.
+
+    Args:
+        num_readers: ranks that read a payload.
+    """
 
     def __init__(self, num_readers: int) -> None:
         self._num_readers = num_readers
-        # What the driver said last: asking it for hundreds of handles takes milliseconds.
+        # Kept from the last export, since getting hundreds of handles takes milliseconds.
         self._last: Allocations | None = None
-        # By each tensor's name; the first of a name's exports is the only one.
+        # Exports that stay mapped, by tensor name. A name has one at most.
         self._standing: dict[str, _Export] = {}
         self._unfinished: list[tuple[Payload, CounterFile]] = []
         # Updates may be encoded in several threads at once.
         self._lock = threading.Lock()
 
     def export(self, tensors: NamedTensors, *, keep_mapped: bool = False) -> Payload:
-        """Entries, one for each reader, that refer to these tensors, whose contents are there.
+        """Make a payload with one entry per reader. The tensors must be computed already.
 
-        With `keep_mapped` the memory may stay mapped; what stayed mapped under one of these names elsewhere
-        no longer does.
-        RuntimeError: the driver does not share this memory.
+        Args:
+            keep_mapped: the memory may stay mapped; other memory that stayed mapped for one of these names no
+                longer does.
+
+        Raises:
+            RuntimeError: the memory cannot be shared.
         """
         addresses = Addresses(tensors)
         if keep_mapped:
@@ -247,7 +261,7 @@ class IpcExporter:
         )
 
     def let_go(self) -> None:
-        """Let go of what was abandoned and has been given back since."""
+        """Free abandoned payloads to which readers have no references any more."""
         with self._lock:
             for payload, counts in [each for each in self._unfinished if each[1].are_zero]:
                 self._unfinished.remove((payload, counts))
@@ -255,7 +269,7 @@ class IpcExporter:
                 counts.close()
 
     def close(self) -> None:
-        """Have nothing stay mapped any more. Idempotent."""
+        """End all exports that stay mapped. Idempotent."""
         with self._lock:
             for export in list(dict.fromkeys(self._standing.values())):
                 self._end(export)
@@ -288,7 +302,7 @@ class IpcExporter:
         return _Export(allocations, entries, counts, names)
 
     def _hold(self, export: _Export, payload: Payload) -> None:
-        """It may be read still: hold the tensors until every reader has given its references back."""
+        """Keep an abandoned payload's tensors until every reader has given its references back."""
         with self._lock:
             self._forget(export)
             export.counts.hold(stays=False)

@@ -1,23 +1,23 @@
-"""The trainer's side: tensors in shared memory or on a GPU, and the pickle that refers to them.
+"""The trainer's encoding of payloads, which refer to tensors in shared memory or on a GPU.
 
-A trainer on the same GPU as the engine sends buckets of its weights, without a copy through the host:
+A trainer on the engine's GPU sends its weights in buckets, without a copy through the host:
 
     for bucket in pack_buckets(gathered_parameters(), bucket_bytes=1 << 30):
         entry = base64.b64encode(serialize_bucket(bucket)).decode()
         post("/update_weights_from_tensor", {
             "serialized_named_tensors": [entry], "load_format": "flattened_bucket",
-        })  # the reply says that the engine has let go of the bucket: it may be overwritten, or freed
+        })  # After the reply the engine no longer reads the bucket: it may be overwritten or freed.
 
-inside `begin_weight_update` and `end_weight_update`, if all of it is to be served from one moment on.
+Between `begin_weight_update` and `end_weight_update`, all buckets are served at once, from the end on.
 
-What torch asks of those who share CUDA tensors:
+torch's rules for sharing CUDA tensors:
 
-- The tensors, and the process, live until the update is answered.
-- A storage that is pickled again and again collects an event and a counter each time, until it is freed.
-  Pickle buckets, or copies, rather than the parameters themselves; `PayloadEncoder` takes either.
-- The memory comes from torch's own allocator. Memory of torch_memory_saver cannot be shared. Expandable
-  segments are shared by file descriptors, for which the engine needs leave to trace the trainer: the same
-  user, and kernel.yama.ptrace_scope 0. Otherwise switch them off for what is sent, or send `tensor.cpu()`.
+- The tensors and the process must live until the update is answered.
+- Each pickling of a storage adds an event and a counter, which stay until the storage is freed. So pickle
+  buckets or copies, not the parameters; `PayloadEncoder` takes either.
+- The memory must be of torch's own allocator. Memory of torch_memory_saver cannot be shared. Expandable
+  segments are shared as file descriptors, so the engine must be allowed to trace the trainer: the same user,
+  and kernel.yama.ptrace_scope 0. Otherwise switch them off for these tensors, or send `tensor.cpu()`.
 
 Source: wire_api sections 4.1 to 4.3.
 """
@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT: Final = 64
 _PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 _PICKLE_PROTOCOL: Final = 4
-# How often torch's process for shared memory is asked. It is given one second each time.
+# The most requests to torch's shared-memory manager, which has one second to answer each.
 _ATTEMPTS: Final = 30
-# These are places among the arguments of rebuild_cuda_tensor.
+# Index of the device among the arguments of rebuild_cuda_tensor.
 _DEVICE_SLOT: Final = 6
 
 # A function that rebuilds an object, and its arguments.
@@ -59,12 +59,15 @@ _Reduced = tuple[object, tuple[Any, ...]]
 
 
 def serialize(obj: object) -> bytes:
-    """Pickles an object for `update_weights_from_tensor`; its tensors are referred to, not contained.
+    """Pickle an object for `update_weights_from_tensor`; the pickle refers to tensors in shared memory.
 
-    CPU tensors move into shared memory, as with torch's own sharing: they stay usable, at a new address. CUDA
-    tensors stay where they are; what has been launched on the current stream is done before the engine reads
-    them. Keep `obj` alive until the update is answered, and send each result once. The sharing strategy of
-    the process is neither used nor changed. Raises `RequestRejected` when shared memory is short.
+    CPU tensors move to shared memory, as torch's own sharing does it: they stay usable, at a new address.
+    CUDA tensors stay in place; the engine reads them after the work launched on the current stream is done.
+    Keep `obj` alive until the update is answered, and send each result once. The process's sharing strategy
+    is neither used nor changed.
+
+    Raises:
+        RequestRejected: not enough shared memory.
     """
     buffer, shared = io.BytesIO(), list[torch.UntypedStorage]()
     _Pickler(buffer, _PICKLE_PROTOCOL, shared).dump(obj)
@@ -74,21 +77,22 @@ def serialize(obj: object) -> bytes:
 
 
 def serialize_bucket(bucket: FlattenedTensorBucket) -> bytes:
-    """Pickles a bucket for `load_format="flattened_bucket"`; keep it alive as `serialize` says."""
+    """Pickle a bucket for `load_format="flattened_bucket"`. Keep it alive until the update is answered."""
     return serialize({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()})
 
 
 class PayloadEncoder:
-    """Makes payloads of (name, tensor) pairs that reach the ranks of an engine by the shorter way.
+    """Makes payloads of (name, tensor) pairs for an engine on this host, with as few copies as possible.
 
-    Tensors on a GPU that every rank reaches are read where they are. All others, and those whose memory torch
-    cannot share, are copied into shared memory, once for all ranks; the first time that this is the longer
-    way, the log says why.
+    Tensors on GPUs that every rank can access are read in place. All others, and memory that cannot be
+    shared, are copied to shared memory, once for all ranks. The first time that memory cannot be shared, a
+    warning is logged.
 
     Args:
-        device: the engine's, with its index, as this process counts them; of several ranks, a list of each
-            one's, in the order of the entries: replica by replica.
-        tp_size: ranks of a replica. All replicas read what is in shared memory by the entries of one.
+        device: the engine's device, such as "cuda:0", numbered as in this process; for several ranks a list
+            of their devices, replica by replica.
+        tp_size: ranks of a replica. A payload in shared memory has entries for one replica, and all replicas
+            read these.
     """
 
     def __init__(self, device: str | Sequence[str], tp_size: int = 1) -> None:
@@ -98,20 +102,21 @@ class PayloadEncoder:
         self._exporter = IpcExporter(len(self._devices))
 
     def close(self) -> None:
-        """Have nothing stay mapped any more. Idempotent; it may be used again."""
+        """Unmap all memory that stayed mapped. Idempotent; the encoder may be used again."""
         self._exporter.close()
 
     def encode(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
     ) -> Payload:
-        """Makes a payload; close it once the update is answered. Until then the tensors must not change.
+        """Make a payload; close it when the update is answered. Until then the tensors must not change.
+
+        Waits for all work on the tensors' devices, on all streams.
 
         Args:
-            keep_mapped: engines may keep the tensors' memory mapped afterwards, see `cuda_ipc`, until
-                `close`.
+            keep_mapped: engines may keep the tensors' memory mapped until `close`, see `cuda_ipc`.
 
-        Waits for all that was launched on their devices, on whatever stream. Raises `RequestRejected` for
-        what is not a plain tensor, and when shared memory is short.
+        Raises:
+            RequestRejected: an item is not a pair of a name and a dense tensor, or not enough shared memory.
         """
         self._exporter.let_go()
         tensors = _checked(named_tensors)
@@ -119,7 +124,7 @@ class PayloadEncoder:
             _finish_work(tensors)
             try:
                 return self._exporter.export(tensors, keep_mapped=keep_mapped)
-            except RuntimeError as error:  # for memory that cannot be shared
+            except RuntimeError as error:  # The memory cannot be shared.
                 self._explain(error)
         return serialize_tensors(tensors, self._tp_size)
 
@@ -137,7 +142,7 @@ class PayloadEncoder:
 
 
 class WholeEncoder(PayloadEncoder):
-    """Makes payloads that reach ranks on any machine: tensors are copied into them."""
+    """Makes payloads that contain copies of the tensors, for engines on any host."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -147,22 +152,24 @@ class WholeEncoder(PayloadEncoder):
     ) -> Payload:
         tensors = _checked(named_tensors)
         _finish_work(tensors)
-        # Copies: the format refuses tensors that share memory, as tied ones do.
+        # Always copied, since safetensors refuses tensors that share memory, such as tied ones.
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
         return Payload([safetensors.torch.save(copies)], "safetensors")
 
 
 def side_by_side(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedTensors:
-    """Copies of tensors of a GPU, those of one dtype in one allocation: an engine maps one, not hundreds.
+    """Copy GPU tensors into one allocation per device and dtype, so that an engine maps few allocations.
 
-    Waits for what computes them. Where some are of the CPU, they are given back as they are.
-    Raises `RequestRejected` for what is not a dense tensor.
+    Waits until the tensors are computed. If any tensor is not on a GPU, all are returned as they are.
+
+    Raises:
+        RequestRejected: an item is not a pair of a name and a dense tensor.
     """
     tensors = _checked(named_tensors)
     if {tensor.device.type for _, tensor in tensors} != {"cuda"}:
         return tensors
     _finish_work(tensors)
-    # By few calls: each lets go of the interpreter's lock, for which a thread waits that serves streams.
+    # Few calls of torch: each releases the GIL, and may then wait for a thread that serves streams.
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
@@ -183,29 +190,33 @@ def _reaches(reader: torch.device, device: torch.device) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a reference says all of it: not that elements are negated or repeated, nor what a subclass
-    adds to them."""
+    """Whether a reference to its memory describes all of a tensor.
+
+    It cannot describe lazy negation or conjugation, repeated elements, or a subclass.
+    """
     if type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or tensor.is_conj():
         return False
     return tensor.is_contiguous() or tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def _finish_work(tensors: NamedTensors) -> None:
-    """Waits for what computes them: the stream that it was launched on is not this thread's."""
+    """Wait for the tensors' devices: the tensors may be computed on streams that are not this thread's."""
     for device in {tensor.device for _, tensor in tensors}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], num_entries: int = 1) -> Payload:
-    """Copies tensors, of any device, into one block of shared memory; makes the entries that refer to it.
+    """Copy tensors of any device into one block of shared memory, and make a payload that refers to it.
 
-    The caller's tensors stay as they are and may be overwritten at once. The block takes the sum of their
-    bytes until the payload is closed, or lost. Raises `RequestRejected` for what is not a plain tensor, and
-    when shared memory is short.
+    The tensors may be overwritten as soon as this returns. The block takes the sum of their bytes until the
+    payload is closed or garbage-collected.
 
     Args:
-        num_entries: how many ranks read the block, each by an entry of its own.
+        num_entries: entries to make, one for each rank that reads the block.
+
+    Raises:
+        RequestRejected: an item is not a pair of a name and a dense tensor, or not enough shared memory.
     """
     tensors = _checked(named_tensors)
     _finish_work(tensors)
@@ -222,7 +233,7 @@ def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], num_ent
     storage_T = np.zeros(len(views), dtype=np.int64)
     offset_T = np.array(starts, dtype=np.int64) // listing.itemsize_T
     entries = listing.encode([[reference]] * num_entries, storage_T, offset_T)
-    # What is left at its end is the reference of a receiver that never took it.
+    # Also removes the block if some receiver never dropped its reference.
     remove = partial(remove_own, object_path(reference.handle), os.getpid())
     for _ in entries:
         _add_reference(storage)
@@ -230,7 +241,7 @@ def serialize_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]], num_ent
 
 
 def checked_pair(item: object) -> tuple[str, torch.Tensor]:
-    """A name and a dense tensor, or TypeError."""
+    """Check that an item is a pair of a name and a dense tensor, and return it. Raises TypeError."""
     match item:
         case (str(name), torch.Tensor() as tensor):
             if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized:
@@ -261,13 +272,13 @@ def _allocate(num_bytes: int) -> tuple[torch.UntypedStorage, StorageRef]:
     with object_path(reference.handle).open("r+b", buffering=0) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes + HEADER_BYTES)
-        except OSError as error:  # Others took the room in the meantime.
+        except OSError as error:  # Another process took the memory since the check.
             raise _no_room(num_bytes) from error
     return storage, reference
 
 
 def _require_room(num_bytes: int) -> None:
-    """Refuses now what would end the process (SIGBUS) at the first write beyond the limit of /dev/shm."""
+    """Refuse more bytes than /dev/shm has left: writing beyond its limit kills the process by SIGBUS."""
     if num_bytes + HEADER_BYTES > _free_bytes():
         raise _no_room(num_bytes)
 
@@ -288,9 +299,10 @@ def _free_bytes() -> int:
 
 
 class _Pickler(ForkingPickler):
-    """torch's reductions, but for what only related processes understand.
+    """Pickles tensors as torch does, but so that unrelated processes can open them.
 
-    CPU storages are shared by name, and devices are named by their UUID: another process may see others.
+    CPU storages are shared by name, and devices are named by UUID, since other processes may number them
+    differently.
 
     Args:
         shared: gets the CPU storages, each as often as a receiver opens it.
@@ -324,12 +336,15 @@ def _reduce_storage(shared: list[torch.UntypedStorage], storage: torch.UntypedSt
 
 
 def _add_reference(storage: torch.UntypedStorage) -> None:
-    """The receiver drops it. Where none is sent for it the memory would stay, so it comes last."""
+    """Add the reference that the receiver will drop.
+
+    This comes last: if the payload were not made after it, the memory would stay for ever.
+    """
     storage._shared_incref()  # type: ignore[no-untyped-call]
 
 
 def _insist(share: Callable[[], Any]) -> Any:
-    """Call what puts a storage into shared memory, until torch's process for it answers within its second."""
+    """Call a function that puts a storage into shared memory; again if torch's manager times out (1 s)."""
     for _ in range(_ATTEMPTS - 1):
         try:
             return share()

@@ -1,8 +1,8 @@
-"""Where a trainer's weights go: an `Engine` of this process, or a server by its address.
+"""Targets of a trainer's weights: an `Engine` in this process, or a server by its URL.
 
-A bucket goes to a server in one of three ways: by reference to this process's GPU memory, where all ranks of
-the server reach it; through shared memory, where the server is on this host; in the body, elsewhere. To an
-engine or a server it may also be broadcast, in a group that all of their ranks join.
+A server gets a bucket by reference to this process's GPU memory if all its ranks can access it; else through
+shared memory if it is on this host; else in the request body. Engines and servers may also get a bucket by
+broadcast, in a group that all their ranks join.
 Source: wire_api sections 3.3 and 4.
 """
 
@@ -34,22 +34,29 @@ from ebbtide.trainer.cuda_ipc import uuid_of
 from ebbtide.trainer.payload_encoding import PayloadEncoder, WholeEncoder, side_by_side
 
 Transport = Literal["auto", "memory", "body", "broadcast"]
-# What each target's call returned, or why it failed, by the target's name.
+# What each target's call returned, or its error, by the target's name.
 Outcomes: TypeAlias = dict[str, Any | EbbtideError]
 
-# How much longer than the server's own deadline an answer is awaited: the server's says more.
+# Added to the server's own time limit: its error says more than a timeout here.
 MARGIN_S: Final = 30.0
-# A request for the state is answered at once, even by a busy server.
+# Enough for requests that read the state, which even a busy server answers at once.
 STATE_TIMEOUT_S: Final = 60.0
 
 
 class AnswerLost(EbbtideError):
-    """No answer came: whether the request was carried out is unknown."""
+    """No answer came, so it is unknown whether the request was carried out."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's tensors under PEFT's names, and the fields of its adapter_config.json."""
+    """An adapter to send.
+
+    Attributes:
+        name, version: under which it is loaded.
+        tensors: (PEFT's name, tensor) pairs.
+        config: the fields of its adapter_config.json.
+        in_flight: what happens to requests that run on an older version, see `load_lora_adapter`.
+    """
 
     name: str
     version: str
@@ -59,13 +66,13 @@ class Adapter:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a request says of it."""
+        """Fields of the request, without the tensors."""
         named = {"lora_name": self.name, "lora_version": self.version}
         return {**named, "config_dict": dict(self.config), "in_flight": self.in_flight}
 
 
 class UpdatableEngine(Protocol):
-    """An engine in this process, as `ebbtide.Engine` is one: its methods take the fields of the requests."""
+    """The methods of `ebbtide.Engine` that are used here. They take the fields of the requests."""
 
     def begin_weight_update(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
     def load_lora_adapter_from_tensors(self, *_: Any, **fields: Any) -> dict[str, Any]: ...
@@ -82,13 +89,13 @@ class UpdatableEngine(Protocol):
 
 
 class Target(ABC):
-    """One engine that takes new weights.
+    """An engine or server to which weights are sent.
 
-    The methods raise `RequestRejected` for a refusal, `EngineError` when the engine failed, `AnswerLost`.
+    Methods raise `RequestRejected` if it refuses, `EngineError` if it fails, and `AnswerLost`.
 
     Attributes:
-        name: what messages call it.
-        location: host and port; None for an engine of this process.
+        name: used in messages.
+        location: host and port; None: an engine in this process.
     """
 
     def __init__(self, name: str, location: tuple[str, int] | None, *, keep_mapped: bool) -> None:
@@ -98,27 +105,28 @@ class Target(ABC):
         self._session_id: str | None = None
 
     def begin(self, session_timeout_s: float | None) -> None:
-        """Open a session; None: for as long as the engine allows by itself."""
-        # What names a session is refused outside of it; without the name it would be served by itself.
+        """Open a session. `session_timeout_s` None: the engine's own limit."""
+        # Buckets name the session, so that they are refused when it has ended. Without the name, they would
+        # be an update of their own.
         self._session_id = uuid4().hex
         self._call("begin_weight_update", session_id=self._session_id, timeout_s=session_timeout_s)
 
     @abstractmethod
     def stage(self, bucket: Bucket, timeout_s: float) -> Mapping[str, Any]:
-        """Hand tensors over, which may change once this has returned; the body of the reply."""
+        """Send a bucket; returns the reply's body. The tensors may change once this has returned."""
 
     def _stays(self, bucket: Bucket) -> bool:
-        """Whether its memory is to be kept mapped: what says what changed lies elsewhere each time."""
+        """Whether the bucket's memory is kept mapped. Not for changes: their address differs each time."""
         return self._keep_mapped and bucket.changed is None
 
     @abstractmethod
     def load_adapter(self, adapter: Adapter, timeout_s: float) -> Mapping[str, Any]:
-        """Hand over an adapter, which serves when this returns; the body of the reply."""
+        """Load an adapter, which is served when this returns; returns the reply's body."""
 
     def end(
         self, version: str | None, flush_cache: bool, pause_mode: str | None, timeout_s: float
     ) -> Mapping[str, Any]:
-        """Commit the session; the body of the reply."""
+        """Commit the session; returns the reply's body."""
         return self._call(
             "end_weight_update",
             timeout_s + MARGIN_S,
@@ -130,7 +138,7 @@ class Target(ABC):
         )
 
     def abort(self) -> bool:
-        """Discard the open session; whether there was one."""
+        """Discard the open session; returns whether there was one."""
         return bool(self._call("abort_weight_update")["changed"])
 
     def has_all_weights(self) -> bool:
@@ -139,19 +147,19 @@ class Target(ABC):
 
     @abstractmethod
     def serving_version(self) -> str:
-        """The version of the weights that serve."""
+        """The version of the serving weights."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what is held from one update to the next. Idempotent."""
+        """Release what is kept between updates. Idempotent."""
 
     def size(self) -> tuple[int, int]:
-        """How many ranks it has, and on how many hosts these are."""
+        """Number of ranks, and number of hosts that they are on."""
         info = self._server_info()
         return info["tp_size"] * info["dp_size"], info["nnodes"]
 
     def join_group(self, address: GroupAddress, timeout_s: float) -> None:
-        """Make all ranks join a group, the first one as `address.rank`; returns when it is complete."""
+        """Let all ranks join a group, the first one as `address.rank`; returns when all members have met."""
         self._call(
             "init_weights_update_group",
             timeout_s + MARGIN_S,
@@ -168,7 +176,7 @@ class Target(ABC):
         self._call("destroy_weights_update_group", group_name=name)
 
     def take_broadcast(self, announced: Announcement, group: str, timeout_s: float) -> Mapping[str, Any]:
-        """Take what is broadcast at the same time into the session; the body of the reply."""
+        """Receive the tensors that are being broadcast into the session; returns the reply's body."""
         return self._call(
             "update_weights_from_distributed",
             timeout_s + MARGIN_S,
@@ -183,14 +191,18 @@ class Target(ABC):
 
     @abstractmethod
     def _call(self, operation: str, wait_s: float = STATE_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
-        """Have a control request carried out, by its path, and wait for the body of the reply."""
+        """Send a control request, such as "end_weight_update"; returns the reply's body.
+
+        Args:
+            wait_s: limit of a server's answer.
+        """
 
     @abstractmethod
     def _server_info(self) -> Mapping[str, Any]: ...
 
 
 class EngineTarget(Target):
-    """An engine of this process, which chooses by itself how tensors reach its ranks."""
+    """An engine in this process, which chooses how tensors get to its ranks."""
 
     def __init__(
         self, engine: UpdatableEngine, name: str = "the engine", *, keep_mapped: bool = False
@@ -228,12 +240,12 @@ class ServerTarget(Target):
     """A server.
 
     Args:
-        url: its address, without a path.
-        transport: "memory" refers to memory of this host, "body" sends the data; "auto" takes "memory" where
-            the address is one of this host's. Behind such an address a container, or a tunnel, may have
-            memory of its own: then "body". With "broadcast" there is nothing to `stage`.
-        api_key: sent with each request.
-        keep_mapped: as `WeightSender` has it.
+        url: such as "http://HOST:PORT".
+        transport: "memory": requests refer to memory of this host; "body": they contain the tensors; "auto":
+            "memory" if the address is one of this host. Give "body" if a container or tunnel behind such an
+            address does not share this host's memory. With "broadcast", `stage` is not called.
+        api_key: sent with each request; None: none.
+        keep_mapped: see `WeightSender`.
     """
 
     def __init__(
@@ -254,10 +266,10 @@ class ServerTarget(Target):
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        # Straight to it: what the environment names as a proxy is for other traffic.
+        # Without the proxies of the environment, which are not for traffic to servers of the job.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._encoder: PayloadEncoder | None = None
-        # The devices of the ranks that the encoder shares memory with, and how many make a replica.
+        # Devices of the ranks and `tp_size`, as the encoder was made with; None: it shares no memory.
         self._reach: tuple[list[str], int] | None = None
 
     def begin(self, session_timeout_s: float | None) -> None:
@@ -295,7 +307,7 @@ class ServerTarget(Target):
         return str(self._request("/model_info")["weight_version"])
 
     def _find_encoder(self) -> PayloadEncoder:
-        """What shares memory with all ranks of the server, where it reaches all of them."""
+        """The encoder for this server: shares memory if `transport` allows it and it is on one host."""
         is_elsewhere = self._transport == "auto" and not _is_this_host(self._host)
         reach: tuple[list[str], int] | None = None
         if not is_elsewhere and self._transport not in ("body", "broadcast"):
@@ -319,7 +331,7 @@ class ServerTarget(Target):
     def _request(
         self, path: str, fields: Mapping[str, Any] | None = None, wait_s: float = STATE_TIMEOUT_S
     ) -> Any:
-        """POST these fields, or GET without any; the answer's JSON."""
+        """Send a POST request with these fields, or a GET request if None; returns the answer's JSON."""
         data = None if fields is None else request_body(fields)
         request = urllib.request.Request(self.name + path, data, self._headers | _trace_headers())
         try:
@@ -332,7 +344,7 @@ class ServerTarget(Target):
 
 
 def _trace_headers() -> dict[str, str]:
-    """The span that the trainer is in, where it traces at all: what the engine does is a part of it."""
+    """Headers that make the engine's spans children of the trainer's current one; {} without tracing."""
     headers: dict[str, str] = {}
     if "opentelemetry.trace" in sys.modules:
         from opentelemetry import propagate
@@ -342,7 +354,7 @@ def _trace_headers() -> dict[str, str]:
 
 
 def outcomes_of(calls: Mapping[str, Future[Any]]) -> Outcomes:
-    """Wait for all calls; what each came to. What is not an engine's answer is raised."""
+    """Wait for all calls; returns the outcome of each. Raises an error that is not an `EbbtideError`."""
     wait(calls.values())
     outcomes: Outcomes = {}
     for name, call in calls.items():
@@ -361,17 +373,20 @@ def _as_error(answer: urllib.error.HTTPError) -> EbbtideError:
     body = None
     with suppress(OSError, http.client.HTTPException, ValueError):
         body = json.load(answer)
-    # 503 is of the moment: its queue is full, it starts, or goes down.
+    # 503 is a refusal too: its queue is full, or it starts or shuts down.
     is_refusal = answer.code < 500 or answer.code == http.HTTPStatus.SERVICE_UNAVAILABLE
     return read_error(body, answer.code, f"HTTP status {answer.code}", is_refusal=is_refusal)
 
 
 def devices_of(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The devices of ranks as `/memory_occupation` lists them, as this process counts its own.
+    """The devices of a server's ranks, such as "cuda:0", numbered as in this process.
 
-    A GPU that this process does not see is out of its reach, as "cpu" is.
+    Args:
+        ranks: as `/memory_occupation` lists them.
+
+    Returns "cpu" for a GPU that this process does not see, since it cannot share memory there either.
     """
-    # A trainer on the CPU is not made to set up CUDA.
+    # A trainer on the CPU should not initialize CUDA just for this.
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     indices = range(torch.cuda.device_count() if is_used else 0)
     own = {_bare(uuid_of(torch.device("cuda", index))): f"cuda:{index}" for index in indices}
@@ -384,7 +399,7 @@ def _bare(uuid: str | None) -> str:
 
 
 def _is_this_host(host: str) -> bool:
-    """Whether all addresses of that name are this host's: only such can be listened at."""
+    """Whether all addresses of a host name are this host's: only those can be bound."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as probe:

@@ -1,4 +1,4 @@
-"""One update of all targets: its session at each, its buckets, its commit, and what is tried again."""
+"""One weight update of all targets: sessions, buckets, commit and retries."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ebbtide.trainer.targets import AnswerLost, Outcomes, Target, failures_in, o
 
 logger = logging.getLogger(__name__)
 
-# Called with the bytes and the tensors that all engines have taken so far.
+# Called with the number of bytes and of tensors that all engines have taken so far.
 ProgressCallback = Callable[[int, int], None]
 T = TypeVar("T")
 
-# Buckets that an engine is given before it has answered the first of them: it takes one with each forward
-# pass then, and not one with every second or third.
+# Buckets that are sent before the first is answered. So an engine takes one in each forward pass, not one in
+# every second or third.
 AT_ONCE: Final = 2
-# How long a thread waits for the others of its pool to be started, should nobody say that they are.
+# The longest time that a pool's thread waits until all others are started.
 START_S: Final = 0.2
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How an update is sent; see `WeightSender`."""
+    """Options of an update; see `WeightSender`."""
 
     pause_mode: str | None
     flush_cache: bool
@@ -58,7 +58,7 @@ class Update:
     """One update of all targets.
 
     Attributes:
-        committed: names of targets that serve it.
+        committed: names of targets that serve the new weights.
     """
 
     _targets: Sequence[Target]
@@ -69,15 +69,20 @@ class Update:
     _open: dict[str, Target] = field(default_factory=dict, init=False)
     _version_before: dict[str, str] = field(default_factory=dict, init=False)
     committed: list[str] = field(default_factory=list, init=False)
-    # Targets that were asked to commit, and did not say what came of it.
+    # Names of targets that were asked to commit, and whose outcome is unknown.
     _unanswered: set[str] = field(default_factory=set, init=False)
-
-    # Each waits for what a call came to.
+    # Functions that wait for the outcomes of the calls under way, oldest first.
     _started: deque[Callable[[], Outcomes]] = field(default_factory=deque, init=False)
     _is_over: threading.Event = field(default_factory=threading.Event, init=False)
 
     def stage(self, buckets: Iterable[Bucket], progress: ProgressCallback | None) -> tuple[int, int]:
-        """Open the sessions and hand over all buckets, each while the next is gathered; tensors and bytes."""
+        """Open the sessions and send all buckets; returns the number of tensors and of bytes.
+
+        The next bucket is gathered while others are on their way.
+
+        Raises:
+            UpdateFailed: some target failed or refused.
+        """
         self._start(self._begin_at)
         self._finish("begin_weight_update")
         num_tensors = num_bytes = 0
@@ -97,14 +102,18 @@ class Update:
         return num_tensors, num_bytes
 
     def commit(self) -> list[Mapping[str, Any]]:
-        """Make all targets serve what was staged; their replies, an empty one where it was lost."""
+        """Let all targets serve what was staged; returns their replies, {} for one that was lost.
+
+        Raises:
+            UpdateFailed: some target failed or refused.
+        """
         self._start(self._end_at)
         return self._finish("end_weight_update")
 
     def roll_back(self) -> dict[str, Exception]:
-        """End the pool, and discard what is open; returns why, where that failed."""
-        # A bucket that arrived behind the abort would find no session, and be served by itself. Waited for is
-        # what any thread still does: an interrupt may have come before a call was noted down.
+        """End the pool and discard the open sessions; returns the errors of targets where that failed."""
+        # The pool ends first, so that no bucket arrives after the abort. It is not enough to wait for the
+        # calls in `_started`: an interrupt may have come before a call was added there.
         self._is_over.set()
         self._pool.shutdown(cancel_futures=True)
         with ThreadPoolExecutor(len(self._targets), thread_name_prefix="ebbtide-weights") as pool:
@@ -120,12 +129,16 @@ class Update:
         if self._broadcaster is None:
             self._start(functools.partial(self._stage_at, bucket=bucket))
             return
-        # It is done in this thread, whose current GPU it may be about.
+        # Chosen in this thread, since it may be this thread's current GPU.
         device = self._broadcaster.device_for(bucket.tensors[0][1])
         self._started.append(self._pool.submit(self._broadcast, self._broadcaster, bucket, device).result)
 
     def _finish(self, what: str) -> list[Any]:
-        """Wait for all targets' answers to the oldest call. Raises `UpdateFailed` unless all have one."""
+        """Wait for the outcomes of the oldest call; returns them in the order of the targets.
+
+        Raises:
+            UpdateFailed: some target failed or refused.
+        """
         outcomes = self._started.popleft()()
         failures = failures_in(outcomes)
         if failures:
@@ -137,30 +150,30 @@ class Update:
             if self._version is not None:
                 self._version_before[target.name] = target.serving_version()
             if target.name in self._open:
-                target.abort()  # It may have been opened, and then refuses to be opened again.
+                target.abort()  # The attempt before may have opened a session, and a second one is refused.
                 del self._open[target.name]
             self._open[target.name] = target
             try:
                 target.begin(self._terms.session_timeout_s)
             except RequestRejected:
-                del self._open[target.name]  # What is open there is another's.
+                del self._open[target.name]  # If a session is open there, it is not this update's.
                 raise
 
         self._repeat(attempt, f"begin_weight_update at {target.name}")
 
     def _stage_at(self, target: Target, bucket: Bucket) -> None:
-        # Where its session has ended meanwhile, or the server is another one, the bucket is refused.
+        # A repetition is safe: if the session has ended or the server restarted, the bucket is refused.
         self._repeat(lambda: target.stage(bucket, self._terms.timeout_s), f"{bucket} at {target.name}")
 
     def _broadcast(self, broadcaster: Broadcaster, bucket: Bucket, device: torch.device) -> Outcomes:
-        """Send a bucket to all targets at once; again, as long as none may have written a part of it."""
+        """Broadcast a bucket to all targets; retry only if no target can have written a part of it."""
         timeout_s = self._terms.timeout_s
         for retries_left in range(self._terms.retries, -1, -1):
             outcomes = broadcaster.connect(device, timeout_s)
             is_connected = not outcomes
             outcomes = outcomes or broadcaster.send(bucket.tensors, timeout_s)
             failures = failures_in(outcomes)
-            # An answer that was lost may have said that a part was written.
+            # With a lost answer, a part of the bucket may have been written.
             again = RequestRejected if is_connected else (RequestRejected, AnswerLost)
             may_pass = all(isinstance(error, again) and _may_pass(error) for error in failures.values())
             if not failures or retries_left == 0 or not may_pass or self._is_over.is_set():
@@ -188,7 +201,11 @@ class Update:
         return reply
 
     def _abort_at(self, target: Target) -> None:
-        """Discard its session, or find that it was committed and only the answer was lost."""
+        """Discard a target's session, or note that it was committed and only the answer was lost.
+
+        Raises:
+            EngineError: the session has ended, and it is unknown whether it was committed.
+        """
         if target.abort() or target.name not in self._unanswered:
             return
         if not self._is_new_at(target):
@@ -201,7 +218,7 @@ class Update:
         self.committed.append(target.name)
 
     def _is_new_at(self, target: Target) -> bool:
-        """Whether the version tells the new weights from those before them."""
+        """Whether the new version differs from the one before, so that it shows if the commit happened."""
         return self._version is not None and self._version != self._version_before[target.name]
 
     def _repeat(self, attempt: Callable[[], T], what: str) -> T:
@@ -218,7 +235,17 @@ def repeated(
     may_pass: Callable[[EbbtideError], bool],
     pause: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Try until it succeeds, fails for good or too often."""
+    """Call `attempt` until it succeeds, at most `1 + terms.retries` times; returns its result.
+
+    Args:
+        what: names the call in the log.
+        may_pass: whether to try again after an error.
+        pause: sleeps for a number of seconds.
+
+    Raises:
+        AnswerLost, RequestRejected: the last attempt's error.
+        Exception: any other error, at once.
+    """
     for retries_left in range(terms.retries, -1, -1):
         try:
             return attempt()
@@ -231,8 +258,10 @@ def repeated(
 
 
 def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
-    """Start the threads of a pool ahead of their work: one whose start is interrupted is not known to the
-    pool, and nobody waits for what it does."""
+    """Start all threads of a pool before it gets work.
+
+    If an interrupt came while a thread starts, the pool would not know the thread nor wait for its work.
+    """
     are_all = threading.Event()
     try:
         for _ in range(count):
@@ -247,5 +276,5 @@ def _may_pass(error: EbbtideError) -> bool:
         return True
     if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
         return True
-    # A refusal that lists tensors is of a payload that does not fit the model.
+    # A refusal with a list of errors is for tensors that do not fit the model.
     return error.status == HTTPStatus.BAD_REQUEST and not error.fields.get("errors")

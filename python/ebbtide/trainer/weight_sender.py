@@ -1,13 +1,12 @@
-"""Sends a trainer's weights to one or several engines, in a few lines.
+"""Sends a trainer's weights to one or more engines, in a few lines of code.
 
     sender = WeightSender("http://127.0.0.1:30000")
     for step in range(num_steps):
         train(model)
         sender.send(model.named_parameters(), version=step + 1)
 
-The update is staged in a session beside the serving weights, bucket by bucket, and committed at once: after a
-failure anywhere before the commit the old weights keep serving. Source: control_semantics
-section 2.
+An update is staged bucket by bucket in a session, beside the serving weights, and committed as a whole. If
+something fails before the commit, the old weights keep serving. Source: control_semantics section 2.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ T = TypeVar("T")
 
 
 class WeightSendError(EbbtideError):
-    """An update failed. The message says at which bucket, what the engine answered, and what serves now.
+    """An update failed. The message says at which step, what the engines answered, and what they serve now.
 
     Attributes:
-        failures: what each engine that failed answered, by its name.
-        committed: names of engines that serve the new weights nevertheless; empty unless some of several
-            engines failed at the commit.
+        failures: the errors of engines that failed, by name.
+        committed: names of engines that serve the new weights all the same, since only others failed at the
+            commit.
     """
 
     def __init__(
@@ -72,15 +71,15 @@ class WeightSendError(EbbtideError):
 
 @dataclass(frozen=True)
 class SentWeights:
-    """A completed update, which every engine serves; zeros on a rank that sent nothing.
+    """A completed update, which every engine serves.
 
     Attributes:
-        version: None if the engines kept theirs.
-        num_tensors, num_bytes: what was sent, counted once however many engines took it.
-        seconds: from the call of `send` to its return.
-        staged: whether the old weights served until the commit; False if there was no room for a copy.
-        stall_ms: how long forward passes were held up, the longest of all engines. It and `staged` are None
-            if the answer to a commit was lost and the engine was found serving the new weights.
+        version: None: the engines kept theirs.
+        num_tensors, num_bytes: what was sent, counted once for all engines; 0 on a rank that has no target.
+        seconds: duration of `send`.
+        staged: whether the old weights served until the commit; False: there was no room for a copy. None:
+            there is no target, or a commit's answer was lost and the engine serves the new weights.
+        stall_ms: how long forward passes stalled, the longest of all engines; None: as of `staged`.
     """
 
     version: str | None
@@ -309,15 +308,15 @@ class WeightSender:
     def _buckets(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
         buckets, served = gathered_buckets(named_tensors, self._bucket_bytes), self._served
         if served is not None and self._targets:
-            # It is asked for once the sessions are open: from then on nobody else commits. Where nothing has
-            # changed nothing is sent, so no engine could find that it serves something else.
+            # Runs when the sessions are open, since from then on nobody else can commit. Engines would not
+            # notice a wrong base version if nothing has changed, since then nothing is sent.
             if served.version is not None and not self._all_serve(served.version):
                 served.forget()
             buckets = served.changes(buckets)
         yield from buckets
 
     def _all_serve(self, version: str) -> bool:
-        """Whether every engine has the weights of this version, and all of them: a release may lose them."""
+        """Whether every engine serves this version, with no weights lost by a release."""
         try:
             return all(
                 target.serving_version() == version and target.has_all_weights() for target in self._targets
@@ -326,7 +325,7 @@ class WeightSender:
             return False
 
     def _forget(self, failed: UpdateFailed, committed: Sequence[str]) -> None:
-        """Have the next update sent whole where an engine says that a delta is not of what it serves."""
+        """Let the next update be sent whole if an engine refused this one, or only some serve it."""
         is_refused = any(isinstance(error, RequestRejected) for error in failed.failures.values())
         if self._served is not None and (is_refused or committed):
             self._served.forget()
