@@ -1,4 +1,4 @@
-"""What a trainer and an engine both speak. Here, without torch: requests, and what they say of tensors."""
+"""Formats that trainers and engines share. This module, without torch: bodies of requests about tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Announcement:
     Source: wire_api section 3.3, wire_vllm section 2.3.
 
     Attributes:
-        dtypes: as torch spells them, with or without "torch.".
-        load_format: None for one broadcast per tensor; "flattened_bucket" for one of all their bytes;
-            "packed" for several of those, cut by `packed_buffer_bytes`; "sparse" for two per tensor, the
-            positions of `num_updates` elements and their values.
+        dtypes: torch's names, with or without "torch.".
+        load_format: None: one broadcast per tensor; "flattened_bucket": one of the bytes of all tensors;
+            "packed": several such, see `packed_slices`; "sparse": two per tensor, positions and values.
+        packed_buffer_bytes: limit of a packed broadcast.
+        num_updates: with "sparse", the number of changed elements of each tensor.
     """
 
     names: Sequence[str]
@@ -33,7 +34,11 @@ class Announcement:
 
 
 def packed_slices(sizes: Sequence[int], buffer_bytes: int) -> list[slice]:
-    """Which tensors each packed broadcast holds: up to the one with which they exceed the buffer."""
+    """The tensors of each packed broadcast: up to and including the one that exceeds the buffer.
+
+    Args:
+        sizes: bytes of each tensor.
+    """
     slices, first, num_bytes = [], 0, 0
     for index, size in enumerate(sizes):
         num_bytes += size
@@ -44,15 +49,16 @@ def packed_slices(sizes: Sequence[int], buffer_bytes: int) -> list[slice]:
 
 
 class ChangedTensor(Struct, frozen=True, kw_only=True):
-    """A tensor of which a delta changes some elements. Source: wire_vllm section 5.5.
+    """A tensor with elements that a delta changes. Source: wire_vllm section 5.5.
+
+    A payload has the codes of all tensors in one tensor, concatenated in the order of the header; so are the
+    values.
 
     Attributes:
         shape: of the whole tensor.
-        num_codes: how many of the payload's codes say where, see `encode_positions`. Those of all tensors lie
-            one behind the other, in the order of the header; so do the values.
-        num_changed: how many of the payload's values are the new ones.
-        checksum: the `state_sum` of the whole tensor as it is to be, 16 hexadecimal digits; None: not
-            compared.
+        num_codes: number of codes of its changed positions, see `encode_positions`.
+        num_changed: number of changed elements.
+        checksum: `state_sum` of the whole new tensor, 16 hexadecimal digits; None: not compared.
     """
 
     name: str
@@ -63,10 +69,10 @@ class ChangedTensor(Struct, frozen=True, kw_only=True):
 
 
 class IpcTensor(Struct, frozen=True, kw_only=True):
-    """A tensor behind a handle of its own, or one of several in a buffer. Source: wire_vllm section 2.4.
+    """A tensor that has its own IPC handle, or is in a buffer with others. Source: wire_vllm section 2.4.
 
     Attributes:
-        num_bytes: from its beginning to that of the next one in the buffer; None: as many as it has.
+        num_bytes: bytes from its start to the next tensor's in the buffer; None: the bytes of its elements.
     """
 
     name: str
@@ -76,12 +82,12 @@ class IpcTensor(Struct, frozen=True, kw_only=True):
 
 
 def request_body(fields: Mapping[str, Any]) -> bytes:
-    """The JSON of a request's fields; bytes, as payloads are, become base64."""
+    """Encode a request's fields as JSON. Bytes become base64."""
     return json.encode(fields, enc_hook=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for: sampling parameters, arrays of ids, dtypes."""
+    """Convert values that JSON does not have: sampling parameters, arrays of ids, dtypes."""
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "tolist"):

@@ -1,4 +1,4 @@
-"""What the globals of a weight payload mean here: checked references to tensors, described but not opened.
+"""The globals that a pickled weight payload may use; they make checked references to memory, opened later.
 
 Source: wire_api sections 4.2 to 4.4.
 """
@@ -23,7 +23,7 @@ from ebbtide.formats.tensor_refs import (
 )
 from ebbtide.srt.errors import RequestRejected
 
-# These are arguments of rebuild_cuda_tensor.
+# Index of the device among the arguments of rebuild_cuda_tensor.
 _DEVICE_SLOT: Final = 6
 
 
@@ -33,11 +33,11 @@ class _TypedStorageRef:
     dtype: torch.dtype
 
 
-# Checks of single values. Each names the place; none prints a value that the sender could make endless.
+# Checks of single values. Messages say where the value is, and never contain it, since it may be very long.
 
 
 def kind_of(value: object) -> str:
-    """The type of a decoded value, for messages."""
+    """Name of a decoded value's type, for messages."""
     if isinstance(value, Record | Global):
         return value.name
     return "a tensor" if isinstance(value, TensorRef) else type(value).__name__
@@ -56,7 +56,11 @@ def tensor_dtype(value: object, where: str) -> torch.dtype:
 
 
 def record_fields(value: object, kind: str, expected: Sequence[str]) -> dict[str, Any]:
-    """The fields of a record of this class or of a plain dictionary, which has to have exactly these."""
+    """The fields of a record of the class `kind`, or of a dictionary.
+
+    Raises:
+        RequestRejected: it is neither, or its fields are not exactly `expected`.
+    """
     if isinstance(value, Record) and value.name.rpartition(".")[2] == kind:
         fields = value.fields or {}
     elif isinstance(value, dict):
@@ -68,7 +72,7 @@ def record_fields(value: object, kind: str, expected: Sequence[str]) -> dict[str
     return fields
 
 
-# What the globals of wire_api 4.4 mean. Each takes the tuple of arguments that the payload gives.
+# Implementations of the globals of wire_api 4.4. Each takes the tuple of arguments from the payload.
 
 
 def _expect(arguments: tuple[object, ...], count: int, where: str) -> None:
@@ -93,7 +97,7 @@ def _size(arguments: tuple[object, ...]) -> tuple[int, ...]:
 
 def _ordered_dict(arguments: tuple[object, ...]) -> dict[str, object]:
     _expect(arguments, 0, "collections.OrderedDict")
-    return {}  # A dict keeps the order of insertion.
+    return {}  # A dict is ordered too.
 
 
 def _storage_filename(arguments: tuple[object, ...]) -> StorageRef:
@@ -145,7 +149,7 @@ _NUM_CUDA_ARGUMENTS: Final = 15
 
 
 def _cuda_tensor(name: str, arguments: tuple[object, ...]) -> TensorRef:
-    """Slot by slot as in wire_api section 4.2."""
+    """The arguments are listed in wire_api section 4.2."""
     _expect(arguments, _NUM_CUDA_ARGUMENTS, name)
     cls, shape, stride, offset, storage_cls, dtype = arguments[:6]
     device, handle, num_bytes, offset_bytes, requires_grad = arguments[6:11]
@@ -202,7 +206,7 @@ _GLOBALS: Final[Mapping[tuple[str, str], Global]] = {
 
 @dataclass(frozen=True, slots=True)
 class SenderFailure:
-    """The sender's reason to give up, as it put it."""
+    """The sender gave up; its own message."""
 
     message: str
 
@@ -212,9 +216,14 @@ def _sender_failure(arguments: tuple[object, ...]) -> SenderFailure:
 
 
 def cuda_tensor(value: object, device: int) -> TensorRef:
-    """A CUDA tensor sent as the arguments of torch's `rebuild_cuda_tensor`, with the function or without it.
+    """A reference to a CUDA tensor, from the arguments of torch's `rebuild_cuda_tensor`.
 
-    `device` takes the place of the sender's. RequestRejected: it is something else.
+    Args:
+        value: the tuple of arguments, or a pair of the function and these.
+        device: replaces the sender's device.
+
+    Raises:
+        RequestRejected: `value` is something else.
     """
     match value:
         case (Global(name=name), tuple(arguments)) if name in _CUDA_REBUILDERS:
@@ -228,7 +237,7 @@ def cuda_tensor(value: object, device: int) -> TensorRef:
 
 
 def resolve_global(module: str, name: str) -> object:
-    """What a global of a payload stands for; a refusal with its name if it is not accepted."""
+    """The object that a payload's global stands for. RequestRejected: it is not accepted."""
     found = _GLOBALS.get((module, name))
     if found is not None:
         return found
@@ -244,14 +253,14 @@ def resolve_global(module: str, name: str) -> object:
 
 
 def resolve_offer(module: str, name: str) -> object:
-    """As `resolve_global`; also for the error that a sender ends an update with. Source: wire_api 4.5."""
+    """As `resolve_global`, but also accepts the error by which a sender gives up. Source: wire_api 4.5."""
     if (module, name) == ("builtins", "RuntimeError"):
         return Global("builtins.RuntimeError", _sender_failure)
     return resolve_global(module, name)
 
 
 def recording(record: Callable[[AnyStorageRef], None]) -> Callable[[str, str], object]:
-    """As `resolve_global`, calling `record` with each reference that the payload makes, wanted or not."""
+    """Make a `resolve_global` that calls `record` with each reference to memory, even an unused one."""
 
     def recorded(call: Callable[[tuple[object, ...]], object], arguments: tuple[object, ...]) -> object:
         made = call(arguments)

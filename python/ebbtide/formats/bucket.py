@@ -1,6 +1,6 @@
-"""Flattened buckets: many tensors of any dtype as one run of bytes, with an index.
+"""Flattened buckets: many tensors of any dtypes as one contiguous tensor of bytes, with an index.
 
-All positions are bytes, and nothing is padded. Source: wire_api section 4.1.
+All positions are in bytes. There is no padding. Source: wire_api section 4.1.
 """
 
 import itertools
@@ -18,21 +18,21 @@ from ebbtide.srt.errors import RequestRejected
 AnyTensor = TypeVar("AnyTensor", torch.Tensor, torch.Tensor | StoredTensor)
 
 
-# Tensors in a run of bytes, each with the byte at which it begins.
+# Tensors in a flat tensor of bytes, each with the offset of its first byte.
 Places: TypeAlias = Sequence[tuple[TensorHeader, int]]
 
 
 def without_padding(headers: Sequence[TensorHeader]) -> Places:
-    """The places of tensors that lie one behind the other."""
+    """The places of tensors that follow each other without gaps."""
     starts = itertools.accumulate((header.num_bytes for header in headers), initial=0)
     return list(zip(headers, starts, strict=False))
 
 
 def tensors_in(flat: AnyTensor, places: Places) -> Iterator[tuple[str, AnyTensor]]:
-    """The tensors in a run of bytes: views of it, or copies, one at a time, where alignment asks for them.
+    """Yield the tensors in a flat tensor: views, or copies of those that are not aligned to their dtype.
 
     Args:
-        flat: 1-D and contiguous, of any dtype; every place lies within it.
+        flat: 1-D and contiguous, of any dtype. Every place lies within it.
     """
     if isinstance(flat, StoredTensor):
         for header, start in places:
@@ -49,7 +49,7 @@ def tensors_in(flat: AnyTensor, places: Places) -> Iterator[tuple[str, AnyTensor
 
 @dataclass(frozen=True)
 class FlattenedTensorMetadata:
-    """Where one tensor lies in a bucket: from byte `start_idx` to `end_idx`; `numel` is their difference."""
+    """Place of a tensor in a bucket: bytes `start_idx` up to `end_idx`. `numel` is the number of bytes."""
 
     name: str
     shape: torch.Size
@@ -64,7 +64,11 @@ class FlattenedTensorMetadata:
 
 
 class FlattenedTensorBucket:
-    """A bucket made from (name, tensor) pairs on one device, any iterable of them; they are copied."""
+    """A bucket with copies of tensors.
+
+    Args:
+        named_tensors: (name, tensor) pairs, all on one device.
+    """
 
     def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         listed = list(named_tensors)
@@ -81,9 +85,10 @@ class FlattenedTensorBucket:
 def pack_buckets(
     named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
 ) -> Iterator[FlattenedTensorBucket]:
-    """Packs tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor gets its own.
+    """Pack tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor gets its own.
 
-    Reads `named_tensors` as it goes: a generator that gathers shards holds one bucket's worth at a time.
+    `named_tensors` is read lazily: with a generator that gathers shards, only one bucket of gathered tensors
+    exists at a time. ValueError: `bucket_bytes` is not positive.
     """
     return map(FlattenedTensorBucket, grouped(named_tensors, bucket_bytes))
 
@@ -91,7 +96,7 @@ def pack_buckets(
 def grouped(
     named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Groups tensors as `pack_buckets` does, without packing them."""
+    """Group tensors as `pack_buckets` does, without packing them."""
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes: expected a positive number of bytes, got {bucket_bytes}")
     pending: list[tuple[str, torch.Tensor]] = []
@@ -132,14 +137,18 @@ def check_bucket(
     stride: tuple[int, ...],
     metadata: Sequence[FlattenedTensorMetadata],
 ) -> None:
-    """Refuses what is not a run of bytes, or an index that does not fit it."""
+    """Check that a bucket is a flat tensor of bytes, and its index fits. Raises RequestRejected.
+
+    Args:
+        dtype, shape, stride: of the flat tensor.
+    """
     check_bytes(dtype, shape, stride)
     for entry in metadata:
         _check_entry(entry, shape[0])
 
 
 def check_bytes(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Refuses what is not a run of bytes."""
+    """Check that a tensor is 1-D, contiguous, uint8 or int8. Raises RequestRejected."""
     if len(shape) != 1 or dtype not in (torch.uint8, torch.int8) or (shape[0] > 1 and stride != (1,)):
         raise RequestRejected(
             f"flattened_tensor: expected contiguous bytes (1-D uint8 or int8), got {dtype} of shape {shape}"

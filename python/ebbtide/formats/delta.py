@@ -1,15 +1,15 @@
-"""How a delta is written: where it changes tensors, and the checksum of what they are to become.
+"""The format of deltas: positions of changed elements, and checksums of the changed tensors.
 
-**Positions**, in about one byte per changed element. Flat positions in ascending order become gaps: how many
-elements lie between one and the one before it (the first against -1). A gap is one code; the largest code is
-an escape: it stands for as many elements as it says, less one, and the gap goes on. Codes are bytes, or two
-bytes where changes are far between.
+**Positions** take about one byte per changed element. Flat positions in ascending order are encoded as gaps:
+the number of unchanged elements since the position before (-1 before the first). A gap is one code. The
+largest code, E, is an escape: it stands for E - 1 elements, and the gap goes on in the next code. Codes are
+uint8, or int16 (read as unsigned) if that is shorter since changes are far apart.
 
-**The checksum** of a tensor, which ranks can add up from their parts of it, and a delta can carry forward.
-The tensor is a matrix W of unsigned integers, its elements' bits, with as many columns as its last dimension.
-Its sum is that of row(i) · W[i, j] · column(j), modulo 2^64, where row and column are odd numbers that depend
-on every bit of the index. A part of the matrix has a part of the sum; where elements change, the sum changes
-by that of the differences. Integers wrap around alike on every device, in whatever order they are added.
+**The checksum** of a tensor is a sum, so that ranks can add the sums of their shards, and a delta can update
+it. The bits of the tensor are a matrix W of unsigned integers, whose columns are the last dimension. The
+checksum is the sum of row(i) · W[i, j] · column(j) modulo 2^64, where row(i) and column(j) are odd numbers
+that depend on every bit of the index. A change of elements adds the sum of the differences. The result is the
+same on every device and in every order, since integers wrap around.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from torch import Tensor
 # SplitMix64's factors (Steele, Lea, Flood, 2014).
 MIXING_FACTORS: Final = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 LOW_32_BITS: Final = 0xFFFFFFFF
-# What makes the numbers of rows and of columns differ.
+# Different seeds, so that row(i) and column(i) differ.
 ROW_SEED: Final = 0x51_7CC1_B727_220A_95
 COLUMN_SEED: Final = 0x1B_8735_93CC_9E2D_51
-# Elements that are widened at once.
+# Elements that are widened to int64 at once, which bounds the memory.
 SLICE_LEN: Final = 1 << 22
 
 BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Positions are computed with in 32 bits; larger tensors are sent whole.
+# Positions are int32; larger tensors are sent whole.
 MAX_ELEMENTS: Final = (1 << 31) - 1
-# Codes of two bytes travel as int16, whose bits are those of the unsigned number.
+# The escape of each dtype of codes. Codes of two bytes are unsigned numbers in the bits of an int16.
 ESCAPES: Final = {torch.uint8: 0xFF, torch.int16: 0xFFFF}
 
 
 def encode_positions(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """The codes of several tensors' positions, and how many there are of each.
+    """Encode the positions of several tensors; returns all codes, 1-D, and the number of each tensor's.
 
     Args:
-        positions: for each tensor int32 or int64, ascending and different, from 0; all on one device.
+        positions: flat positions in each tensor, int32 or int64, strictly ascending; all on one device.
     """
-    # One tensor at a time: positions are many, and what becomes of them on the way takes memory.
+    # One tensor at a time, to bound the memory of intermediate results.
     counts = {
         dtype: torch.stack([_num_codes(_gaps(one), escape) for one in positions]).tolist()
         for dtype, escape in ESCAPES.items()
@@ -70,7 +70,7 @@ def _codes(gaps: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def decode_positions(codes: Tensor) -> Tensor:
-    """The positions of one tensor, int64. A gap that does not end is left out."""
+    """Decode the positions of one tensor, int64. Escapes at the end without a last code are ignored."""
     escape = ESCAPES[codes.dtype]
     wide = codes.to(torch.int64) & escape
     is_end = wide != escape
@@ -93,12 +93,12 @@ def state_sum(
     first_column: int = 0,
     mix: Callable[[int, int, int, torch.device], Tensor] | None = None,
 ) -> Tensor:
-    """The sum of a part of a matrix, int64 of no dimensions, on the part's device.
+    """The checksum of a part of a matrix: int64, shape [], on the part's device.
 
     Args:
-        part: [rows, columns], of any dtype; the columns of a row lie side by side.
-        first_row, first_column: where it begins in the whole matrix.
-        mix: `mixed`, or what remembers it for many matrices of one shape.
+        part: [rows, columns], of any dtype; rows are contiguous.
+        first_row, first_column: index of its first element in the whole matrix.
+        mix: called instead of `mixed`, for example with a cache; None: `mixed`.
     """
     device, mix = part.device, mixed if mix is None else mix
     columns = mix(first_column, part.shape[1], COLUMN_SEED, device)
@@ -111,26 +111,32 @@ def state_sum(
 
 
 def sum_of_changes(positions: Tensor, before: Tensor, after: Tensor, num_columns: int) -> Tensor:
-    """What a change of elements' bits, at flat positions of the whole tensor, adds to its sum."""
+    """What changed elements add to the checksum: int64, shape [].
+
+    Args:
+        positions: flat positions in the whole tensor.
+        before, after: bits of the old and new elements, as of `bits_of`.
+        num_columns: of the whole tensor's matrix.
+    """
     rows, columns = positions // num_columns, positions % num_columns
     factors = _mix(rows ^ ROW_SEED) * _mix(columns ^ COLUMN_SEED)
     return (factors * (_unsigned(after) - _unsigned(before))).sum()
 
 
 def mixed(first: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """The odd numbers of `count` indices from `first` on."""
+    """row(i) or column(i), by the seed, for `count` indices from `first` on: int64 [count]."""
     return _mix(torch.arange(first, first + count, device=device) ^ seed)
 
 
 def as_hex(total: int) -> str:
-    """A sum as headers have it."""
+    """A checksum as headers contain it: 16 hexadecimal digits."""
     return f"{total % 2**64:016x}"
 
 
 def _mix(indices: Tensor) -> Tensor:
     for factor in MIXING_FACTORS:
         indices = indices * factor
-        # The shift of signed words brings ones along.
+        # The mask makes the shift of negative numbers a logical one.
         indices = indices ^ (indices >> 32 & LOW_32_BITS)
     return indices | 1
 

@@ -1,6 +1,6 @@
-"""NCCL without torch's process groups, for trainers that use it so: through the library that torch loads.
+"""NCCL without torch's process groups, for trainers that use it like this. Calls the library of torch.
 
-Every call returns at once, so that a communicator can be given up at a deadline, whatever its peers do.
+The communicator is non-blocking, so that it can be aborted at a time limit even if its peers hang.
 Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html.
 """
 
@@ -22,11 +22,11 @@ from ebbtide.srt.errors import EngineError
 UNIQUE_ID_BYTES: Final = 128
 _SUCCESS, _IN_PROGRESS = 0, 7
 _SUM: Final = 0
-# Most calls settle within microseconds: a wait begins with short looks, each twice as long as the one before.
+# Most calls end within microseconds: a wait polls quickly at first, then each time after twice as long.
 _FIRST_LOOK_S: Final = 1e-5
 _LOOK_S: Final = 1e-3
 _UINT8: Final = 1
-# Peers compare types; whatever is sent is copied byte for byte.
+# NCCL's types, which peers may check. Other dtypes are sent as bytes, since a broadcast only copies them.
 _TYPES: Final = {
     torch.int8: 0,
     torch.uint8: _UINT8,
@@ -40,7 +40,7 @@ _TYPES: Final = {
 
 
 class NcclFailed(EngineError):
-    """A call of NCCL's failed, or its communicator was given up."""
+    """A call of NCCL failed, or the communicator was aborted."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -48,7 +48,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """The first fields of ncclConfig_t; what its version does not have is as NCCL likes it."""
+    """ncclConfig_t as of NCCL 2.14; NCCL uses defaults for fields of later versions."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -63,7 +63,7 @@ class _Config(ctypes.Structure):
 
 
 def load_library() -> Any:
-    """The library that torch has loaded, or NcclFailed."""
+    """Load NCCL: the library that torch has loaded already. Raises NcclFailed."""
     try:
         return ctypes.CDLL("libnccl.so.2")
     except OSError as error:
@@ -71,7 +71,7 @@ def load_library() -> Any:
 
 
 def make_unique_id() -> bytes:
-    """The id of a new communicator, which all of its ranks need. Raises `NcclFailed`."""
+    """Make the id of a new communicator, which all its ranks need. Raises NcclFailed."""
     library, unique_id = load_library(), _UniqueId()
     status = library.ncclGetUniqueId(ctypes.byref(unique_id))
     if status != _SUCCESS:
@@ -82,8 +82,14 @@ def make_unique_id() -> bytes:
 class RawNccl:
     """One rank of a communicator, with the methods of torch's backends that a weight group uses.
 
-    All ranks make theirs at the same time; rank 0 of them has made the id. NcclFailed: the others did not
-    come in time, or NCCL does not work.
+    The constructor waits until all ranks have called it.
+
+    Args:
+        unique_id: of the communicator, made by one rank.
+        timeout_s: how long to wait for the other ranks.
+
+    Raises:
+        NcclFailed: other ranks did not come in time, or NCCL failed.
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class RawNccl:
         self._library = load_library()
         self._device = device
         self._comm = ctypes.c_void_p()
-        # Held for a call: another thread may give the communicator up in between, but not meanwhile.
+        # Held during each call, so that `abort` in another thread comes between calls, not during one.
         self._lock = threading.Lock()
         self._is_given_up = False
         until_s = time.monotonic() + timeout_s
@@ -103,7 +109,7 @@ class RawNccl:
                 (ctypes.byref(self._comm), world_size, ident, rank, ctypes.byref(config)),
                 until_s,
             )
-            # The default stream has forward passes, which would wait for the others too.
+            # Not on the default stream: forward passes there would wait for the other ranks too.
             with torch.Stream(device) if device.type == "cuda" else nullcontext():
                 self._warm_up(until_s)
         except BaseException:
@@ -111,7 +117,15 @@ class RawNccl:
             raise
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Launched:
-        """Launch one on the current stream, of a single contiguous tensor, from `options.rootRank`."""
+        """Launch a broadcast from `options.rootRank` on the current stream.
+
+        Args:
+            tensors: one contiguous tensor.
+            options: torch's `BroadcastOptions`.
+
+        Raises:
+            NcclFailed: it was not launched within `options.timeout`, or NCCL failed.
+        """
         [tensor] = tensors
         kind = _TYPES.get(tensor.dtype, _UINT8)
         count = tensor.nbytes if kind == _UINT8 else tensor.numel()
@@ -123,7 +137,7 @@ class RawNccl:
         return Launched(self._device)
 
     def abort(self) -> None:
-        """End what is under way, and give the communicator up. Idempotent; from any thread."""
+        """Abort the communicator and what is under way in it. Idempotent; callable from any thread."""
         with self._lock:
             if not self._is_given_up and self._comm:
                 with suppress(AttributeError):
@@ -131,7 +145,7 @@ class RawNccl:
             self._is_given_up = True
 
     def _warm_up(self, until_s: float) -> None:
-        """What every rank of such a group does first; one that leaves it out hangs the others."""
+        """Take part in the all-reduce that vLLM's communicators begin with: without it the others hang."""
         one = torch.zeros(1, device=self._device)
         place = ctypes.c_void_p(one.data_ptr())
         what = (place, place, ctypes.c_size_t(1), _TYPES[one.dtype], _SUM)
@@ -179,7 +193,7 @@ class RawNccl:
 
 
 class Launched:
-    """All that the current stream was given up to here."""
+    """All work launched on the current stream so far, like torch's `Work`."""
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
@@ -189,4 +203,4 @@ class Launched:
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """What is launched on the same stream comes after it anyway."""
+        """Does nothing: later work on the same stream comes after it anyway."""

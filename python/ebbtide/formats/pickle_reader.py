@@ -1,8 +1,7 @@
-"""Reads a pickle as a description: nothing that it names is imported, and nothing that it asks for is called.
+"""Reads pickles safely: nothing that a pickle names is imported or called.
 
-A weight payload needs containers, numbers, strings, a few globals and the calls that rebuild tensors. This
-reader knows that part and refuses the rest: there is nothing to escape from. What a global or a call means is
-decided by the table that it is given.
+Weight payloads need containers, numbers, strings, a few globals, and calls that rebuild tensors. This reader
+accepts only these. The caller's `resolve` function decides what globals and their calls stand for.
 """
 
 import pickletools
@@ -14,14 +13,14 @@ from typing import Final, Protocol
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import Slices, finish
 
-# A tensor takes about 40 opcodes, so this leaves room for 100,000 of them. It bounds the time and the memory
-# that a payload of nothing but empty containers could ask for.
+# A tensor takes about 40 opcodes, so this is enough for 100,000 tensors. It bounds the time and memory for
+# hostile payloads, such as those of many empty containers.
 MAX_OPCODES: Final = 4_000_000
 MAX_PROTOCOL: Final = 5
-# About half a millisecond of work.
+# Opcodes of a slice: about half a millisecond of work.
 SLICE_OPCODES: Final = 256
 
-# What follows the last value of a dictionary that is a pickle: SETITEMS and STOP.
+# SETITEMS and STOP: the opcodes after the last value of a pickled dictionary.
 _LAST: Final = b"u."
 
 _OPCODE_NAMES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
@@ -29,11 +28,13 @@ _OPCODE_NAMES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that a payload may use.
+    """A global that a payload may use.
 
-    `call` is what calling it means (None: it may stand as an argument only); `is_record` allows
-    `cls.__new__(cls)` followed by one state dictionary, the way in which dataclasses are pickled; `is_pure`:
-    what a call makes follows from its arguments, and nobody has to hear of it.
+    Attributes:
+        call: called with the arguments when the payload calls it; None: it may only be an argument.
+        is_record: whether instances may be made by `cls.__new__(cls)` and one state dictionary, which is how
+            dataclasses are pickled.
+        is_pure: whether `call` has no side effects, and its result depends on the arguments only.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An instance of a record class, with the fields it was pickled with, unchecked (None: not yet given)."""
+    """An instance of a record class. `fields`: as pickled, unchecked; None: not read yet."""
 
     name: str
     fields: dict[str, object] | None = None
@@ -52,30 +53,46 @@ class Record:
 
 @dataclass(slots=True)
 class Budget:
-    """How many opcodes may still be read; all pickles of a payload share it: some lie in others."""
+    """Number of opcodes that may still be read, in all pickles of a payload, which may be nested."""
 
     num_opcodes: int = MAX_OPCODES
 
 
 class Tails(Protocol):
-    """Knows the lists that earlier pickles ended with, as the last value of a dictionary.
+    """A cache of lists at the end of pickles, each the last value of a dictionary.
 
-    Only lists made by pure calls: behind the same objects, or equal strings, the same bytes say the same.
+    Only lists made by pure calls are cached, so that the same bytes with an equal memo give the same list.
     """
 
     def find(self, data: bytes, memo: Mapping[int, object]) -> object | None:
-        """What stands for the list that `data` begins with and `memo` is behind; None: it is to be read."""
+        """Look up the cached object for the list that `data` begins with; None: the list must be read.
+
+        Args:
+            data: the rest of the pickle.
+            memo: the pickle's memo before it.
+        """
 
     def keep(self, data: bytes, memo: Mapping[int, object], read: set[int], items: list[object]) -> object:
-        """Keep a list that refers to the indices `read` of the memo; returns what stands for it."""
+        """Cache a list; returns the object that replaces it in the pickle's value.
+
+        Args:
+            data, memo: as of `find`.
+            read: the indices of the memo that the list refers to.
+            items: of the list.
+        """
 
 
 def read_pickle(data: bytes, resolve: Callable[[str, str], object]) -> object:
-    """Returns the value that `data` describes, without importing or running what it names.
+    """Read a pickle; nothing that it names is imported or called. Source: wire_api section 4.4.
 
-    It is made of None, bool, int, float, str, bytes, list, tuple, dict, `Record` and whatever
-    `resolve(module, name)` and the calls of its `Global`s return. A pickle that is broken, or that uses an
-    opcode or a name outside the accepted part, is refused. Source: wire_api section 4.4.
+    The value consists of None, bool, int, float, str, bytes, list, tuple, dict, `Record`, and what `resolve`
+    and the `Global.call`s return.
+
+    Args:
+        resolve: called with module and name of each global; returns what it stands for.
+
+    Raises:
+        RequestRejected: the pickle is broken, or has an opcode or a global that is not accepted.
     """
     return finish(read_by_slices(data, resolve))
 
@@ -86,9 +103,11 @@ def read_by_slices(
     budget: Budget | None = None,
     tails: Tails | None = None,
 ) -> Slices[object]:
-    """Reads as `read_pickle`, yielding the bytes read after every `SLICE_OPCODES` opcodes of its budget.
+    """As `read_pickle`, in slices: yields the number of bytes read after each `SLICE_OPCODES` opcodes.
 
-    `tails` says what stands for the list that the pickle ends with.
+    Args:
+        budget: of opcodes, shared with other pickles; None: a new one.
+        tails: cache of lists at the end; None: none.
     """
     return _Reader(data, resolve, tails).read(budget if budget is not None else Budget())
 
@@ -99,12 +118,14 @@ class _Stop(Exception):
 
 @dataclass(slots=True, eq=False)
 class _OpenList:
-    """A list whose items are being read, and which may turn out to be the pickle's last: one of each pickle.
+    """The first list of a pickle with items; it is cached if it turns out to be at the end.
 
     Attributes:
-        items: the stack of its mark: while that is open, nothing below is touched.
-        start, memo: where they begin, and the memo as it stands there.
-        read: the indices of what has been referred to since.
+        items: the items so far: the reader's stack above the list's mark.
+        start: position of the first item in the data.
+        memo: a copy of the memo at that position.
+        read: the memo's indices that were read since.
+        is_pure: whether all calls since were pure.
     """
 
     items: list[object]
@@ -127,7 +148,7 @@ class _Reader:
         self.position = 0
         self.stack: list[object] = []
         self.marks: list[list[object]] = []
-        # A dictionary, not an array: an index is the sender's to choose and must not size an allocation.
+        # A dictionary, not a list: the sender chooses the indices, and a large one must not allocate memory.
         self.memo: dict[int, object] = {}
 
     def read(self, budget: Budget) -> Slices[object]:
@@ -135,7 +156,7 @@ class _Reader:
         start = yielded = num_left = 0
         try:
             while budget.num_opcodes > 0:
-                # Short pickles that share a budget make a slice together.
+                # Slices end at multiples of `SLICE_OPCODES` of the shared budget, not of each short pickle.
                 num_left = (budget.num_opcodes - 1) % SLICE_OPCODES + 1
                 budget.num_opcodes -= num_left
                 while num_left:
@@ -164,7 +185,7 @@ class _Reader:
             raise RequestRejected("the payload is a broken pickle: it does not end with exactly one value")
         return self.stack[0]
 
-    # Input. Lengths are checked against the bytes at hand, so a length never sizes an allocation by itself.
+    # Input. Lengths are compared with the bytes left, so that a large one cannot allocate memory.
 
     def take(self, count: int) -> bytes:
         end = self.position + count
@@ -178,7 +199,7 @@ class _Reader:
         return int.from_bytes(self.take(width), "little")
 
     def short_text(self) -> None:
-        # What payloads are mostly made of is read without further calls.
+        # Without calls of other methods, since payloads consist mostly of short strings.
         position = self.position
         start = position + 1
         end = self.position = start + self.data[position]
@@ -226,7 +247,7 @@ class _Reader:
             )
 
     def frame(self) -> None:
-        self.take(8)  # A frame only groups reads of a stream; here all bytes are at hand.
+        self.take(8)  # Frames matter only for reading a stream.
 
     def stop(self) -> None:
         raise _Stop
@@ -276,7 +297,7 @@ class _Reader:
                 f"the payload sets items of a {_kind(target)}; only dictionaries have pairs set"
             )
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # Hashing is work that the sender would choose: nested tuples take exponential time.
+            # The sender could choose keys that take long to hash: nested tuples take exponential time.
             if type(key) is not str:
                 raise RequestRejected(f"the payload has a dictionary key of type {_kind(key)}, expected str")
             target[key] = value
@@ -340,7 +361,7 @@ def _unknown_opcode(opcode: int, position: int) -> str:
 
 def _push(read: Callable[[_Reader], object]) -> Callable[[_Reader], None]:
     def handler(reader: _Reader) -> None:
-        # The value first: reading it may replace the stack.
+        # Not `reader.stack.append(read(reader))`, since `read` may replace the stack.
         value = read(reader)
         reader.stack.append(value)
 

@@ -1,7 +1,8 @@
-"""How the members of a weight group meet: through a store that the trainer, rank 0, keeps.
+"""The rendezvous of a weight group: its members meet through a store of the trainer, which is rank 0.
 
-Torch's process groups meet as torch's helper has it. vLLM's trainers put the id of an NCCL communicator into
-the store, or announce it, and use NCCL alone. Source: wire_api section 3.3, wire_vllm section 2.2.
+Process groups of torch meet in the way of torch's helper for named groups. Trainers of vLLM use NCCL without
+torch, and put the communicator's id into the store, or send it in a request. Source: wire_api section 3.3,
+wire_vllm section 2.2.
 """
 
 from __future__ import annotations
@@ -24,24 +25,25 @@ from ebbtide.srt.errors import RequestRejected
 
 _dist: Any = torch.distributed  # not all of it is exported
 
-# NCCL's own limit must never strike before that of the request, which tears down one group and no more.
+# Longer than the limit of any request: that one ends one group only, and torch's must not come first.
 NCCL_TIMEOUT: Final = timedelta(days=1)
 CPU: Final = torch.device("cpu")
 # The trainer's rank.
 SOURCE_RANK: Final = 0
-# The first thing that it tells the others.
+# The store's key for the communicator's id.
 ID_KEY: Final = "broadcast_from/0/0"
 
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """Where and as whom to join.
+    """Address of a group, and this process's rank in it.
 
     Attributes:
-        rank: of this process: the engine's `rank_offset` and, of several ranks, which one it is.
-        world_size: trainer and all ranks of all engines.
-        backend: "gloo" or "nccl", of torch; "raw_nccl", without torch's process groups.
-        unique_id: with "raw_nccl", of the communicator; there is no store then. None: it is in the store.
+        host, port: of the trainer's store.
+        rank: of an engine's process: the request's `rank_offset` plus its number among the engine's ranks.
+        world_size: number of members: the trainer and all ranks of all engines.
+        backend: "gloo" or "nccl" of torch; "raw_nccl": NCCL without torch's process groups.
+        unique_id: the communicator's id, with "raw_nccl" and without a store; None: there is a store.
     """
 
     name: str
@@ -64,20 +66,25 @@ class GroupAddress:
 
 @dataclass(frozen=True)
 class Member:
-    """A process's end of a group: torch's backend, and the store through which its members met, if any."""
+    """A process's end of a group: the backend, and the store through which its members met, or None."""
 
     backend: Any
     store: Any | None
 
 
 def connect(address: GroupAddress, timeout_s: float, device: torch.device = CPU) -> Member:
-    """Meet the others; the same keys and the same steps as torch's helper takes for a named group.
+    """Join a group, with the keys and steps of torch's helper for named groups.
 
-    The trainer, rank 0, keeps the store at the address: `host_store`. With gloo all have met when this
-    returns, and with raw NCCL; torch's NCCL meets in the first broadcast.
+    The trainer, rank 0, hosts the store at the address by `host_store`. When this returns, all members of a
+    gloo or raw NCCL group have met; those of torch's NCCL meet in the first broadcast.
 
     Args:
+        timeout_s: how long to wait for the other members.
         device: of this rank, for raw NCCL.
+
+    Raises:
+        RequestRejected: 400, the store does not have a valid id for raw NCCL.
+        Exception: of torch or NCCL, such as a timeout.
     """
     if address.backend == "raw_nccl":
         return _connect_without_torch(address, timeout_s, device)
@@ -90,8 +97,8 @@ def connect(address: GroupAddress, timeout_s: float, device: torch.device = CPU)
     if address.backend == "gloo":
         gloo = _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", named), rank, world_size, timeout=left)
         return Member(gloo, named)
-    # What fails in a group is answered by leaving it. torch's watchdogs would end the process or the kernels;
-    # in the second case what was not received would look like what was.
+    # Without torch's watchdogs: on a failure they would end the process, or end the kernels so that tensors
+    # which were not received would look received. Here the group is left instead.
     settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
@@ -103,25 +110,25 @@ def connect(address: GroupAddress, timeout_s: float, device: torch.device = CPU)
         nccl = _dist.ProcessGroupNCCL(_dist.PrefixStore("cuda/", named), rank, world_size, options)
     finally:
         if rank == SOURCE_RANK:
-            _restore(before)  # The trainer's own groups keep torch's watchdogs.
+            _restore(before)  # In the trainer, its own groups keep torch's watchdogs.
     return Member(nccl, named)
 
 
 def _store(address: GroupAddress, timeout_s: float) -> Any:
-    """The trainer's store. Each client counts as one of `world_size`, and it may wait for all of them.
+    """Connect to the trainer's store, as one of `world_size` clients, for which it may wait.
 
-    torch's own `rendezvous` would have rank 0 make the store as well.
+    Not by torch's `rendezvous`, where rank 0 would make a store itself.
     """
     limit = timedelta(seconds=timeout_s)
     return _dist.TCPStore(address.bare_host, address.port, address.world_size, False, limit)
 
 
 def _connect_without_torch(address: GroupAddress, timeout_s: float, device: torch.device) -> Member:
-    """By NCCL alone, at the address that a communicator's id holds; the trainer's store has the id, if any.
+    """Join a communicator of raw NCCL, whose id comes with the address or is in the trainer's store.
 
     Raises:
-        RequestRejected: 400, what the trainer has put there is no id.
-        Exception: torch's or NCCL's, somebody did not come in time.
+        RequestRejected: 400, the store does not have a valid id.
+        Exception: of torch or NCCL, such as a timeout.
     """
     until_s = time.monotonic() + timeout_s
     store, unique_id = None, address.unique_id
@@ -130,17 +137,17 @@ def _connect_without_torch(address: GroupAddress, timeout_s: float, device: torc
         store.set_timeout(timedelta(seconds=max(until_s - time.monotonic(), 1e-3)))
         unique_id = read_id(store.get(ID_KEY))
     if device.index is not None:
-        # This thread begins on the first device.
+        # A new thread's current device is the first one.
         torch.accelerator.set_device_index(device)
     left_s = until_s - time.monotonic()
     return Member(RawNccl(unique_id, address.rank, address.world_size, device, left_s), store)
 
 
 def host_store(port: int) -> Any:
-    """The store through which a group's members meet, kept by this process while it is referred to.
+    """Host the store through which a group's members meet; it lives as long as the returned object.
 
     Args:
-        port: 0 for a free one; `.port` of what is returned says which.
+        port: 0: a free one, which is the returned object's `port`.
     """
     return _dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
 
@@ -154,16 +161,17 @@ def _restore(environment: Mapping[str, str | None]) -> None:
 
 
 def abort(members: list[Member]) -> None:
-    """End what is under way, with whatever the backend can do; the connections end with its last use."""
+    """Abort the members' backends, and empty the list. Connections end when the last reference is dropped."""
     while members:
         with suppress(Exception):
             members.pop().backend.abort()
 
 
 def read_id(pickled: bytes) -> bytes:
-    """The bytes of a pickled `ncclUniqueId`; nothing that the pickle names is imported.
+    """Read a pickled `ncclUniqueId`, without importing what the pickle names.
 
-    RequestRejected (400): it is something else.
+    Raises:
+        RequestRejected: 400, it is something else.
     """
     found = read_pickle(pickled, _resolve)
     if not isinstance(found, bytes):
@@ -172,7 +180,7 @@ def read_id(pickled: bytes) -> bytes:
 
 
 def decode_id(text: str) -> bytes:
-    """The bytes of an id in standard base64. RequestRejected (400): it is not one."""
+    """Decode an NCCL id from standard base64. RequestRejected (400): it is not one."""
     try:
         found = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

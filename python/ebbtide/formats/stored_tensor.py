@@ -1,7 +1,7 @@
-"""Tensors in memory that others may still change, a file or shared memory: read, never mapped.
+"""Tensors in files or shared memory that other processes may still change: they are read, never mapped.
 
-A page that is mapped from a file that somebody cuts short ends the process that touches it (SIGBUS). A read
-that falls short is an error that can be answered.
+If another process truncates a mapped file, access to it kills this process (SIGBUS). A read then returns less
+data, which can be refused.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ COUNTER: Final = struct.Struct("=q")
 
 
 class Storage(Protocol):
-    """Bytes that are read by their position."""
+    """Bytes that can be read at any offset."""
 
     def read_into(self, room: memoryview, offset: int) -> None:
-        """Fill `room` with the bytes from `offset` on, or refuse (400) by the storage's name."""
+        """Fill `room` with the bytes from `offset` on. RequestRejected (400): there are fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A strided view of a storage, whose elements are read when they are asked for.
+    """A strided view of a storage. Its elements are read on demand.
 
     Attributes:
-        offset: of the first element in the storage, in bytes.
+        offset: of the first element, in bytes.
         stride: in elements.
     """
 
@@ -57,7 +57,7 @@ class StoredTensor:
     def contiguous(
         cls, storage: Storage, offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> StoredTensor:
-        """A tensor whose elements lie one behind the other from `offset` (bytes) on."""
+        """A contiguous tensor that begins at `offset` (bytes)."""
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return cls(storage, offset, shape, stride, dtype)
 
@@ -65,13 +65,13 @@ class StoredTensor:
         return len(self.shape)
 
     def narrow(self, dim: int, start: int, length: int) -> StoredTensor:
-        """As torch's: a view of part of a dimension."""
+        """A view of `length` indices of a dimension, like `torch.Tensor.narrow`."""
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         offset = self.offset + start * self.stride[dim] * self.dtype.itemsize
         return replace(self, offset=offset, shape=shape)
 
     def split(self, num_rows: int) -> Iterator[StoredTensor | Tensor]:
-        """Views of at most `num_rows` rows each; a tensor whose rows are interleaved is read whole."""
+        """Yield views of at most `num_rows` rows. If strides are not descending, the tensor is read whole."""
         if any(outer < inner for outer, inner in pairwise(self.stride)):
             yield from torch.split(self.read(), num_rows)
             return
@@ -79,7 +79,7 @@ class StoredTensor:
             yield self.narrow(0, start, min(num_rows, self.shape[0] - start))
 
     def read(self) -> Tensor:
-        """The elements, in host memory of their own."""
+        """Read the elements into new host memory."""
         return self._read(pin=False)
 
     def copy_to(self, room: Tensor) -> None:
@@ -91,7 +91,7 @@ class StoredTensor:
             room.copy_(self._read(pin=room.is_cuda))
 
     def _read(self, *, pin: bool) -> Tensor:
-        """The span from the first element to the last, seen through the strides."""
+        """Read the span from the first element to the last, and view it with the strides."""
         if math.prod(self.shape) == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -101,7 +101,7 @@ class StoredTensor:
 
 
 def read_exactly(descriptor: int, room: memoryview, offset: int) -> int:
-    """Fill `room` from an open file; returns how many bytes were there. Raises OSError."""
+    """Read from an open file into `room`; returns the number of bytes, fewer at its end. Raises OSError."""
     done = 0
     while done < len(room):
         num_bytes = os.preadv(descriptor, [room[done:]], offset + done)
@@ -112,12 +112,12 @@ def read_exactly(descriptor: int, room: memoryview, offset: int) -> int:
 
 
 def whole(tensor: Tensor | StoredTensor) -> Tensor:
-    """The tensor itself, or what is stored of it, read."""
+    """The tensor itself, or a stored one read into host memory."""
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor
 
 
 def copy_into(room: Tensor, tensor: Tensor | StoredTensor) -> None:
-    """`room.copy_` for both kinds."""
+    """Copy a tensor of either kind into `room`, of the same shape."""
     if isinstance(tensor, StoredTensor):
         tensor.copy_to(room)
     else:
@@ -129,14 +129,22 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def object_path(handle: bytes) -> Path:
-    """Where the shared-memory object of a torch handle (`/torch_<pid>_<n>_<n>`) is found."""
+    """Path of the shared-memory object of a torch handle, such as `/torch_<pid>_<n>_<n>`."""
     return SHARED_MEMORY / os.fsdecode(handle).removeprefix("/")
 
 
 class SharedBlock:
-    """A block of shared memory, held open and read by position.
+    """A block of shared memory of another process, open for reads by position.
 
-    Refused if it is not what the payload says.
+    Args:
+        handle: torch's.
+        num_bytes: that the payload says it has.
+
+    Attributes:
+        references: that this process holds to it.
+
+    Raises:
+        RequestRejected: it cannot be opened, is no regular file, or is smaller.
     """
 
     def __init__(self, handle: bytes, num_bytes: int) -> None:
@@ -154,7 +162,7 @@ class SharedBlock:
             raise
 
     def read_into(self, room: memoryview, offset: int) -> None:
-        """Fill `room` with the bytes from `offset` on, or refuse (400) where the block has become shorter."""
+        """Fill `room` with the bytes from `offset` on. RequestRejected (400): the block was truncated."""
         num_bytes = read_exactly(self._descriptor, room, HEADER_BYTES + offset)
         if num_bytes < len(room):
             raise RequestRejected(
@@ -162,17 +170,17 @@ class SharedBlock:
             )
 
     def close(self) -> None:
-        """Let go of it, without dropping the references."""
+        """Close the file, without dropping the references."""
         os.close(self._descriptor)
 
     def drop(self) -> None:
-        """Take the references off the block's count, remove it with the last of them, and let go of it."""
+        """Subtract the references from the block's count, remove the block if none is left, and close it."""
         with closing(self):
-            # Ranks that drop theirs at the same time take turns. The sender keeps its own until they have.
+            # Ranks may drop references at the same time. The sender keeps its own until all have.
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             count = os.pread(self._descriptor, _COUNT.size, 0)
             if len(count) < _COUNT.size or not self._path.exists():
-                return  # It was cut short, or removed: torch would try to remove it again at a count of 0.
+                return  # It was truncated, or removed: at a count of 0, torch would try to remove it again.
             [before] = _COUNT.unpack(count)
             os.pwrite(self._descriptor, _COUNT.pack(before - len(self.references)), 0)
             if before == len(self.references):
@@ -191,16 +199,16 @@ class SharedBlock:
 
 
 class Counters:
-    """The sender's counts of references, each file of them opened once.
+    """The sender's files of reference counts, each opened once.
 
-    They are read and written by position: a file that is mapped and then cut short would end the process.
+    They are read and written by position: if a mapped file were truncated, access would kill this process.
     """
 
     def __init__(self) -> None:
         self._files: dict[bytes, int | None] = {}
 
     def add(self, ref: CudaStorageRef, change: int) -> int | None:
-        """Add to the count of a reference; returns what it is then, None where there is none to see."""
+        """Add to the count of a reference; returns the new count, or None if the file or count is missing."""
         if ref.counter_file not in self._files:
             self._files[ref.counter_file] = _opened(ref.counter_file)
         descriptor = self._files[ref.counter_file]
@@ -216,7 +224,7 @@ class Counters:
         return int(value + change)
 
     def close(self) -> None:
-        """Idempotent; it may be used again."""
+        """Close the files. Idempotent; `add` opens them again."""
         while self._files:
             _, descriptor = self._files.popitem()
             if descriptor is not None:
@@ -236,7 +244,7 @@ def _opened(counter_file: bytes) -> int | None:
 
 
 def is_held(counter_file: bytes) -> bool:
-    """Whether a sender holds the lock on a file of counts: the memory stays where it is."""
+    """Whether a sender still locks its file of counts, which means that its memory may stay mapped."""
     try:
         descriptor = os.open(object_path(counter_file), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -1,7 +1,7 @@
-"""The engine's own payload: tensors in memory that is shared, as tables in MessagePack.
+"""The engine's own payload: tensors in shared memory, as tables in MessagePack.
 
-It says what torch's pickles of shared tensors say, and is read a thousand times quicker. Names and shapes
-stand by themselves, and are the same from update to update as a rule: what was worked out of them is kept.
+It contains the same as torch's pickles of shared tensors, and is read a thousand times faster. Names and
+shapes are a separate part, mostly the same in each update, so that its decoded form can be cached.
 
 Shapes: T tensors.
 """
@@ -31,20 +31,23 @@ from ebbtide.formats.tensor_refs import (
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.slices import Slices
 
-# What no pickle, no base64 and no safetensors image of less than a petabyte begins with.
+# No pickle, no base64 text, and no safetensors data of less than a petabyte begins with this.
 MAGIC: Final = b"\xebEBT\x02\0\0\0"
-# The same of memory that stays: it is not to be unmapped before the sender lets go of its file of counts.
+# The same, for memory that may stay mapped until the sender unlocks its file of counts.
 MAGIC_STAYS: Final = b"\xebEBT\x02\x01\0\0"
 MAGICS: Final = (MAGIC, MAGIC_STAYS)
 
-# How many names make a slice.
+# Names that are read in a slice.
 NAMES_AT_ONCE: Final = 64
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
 
 class DeviceStorage(Struct, frozen=True, array_like=True, tag="device", forbid_unknown_fields=True):
-    """Device memory by torch's IPC handle, with one reference that the sender counts. Its work is done."""
+    """Device memory by torch's IPC handle, and one reference that the sender counts. Its contents are ready.
+
+    The fields are those of `CudaStorageRef`.
+    """
 
     device: str
     handle: bytes
@@ -61,7 +64,7 @@ class _Layout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class _Form(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`layout_T`: the number of each tensor's layout, 32 bits."""
+    """Names and shapes. `layout_T`: index of each tensor's layout, int32."""
 
     names: list[str]
     layouts: list[_Layout]
@@ -69,8 +72,12 @@ class _Form(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class _TensorList(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`form`: a `_Form`; `storage_T`, `offset_T`: the number of each tensor's storage, and its offset in
-    elements, 64 bits."""
+    """A payload, after the magic bytes.
+
+    Attributes:
+        form: an encoded `_Form`.
+        storage_T, offset_T: index of each tensor's storage, and its offset there in elements, int64.
+    """
 
     storages: list[StorageRef | DeviceStorage]
     form: bytes
@@ -84,17 +91,15 @@ _FORM_DECODER: Final = msgspec.msgpack.Decoder(_Form)
 
 
 class Payload:
-    """What is sent, and the memory behind it for as long as it is open: until the update is answered.
+    """Entries of a request, and the memory that they refer to. Keep it open until the request is answered.
 
     Args:
-        load_format: with which the entries are sent.
-        memory: held until it is closed.
-        release: called once, when it is closed or lost. Must not refer to the payload.
-        abandon: called instead of closing it where its context is left by something else than an answer
-            (`RequestRejected` is one): the engine may be reading still.
-
-    Attributes:
-        entries: of `serialized_named_tensors`.
+        entries: for `serialized_named_tensors`.
+        load_format: of the request; None: the default.
+        memory: kept alive until the payload is closed.
+        release: called once, when the payload is closed or garbage-collected. Must not refer to the payload.
+        abandon: called instead of `close` if the context is left by an exception other than
+            `RequestRejected`: then the engine may still be reading.
     """
 
     def __init__(
@@ -108,7 +113,7 @@ class Payload:
     ) -> None:
         self.entries = list(entries)
         self.load_format = load_format
-        # Also where nobody closes it: a caller that is interrupted may never get to see it.
+        # Runs even if nobody calls `close`: a caller that is interrupted may never get the payload.
         self._give_back = weakref.finalize(self, _give_back, [memory], release)
         self._abandon = abandon
 
@@ -133,16 +138,18 @@ class Payload:
 
 
 def _give_back(memory: list[object], release: Callable[[], object] | None) -> None:
-    # It goes first: torch ends a process whose shared memory it finds removed.
+    # Before `release`: torch kills the process if it frees shared memory whose file is removed already.
     memory.clear()
     if release is not None:
         release()
 
 
 class Listing:
-    """Tensors as a payload lists them, apart from where they lie.
+    """Names and layouts of tensors, independent of their addresses.
 
-    `form`: names and shapes, as they are sent.
+    Attributes:
+        itemsize_T, num_bytes_T: bytes of an element, and of all elements, of each tensor.
+        form: names and layouts, encoded.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -166,11 +173,12 @@ class Listing:
         *,
         stays: bool = False,
     ) -> list[bytes]:
-        """A payload for each list of storages, of the same tensors in them.
+        """Encode a payload of these tensors for each of several readers.
 
         Args:
+            entries: for each reader, its references to the storages.
             storage_T, offset_T: see `TensorTable`.
-            stays: the memory stays where it is, and may stay mapped, see `borrowed_memory`.
+            stays: whether the memory may stay mapped, see `borrowed_memory`.
         """
         columns = [column.astype("<i8").tobytes() for column in (storage_T, offset_T)]
         begin = MAGIC_STAYS if stays else MAGIC
@@ -178,8 +186,8 @@ class Listing:
         return [begin + _ENCODER.encode(listed) for listed in lists]
 
 
-# Dtype, shape and stride; the stride of a contiguous tensor is None: it follows from the shape, and takes as
-# long to ask for.
+# Dtype, shape and stride. The stride is None for a contiguous tensor: it follows from the shape, and getting
+# it costs time.
 _LayoutKey: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...] | None]
 
 
@@ -198,11 +206,14 @@ def decode_tensors(
     record: Callable[[AnyStorageRef], None],
     form_of: Callable[[bytes], Slices[TensorForm]] | None = None,
 ) -> Slices[TensorTable]:
-    """The tensors of a payload that begins with one of `MAGICS`, described and not opened; in slices.
+    """Decode and check a payload that begins with one of `MAGICS`, in slices. No memory is opened.
 
     Args:
-        record: called with every reference ahead of the first slice, so that all can be given back.
-        form_of: reads names and shapes, or knows them; None: `decode_form`.
+        record: called with all references before the first slice ends, so that they can be given back.
+        form_of: decodes names and shapes, for example with a cache; None: `decode_form`.
+
+    Raises:
+        RequestRejected: the payload is broken, or a tensor does not lie within its storage.
     """
     try:
         listed = _DECODER.decode(memoryview(data)[len(MAGIC) :])
@@ -228,7 +239,7 @@ def decode_tensors(
 
 
 def decode_form(data: bytes) -> Slices[TensorForm]:
-    """The names and shapes that a payload has; in slices."""
+    """Decode and check a payload's names and shapes, in slices. Raises RequestRejected."""
     try:
         found = _FORM_DECODER.decode(data)
     except msgspec.DecodeError as error:

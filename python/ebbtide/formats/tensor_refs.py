@@ -1,6 +1,6 @@
-"""What a payload says of tensors: checked descriptions, and references to memory that is not opened yet.
+"""Checked descriptions of a payload's tensors, and references to their memory, which is not opened yet.
 
-One by one, or thousands as columns. Shapes: T tensors, L layouts, S storages.
+Tensors are described one by one, or thousands in columns. Shapes: T tensors, L layouts, S storages.
 
 Source: wire_api sections 4.2 and 4.3.
 """
@@ -28,14 +28,15 @@ from ebbtide.srt.errors import RequestRejected
 MAX_DIMENSIONS: Final = 64
 _MAX_INT: Final = 2**63 - 1
 _HANDLE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
-# torch has named these files with two numbers and with three.
+# Depending on its version, torch has two or three numbers in these names.
 _COUNTER_FILE: Final = re.compile(rb"/torch_[0-9]+_[0-9]+(?:_[0-9]+)?")
 _UUID: Final = re.compile(r"[0-9a-fA-F-]{36}")
 NUM_COUNTERS: Final = 10_000
 _EVENT_BYTES: Final = 64
-# The size of the largest element; where torch's storages begin on a device is a multiple of 512.
+# The size of the largest element. torch's storages begin at multiples of 512 bytes on a device.
 STORAGE_ALIGNMENT_BYTES: Final = 16
-# A handle of the driver, bare or behind two bytes that say so; or a longer list of an expandable segment.
+# Size of a CUDA IPC handle. torch sends it bare or after two bytes with its kind, "c"; the kind "e" is an
+# expandable segment's, with more data.
 DRIVER_HANDLE_BYTES: Final = 64
 _HANDLE_KINDS: Final = (b"c", b"e")
 _MANAGER: Final = re.compile(rb"/(?:[^/\0]+/)*torch-shm-dir-[A-Za-z0-9]+/manager\.sock")
@@ -43,7 +44,7 @@ _MANAGER: Final = re.compile(rb"/(?:[^/\0]+/)*torch-shm-dir-[A-Za-z0-9]+/manager
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """Name, shape and dtype of a tensor that is about to arrive: enough to accept or refuse it."""
+    """Name, shape and dtype of a tensor that will be sent: enough to accept or refuse it."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,7 +56,11 @@ class TensorHeader:
 
 
 class StorageRef(Struct, frozen=True, eq=False, array_like=True, tag="host", forbid_unknown_fields=True):
-    """A block of shared memory on this host; each instance is one reference that the sender has counted."""
+    """A block of shared memory on this host. Each instance is a reference that the sender has counted.
+
+    Attributes:
+        manager, handle: of torch: path of its manager's socket, and name of the block.
+    """
 
     manager: bytes
     handle: bytes
@@ -64,14 +69,15 @@ class StorageRef(Struct, frozen=True, eq=False, array_like=True, tag="host", for
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaStorageRef:
-    """Device memory of another process on this host; each instance is one reference that the sender counts.
+    """Device memory of another process on this host. Each instance is a reference that the sender counts.
 
     Attributes:
-        device: index as this process counts devices, or UUID.
-        handle: what torch opens the allocation by.
-        offset_bytes: where the storage begins in the allocation.
+        device: index in this process, or UUID.
+        handle: torch's handle of the allocation.
+        num_bytes: size of the storage.
+        offset_bytes: offset of the storage in the allocation.
         counter_file, counter_index: where the sender counts the reference.
-        event: after it the sender's writes are done; None if they are done already.
+        event: handle of an event after the sender's writes; None: they are done already.
     """
 
     device: int | str
@@ -91,7 +97,12 @@ AnyStorageRef: TypeAlias = StorageRef | CudaStorageRef
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
-    """A tensor that was checked to lie within its storage. `storage` None: it has no elements."""
+    """A tensor that was checked to lie within its storage.
+
+    Attributes:
+        storage: None: the tensor has no elements.
+        offset, stride: in elements.
+    """
 
     storage: AnyStorageRef | None
     dtype: torch.dtype
@@ -100,7 +111,7 @@ class TensorRef:
     stride: tuple[int, ...]
 
 
-# Checks of single values. Each names the place; none prints a value that the sender could make endless.
+# Checks of single values. Messages say where the value is, and never contain it, since it may be very long.
 
 
 def natural(value: object, where: str) -> int:
@@ -117,13 +128,13 @@ def sizes(value: object, where: str) -> tuple[int, ...]:
 
 def tensor_shape(value: object, where: str) -> tuple[int, ...]:
     shape = sizes(value, where)
-    # Also where a size of 0 makes the tensor empty: torch multiplies the others.
+    # Sizes of 0 count as 1, since torch multiplies the others even if the tensor is empty.
     if math.prod(max(size, 1) for size in shape) > _MAX_INT:
         raise RequestRejected(f"{where}: the sizes multiply to more than 2^63-1")
     return shape
 
 
-# Those that torch can copy: not the quantized ones, nor those narrower than a byte.
+# Dtypes that torch can copy: not quantized ones, nor those of less than a byte.
 _FLOATING: Final = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 _NARROW: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 _INTEGER: Final = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "bool")
@@ -146,7 +157,15 @@ def tensor_within(
     shape: object,
     stride: object,
 ) -> TensorRef:
-    """A reference to a tensor, checked to lie within its storage."""
+    """Make a reference to a tensor, checked to lie within its storage.
+
+    Args:
+        where: names the tensor in messages.
+        storage: None: there is no memory, so the tensor must be empty.
+
+    Raises:
+        RequestRejected: a value is wrong, or the tensor does not lie within its storage.
+    """
     ref = TensorRef(
         storage,
         dtype,
@@ -164,13 +183,13 @@ def _check_bounds(ref: TensorRef, where: str) -> None:
     itemsize = ref.dtype.itemsize
     if (ref.offset + num_spanned) * itemsize > available:
         raise RequestRejected(f"{where}: the tensor reaches beyond its storage of {available} bytes")
-    # A copy of an expanded view can be larger than any memory; what is sent must exist.
+    # Otherwise a copy of an expanded view could be larger than any memory.
     if math.prod(ref.shape) * itemsize > available:
         raise RequestRejected(f"{where}: the tensor repeats elements: send tensor.contiguous()")
 
 
 def _num_spanned(where: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """From the first element to the last, both included; 0 where there is none."""
+    """Number of elements in memory from the first to the last, both included; 0 for an empty tensor."""
     if len(shape) != len(stride):
         raise RequestRejected(f"{where}: {len(shape)} sizes but {len(stride)} strides")
     if 0 in shape:
@@ -179,7 +198,7 @@ def _num_spanned(where: str, shape: tuple[int, ...], stride: tuple[int, ...]) ->
 
 
 def host_storage(where: str, manager: object, handle: object, num_bytes: object) -> StorageRef:
-    """A checked reference to shared memory."""
+    """Check and make a reference to shared memory. Raises RequestRejected."""
     if not isinstance(manager, bytes) or not _MANAGER.fullmatch(manager) or b"/../" in manager:
         raise RequestRejected(f"{where}: manager: expected the path of a torch-shm-dir-*/manager.sock")
     if not isinstance(handle, bytes) or not _HANDLE.fullmatch(handle):
@@ -197,9 +216,13 @@ def device_storage(
     counter_index: object,
     event: object,
 ) -> CudaStorageRef | None:
-    """A checked reference to device memory; None where there is no memory.
+    """Check and make a reference to device memory; returns None for an empty storage.
 
-    `event` None: nothing is awaited.
+    Args:
+        event: handle of the event to wait for; None: none.
+
+    Raises:
+        RequestRejected: a value is wrong. Its message begins with `name`.
     """
     size = natural(num_bytes, f"{name}: storage size")
     begin = natural(offset_bytes, f"{name}: storage offset")
@@ -216,7 +239,7 @@ def device_storage(
     if event is not None and (not isinstance(event, bytes) or len(event) != _EVENT_BYTES):
         raise RequestRejected(f"{name}: event handle: expected {_EVENT_BYTES} bytes")
     if begin % STORAGE_ALIGNMENT_BYTES:
-        # A kernel that reads between two elements would end the engine's context.
+        # A misaligned access by a kernel would end the engine's CUDA context.
         raise RequestRejected(f"{name}: storage offset: expected a multiple of {STORAGE_ALIGNMENT_BYTES}")
     return CudaStorageRef(device, handle, size, begin, counter_file, counter_index, event)
 
@@ -234,7 +257,7 @@ def _is_device(value: object) -> TypeGuard[int | str]:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """What tensors of one kind look like; `num_spanned`: elements from the first to the last."""
+    """Layout of tensors. `num_spanned`: number of elements in memory from the first to the last."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -247,7 +270,7 @@ class TensorLayout:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one behind the other, in their order."""
+        """Whether the elements are contiguous in memory, in row-major order."""
         expected = 1
         for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and step != expected:
@@ -257,7 +280,7 @@ class TensorLayout:
 
 
 def checked_layout(where: str, dtype: str, shape: object, stride: object) -> TensorLayout:
-    """The layout of these, or a refusal that calls it `where`."""
+    """Check and make a layout. RequestRejected: its message begins with `where`."""
     kind = dtype_named(dtype, where)
     whole, steps = tensor_shape(shape, f"{where}: shape"), sizes(stride, f"{where}: stride")
     layout = TensorLayout(kind, whole, steps, _num_spanned(where, whole, steps))
@@ -272,10 +295,13 @@ def contiguous_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayou
 
 
 class TensorForm:
-    """Names and shapes: what the tensors of many payloads have in common.
+    """Names and layouts of a payload's tensors, which are the same in many payloads.
 
     Args:
-        layout_T: the number of each one's layout.
+        layout_T: index of each tensor's layout.
+
+    Attributes:
+        headers: filled by `describe`.
     """
 
     def __init__(
@@ -293,7 +319,7 @@ class TensorForm:
 
     @classmethod
     def of(cls, names: Sequence[str], layouts: Iterable[TensorLayout]) -> Self:
-        """The form of tensors that are given with a layout each, described."""
+        """Make the form of tensors that have one layout each; `describe` is done."""
         numbers: dict[TensorLayout, int] = {}
         layout_T = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
         form = cls(names, list(numbers), np.array(layout_T, dtype=np.int64))
@@ -302,13 +328,13 @@ class TensorForm:
 
     @cached_property
     def digest(self) -> bytes:
-        """The same for forms of the same names, shapes and dtypes, and of no others."""
+        """Hash of names and layouts. Forms with equal hashes are equal."""
         return blake2b(
             f"{self.names}{self._layouts}".encode() + self._layout_T.tobytes(), digest_size=16
         ).digest()
 
     def describe(self, first: int, end: int) -> None:
-        """Make the headers of these, which come next."""
+        """Append the headers of tensors `first` to `end`. Call it for all tensors in order."""
         layouts = self._layouts
         for name, number in zip(self.names[first:end], self._layout_T[first:end].tolist(), strict=True):
             layout = layouts[number]
@@ -323,11 +349,11 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorTable:
-    """Tensors that were checked to lie within their storages, none of which is opened yet.
+    """Tensors that were checked to lie within their storages, which are not opened yet.
 
     Attributes:
-        storages: None: one without memory.
-        storage_T, offset_T: the number of each one's storage, and its place there, in elements.
+        storages: references to memory; None: an empty storage.
+        storage_T, offset_T: index of each tensor's storage, and its offset there, in elements.
     """
 
     form: TensorForm
@@ -337,7 +363,7 @@ class TensorTable:
 
     @classmethod
     def of(cls, refs: Sequence[tuple[str, TensorRef]]) -> Self:
-        """The table of tensors that were described, and checked, one by one."""
+        """Make a table of tensors that were checked one by one."""
         layouts = (
             TensorLayout(ref.dtype, ref.shape, ref.stride, _num_spanned(name, ref.shape, ref.stride))
             for name, ref in refs
@@ -357,7 +383,7 @@ class TensorTable:
         storage_T: NDArray[np.int64],
         offset_T: NDArray[np.int64],
     ) -> Self:
-        """Raises RequestRejected where one of them does not lie within its storage."""
+        """Make and check a table. RequestRejected: some tensor does not lie within its storage."""
         made = cls(form, storages, storage_T, offset_T)
         is_known_T = (storage_T >= 0) & (storage_T < len(storages))
         for index in np.flatnonzero(~is_known_T)[:1].tolist():
@@ -369,7 +395,7 @@ class TensorTable:
         is_within_T = offset_T <= available_T // form.itemsize_T - form.num_spanned_T
         is_right_T = is_within_T & (offset_T >= 0) & (form.num_bytes_T <= available_T)
         for index in np.flatnonzero(~is_right_T)[:1].tolist():
-            made.ref(index)  # says what is wrong
+            made.ref(index)  # Raises the error that says what is wrong.
             raise AssertionError("the two checks of a tensor's place differ")
         return made
 

@@ -1,7 +1,7 @@
-"""A process group through which a trainer, its rank 0, broadcasts weights to the ranks of engines.
+"""A process group in which a trainer, rank 0, broadcasts weights to the ranks of engines.
 
-It is not in `torch.distributed`'s registry: any number may exist, by name, and each can be torn down alone.
-Both ends use it; what is sent, and where it is received, is decided elsewhere.
+It is not registered in `torch.distributed`: there may be any number of groups, each of which can be ended by
+itself. Both ends use this module; callers decide what is sent, and where it is received.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ logger = logging.getLogger(__name__)
 # Shape and dtype of each broadcast tensor, in the order of the broadcasts.
 TensorKinds: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
-# A thread looks whether a broadcast has arrived: first quickly, later so that waiting costs next to nothing.
+# A thread polls whether a broadcast has arrived: quickly at first, later so that it costs almost nothing.
 FIRST_LOOK_S: Final = 2.5e-4
 LOOK_S: Final = 16e-3
-# A device goes from one broadcast to the next by itself: only the end of all of them is looked for.
+# The longest interval of polling on a device, which runs all broadcasts without waiting for the host.
 DEVICE_LOOK_S: Final = 1e-3
-# More would fill the driver's queue while the first waits for its source, and hold up other launches.
+# The most broadcasts under way. More would fill the driver's queue while the first waits for its source, and
+# block other launches.
 MAX_UNDER_WAY: Final = 128
-# Longer than leaving takes, unless a peer does not let go. The thread that leaves outlives that.
+# Longer than leaving a group takes, unless a peer hangs. The thread goes on after that.
 LEAVE_S: Final = 10.0
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ _dist: Any = torch.distributed  # not all of it is exported
 
 
 class InThread(Generic[T]):
-    """A call in a thread of its own, which the end of the process does not wait for: its peer may hang."""
+    """A call in its own daemon thread: process exit does not wait for it, since a peer may hang."""
 
     def __init__(self, name: str, call: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
@@ -59,16 +60,15 @@ class InThread(Generic[T]):
         return bool(wait([self.future], timeout_s).done)
 
     def result(self) -> T:
-        """What the call returned or raised; only once it is done."""
+        """Return or raise what the call did. It must be done."""
         return self.future.result(timeout=0)
 
     def _run(self, call: Callable[[], T]) -> None:
         try:
             result = call()
         except BaseException as error:
-            # The frames are taken off it: they hold a connection that is to end, and others wait for that.
-            # Whoever drops it last waits as long as a peer likes: neither this thread, nor who asks for the
-            # result.
+            # Remove the traceback: its frames keep a connection alive that must end. Dropping the last
+            # reference may block on a peer, so a third thread does it: not this one, nor the caller.
             held = [error.__traceback__]
             threading.Thread(target=_drop, args=(threading.current_thread(), held), daemon=True).start()
             self.future.set_exception(error.with_traceback(None))
@@ -77,13 +77,13 @@ class InThread(Generic[T]):
 
 
 def _drop(user: threading.Thread, held: list[Any]) -> None:
-    """Let go of what a thread has used, once it has ended."""
+    """Drop the references in `held` when the thread `user` has ended."""
     user.join()
     held.clear()
 
 
 class Leaving:
-    """A group that is being left; it counts as left after a while, whatever its peers do."""
+    """A group that is being left. After `LEAVE_S` it counts as left, even if a peer hangs."""
 
     def __init__(self, name: str, leave: Callable[[], None]) -> None:
         self._thread = InThread(f"leave-{name}", leave)
@@ -94,7 +94,7 @@ class Leaving:
         return self._thread.is_done or time.monotonic() > self._until_s
 
     def wait(self) -> None:
-        """Wait until it is done: a process that ends while its thread is in torch is aborted."""
+        """Wait until it is done. If the process ended while the thread is in torch, it would be aborted."""
         self._thread.ends_within(max(0.0, self._until_s - time.monotonic()))
 
 
@@ -103,11 +103,11 @@ class Transfer:
     """One broadcast.
 
     Attributes:
-        tensor: what is sent, or where it is received.
-        is_in_place: whether `tensor` is memory that was there before and is read by others.
-        deliver: copies what was received to such memory; None: nothing does.
-        round: of the buffers. Before the first transfer of a round, those of the round before the last must
-            have been received and copied: their memory is used again.
+        tensor: sent from here, or received here.
+        is_in_place: whether `tensor` is memory outside the group, which others read, such as weights.
+        deliver: copies what was received to such memory; None: no copy.
+        round: of buffers. A round reuses the memory of the round before the last, whose transfers must have
+            been received and delivered before it starts.
     """
 
     tensor: Tensor
@@ -120,9 +120,9 @@ class BroadcastQueue:
     """The broadcasts of one update.
 
     Attributes:
-        under_way: those that were begun and not yet seen to their end, the oldest first.
-        kept: the tensors, if they are to be kept.
-        until_s: when they must have ended, of the monotonic clock.
+        under_way: broadcasts that were begun and have not ended, the oldest first.
+        kept: their tensors, if `keeps`.
+        until_s: the time limit, on the monotonic clock.
     """
 
     def __init__(self, backend: Any, source_rank: int, timeout_s: float, *, keeps: bool) -> None:
@@ -136,17 +136,17 @@ class BroadcastQueue:
         self._options.timeout = timedelta(seconds=timeout_s)
 
     def begin(self, transfer: Transfer) -> None:
-        """Launch the next one. In a group whose members have not met this waits for them."""
+        """Launch the next broadcast. If the members have not met yet, this waits for them."""
         tensor = transfer.tensor
         if tensor.is_cpu and tensor.dtype == torch.float8_e4m3fn:
-            # gloo knows no numbers of 8 bits but integers.
+            # gloo has no 8-bit floats.
             tensor = tensor.view(torch.uint8)
         self.under_way.append((transfer, self._backend.broadcast([tensor], self._options)))
         if self._keeps:
             self.kept.append(transfer.tensor)
 
     def wait_for_kernels(self) -> None:
-        """Have the current stream wait for all that was launched, however it ends."""
+        """Let the current stream wait for all broadcasts under way, whether they succeed or fail."""
         for _, work in self.under_way:
             with suppress(Exception):
                 work.wait()
@@ -154,10 +154,14 @@ class BroadcastQueue:
 
 
 class WeightGroup:
-    """One group that has been joined. `device`: where what is received goes.
+    """A group that this process has joined.
+
+    Args:
+        device: to receive on, or to send from.
 
     Attributes:
-        writes_outside: whether a device was ever made to write to memory that is not the group's.
+        why_closed: empty while the group is open.
+        writes_outside: whether the device was ever told to write to memory outside the group.
     """
 
     def __init__(self, name: str, member: Member, device: torch.device) -> None:
@@ -167,12 +171,13 @@ class WeightGroup:
         self._member: Member | None = member
         self._closed = threading.Event()
         self._look: InThread[None] | None = None
-        # Held to close, and to do what must not be begun once the group is closed.
+        # Held during `close`, and to begin what must not begin after it.
         self._lock = threading.Lock()
         self.writes_outside = False
-        # Broadcasts must not queue behind forward passes, nor these behind broadcasts.
+        # A stream of its own, so that broadcasts and forward passes do not wait for each other.
         self._stream = torch.Stream(device) if device.type != "cpu" else None
-        # With gloo all have met; NCCL meets in the first broadcast, which may last, and cannot be ended.
+        # Members of gloo groups have met. Those of NCCL meet in the first broadcast, which may take long and
+        # cannot be interrupted.
         self._has_met = self._stream is None
 
     @property
@@ -180,7 +185,7 @@ class WeightGroup:
         return self._closed.is_set()
 
     def receive(self, kinds: TensorKinds, timeout_s: float) -> Broadcasts:
-        """Begin to receive tensors of these shapes and dtypes, one broadcast each, in this order."""
+        """Begin to receive new tensors of these shapes and dtypes, one broadcast each, in this order."""
 
         def transfers() -> list[Transfer]:
             return [Transfer(torch.empty(shape, dtype=dtype, device=self.device)) for shape, dtype in kinds]
@@ -188,47 +193,49 @@ class WeightGroup:
         return Broadcasts(self, lambda: self._run(transfers, timeout_s, keeps=True))
 
     def receive_by(self, plan: Callable[[int], Iterable[Transfer]], timeout_s: float) -> Broadcasts:
-        """Begin to receive tensors as a plan says; nothing is kept.
+        """Begin to receive tensors into the memory of a plan; none are kept.
 
-        Where it fails, the memory is theirs who own it again once the group was left and `Broadcasts.ends`.
+        After a failure, the memory may be used again when the group was left and `Broadcasts.ends` is true.
 
         Args:
-            plan: makes the transfers, in another thread. Its argument says how many of the first tensors it
-                must have received in memory of its own, and copy from there.
+            plan: makes the transfers; called in another thread. Its argument is the number of first tensors
+                that must be received in buffers, and delivered from there.
         """
 
         def transfers() -> Iterable[Transfer]:
-            # gloo goes on writing after a group was left, so what it writes must be ours.
+            # gloo may still write after the group was left, so it gets buffers for all tensors. NCCL gets one
+            # for the first broadcast.
             return plan(sys.maxsize if self._stream is None else 0 if self._has_met else 1)
 
         return Broadcasts(self, lambda: self._run(transfers, timeout_s))
 
     def send(self, tensors: Callable[[torch.device], list[torch.Tensor]], timeout_s: float) -> Broadcasts:
-        """Begin to broadcast tensors, one broadcast each, in this order. For the source's end of a group.
+        """Begin to broadcast tensors, one broadcast each, in this order. Called on the source rank only.
 
-        `tensors` makes them in another thread, contiguous and on the given device.
+        Args:
+            tensors: makes contiguous tensors on the given device; called in another thread.
         """
         return Broadcasts(
             self, lambda: self._run(lambda: map(Transfer, tensors(self.device)), timeout_s, keeps=True)
         )
 
     def close(self, why: str) -> Leaving:
-        """Leave the group, whatever is under way in it. Idempotent."""
+        """Leave the group, and abort what is under way in it. Idempotent."""
         with self._lock:
             if not self.is_closed:
                 self.why_closed = why
                 self._closed.set()
                 logger.info("left weight group %s: %s", self.name, why)
-            # Ending connections may take as long as a peer likes. Whoever drops the backend last waits for
-            # that: it must not be this thread.
+            # Ending connections may block on a peer. So another thread must drop the last reference to the
+            # backend.
             members = [self._member] if self._member is not None else []
             self._member = None
         return Leaving(self.name, lambda: abort(members))
 
     def leave_if_abandoned(self) -> None:
-        """Begin to look, in another thread, whether the trainer keeps the store; leave the group if not.
+        """Check in another thread whether the trainer's store is there; leave the group if not.
 
-        A trainer that ends between two updates says nothing: its connections would stay for good.
+        Without this, the connections to a trainer that ends between two updates would stay for ever.
         """
         member = self._member
         if member is None or member.store is None or not (self._look is None or self._look.is_done):
@@ -237,7 +244,7 @@ class WeightGroup:
 
         def look() -> None:
             try:
-                store.check(["any"])  # Which key does not matter: the store answers, or is gone.
+                store.check(["any"])  # Any key will do: the store answers, or this raises.
             except RuntimeError as error:
                 self.close(f"the store that its trainer kept is gone: {type(error).__name__}")
 
@@ -246,11 +253,11 @@ class WeightGroup:
     def _run(
         self, transfers: Callable[[], Iterable[Transfer]], timeout_s: float, *, keeps: bool = False
     ) -> list[torch.Tensor]:
-        """Make all transfers; returns their tensors, if they are to be kept."""
+        """Make all transfers; returns their tensors if `keeps`, else an empty list."""
         member = self._member
         if member is None:
             raise GroupLeft(self.why_closed)
-        # NCCL meets the others in the first broadcast.
+        # The limit for members of NCCL, which meet in the first broadcast.
         if member.store is not None:
             member.store.set_timeout(timedelta(seconds=timeout_s))
         queue = BroadcastQueue(member.backend, SOURCE_RANK, timeout_s, keeps=keeps)
@@ -258,15 +265,15 @@ class WeightGroup:
         if stream is None:
             self._transfer_all(transfers(), queue)
             return queue.kept
-        # A thread begins on the first device, and going back there would take memory on it.
+        # A new thread's current device is the first one, where a context would take memory.
         torch.accelerator.set_device_index(stream.device)
         with stream:
             try:
                 self._transfer_all(transfers(), queue)
-                # NCCL takes work that failed for completed; its kernel ends when the group is left.
+                # An event, since NCCL reports failed work as completed while its kernel still runs.
                 self._wait_until(stream.record_event().query, queue)
             except BaseException:
-                # Kernels that wait for their source end with the group, and write until then.
+                # Kernels that wait for their source may write until the group is aborted.
                 abort([member])
                 queue.wait_for_kernels()
                 stream.synchronize()
@@ -277,7 +284,7 @@ class WeightGroup:
         for transfer in transfers:
             while len(queue.under_way) >= MAX_UNDER_WAY:
                 self._end_oldest(queue, waits=True)
-            # The oldest may use memory that this one is received in.
+            # The memory of this transfer may be that of two rounds before.
             while queue.under_way and queue.under_way[0][0].round < transfer.round - 1:
                 self._end_oldest(queue)
             if self._has_met:
@@ -293,14 +300,14 @@ class WeightGroup:
         self._require_open()
 
     def _end_oldest(self, queue: BroadcastQueue, *, waits: bool = False) -> None:
-        """Copy what the oldest broadcast brings.
+        """End the oldest broadcast and deliver its tensor.
 
-        On a device that is launched, and waited for only if `waits`.
+        On a GPU, both are only launched; the broadcast is awaited if `waits`.
         """
         transfer, work = queue.under_way[0]
         if waits or self._stream is None:
             self._wait_until(work.is_completed, queue)
-        work.wait()  # With gloo this raises what the broadcast failed with.
+        work.wait()  # With gloo, raises if the broadcast failed.
         if transfer.deliver is not None:
             with self._lock:
                 self._require_open()
@@ -315,10 +322,10 @@ class WeightGroup:
             if self._closed.wait(look_s):
                 break
             if time.monotonic() > queue.until_s:
-                # Whoever waits for the device, waits for these kernels too.
+                # Leave the group: its kernels would block everything that waits for the device.
                 self.close("its broadcasts have not ended in time")
             look_s = min(2 * look_s, longest_look_s)
-        # Work may end without an error where its communicator was aborted.
+        # Work of an aborted communicator may end without an error.
         self._require_open()
 
     def _require_open(self) -> None:
@@ -327,27 +334,25 @@ class WeightGroup:
 
 
 class GroupLeft(Exception):
-    """The group was left while it was used, or joined."""
+    """The group was left while it was used or joined."""
 
 
 class Broadcasts(InThread[list[torch.Tensor]]):
-    """Tensors on their way through a group. Given up half-way, the group is out of step, and left."""
+    """Broadcasts under way in a group. If they end half-way, the group is out of step and must be left."""
 
     def __init__(self, group: WeightGroup, broadcast: Callable[[], list[torch.Tensor]]) -> None:
         self._group = group
         super().__init__(f"broadcast-{group.name}", broadcast)
 
     def ends(self) -> bool:
-        """Wait for what the device is doing.
-
-        Whether a group that was left writes no more to others' memory.
-        """
+        """Wait for the device; returns whether the group, once left, no longer writes to others' memory."""
         return not self._group.writes_outside or self.ends_within(LEAVE_S)
 
     def result(self) -> list[torch.Tensor]:
-        """Once it is done: what has arrived, if it is kept.
+        """The tensors, if they are kept. The broadcasts must be done.
 
-        RequestRejected (400): it failed; the group was left.
+        Raises:
+            RequestRejected: 400, they failed, and the group was left.
         """
         try:
             return super().result()
