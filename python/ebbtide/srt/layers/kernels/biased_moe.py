@@ -1,8 +1,8 @@
-"""Experts with biases and a clamped gate, as gpt-oss has them.
+"""Experts with biases and a clamped gate, as in gpt-oss.
 
-Weights lie as in its checkpoints: inputs are rows and outputs columns, gate and up of each inner number side
-by side. Few tokens have kernels in Triton, of which the second is that of `few_token_moe`, read the other
-way; others torch's grouped products, of slots in the order of their experts.
+Weights are in the layout of its checkpoints: inputs are rows, outputs are columns, and gate and up of each
+inner number are neighbours. Few tokens use Triton kernels, the second of which is that of `few_token_moe`
+with a transposed weight. More tokens use torch's grouped products of slots, sorted by expert.
 
 Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size, S = T·K slots, R = 2·I.
 Kernels call D and I `HIDDEN` and `INNER`.
@@ -27,9 +27,9 @@ from ebbtide.srt.layers.kernels.tiles import FEW_TOKENS, Tile
 # The best of those tried on an H100.
 _GATE_UP, _DOWN = Tile(32, 128, 8, 1), Tile(16, 512, 8, 1)
 _COLUMNS = 1024
-# A grid's second side has at most as many programs.
+# The largest second dimension of a grid.
 _MAX_SLOTS = 65_535
-# The first whose grouped products need nothing of the host.
+# The first generation on which torch's grouped products do not wait for the host.
 _HOPPER = (9, 0)
 
 
@@ -39,7 +39,7 @@ def fused_biased_experts(
     """The weighted sum [T, D] of each token's experts.
 
     Args:
-        residual_TD: what the sum is added to, in place, and returned; None for a tensor of its own.
+        residual_TD: the sum is added to it in place, and it is returned; None: a new tensor is returned.
     """
     x_TD = tokens.x_TD
     is_grouped = x_TD.dtype == torch.bfloat16 and compute_capability(x_TD.device) >= _HOPPER
@@ -50,7 +50,7 @@ def fused_biased_experts(
 def one_by_one(
     tokens: RoutedTokens, weights: BiasedWeights, clamp: Clamp, residual_TD: Tensor | None = None
 ) -> Tensor:
-    """The same where each token reads the weights of its experts by itself: for any type, on any card."""
+    """Compute it with kernels in which each token reads its experts' weights; for any dtype, on any GPU."""
     x_TD, weights_TK, experts_TK = tokens
     gate_up_EDR, gate_up_bias_ER, down_EID, down_bias_ED = weights
     inner, hidden = down_EID.shape[1:]
@@ -83,7 +83,7 @@ def one_by_one(
 def by_groups(
     tokens: RoutedTokens, weights: BiasedWeights, clamp: Clamp, residual_TD: Tensor | None = None
 ) -> Tensor:
-    """The same by torch's grouped products of sorted slots."""
+    """Compute it with torch's grouped products of sorted slots."""
     x_TD, weights_TK, experts_TK = tokens
     gate_up_EDR, gate_up_bias_ER, down_EID, down_bias_ED = weights
     num_experts, inner, hidden = down_EID.shape
@@ -149,7 +149,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """The gated product of one slot, ROWS inner numbers of it; the next tile is read ahead."""
+    """Each program computes ROWS inner numbers of one slot. The next tile is loaded ahead."""
     follow(OVERLAPPED)
     slot = tl.program_id(1)
     outputs = tl.program_id(0) * (2 * ROWS) + tl.arange(0, 2 * ROWS)
@@ -188,7 +188,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """COLUMNS inner numbers of one slot."""
+    """Each program adds biases to and gates COLUMNS inner numbers of one slot."""
     follow(OVERLAPPED)
     slot = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
@@ -216,7 +216,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Some columns of one token: its experts' outputs with their biases, weighted."""
+    """Each program sums some columns of one token's weighted outputs, with their biases."""
     follow(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,4 +1,4 @@
-"""The causal convolution of layers with a state. `layers.state` says what it computes.
+"""The causal convolution of layers with a state. `layers.state` defines what it computes.
 
 Shapes: T tokens, R requests, C channels, P pieces.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from ebbtide.srt.layers.state import PIECE_TOKENS, StateStep
 
 CHANNELS, TOKENS = 128, 16
-# Where the prompts of a pass begin among its requests is no reason to compile a kernel once more.
+# No kernel is compiled again because a pass has another number of decoding requests before its prompts.
 OF_PROMPTS = triton.jit(
     do_not_specialize=["num_decoding"], do_not_specialize_on_alignment=["indptr_ptr", "num_decoding"]
 )
@@ -51,7 +51,7 @@ def convolve(
             TOKENS=TOKENS,
             BLOCK=CHANNELS,
         )
-        # Not before all of the prompt has been convolved with what was there.
+        # Only now: the pieces above still read the states before this pass.
         _keep_last[(len(states.lens_P), blocks)](*shared, *prompts, channels, SIZE=size, BLOCK=CHANNELS)
     return out_TC
 
@@ -71,7 +71,7 @@ def _convolve_one(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A token of each request, and the last inputs of its state moved on by one."""
+    """Each program convolves some channels of one decoding request's token, and shifts its state by one."""
     request = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -111,7 +111,7 @@ def _convolve_piece(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Some tokens of a piece; inputs before the prompt's first new token are those of the state."""
+    """Each program convolves some tokens of a piece. Inputs before the first new token are in the state."""
     piece_ptr = pieces_ptr + tl.program_id(0) * 3
     start = tl.load(piece_ptr) + tl.program_id(1) * TOKENS
     end = tl.load(piece_ptr) + tl.load(piece_ptr + 1)
@@ -121,7 +121,7 @@ def _convolve_piece(  # type: ignore[no-untyped-def]
     inside = channel < channels
     token = start + tl.arange(0, TOKENS)
     held_ptr = state_ptr + tl.load(slots_ptr + request) * state_stride + channel[None, :] * (SIZE - 1)
-    # Where there is nothing before, no token has inputs from there.
+    # A request that starts at position 0 has no earlier inputs.
     held_end = tl.where(tl.load(positions_ptr + first) > 0, end, 0)
     total = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
     for index in tl.static_range(SIZE):
@@ -164,7 +164,7 @@ def _keep_last(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The last inputs of each prompt become its state; of few new ones, some of those before stay."""
+    """Each program writes a prompt's last inputs to its state; if they are few, some old ones are kept."""
     prompt = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels

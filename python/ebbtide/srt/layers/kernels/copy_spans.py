@@ -1,4 +1,4 @@
-"""Many copies by one kernel, which looks at what it copies for NaN and Inf on its way.
+"""Many copies by few kernels, which also look for NaN and Inf in the data that they copy.
 
 Shapes: S spans (copies), R rows of them.
 """
@@ -15,29 +15,29 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-# Spans are cut into rows of a table, of which several programs copy a piece each, in steps.
+# Spans are cut into rows of a table. Of each row, PIECES programs copy one piece each, in steps.
 PIECES: Final = 16
 PIECE_BYTES: Final = 256 << 10
 STEP_BYTES: Final = 32 << 10
 ROW_BYTES: Final = PIECES * PIECE_BYTES
-# What a row of the table has.
+# The number of fields of a row, and the first field about lines.
 ROW_FIELDS: Final = 9
 LINE: Final = 7
 
 
 class SpanCopies:
-    """So many copies, ready to be launched, on the stream that they were made on.
+    """Prepared copies, which can be launched on the stream on which they were made.
 
     Args:
-        spans_S7: addresses of source and destination, bytes; the bytes of a line of the source, and from one
-            line to the next (zeros: it is in one piece); and of 32 bits of the source those that are all
-            ones in an element that is NaN or Inf, and the lowest of these in each element (zeros: nothing is
-            looked for). The first five are multiples of 16. All of that memory must live until the copies
-            have run.
-        device: where it lies.
+        spans_S7: the addresses of source and destination; number of bytes; the bytes of a line of the source,
+            and from the start of a line to the next one (0: the source is contiguous); for every 32 bits of
+            the source, a mask of the bits that are all ones in an element that is NaN or Inf, and of the
+            lowest of these bits in each element (0: nothing is looked for). The first five are multiples of
+            16. All that memory must live until the copies are done.
+        device: of all memory.
 
     Attributes:
-        found_S: once they have run, which of the spans hold NaN or Inf; ones and zeros.
+        found_S: once the copies are done, 1 for spans with NaN or Inf, otherwise 0.
     """
 
     def __init__(self, spans_S7: NDArray[np.int64], device: torch.device) -> None:
@@ -48,13 +48,13 @@ class SpanCopies:
         self._upload()
 
     def move(self, source_bytes: int, destination_bytes: int) -> None:
-        """Copy from and to addresses that are so much higher: it is as if they were made anew."""
+        """Shift all source and destination addresses by this many bytes. `found_S` starts anew."""
         self._host_rows_R9[:, 0] += source_bytes
         self._host_rows_R9[:, 1] += destination_bytes
         self._upload()
 
     def _upload(self) -> None:
-        # In one transfer: few spans take no longer to copy than to tell of.
+        # One transfer of everything, since with few spans the transfer takes as long as the copies.
         rows_R9 = self._host_rows_R9
         table = torch.empty(
             rows_R9.nbytes + 4 * self._num_spans, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
@@ -67,7 +67,7 @@ class SpanCopies:
         self.found_S = table[rows_R9.nbytes :].view(torch.int32)
 
     def launch(self, launch_bytes: int) -> Iterator[int]:
-        """Launch them, by kernels of about that many bytes each; yields the bytes of each kernel."""
+        """Launch the copies, as kernels of about `launch_bytes` each. Yields the bytes of each kernel."""
         num_whole = self._num_whole
         parts = ((False, 0, num_whole), (True, num_whole, len(self._bytes_R)))
         for of_lines, first_row, end_row in parts:
@@ -94,10 +94,10 @@ class SpanCopies:
 
 
 def _rows(spans_S7: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Bytes of each row [R], and the rows [R, 9], first those of spans in one piece.
+    """The bytes of each row [R], and the rows [R, 9], those of contiguous spans first.
 
-    Source, destination, words of 32 bits, span, what is looked for; and of lines, in groups of 16 bytes, how
-    much of the span comes before this row, a line, and from one to the next.
+    Fields: source, destination, number of 32-bit words, span, the two masks; then for lines, in units of 16
+    bytes: how much of the span comes before this row, a line, and from one line to the next.
     """
     num_bytes_S = spans_S7[:, 2]
     num_rows_S = -(-num_bytes_S // ROW_BYTES)
@@ -118,7 +118,7 @@ def _rows(spans_S7: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.in
     return bytes_R[order_R], rows_R9[order_R]
 
 
-# Where the rows of a kernel begin differs from update to update, and no update should wait for a compiler.
+# Alignment of a kernel's first row differs between updates, and must not make an update wait for a compiler.
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "found_ptr"])
 def _copy_rows(  # type: ignore[no-untyped-def]
     rows_ptr,
@@ -135,7 +135,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
     destination_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(tl.int32)), 16)
     num_words = tl.multiple_of(tl.load(row_ptr + 2).to(tl.int32), 4)
     ones, lowest = tl.load(row_ptr + 4), tl.load(row_ptr + 5)
-    # Where all are ones, adding the lowest carries into the bit above them, which is an element's sign.
+    # If all bits of the mask are ones, adding the lowest carries into the bit above them, the element's sign.
     carried = (ones + lowest).to(tl.int32)
     ones, lowest = ones.to(tl.int32), lowest.to(tl.int32)
     first = (program % PIECES) * WORDS * STEPS

@@ -1,9 +1,9 @@
-"""Attention of few requests with one new token each: all that lies between two products, in one kernel.
+"""Attention of few requests with one new token each, and everything between two products, in one kernel.
 
-A program takes one request's queries that share a KV head, and a part of the keys. It rotates the queries by
-itself; the one with the first part rotates and stores the new key and value too, and nobody reads these from
-the pool. Of a request's parts the last to be done adds them up, always in the same order. The first of
-the keys are read while the projection before still runs.
+A program handles one request's queries that share a KV head, and a split of the keys. It rotates the queries
+itself. The program of the first split also rotates and stores the new key and value, which no program reads
+from the pool. The last program of a request to finish adds up all splits, always in the same order. The first
+tile of keys is loaded while the projection before still runs.
 
 Shapes: T tokens, one of each request, N query heads, K KV heads, H head_dim, P pages, S page_size, C parts.
 """
@@ -24,7 +24,7 @@ from ebbtide.srt.layers.kernels.instructions import announce, capped, wait
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.paged_attention import room_for_parts
 
-# Rows of a product on tensor cores: query heads that share a KV head, at most.
+# The rows of a tensor-core product, and so the most query heads that may share a KV head.
 MAX_GROUP = 16
 _MAX_SPLITS = 16
 _WARPS = 4
@@ -33,11 +33,11 @@ _UNALIGNED = ["kv_indptr", "kv_indices", "last_page_len"]
 
 @dataclass(frozen=True)
 class Cut:
-    """How requests are divided.
+    """How the keys of requests are split.
 
     Attributes:
-        splits: parts of a request's keys at most, a power of two.
-        least: keys of a part, at least; parts are whole tiles.
+        splits: the most parts of a request's keys, a power of two.
+        least: the fewest keys of a part; parts are rounded up to whole tiles.
         keys: of a tile.
     """
 
@@ -47,17 +47,17 @@ class Cut:
 
 
 def choose_cut(num_requests: int, num_kv_heads: int, group: int, device: torch.device) -> Cut:
-    """Choose as many programs as run at once: the best of what was tried on an H200.
+    """Choose as many splits as fill the device. These were the best of those tried on an H200.
 
-    Of tiles of 64 keys a multiprocessor holds two programs, of tiles of 32 three. The wide tiles are quicker,
-    unless there could be twice as many programs with the narrow ones.
+    A multiprocessor runs two programs with tiles of 64 keys, or three with tiles of 32. Wide tiles are
+    faster, unless narrow ones allow twice as many programs.
     """
 
     def splits(programs_per_sm: int) -> int:
         programs = programs_per_sm * num_multiprocessors(device) // (num_requests * num_kv_heads)
         return min(_MAX_SPLITS, 1 << max(0, programs.bit_length() - 1))
 
-    # Every part of the keys is another one of each query head's to be added up.
+    # With more query heads per KV head, each further part costs more to add up.
     least = 64 if group <= 4 else 128
     wide, narrow = splits(2), splits(3)
     return Cut(narrow, least, keys=32) if narrow > wide else Cut(wide, least, keys=64)
@@ -77,16 +77,16 @@ def attend_few(
     sinks_N: Tensor | None = None,
     cut: Cut | None = None,
 ) -> Tensor:
-    """What `rotate_and_store` does, and attention to everything up to the new token: [T, N, H].
+    """Do what `rotate_and_store` does, and attend to everything up to the new token. Returns [T, N, H].
 
     Args:
         qkv_TNH: [T, N + 2K, H], contiguous.
-        slots_T: where the new tokens lie in the pool; −1: nowhere.
-        k_PSKH, v_PSKH: one layer of the pool, in the type of the queries; H a power of two.
-        pages: with the new tokens counted in; they do not change while kernels of a step run.
-        arrivals: int32 zeros, one for each KV head of each request; they are left as they are.
+        slots_T: where new tokens are stored in the pool; −1: nowhere.
+        k_PSKH, v_PSKH: one layer of the pool, in the queries' dtype; H is a power of two.
+        pages: including the new tokens; they must not change while kernels of a step run.
+        arrivals: int32 zeros, one for each KV head of each request, which the kernel resets to zero.
         sinks_N: as in `LayerAttention`.
-        cut: None for what suits the number of requests.
+        cut: None: chosen by the number of requests.
     """
     num_requests, num_heads, head_dim = qkv_TNH.shape
     num_kv_heads = k_PSKH.shape[2]
@@ -148,7 +148,7 @@ def _rotated(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """Heads [.., HALF] by their halves, normalised and rotated."""
+    """Normalise and rotate heads, given as two halves [.., HALF]."""
     if NORM:
         squares = tl.sum(first * first + second * second, axis=1)[:, None]
         inverse = 1.0 / tl.sqrt(squares / (2 * HALF) + eps)
@@ -171,7 +171,7 @@ def _tile(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Both halves of some keys, and their values."""
+    """Load some keys, as two halves, and their values."""
     key = start + tl.arange(0, BLOCK_KEYS)
     seen = key < end
     page = tl.load(kv_indices + key // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
@@ -230,7 +230,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     begin = length - length
     if WINDOW > 0:
         begin = tl.maximum(length - WINDOW, 0)
-    # The new key is not read from the pool.
+    # The new key is in registers and not read from the pool.
     num_old = tl.maximum(length - 1 - begin, 0)
     part = tl.cdiv(tl.maximum(tl.cdiv(num_old, SPLITS), LEAST_KEYS), BLOCK_KEYS) * BLOCK_KEYS
     num_parts = tl.maximum(tl.cdiv(num_old, part), 1)
@@ -244,7 +244,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     kv_indices += first_page
     k_ptr += kv_head * HEAD_DIM
     v_ptr += kv_head * HEAD_DIM
-    # One tile ahead, in registers, and the first one before the projection has ended.
+    # The next tile is loaded into registers ahead of its use, the first one before the projection has ended.
     next_1, next_2, next_value = _tile(
         k_ptr, v_ptr, kv_indices, begin, end, pair, dim, row_size, HALF, PAGE_SIZE, BLOCK_KEYS
     )
@@ -262,7 +262,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     q_first, q_second = _rotated(
         q_first, q_second, q_weight_ptr, pair, cos, sin, eps, HALF, NORM, NORM_OFFSET
     )
-    # Rounded as queries and keys that lie in memory.
+    # Rounded like queries and keys that are stored.
     q_first, q_second = q_first.to(k_ptr.dtype.element_ty), q_second.to(k_ptr.dtype.element_ty)
 
     best = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
@@ -286,7 +286,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
         value = tl.load(qkv_ptr + (NUM_Q_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + dim)
         slot = tl.load(slots_ptr + token)
         place = slot * row_size
-        # Not an "and" with a scalar: the interpreter makes integers of that.
+        # `tl.where`, since `&` with a scalar becomes an integer in the interpreter.
         stored = tl.where(slot >= 0, pair < HALF, False)
         tl.store(k_ptr + place + pair, k_first, mask=stored)
         tl.store(k_ptr + place + HALF + pair, k_second, mask=stored)
@@ -297,7 +297,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
         total += 1.0
         out += value.to(tl.float32)
         if sinks_ptr is not None:
-            # One more key, without a value.
+            # A sink is one more key, without a value.
             sink_at = sinks_ptr + kv_head * GROUP + row
             sink = tl.load(sink_at, mask=present, other=float("-inf")).to(tl.float32)
             new_best = tl.maximum(best, sink)
@@ -330,7 +330,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
         mine = q_row + split.to(tl.int64) * distance
         tl.store(sum_ptr + mine, best + tl.log(total), mask=present)
         tl.store(part_ptr + mine[:, None] * HEAD_DIM + dim, out, mask=present[:, None])
-        # All threads have written before one of them says so, and reads what the others have said before.
+        # All threads must have stored their results before the program is counted.
         tl.debug_barrier()
         arrival = arrivals_ptr + request * NUM_KV_HEADS + kv_head
         if tl.atomic_add(arrival, 1, sem="acq_rel") == num_parts - 1:

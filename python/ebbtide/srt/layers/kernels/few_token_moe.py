@@ -1,8 +1,8 @@
-"""Experts for so few tokens that hardly two of them have one in common: each reads its experts' weights.
+"""Experts for so few tokens that hardly two share an expert: each token reads its experts' weights by itself.
 
-Products stay per column, in float32, until the end; the next tile is read while one is multiplied. The
-weighted sum over a token's experts is part of the second product, and so is the residual. `fp8.moe` has those
-for weights of 8 bits.
+Partial sums stay per column, in float32, until the end, and the next tile is loaded while one is multiplied.
+The second kernel includes the weighted sum over a token's experts, and the residual. `fp8.moe` has the
+kernels for 8-bit weights.
 
 Shapes: T tokens, D hidden, K experts per token, I an expert's inner size, S = T·K slots, R rows of a weight.
 """
@@ -22,7 +22,7 @@ from ebbtide.srt.layers.kernels.tiles import Plan, Tile
 def few_tokens_(
     out_TD: Tensor, tokens: RoutedTokens, gate_up_RD: Tensor, down_RI: Tensor, plan: Plan, *, add: bool
 ) -> None:
-    """The weighted sum of each token's experts into `out_TD`, or added to it; arguments as in `fused_moe`."""
+    """Write the weighted sum of each token's experts into `out_TD`, or add it. Arguments: see `fused_moe`."""
     x_TD, _, experts_TK = tokens
     hidden, inner, top_k = x_TD.shape[1], down_RI.shape[1], experts_TK.shape[1]
     inner_SI = x_TD.new_empty((experts_TK.numel(), inner))
@@ -55,7 +55,7 @@ def down_few_(
     add: bool,
     is_transposed: bool = False,
 ) -> None:
-    """The second product of `few_tokens_`; `down` is [E·D, I], or where it is transposed [E, I, D]."""
+    """Compute the second product of `few_tokens_`. `down`: [E·D, I], or [E, I, D] if it is transposed."""
     (num_tokens, hidden), inner = out_TD.shape, inner_SI.shape[1]
     _down_kernel[(triton.cdiv(hidden, tile.rows), num_tokens)](
         inner_SI,
@@ -79,7 +79,7 @@ def down_few_(
 
 @triton.jit
 def inner_of(gate, up, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """silu(gate) · up; without gates relu(up)²."""
+    """silu(gate) · up, or without gates relu(up)²."""
     if GATED:
         return gate * tl.sigmoid(gate) * up
     up = tl.maximum(up, 0.0)
@@ -100,7 +100,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """`inner_of` one slot, some columns of it."""
+    """Each program computes some columns of `inner_of` for one slot."""
     follow(OVERLAPPED)
     PER_INNER: tl.constexpr = 2 if GATED else 1
     slot = tl.program_id(1)
@@ -151,7 +151,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Some columns of one token's output."""
+    """Each program computes some columns of one token's output."""
     STEPS: tl.constexpr = (INNER + STEP - 1) // STEP
     token = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -159,7 +159,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     inside = (rows < HIDDEN)[:, None]
     tile = down_RI + rows[:, None] * ROW_STEP + columns[None, :] * COLUMN_STEP
     first_slot = token * TOP_K
-    # The predecessor computes only what is multiplied here: who the experts are was known before it.
+    # These may be read early: experts were chosen before the previous kernel, which only computes `inner_SI`.
     expert = tl.load(experts_S + first_slot).to(tl.int64)
     ahead = tl.load(tile + expert * (HIDDEN * INNER), mask=inside & (columns < INNER)[None, :], other=0.0)
     follow(OVERLAPPED)
@@ -171,7 +171,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         next_start = after % STEPS * STEP
         is_there = after < TOP_K * STEPS
         next_expert = tl.load(experts_S + first_slot + after // STEPS, mask=is_there, other=0).to(tl.int64)
-        # A comparison of tensors: Triton's interpreter takes no Python number for one side of an "and".
+        # A comparison of tensors, since Triton's interpreter takes no Python number as a side of `&`.
         is_ahead = tl.zeros_like(columns) < TOP_K * STEPS - after
         wanted = inside & ((next_start + columns < INNER) & is_ahead)[None, :]
         next_tile = tile + next_expert * (HIDDEN * INNER) + next_start * COLUMN_STEP

@@ -1,12 +1,12 @@
-"""Experts as two grouped products, in Triton: only the weights of chosen experts are read.
+"""Experts as two grouped products, in Triton, which read only the weights of chosen experts.
 
-With more than a few tokens, products run over the blocks of `moe_routing`, and the outputs of a token's
-experts are added up behind them; few tokens have kernels of their own (`few_token_moe`).
+With more than a few tokens, products run over the blocks of `moe_routing`, and a separate kernel sums the
+outputs of each token's experts. Few tokens have kernels of their own (`few_token_moe`).
 
-`fp8.moe` has those for weights of 8 bits with a scale for each block; those with one for each row are widened
-here.
+8-bit weights with a scale for each row are widened here; those with a scale for each block have kernels in
+`fp8.moe`.
 
-Imported on CUDA only: a CPU installation has no Triton.
+Imported on CUDA only, since a CPU installation has no Triton.
 
 Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size, S = T·K slots, R rows of
 a weight. Kernels call D and I `HIDDEN` and `INNER`.
@@ -43,11 +43,11 @@ def fused_experts(
     """The weighted sum [T, D] of each token's experts.
 
     Args:
-        gate_up_RD, down_RI: as `Experts` holds them, contiguous.
-        plan: None for `choose_plan`'s.
-        residual_TD: what the sum is added to, in place, and returned; None for a tensor of its own.
-        scales: of both weights, float32, one for each row, where those are in a narrower type.
-        adapted: adapters, where tokens have any.
+        gate_up_RD, down_RI: in the layout of `Experts`, contiguous.
+        plan: None: chosen by `choose_plan`.
+        residual_TD: the sum is added to it in place, and it is returned; None: a new tensor is returned.
+        scales: of both weights, float32, one for each row; None: the weights are not in 8 bits.
+        adapted: adapters; None: no token has any.
     """
     x_TD, add = tokens.x_TD, residual_TD is not None
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
@@ -55,7 +55,7 @@ def fused_experts(
     plan = plan or choose_plan(len(x_TD), layer, x_TD.dtype, x_TD.device)
     out_TD = x_TD.new_empty(x_TD.shape) if residual_TD is None else residual_TD
     if plan.block_tokens > 1 or scales is not None or adapted is not None:
-        # The kernels for few tokens know no scales and no adapters.
+        # The kernels for few tokens support neither scales nor adapters.
         plan = plan if plan.block_tokens > 1 else DEFAULTS[16]
         out_SD = _by_blocks(tokens, gate_up_RD, down_RI, plan, scales or (None, None), adapted)
         add_up_(out_TD, out_SD, add=add)
@@ -72,7 +72,7 @@ def _by_blocks(
     scales: tuple[Tensor | None, Tensor | None],
     adapted: ExpertFactors | None,
 ) -> Tensor:
-    """The weighted outputs of each token's experts, [S, D]."""
+    """The weighted outputs [S, D] of each token's experts."""
     x_TD, weights_TK, experts_TK = tokens
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
@@ -124,7 +124,7 @@ def _by_blocks(
 
 
 def add_up_(out_TD: Tensor, out_SD: Tensor, *, add: bool) -> None:
-    """The outputs of each token's experts, added up, into `out_TD` or on top of it."""
+    """Sum the outputs of each token's experts, and write the sum into `out_TD` or add it to that."""
     num_tokens, hidden = out_TD.shape
     _sum_kernel[(num_tokens, triton.cdiv(hidden, _SUMMED_COLUMNS))](
         out_SD,
@@ -139,7 +139,7 @@ def add_up_(out_TD: Tensor, out_SD: Tensor, *, add: bool) -> None:
 
 
 def tile_options(tile: Tile) -> dict[str, int]:
-    """What a kernel's launch says of its tile."""
+    """The launch options of a tile."""
     return {
         "ROWS": tile.rows,
         "STEP": tile.step,
@@ -167,14 +167,14 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """`inner_of` one block, some columns of it.
+    """Each program computes some columns of `inner_of` for one block.
 
-    Weights are the left operand: a few tokens then fill the tensor cores' narrow side.
+    Weights are the left operand, so that a block of few tokens fills the narrow side of tensor-core tiles.
     """
     follow(OVERLAPPED)
     PER_INNER: tl.constexpr = 2 if GATED else 1
     num_parts = tl.cdiv(INNER, ROWS)
-    # Programs of one block follow each other, so that its tokens stay in the cache.
+    # Programs of the same block are neighbours, so that its tokens stay in the cache.
     block, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
     expert = tl.load(block_experts + block)
     slots = tl.load(block_slots + block * BLOCK_T + tl.arange(0, BLOCK_T))
@@ -182,7 +182,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         return
     filled = slots < num_slots
     rows = part * ROWS + tl.arange(0, ROWS)
-    # What is out of range reads something valid and is not stored: loads without masks are quicker.
+    # Lanes out of range read a valid place and are not stored, since loads without masks are faster.
     row_places = tl.where(rows < INNER, rows, 0)
     tokens = tl.where(filled, slots // TOP_K, 0).to(tl.int64)
     columns = tl.arange(0, STEP)
@@ -239,13 +239,13 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """The weighted outputs of one block, some columns of them."""
+    """Each program computes some columns of one block's weighted outputs."""
     num_parts = tl.cdiv(HIDDEN, ROWS)
     block, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
-    # The predecessor computes only what is multiplied here: the blocks were listed before it.
+    # These may be read early: blocks were listed before the previous kernel, which only computes `inner_SI`.
     expert = tl.load(block_experts + block)
     slots = tl.load(block_slots + block * BLOCK_T + tl.arange(0, BLOCK_T))
-    # A block without an expert lists no slots.
+    # A block without an expert has no slots.
     filled = (slots < num_slots) & (tl.zeros_like(slots) <= expert)
     sources = tl.where(filled, slots, 0).to(tl.int64)
     weights = tl.load(weights_S + sources)
@@ -286,7 +286,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Some columns of one token: the outputs of its experts, and what they are added to, added up."""
+    """Each program sums some columns of the outputs of one token's experts, and of the residual."""
     follow(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,14 +1,14 @@
 """The two products of low-rank adapters, for any mix of adapters in a batch, in Triton.
 
-`shrink` computes x Aᵀ and `expand` adds (x Aᵀ) Bᵀ. Rows are listed by the group that they belong to, an
-adapter's slot and an expert, in the blocks of `moe_routing`: A and B are read once for each block. Sums over
-columns are cut into splits, which `expand` adds up in one order: nothing is added atomically. Grids depend on
-the number of rows alone, so a CUDA graph can hold all of it.
+`shrink` computes x Aᵀ, and `expand` adds (x Aᵀ) Bᵀ. Rows are listed by group, that is by an adapter's slot
+and an expert, in the blocks of `moe_routing`, so that A and B are read once per block. Sums over columns use
+split-K, and `expand` adds up the splits in a fixed order, without atomic additions. Grids depend only on the
+number of rows, so a CUDA graph can capture everything.
 
-A and B are asked for before the predecessor has ended: no kernel of a pass writes them. So are the lists of
-tokens, which `list_groups` sees written; those of experts are made just before.
+A and B are loaded before the previous kernel has ended, since no kernel of a pass writes them. So are the
+lists of tokens, since `list_groups` waits until they are written; the lists of experts are made just before.
 
-Shapes: N rows, D inputs, O outputs, S slots, E experts, G = S·E groups, P fused tensors, R most ranks.
+Shapes: N rows, D inputs, O outputs, S slots, E experts, G = S·E groups, P fused tensors, R the largest rank.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -27,15 +27,15 @@ from ebbtide.srt.layers.kernels.instructions import announce, wait
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.moe_routing import Blocks, list_slots
 
-# Rows of a block: few for decode steps, where a group has few.
+# Rows of a block, for up to FEW_ROWS rows and for more. Decode steps have few rows per group.
 FEW_ROWS, FEW_BLOCK, LARGE_BLOCK = 1024, 16, 64
-# Columns of one product of tiles, programs of a multiprocessor, and the parts that a sum may be cut into.
+# Columns per step of a product, programs per multiprocessor, and how many splits a sum may have.
 _STEP, _PROGRAMS = 128, 2
 _SPLITS = (16, 8, 4, 2, 1)
 _MOST_RANKS_AT_ONCE = 64
 _OUTPUTS_AT_ONCE = 128
 
-# A, B, scalings and ends, as `ProductAdapters` has them.
+# A, B, scalings and ends, as in `ProductAdapters`.
 Factors: TypeAlias = tuple[Tensor, Tensor, Tensor, tuple[int, ...]]
 
 
@@ -44,10 +44,10 @@ class SlotGroups:
     """The rows of a pass by group.
 
     Attributes:
-        blocks: `blocks.experts` are groups; S·E or more: of rows without adapter.
+        blocks: `blocks.experts` are groups; S·E or more: the rows have no adapter.
         block_rows: rows of a block.
         num_rows: N.
-        are_early: whether the lists can be read while the kernel before is running.
+        are_early: whether the lists may be read while the previous kernel still runs.
     """
 
     blocks: Blocks
@@ -58,7 +58,7 @@ class SlotGroups:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFactors:
-    """The adapters of a layer's experts, for the pairs of a token and an expert of a pass; None: none."""
+    """The adapters of a layer's experts, for all slots (pairs of token and expert) of a pass; None: none."""
 
     groups: SlotGroups
     gate_up: Factors | None
@@ -68,7 +68,7 @@ class ExpertFactors:
 def list_groups(
     slots_T: Tensor, num_slots: int, experts_TK: Tensor | None = None, num_experts: int = 1
 ) -> SlotGroups:
-    """The rows by group: tokens, or pairs of a token and an expert.
+    """List rows by group. Rows are tokens, or with `experts_TK` pairs of a token and an expert.
 
     Args:
         slots_T: int32; −1: the token has no adapter.
@@ -84,16 +84,16 @@ def list_groups(
     block_rows = FEW_BLOCK if len(groups_N) <= FEW_ROWS else LARGE_BLOCK
     blocks = list_slots(groups_N, num_groups + 1, block_rows)
     if experts_TK is None:
-        # It waits until the lists are written, and what follows waits for it: so they can be read early.
+        # This kernel waits until the lists are written, and later ones wait for it, so they may read early.
         groups_N.zero_()
     return SlotGroups(blocks, block_rows, len(groups_N), are_early=experts_TK is None)
 
 
 def shrink(x_TD: Tensor, factors: Factors, groups: SlotGroups, *, top_k: int = 1) -> Tensor:
-    """x Aᵀ in parts that add up to it, float32 [splits, N, P·R]; undefined in rows without adapter.
+    """x Aᵀ as float32 partial sums [splits, N, P·R]; undefined in rows without adapter.
 
     Args:
-        x_TD: contiguous; row n of N is of token n // top_k.
+        x_TD: contiguous. Row n of N belongs to token n // top_k.
     """
     a_SEPD, *_ = factors
     _, num_experts, num_ranks, num_columns = a_SEPD.shape
@@ -102,7 +102,7 @@ def shrink(x_TD: Tensor, factors: Factors, groups: SlotGroups, *, top_k: int = 1
     num_tiles = triton.cdiv(num_ranks, block_ranks)
     num_blocks = triton.cdiv(groups.num_rows, groups.block_rows)
     wanted = _PROGRAMS * num_multiprocessors(x_TD.device) // (num_tiles * num_blocks)
-    # Each number has kernels of its own.
+    # Few different numbers of splits, since a kernel is compiled for each.
     splits = next(each for each in _SPLITS if each <= max(1, min(wanted, num_columns // _STEP)))
     split_columns = triton.cdiv(triton.cdiv(num_columns, splits), _STEP) * _STEP
     num_splits = triton.cdiv(num_columns, split_columns)
@@ -141,12 +141,12 @@ def expand(
     add: bool = True,
     weights_N: Tensor | None = None,
 ) -> None:
-    """Write (x Aᵀ) Bᵀ times the adapters' scalings into `out_NO`, or add it, in rows with an adapter.
+    """Write (x Aᵀ) Bᵀ times the adapters' scalings into `out_NO`, or add it, for rows with an adapter.
 
     Args:
         inner: from `shrink`.
         out_NO: contiguous.
-        weights_N: float32 factors of the rows.
+        weights_N: float32 factors of rows; None: all are 1.
     """
     _, b_SEOR, scalings_SP, ends = factors
     num_slots, num_experts, num_outputs, rank = b_SEOR.shape
@@ -187,7 +187,7 @@ def expand(
 
 @triton.jit
 def _start(EARLY: tl.constexpr, OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let the next kernel start; first wait for the one before if this one's lists are of it."""
+    """Let the next kernel start, but first wait for the previous one if that made this kernel's lists."""
     if not EARLY:
         wait(OVERLAPPED)
     announce(OVERLAPPED)
@@ -195,7 +195,7 @@ def _start(EARLY: tl.constexpr, OVERLAPPED: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _follow_late(EARLY: tl.constexpr, OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait for the kernel before, where that has not been done."""
+    """Wait for the previous kernel, unless `_start` has done so."""
     if EARLY:
         wait(OVERLAPPED)
 
@@ -221,12 +221,12 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Some ranks of one block, summed over some columns."""
+    """Each program computes some ranks of one block, summed over one split of the columns."""
     _start(EARLY, OVERLAPPED)
     block, split = tl.program_id(0), tl.program_id(2)
     group = tl.load(block_groups + block)
     if (group < 0) | (group >= NUM_GROUPS):
-        # The next kernel may rely on it that all before this one have ended.
+        # Wait even so: later kernels rely on all kernels before this one having ended.
         _follow_late(EARLY, OVERLAPPED)
         return
     rows = tl.load(block_slots + block * BLOCK_N + tl.arange(0, BLOCK_N))
@@ -286,7 +286,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Some outputs of one block, all of one fused tensor."""
+    """Each program computes some outputs of one block, all of the same fused tensor."""
     _start(EARLY, OVERLAPPED)
     block, tile = tl.program_id(0), tl.program_id(1)
     group = tl.load(block_groups + block)
@@ -296,7 +296,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     rows = tl.load(block_slots + block * BLOCK_N + tl.arange(0, BLOCK_N))
     filled = rows < num_rows
     slot = group // NUM_EXPERTS
-    # Which of the fused tensors the outputs are of.
+    # Find the fused tensor to which the outputs belong.
     first_tiles: tl.constexpr = (FIRST_END + BLOCK_O - 1) // BLOCK_O
     second_tiles: tl.constexpr = first_tiles + (SECOND_END - FIRST_END + BLOCK_O - 1) // BLOCK_O
     part, start, end = 0, tile * BLOCK_O, FIRST_END
@@ -316,7 +316,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     at = out_NO + row_places * NUM_OUTPUTS + outputs[None, :]
     mask = filled[:, None] & inside[None, :]
     _follow_late(EARLY, OVERLAPPED)
-    # Asked for first: it is on its way while the product is made.
+    # Loaded first, so that it arrives while the product is computed.
     before = tl.zeros([BLOCK_N, BLOCK_O], dtype=out_NO.dtype.element_ty)
     if ADD:
         before = tl.load(at, mask=mask, other=0.0)
@@ -336,7 +336,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _added_up(places, mask, distance, NUM_SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of the parts that `shrink` left."""
+    """Sum the splits that `shrink` left."""
     value = tl.load(places, mask=mask, other=0.0)
     for split in tl.static_range(1, NUM_SPLITS):
         value += tl.load(places + split * distance, mask=mask, other=0.0)

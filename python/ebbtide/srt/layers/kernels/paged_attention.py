@@ -1,11 +1,11 @@
 """Attention to paged keys and values for any head size, group, window and soft cap.
 
-One kernel serves prompts and decode steps. A program owns a tile of one request's query rows that share a KV
-head: row r is new token r // group, query head r % group of those that share it. Where requests and heads are
-too few to fill the device each program takes a part of the keys, and a second kernel adds the parts up.
+One kernel serves prompts and decode steps. A program handles a tile of one request's query rows that share a
+KV head: row r is new token r // group, and query head r % group of those that share the KV head. If requests
+and heads are too few to fill the device, programs split the keys, and a second kernel adds up the splits.
 
-Nothing is planned: shapes and grids depend on numbers of requests and tokens alone, so that a CUDA graph can
-hold a decode step. Nothing is added atomically: equal inputs give equal bits.
+Nothing is planned: shapes and grids depend only on numbers of requests and tokens, so a CUDA graph can
+capture a decode step. There are no atomic additions, so equal inputs give equal bits.
 
 Shapes: T tokens, R requests, N query heads, K KV heads, H head_dim, P pages, S page_size, C parts.
 """
@@ -26,10 +26,10 @@ from ebbtide.srt.layers.kernels.instructions import capped, lead
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors
 
 MAX_SPLITS = 16
-# Parts of a batch begin anywhere: one kernel serves them all.
+# Parts of a batch have any alignment, and one kernel shall serve them all.
 _UNALIGNED = ["q_indptr", "kv_indptr", "kv_indices", "last_page_len"]
-# Rows of a tile: the least that a product on tensor cores takes, and what prompts take. There are no sizes
-# between: each would be compiled when a step first needs it.
+# Rows of a tile: the fewest that a tensor-core product takes, and those for prompts. No sizes in between,
+# since each would be compiled when a step first needs it.
 _FEW_ROWS, _MANY_ROWS = 16, 64
 
 
@@ -43,10 +43,10 @@ def attend(
     *,
     sinks_N: Tensor | None = None,
 ) -> None:
-    """Attend to everything up to each new token, into its row of `out_TNH`.
+    """Attend to everything up to each new token; write each output to its row of `out_TNH`.
 
     Args:
-        q_TNH, out_TNH: contiguous; rows of other requests are left alone.
+        q_TNH, out_TNH: contiguous; rows of other requests are not changed.
         k_PSKH, v_PSKH: one layer of the pool, contiguous.
         sinks_N: as in `LayerAttention`.
     """
@@ -79,7 +79,7 @@ def attend(
         CAPPED=kind.soft_cap is not None,
         SPLITS=splits,
         BLOCK_ROWS=block_rows,
-        # Two stages of keys and values of 64 tokens fit into shared memory up to 128 numbers of 16 bits.
+        # Two stages of 64 keys and values fit into shared memory if heads have at most 256 bytes.
         BLOCK_KEYS=64 if block_dims * q_TNH.element_size() <= 256 else 32,
         BLOCK_DIMS=block_dims,
         num_warps=4,
@@ -92,10 +92,10 @@ def attend(
 def combine(
     parts_CTNH: Tensor, sums_CTN: Tensor, out_TNH: Tensor, q_indptr_R1: Tensor | None, **options: Any
 ) -> None:
-    """Add up what programs have left of requests with one new token each, into its row of `out_TNH`.
+    """Add up the splits of requests with one new token each, into each one's row of `out_TNH`.
 
     Args:
-        q_indptr_R1: the first row of each request, and the end; None: all rows are requests.
+        q_indptr_R1: the first row of each request, and the end; None: every row is a request.
     """
     splits, num_tokens, num_q_heads, head_dim = parts_CTNH.shape
     num_requests = num_tokens if q_indptr_R1 is None else len(q_indptr_R1) - 1
@@ -115,9 +115,9 @@ def combine(
 
 
 def room_for_parts(out_TNH: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Where a kernel leaves each part's output and the logarithm of its sum of weights, float32.
+    """Allocate each split's output, and the logarithm of its sum of weights, both float32.
 
-    One part is the output itself, which stands for both: no sum is written then.
+    With one split, both are the output itself; no sum is written then.
     """
     if splits == 1:
         return out_TNH, out_TNH
@@ -128,7 +128,7 @@ def room_for_parts(out_TNH: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 
 
 def _num_splits(num_programs: int, device: torch.device) -> int:
-    """Parts of the keys, a power of two, so that there are two programs for each multiprocessor."""
+    """The number of splits, a power of two, that gives about two programs for each multiprocessor."""
     wanted = -(-2 * num_multiprocessors(device) // num_programs)
     return min(MAX_SPLITS, 1 << (wanted - 1).bit_length())
 
@@ -159,7 +159,7 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIMS: tl.constexpr,
 ) -> None:
-    """Write the output; of several parts, each one's output and the logarithm of its sum of weights."""
+    """Write the output; with splits, each one's output and the logarithm of its sum of weights."""
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
     tile, request = tl.program_id(0), tl.program_id(1)
     kv_head, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
@@ -178,7 +178,7 @@ def _attend(  # type: ignore[no-untyped-def]
     in_head = dim < HEAD_DIM
     q = tl.load(q_ptr + q_row[:, None] * HEAD_DIM + dim, mask=present[:, None] & in_head, other=0.0)
 
-    # The keys from the first that the first row attends to, up to the last one of the last row.
+    # From the first key that the tile's first row attends to, up to the last one of its last row.
     begin = length - length
     if WINDOW > 0:
         begin = tl.maximum(length - num_new + tile * BLOCK_ROWS // GROUP + 1 - WINDOW, 0)
@@ -191,7 +191,7 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     out = tl.zeros((BLOCK_ROWS, BLOCK_DIMS), tl.float32)
     if sinks_ptr is not None:
-        # A key without a value, in the first part alone.
+        # A sink is a key without a value, which only the first split counts.
         mine = present & (row * 0 == split)
         sink_at = sinks_ptr + kv_head * GROUP + row % GROUP
         best = tl.load(sink_at, mask=mine, other=float("-inf")).to(tl.float32)
@@ -211,7 +211,7 @@ def _attend(  # type: ignore[no-untyped-def]
             seen &= key[None, :] > position[:, None] - WINDOW
         score = tl.where(seen, score, float("-inf"))
         new_best = tl.maximum(best, tl.max(score, axis=1))
-        # A row may see none of these keys.
+        # A row may see none of these keys, which would make −∞ minus −∞.
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
         weight = tl.exp(score - base[:, None])
         shrink = tl.exp(best - base)
@@ -239,7 +239,7 @@ def _combine(  # type: ignore[no-untyped-def]
     BLOCK_DIMS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """One head of a request's only new token; some part of its keys is never empty."""
+    """Each program merges one head of a request's only new token. At least one split has keys."""
     lead(OVERLAPPED)
     token = tl.program_id(0)
     if q_indptr is not None:

@@ -1,8 +1,8 @@
-"""Products of some tokens and weights of 8 bits, by the kernel of FlashInfer's `fp8_blockscale_gemm_sm90`.
+"""Products of up to 256 tokens with 8-bit weights, by the kernel of FlashInfer's `fp8_blockscale_gemm_sm90`.
 
-It is DeepGEMM's (https://github.com/deepseek-ai/DeepGEMM) as TensorRT-LLM has it. FlashInfer's host code must
-be compiled with CUTLASS, and then calls nvcc for each size of a weight. Here NVRTC compiles the kernel alone,
-in tiles that the host code would choose.
+The kernel is DeepGEMM's (https://github.com/deepseek-ai/DeepGEMM), as in TensorRT-LLM. FlashInfer's host code
+must be compiled with CUTLASS, and calls nvcc for each size of a weight. Here NVRTC compiles only the kernel,
+with the tiles that the host code would choose.
 
 Shapes: T tokens, K columns, O outputs, G = K / 128 groups.
 """
@@ -25,9 +25,9 @@ from ebbtide.srt.layers.kernels.launch import compute_capability, num_multiproce
 
 logger = logging.getLogger(__name__)
 
-# On an H200 our kernels are quicker with fewer tokens, and cuBLAS with more.
+# On an H200, our kernels are faster for fewer tokens, and cuBLAS for more.
 MIN_TOKENS, MAX_TOKENS = 33, 256
-# Tiles are those of 64 tokens, of 128, or of twice 128.
+# One number of tokens for each different tile: up to 64, up to 128, and up to 256 tokens.
 _BLOCKS_OF_TOKENS = (64, 128, 256)
 _GROUP = 128
 _OPTIONS = (
@@ -57,10 +57,10 @@ __global__ void unused() {{
 
 @dataclass(frozen=True)
 class BlockTile:
-    """What a program multiplies.
+    """The tile of a program.
 
     Attributes:
-        block_tokens, block_rows: of it.
+        block_tokens, block_rows: its size.
         num_stages: tiles in shared memory.
     """
 
@@ -70,15 +70,15 @@ class BlockTile:
 
     def shared_bytes(self, num_columns: int) -> int:
         stage = self.block_tokens * (_GROUP + 4) + self.block_rows * _GROUP + 16
-        # Rows of two blocks have two scales.
+        # Tiles that do not divide a block of 128 rows may reach into two blocks, which have two scales.
         scales = num_columns // _GROUP * 4 * (1 if _GROUP % self.block_rows == 0 else 2)
         return self.block_tokens * self.block_rows * 2 + self.num_stages * stage + -(-scales // 8) * 8
 
 
 def choose_tile(num_tokens: int, num_rows: int, num_columns: int, num_programs: int) -> BlockTile | None:
-    """The tile with most programs of those that all run at once; None where there is none.
+    """The tile with the most programs that all run at once; None: there is none.
 
-    Where programs have several tiles one after the other, cuBLAS is quicker.
+    If programs had to compute several tiles one after the other, cuBLAS would be faster.
     """
     block_tokens = 64 if num_tokens <= 64 else 128
     token_blocks = -(-num_tokens // block_tokens)
@@ -92,18 +92,18 @@ def choose_tile(num_tokens: int, num_rows: int, num_columns: int, num_programs: 
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether this kernel can be had on a device."""
+    """Whether this kernel is available on a device."""
     return compute_capability(device) == (9, 0) and _includes() is not None
 
 
 def blockscale_product(
     values_TK: Tensor, x_scales_TG: Tensor, weight_OK: Tensor, scales: Tensor, num_tokens: int
 ) -> Tensor | None:
-    """x Wᵀ, [T, O] in bfloat16; None where other kernels are quicker, or this one cannot be had.
+    """x Wᵀ, [T, O] in bfloat16; None if other kernels are faster, or this one is not available.
 
     Args:
-        values_TK, x_scales_TG: of `quantize_tokens`; they have T rows or more.
-        weight_OK, scales: of 8 bits, by blocks of 128 × 128; K a multiple of 128.
+        values_TK, x_scales_TG: from `quantize_tokens`; they have padding rows.
+        weight_OK, scales: an 8-bit weight with a scale for each block of 128 × 128; K is a multiple of 128.
     """
     device = weight_OK.device
     num_rows, num_columns = weight_OK.shape
@@ -145,7 +145,7 @@ def blockscale_product(
 
 
 class _Input(ctypes.Structure):
-    """NormalSchedulerInput."""
+    """The kernel's argument of type NormalSchedulerInput."""
 
     _fields_ = (("num_tokens", ctypes.c_uint32), ("unused", ctypes.c_void_p))
 
@@ -156,7 +156,7 @@ def _text(tile: BlockTile, num_rows: int, num_columns: int) -> str:
 
 @cache
 def _version() -> str:
-    """FlashInfer's: from the headers of another one the same text would make another kernel."""
+    """FlashInfer's version, part of the text because the headers of another one make another kernel."""
     try:
         return version("flashinfer-python")
     except PackageNotFoundError:
@@ -164,7 +164,7 @@ def _version() -> str:
 
 
 def _tiles(num_rows: int, num_columns: int, num_programs: int) -> list[BlockTile]:
-    """Those of all numbers of tokens: prompts of any length may come later."""
+    """The tiles for all numbers of tokens, since prompts of any length may come later."""
     tiles = (choose_tile(most, num_rows, num_columns, num_programs) for most in _BLOCKS_OF_TOKENS)
     return [tile for tile in dict.fromkeys(tiles) if tile is not None]
 
@@ -173,7 +173,7 @@ def _tiles(num_rows: int, num_columns: int, num_programs: int) -> list[BlockTile
 def _kernels(
     num_rows: int, num_columns: int, options: tuple[str, ...], device: torch.device
 ) -> dict[BlockTile, nvrtc.Kernel]:
-    """A weight's kernels, as far as they can be had: no later pass waits for a compiler."""
+    """A weight's kernels, those that can be compiled. All at once, so that no later pass waits for them."""
     kernels = {}
     for tile in _tiles(num_rows, num_columns, num_multiprocessors(device)):
         threads = 128 * (1 + tile.block_tokens // 64)
@@ -188,7 +188,7 @@ def _kernels(
 
 @cache
 def _includes() -> tuple[str, ...] | None:
-    """Where the compiler finds FlashInfer's headers, and CUDA's, which come with Triton; None: nowhere."""
+    """Compiler options to find FlashInfer's headers, and CUDA's, which come with Triton; None: not found."""
     folders = []
     for package, below, header in (
         ("flashinfer", "data/csrc/nv_internal/tensorrt_llm", "deep_gemm/fp8_gemm_impl.cuh"),
@@ -205,5 +205,5 @@ def _includes() -> tuple[str, ...] | None:
 
 @cache
 def _tell(why: str) -> None:
-    """Once for all sizes of weights."""
+    """Log once why the kernel is not used, not once for each size of a weight."""
     logger.warning("FlashInfer's kernel for products of 8 bits is not used, others are: %s", why)

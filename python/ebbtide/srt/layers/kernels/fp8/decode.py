@@ -1,11 +1,11 @@
-"""Attention of one new token per request to keys and values in FP8, at the speed at which these are read; and
-pages read back into a wider type, for the kernels of prompts, which take no other.
+"""Attention of one new token per request to an FP8 KV cache, as fast as it can be read.
 
-A program takes one request's queries that share a KV head, and all of the keys or a part of them. Two
-numbers of FP8 lie in a word of 16 bits. Words, and not bytes, go from memory to the registers of tensor
-cores, where two float16 are made of each. So the even and the odd dimensions of heads are products of their
-own. Every number of FP8 is one of float16, and so is every query of bfloat16 of ordinary size: nothing is
-rounded but the weights, to 11 bits.
+Also widens pages for the kernels of prompts, which cannot read FP8.
+
+A program handles one request's queries that share a KV head, and all keys or a split of them. 16-bit words of
+two FP8 numbers go from memory to the registers for tensor cores, where each becomes two float16 numbers.
+Therefore even and odd dimensions of heads are multiplied separately. float16 represents every FP8 number, and
+every bfloat16 query of ordinary size; only the softmax weights are rounded, to 11 bits.
 
 Shapes: T tokens, one of each request, N query heads, K KV heads, H head_dim, P pages, M pages of
 a step, S page_size, C parts.
@@ -25,13 +25,13 @@ from ebbtide.srt.layers.kernels.instructions import capped, exp2_or_0, lead
 from ebbtide.srt.layers.kernels.launch import num_multiprocessors, overlap_options
 from ebbtide.srt.layers.kernels.paged_attention import combine, room_for_parts
 
-# The best of those that were tried on an H200. Four programs find room on a
-# multiprocessor, if they keep to that many registers: for the most common heads they do.
+# The best of those tried on an H200. With this many registers a multiprocessor can run four programs; the
+# most common head sizes need no more.
 _KEYS, _WARPS, _STAGES, _REGISTERS = 128, 4, 3, 128
-# Columns of a product on tensor cores.
+# The fewest columns of a tensor-core product.
 _FEWEST_QUERIES = 8
 _PROGRAMS_PER_SM, _MAX_SPLITS = 4, 32
-# Numbers of a page that one program widens.
+# How many numbers of a page a program widens.
 _WIDENED = 2048
 _UNALIGNED = ["kv_indptr", "kv_indices", "last_page_len"]
 
@@ -44,11 +44,11 @@ def attend_fp8(
     out_TNH: Tensor,
     kind: AttentionKind,
 ) -> None:
-    """Attend to everything up to each request's new token, into `out_TNH`.
+    """Attend to everything up to each request's new token; write outputs to `out_TNH`.
 
     Args:
-        q_TNH, out_TNH: contiguous, one row of each request.
-        k_PSKH, v_PSKH: one layer of the pool in FP8, contiguous; H a power of two.
+        q_TNH, out_TNH: contiguous, one row for each request.
+        k_PSKH, v_PSKH: one layer of the pool in FP8, contiguous; H is a power of two.
     """
     num_requests, num_q_heads, head_dim = q_TNH.shape
     num_kv_heads = k_PSKH.shape[2]
@@ -87,7 +87,7 @@ def attend_fp8(
 
 
 def _num_splits(num_programs: int, device: torch.device) -> int:
-    """Parts of the keys, a power of two, so that every multiprocessor has some programs."""
+    """The number of splits, a power of two, that gives every multiprocessor a few programs."""
     wanted = _PROGRAMS_PER_SM * num_multiprocessors(device) // num_programs
     return min(_MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
 
@@ -117,14 +117,14 @@ def _attend(  # type: ignore[no-untyped-def]
     ASM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Write the output; of several parts, each one's output and the logarithm of its sum of weights.
+    """Write the output; with splits, each one's output and the logarithm of its sum of weights.
 
-    Keys are the rows of products and queries the columns: those come by the eight, rows by the sixteen.
+    Keys are rows of products and queries columns, since a tile has at least 16 rows but only 8 columns.
     """
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
     LOG2_E: tl.constexpr = 1.4426950408889634
     lead(OVERLAPPED)
-    # Neighbouring programs read the heads of one request, which are neighbours too.
+    # Neighbouring programs read the heads of one request, which are neighbours in memory.
     kv_head = tl.program_id(0)
     request, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     first_page = tl.load(kv_indptr + request)
@@ -147,7 +147,7 @@ def _attend(  # type: ignore[no-untyped-def]
         end = tl.minimum(end, begin + part)
     factor = scale if CAPPED else scale * LOG2_E
     best = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
-    # The sum of weights is taken at the end: a sum over keys makes threads wait for each other.
+    # Kept per key until the end, since a sum over keys would make threads wait for each other in every step.
     total = tl.zeros((BLOCK_KEYS, BLOCK_QUERIES), tl.float32)
     out_even = tl.zeros((HALF, BLOCK_QUERIES), tl.float32)
     out_odd = tl.zeros((HALF, BLOCK_QUERIES), tl.float32)
@@ -156,7 +156,7 @@ def _attend(  # type: ignore[no-untyped-def]
         seen = key < end
         page = tl.load(kv_indices + first_page + key // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
         at = ((page * PAGE_SIZE + key % PAGE_SIZE) * NUM_KV_HEADS + kv_head) * HALF
-        # Values are read as columns: as rows, Triton would not load them ahead of the products before them.
+        # Values are loaded as columns: as rows, Triton would not load them ahead of the products before them.
         k_words = tl.load(k_ptr + (at[:, None] + pair[None, :]), mask=seen[:, None], other=0)
         v_words = tl.load(v_ptr + (at[None, :] + pair[:, None]), mask=seen[None, :], other=0)
         k_even, k_odd = _both(k_words, ASM)
@@ -186,10 +186,10 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _both(words, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The numbers in the lower and in the upper halves of words."""
+    """The numbers in the lower and in the upper halves of 16-bit words, in float16."""
     if ASM:
-        # Two words at a time, whose bytes are put in order first. Triton's own conversion would first make
-        # bytes of words, one by one.
+        # Converts two words at a time, after putting their bytes in order. Triton's own conversion would
+        # first split words into bytes, one by one.
         return tl.inline_asm_elementwise(
             """{
                 .reg .b32 a;
@@ -211,12 +211,12 @@ def _both(words, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def widen_pages(k_PSKH: Tensor, v_PSKH: Tensor, page_ids_M: Tensor, k_MSKH: Tensor, v_MSKH: Tensor) -> None:
-    """Copy these pages, in their order, to others of another type, which holds every number of FP8.
+    """Copy pages, in the order of their ids, to pages of a wider dtype, which represents every FP8 number.
 
     Args:
         k_PSKH, v_PSKH: one layer of the pool in FP8, contiguous.
         page_ids_M: int32.
-        k_MSKH, v_MSKH: room for as many pages, or more, contiguous.
+        k_MSKH, v_MSKH: at least as many pages, contiguous.
     """
     num_values = k_PSKH[0].numel()
     _widen[(len(page_ids_M), triton.cdiv(num_values, _WIDENED), 2)](
@@ -228,7 +228,7 @@ def widen_pages(k_PSKH: Tensor, v_PSKH: Tensor, page_ids_M: Tensor, k_MSKH: Tens
 def _widen(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, page_ids, k_out_ptr, v_out_ptr, NUM_VALUES: tl.constexpr, STEP: tl.constexpr
 ) -> None:
-    """A program widens a piece of one page's keys, or of its values."""
+    """Each program widens a piece of one page's keys, or of its values."""
     page = tl.program_id(0)
     source = tl.load(page_ids + page).to(tl.int64) * NUM_VALUES
     target = page.to(tl.int64) * NUM_VALUES

@@ -1,9 +1,9 @@
-"""Experts whose weights have 8 bits, as two grouped products.
+"""Experts with 8-bit weights, as two grouped products.
 
-More than a few tokens are quantised too, by groups of 128 columns, and so is what lies between both products:
-tensor cores multiply 8 bits by 8, and 128 products at a time are scaled and added up in float32, as in
-`product`. Few tokens keep their precision: each reads the weights of its experts, word by word, as
-`small_batch.fp8_products` does.
+If there are more than a few tokens, they are quantized too, in groups of 128 columns, and so is the input of
+the second product. Tensor cores multiply 8 bits by 8 bits, and sums of 128 products are scaled and added up
+in float32, as in `product`. Few tokens are not quantized: each reads its experts' weights word by word, as in
+`small_batch.fp8_products`.
 
 Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size, S = T·K slots, R rows of
 a weight, G groups of 128 columns. Kernels call D and I `HIDDEN` and `INNER`.
@@ -28,9 +28,9 @@ from ebbtide.srt.layers.kernels.moe_routing import list_slots
 from ebbtide.srt.layers.kernels.tiles import FewPlan, choose_fp8_plan
 
 GROUP = 128
-# Warps of a program, and tiles in shared memory, of both products of blocks.
+# Warps of a program, and tiles in shared memory, of the two kernels for blocks.
 _GATE_UP, _DOWN = (8, 3), (8, 4)
-# Words of a token's inner columns that are read at once.
+# The most words of a row of the second weight that are read per step.
 _MOST_WORDS = 1024
 
 
@@ -42,11 +42,11 @@ def fused_quantized_experts(
     residual_TD: Tensor | None = None,
     plan: FewPlan | int | None = None,
 ) -> Tensor:
-    """As `fused_experts`, with weights of 8 bits; D and I are multiples of 128.
+    """`fused_experts` for 8-bit weights. D and I must be multiples of 128.
 
     Args:
-        scales: of both, a number for each block of 128 × 128.
-        plan: None for `choose_fp8_plan`'s.
+        scales: of both weights, one for each block of 128 × 128.
+        plan: None: chosen by `choose_fp8_plan`.
     """
     x_TD, add = tokens.x_TD, residual_TD is not None
     plan = plan or choose_fp8_plan(len(x_TD), len(down_RI) // x_TD.shape[1], tokens.experts_TK.shape[1])
@@ -66,7 +66,7 @@ def _by_blocks(
     scales: tuple[Tensor, Tensor],
     block_tokens: int,
 ) -> Tensor:
-    """The weighted outputs of each token's experts, [S, D]."""
+    """The weighted outputs [S, D] of each token's experts."""
     x_TD, weights_TK, experts_TK = tokens
     hidden, inner = x_TD.shape[1], down_RI.shape[1]
     num_slots, top_k = experts_TK.numel(), experts_TK.shape[1]
@@ -135,18 +135,18 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """silu(gate) · up of one block, one group of its columns, in 8 bits."""
+    """Each program computes one group of columns of silu(gate) · up for one block, in 8 bits."""
     GROUPS: tl.constexpr = HIDDEN // 128
     follow(OVERLAPPED)
     num_parts: tl.constexpr = INNER // 128
-    # Programs of one block follow each other, so that its tokens stay in the cache.
+    # Programs of the same block are neighbours, so that its tokens stay in the cache.
     block, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
     expert = tl.load(block_experts + block)
     slots = tl.load(block_slots + block * BLOCK_T + tl.arange(0, BLOCK_T))
     if expert < 0:
         return
     filled = slots < num_slots
-    # What is out of range reads something valid and is not stored.
+    # Lanes out of range read a valid place and are not stored.
     tokens = tl.where(filled, slots // TOP_K, 0)
     rows, columns = tl.arange(0, 128), tl.arange(0, 128)
     first_row = expert.to(tl.int64) * (2 * INNER) + part * 128
@@ -156,7 +156,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     up_scales = gate_scales + INNER // 128 * GROUPS
     x_at = x_ptr + tokens.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
     x_scales = x_scales_ptr + tokens
-    # One tile ahead: they are too few for an asynchronous copy.
+    # Scales are loaded one tile ahead, since they are too small for an asynchronous copy.
     gate_scale, up_scale, x_scale = tl.load(gate_scales), tl.load(up_scales), tl.load(x_scales)
     gate = tl.zeros((128, BLOCK_T), tl.float32)
     up = tl.zeros((128, BLOCK_T), tl.float32)
@@ -168,7 +168,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         gate += tl.dot(tl.load(gates + group * 128), x) * (x_scale * gate_scale)[None, :]
         up += tl.dot(tl.load(ups + group * 128), x) * (x_scale * up_scale)[None, :]
         gate_scale, up_scale, x_scale = next_gate_scale, next_up_scale, next_x_scale
-    # Rounded as what is not quantised is.
+    # Rounded first to bfloat16, as it would be without quantization.
     value = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16).to(tl.float32)
     value, scale = in_eight_bits(value, 0, BLOCK_T)
     value = tl.trans(value).to(tl.float8e4nv)
@@ -195,14 +195,14 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """The weighted outputs of one block, some columns of them."""
+    """Each program computes some columns of one block's weighted outputs."""
     GROUPS: tl.constexpr = INNER // 128
     num_parts: tl.constexpr = HIDDEN // ROWS
     block, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
-    # The predecessor computes only what is multiplied here: the blocks were listed before it.
+    # These may be read early: blocks were listed before the previous kernel, which only computes the input.
     expert = tl.load(block_experts + block)
     slots = tl.load(block_slots + block * BLOCK_T + tl.arange(0, BLOCK_T))
-    # A block without an expert lists no slots.
+    # A block without an expert has no slots.
     filled = (slots < num_slots) & (tl.zeros_like(slots) <= expert)
     sources = tl.where(filled, slots, 0)
     weights = tl.load(weights_S + sources)
@@ -243,7 +243,7 @@ def _one_by_one_(
     *,
     add: bool,
 ) -> None:
-    """The weighted sum of each token's experts into `out_TD`, or added to it."""
+    """Write the weighted sum of each token's experts into `out_TD`, or add it, for few tokens."""
     x_TD, weights_TK, experts_TK = tokens
     (num_tokens, hidden), inner, top_k = x_TD.shape, down_RI.shape[1], experts_TK.shape[1]
     inner_SI = x_TD.new_empty((experts_TK.numel(), inner))
@@ -296,7 +296,7 @@ def _few_gate_up_kernel(  # type: ignore[no-untyped-def]
     ASM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """silu(gate) · up of one slot, some columns of it. The token stays in registers while rows go by."""
+    """Each program computes some columns of silu(gate) · up for one slot, whose token stays in registers."""
     WORDS: tl.constexpr = HIDDEN // 4
     GROUPS: tl.constexpr = HIDDEN // 128
     follow(OVERLAPPED)
@@ -310,11 +310,11 @@ def _few_gate_up_kernel(  # type: ignore[no-untyped-def]
     ups = gates + INNER * WORDS
     gate_words = tl.load(gates, mask=wanted, other=0, eviction_policy="evict_first")
     up_words = tl.load(ups, mask=wanted, other=0, eviction_policy="evict_first")
-    # All of these rows lie in one row of blocks.
+    # All rows of a program are in one row of blocks, so they share its scales.
     scale_at = scales_ptr + (expert * (2 * INNER) + first_row) // 128 * GROUPS + word // 32
     gate_scale = tl.load(scale_at, mask=inside, other=0.0)
     up_scale = tl.load(scale_at + INNER // 128 * GROUPS, mask=inside, other=0.0)
-    # The GPU reads four values at a time, through pointers to words.
+    # On a GPU, pointers are to 64-bit words of four numbers.
     x_at = x_ptr + (slot // TOP_K).to(tl.int64) * (WORDS if ASM else HIDDEN)
     x0, x1, x2, x3 = four_of(x_at, word, inside, ASM)
     for step in range(STEPS):
@@ -346,7 +346,7 @@ def _few_down_kernel(  # type: ignore[no-untyped-def]
     ASM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Some columns of one token's output."""
+    """Each program computes some columns of one token's output."""
     WORDS: tl.constexpr = INNER // 4
     GROUPS: tl.constexpr = INNER // 128
     STEPS: tl.constexpr = (WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
@@ -355,7 +355,7 @@ def _few_down_kernel(  # type: ignore[no-untyped-def]
     rows, word = first_row + tl.arange(0, ROWS), tl.arange(0, BLOCK_WORDS)
     tile = weight_ptr + rows[:, None] * WORDS + word[None, :]
     first_slot = token * TOP_K
-    # The predecessor computes only what is multiplied here: who the experts are was known before it.
+    # These may be read early: experts were chosen before the previous kernel, which only computes the input.
     expert = tl.load(experts_S + first_slot).to(tl.int64)
     wanted = (word < WORDS)[None, :] & (rows < HIDDEN)[:, None]
     ahead = tl.load(tile + expert * (HIDDEN * WORDS), mask=wanted, other=0, eviction_policy="evict_first")
@@ -368,7 +368,7 @@ def _few_down_kernel(  # type: ignore[no-untyped-def]
         is_there = after < TOP_K * STEPS
         next_start = after % STEPS * BLOCK_WORDS
         expert = tl.load(experts_S + first_slot + after // STEPS, mask=is_there, other=0).to(tl.int64)
-        # A comparison of tensors: Triton's interpreter takes no Python number for one side of an "and".
+        # A comparison of tensors, since Triton's interpreter takes no Python number as a side of `&`.
         is_ahead = tl.zeros_like(word) < TOP_K * STEPS - after
         wanted = ((next_start + word < WORDS) & is_ahead)[None, :] & (rows < HIDDEN)[:, None]
         at = tile + expert * (HIDDEN * WORDS) + next_start

@@ -1,9 +1,9 @@
-"""Products of activations and weights of 8 bits (e4m3), with a scale for each 128 columns.
+"""Products of activations and weights in 8 bits (e4m3), with a scale for every 128 columns.
 
-Activations are quantised by token and group of 128 columns, weights by blocks of 128 × 128. The tensor cores
-add 128 products at a time; what these come to is scaled and added up in float32, as DeepSeek-V3's report has
-it (https://arxiv.org/abs/2412.19437, section 3.3). cuBLAS does that by way of torch, and takes half of the
-time of the kernel here, which serves where cuBLAS wants other sizes.
+Activations are quantized by token and group of 128 columns, weights by blocks of 128 × 128. Tensor cores add
+up 128 products at a time, and these sums are scaled and added up in float32, as in DeepSeek-V3's report
+(https://arxiv.org/abs/2412.19437, section 3.3). cuBLAS, called through torch, takes half the time of the
+kernel here, which serves for sizes that cuBLAS does not take.
 
 Shapes: T tokens, K columns, O outputs, G = K / 128 groups.
 """
@@ -29,14 +29,14 @@ _GROUPS_AT_ONCE = 16
 def quantize_tokens(
     x_TK: Tensor, norm_weight_K: Tensor | None = None, eps: float = 0.0, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """x, or rms_norm(x), in e4m3, and its scales: [T', K] and [T', G], tokens side by side.
+    """Quantize x, or rms_norm(x), to e4m3. Returns values [T', K] and scales [T', G], contiguous along T'.
 
-    T' is T, rounded up to a multiple of 4, as cuBLAS wants it, and to 32 at least, which takes it no longer,
-    or further where FlashInfer's kernel can be had: what the rows behind T hold means nothing.
+    T' is T rounded up to a multiple of 4, which cuBLAS requires, and to at least 32, for which it is as fast;
+    or to whole tiles of FlashInfer's kernel, if that is available. Rows after T are padding without meaning.
 
     Args:
-        x_TK: contiguous; K a multiple of 128.
-        norm_weight_K, eps, offset: of the norm; without a weight there is none.
+        x_TK: contiguous. K must be a multiple of 128.
+        norm_weight_K, eps, offset: of the norm; None: there is no norm.
     """
     num_tokens, num_columns = x_TK.shape
     values_TK, scales_TG = room_for_tokens(num_tokens, num_columns, x_TK.device)
@@ -71,7 +71,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """One token per program."""
+    """Each program quantizes one token."""
     announce(OVERLAPPED)
     groups = tl.arange(0, GROUPS)
     columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -84,7 +84,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     if NORM:
         wide = x.to(tl.float32)
         squares = tl.sum(tl.sum(wide * wide, axis=1), axis=0)
-        # Rounded as the norm by itself rounds.
+        # Rounded like the output of the norm's own kernel.
         x = (wide * (1.0 / tl.sqrt(squares / COLUMNS + eps)) * weight).to(x.dtype)
     values, scale = in_eight_bits(x.to(tl.float32), 1, GROUPS)
     tl.store(values_ptr + token * COLUMNS + columns, values.to(tl.float8e4nv), mask=inside)
@@ -92,9 +92,9 @@ def _quantize(  # type: ignore[no-untyped-def]
 
 
 def quantize_gated(gate_up_T2I: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """As `quantize_tokens` of activation(gate) · up, [T', I] and [T', G]; the gates are the first half.
+    """As `quantize_tokens`, for activation(gate) · up, [T', I] and [T', G]. The gates are the first half.
 
-    The product of both is rounded to bfloat16 in between, as that which is not quantised.
+    The gated product is rounded to bfloat16 first, as it would be without quantization.
     """
     gate_up_T2I = gate_up_T2I.contiguous()
     num_tokens, inner = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
@@ -124,7 +124,7 @@ def _quantize_gated(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Some groups of a token per program."""
+    """Each program quantizes some groups of one token."""
     lead(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -140,10 +140,10 @@ def _quantize_gated(  # type: ignore[no-untyped-def]
 
 
 def room_for_tokens(num_tokens: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory, not written yet, for the values [T', K] and the scales [T', G] of tokens."""
+    """Allocate the values [T', K] and the scales [T', G] of tokens."""
     padded_tokens = max(32, -(-num_tokens // 4) * 4)
     if blockscale.MIN_TOKENS <= num_tokens <= blockscale.MAX_TOKENS and blockscale.is_available(device):
-        # Whole tiles of FlashInfer's kernel: what it finds beyond the end of a matrix takes it longer.
+        # Whole tiles, since FlashInfer's kernel is slower for a tile that goes beyond the end of a matrix.
         multiple = 64 if num_tokens <= 64 else 128
         padded_tokens = -(-num_tokens // multiple) * multiple
     values_TK = torch.empty((padded_tokens, num_columns), dtype=torch.float8_e4m3fn, device=device)
@@ -152,10 +152,10 @@ def room_for_tokens(num_tokens: int, num_columns: int, device: torch.device) -> 
 
 
 def cublas_product(x_TK: Tensor, x_scales_TG: Tensor, weight_OK: Tensor, scales: Tensor) -> Tensor | None:
-    """x Wᵀ by cuBLAS, [T', O] in bfloat16; None where it does not take such sizes.
+    """x Wᵀ by cuBLAS, [T', O] in bfloat16; None if cuBLAS does not take these sizes.
 
     Args:
-        x_TK, x_scales_TG: of `quantize_tokens`.
+        x_TK, x_scales_TG: from `quantize_tokens`.
     """
     if scales.shape[1] % 4 or len(weight_OK) % 16:
         return None
@@ -176,11 +176,11 @@ def scaled_product(
     add: bool,
     tile: tuple[int, int, int, int] | None = None,
 ) -> None:
-    """x Wᵀ into `out_TO`, or added to it: in Triton.
+    """Write x Wᵀ into `out_TO`, or add it, with a Triton kernel.
 
     Args:
-        x_TK, x_scales_TG: of `quantize_tokens`.
-        tile: tokens and rows of a program, warps, stages; None: what suits the number of tokens.
+        x_TK, x_scales_TG: from `quantize_tokens`.
+        tile: tokens and rows of a program, warps, stages; None: chosen by the number of tokens.
     """
     num_tokens, num_rows = out_TO.shape
     num_columns = x_TK.shape[1]
@@ -226,14 +226,14 @@ def _product(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Some tokens by some rows. Neighbouring programs share their rows: these are read once."""
+    """Each program multiplies some tokens by some rows. Neighbours share rows, so these stay cached."""
     announce(OVERLAPPED)
     token_blocks = tl.cdiv(num_tokens, TOKENS)
     first_row = tl.program_id(0) // token_blocks * ROWS
     tokens = tl.program_id(0) % token_blocks * TOKENS + tl.arange(0, TOKENS)
     rows = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, 128)
-    # What is out of range reads something valid and is not stored.
+    # Lanes out of range read a valid place and are not stored.
     token_places = tl.where(tokens < num_tokens, tokens, 0)
     row_places = tl.where(rows < num_rows, rows, 0)
     x_pointers = x_ptr + token_places.to(tl.int64)[:, None] * num_columns + columns[None, :]

@@ -1,6 +1,7 @@
-"""Weights to 8 bits, block by block of 128 × 128, in one pass. `layers.fp8` says what comes out.
+"""Quantizes weights to 8 bits in blocks of 128 × 128, in one pass. `layers.fp8` defines the result.
 
-And back, four at a time: a word of 32 bits becomes four numbers by the fewest instructions.
+Also widens them, four numbers at a time: a 32-bit word becomes four numbers in as few instructions as
+possible.
 
 Shapes: S spans (weights), R rows of their blocks.
 """
@@ -26,7 +27,7 @@ _NUM_WARPS: Final = 16
 
 
 def quantize_blocks(weight_RK: Tensor, values_RK: Tensor, scales_BC: Tensor) -> None:
-    """Write `values_RK` and `scales_BC`; all on one device, whole blocks, rows in one piece."""
+    """Quantize a weight of whole blocks into `values_RK` and `scales_BC`, on the same device."""
     num_rows, num_columns = weight_RK.shape
     if num_rows % _BLOCK or num_columns % _BLOCK:
         raise ValueError(f"a weight of {num_rows} x {num_columns} is not made of blocks of {_BLOCK}")
@@ -43,7 +44,7 @@ def quantize_blocks(weight_RK: Tensor, values_RK: Tensor, scales_BC: Tensor) -> 
 
 
 def widen_blocks(values_RK: Tensor, scales_BC: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight that values and scales stand for; the last blocks may be narrower. Both are contiguous."""
+    """Widen values by their scales, both contiguous. The last blocks may be smaller."""
     num_rows, num_columns = values_RK.shape
     weight_RK = torch.empty(values_RK.shape, dtype=dtype, device=values_RK.device)
     _widen_blocks[(triton.cdiv(num_columns, _BLOCK), triton.cdiv(num_rows, _BLOCK))](
@@ -53,30 +54,30 @@ def widen_blocks(values_RK: Tensor, scales_BC: Tensor, dtype: torch.dtype) -> Te
 
 
 class QuantizedSpans:
-    """Weights in bfloat16, ready to be quantised, on the stream that this was made on.
+    """Prepared quantization of bfloat16 weights, which can be launched on the stream on which it was made.
 
     Args:
-        spans_S8: addresses of the weight, its values and its scales; rows and columns of blocks; elements
-            from row to row of the weight, of its values and of its scales. Addresses of weights and values
-            are multiples of 16, and so are their rows in bytes. All of that memory must live until they have
-            run.
-        device: where it lies.
+        spans_S8: the addresses of the weight, its values and its scales; numbers of rows and of columns of
+            blocks; elements from row to row of the weight, of the values and of the scales. Addresses of
+            weights and values are multiples of 16, and so are the bytes of their rows. All that memory must
+            live until the kernels are done.
+        device: of all memory.
 
     Attributes:
-        found_S: once they have run, which of the weights hold NaN or Inf; ones and zeros.
+        found_S: once the kernels are done, 1 for weights with NaN or Inf, otherwise 0.
     """
 
     def __init__(self, spans_S8: NDArray[np.int64], device: torch.device) -> None:
         self._num_spans = len(spans_S8)
         self._device = device
         rows_R7 = _rows(spans_S8)
-        # One kernel has rows of one length.
+        # Sorted by length, since all rows of one kernel must be equally long.
         self._host_rows_R7 = rows_R7[np.argsort(rows_R7[:, 3], kind="stable")]
         self._blocks_R = self._host_rows_R7[:, 3].copy()
         self._upload()
 
     def move(self, source_bytes: int, destination_bytes: int) -> None:
-        """Read and write addresses that are so much higher: it is as if they were made anew."""
+        """Shift all source and destination addresses by this many bytes. `found_S` starts anew."""
         self._host_rows_R7[:, 0] += source_bytes
         self._host_rows_R7[:, 1:3] += destination_bytes
         self._upload()
@@ -88,8 +89,8 @@ class QuantizedSpans:
             self._rows_R7 = self._rows_R7.pin_memory().to(self._device, non_blocking=True)
 
     def launch(self, launch_bytes: int) -> Iterator[int]:
-        """Launch them, by kernels that read and write about that many bytes; yields those of each kernel."""
-        # Two bytes are read and one is written of each element.
+        """Launch kernels that read and write about `launch_bytes` each. Yields the bytes of each kernel."""
+        # Each element is 2 bytes read and 1 byte written.
         bytes_R = self._blocks_R * (3 * _BLOCK * _BLOCK)
         is_cut_R = np.diff(np.cumsum(bytes_R) // launch_bytes) | np.diff(self._blocks_R)
         bounds = [0, *(np.flatnonzero(is_cut_R) + 1), len(bytes_R)]
@@ -100,7 +101,7 @@ class QuantizedSpans:
 
 
 def _rows(spans_S8: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Weight, values, scales, columns of blocks, elements from row to row of the first two, span: [R, 7]."""
+    """[R, 7]: weight, values, scales, columns of blocks, elements from row to row of the first two, span."""
     num_rows_S = spans_S8[:, 3]
     span_R = np.repeat(np.arange(len(spans_S8)), num_rows_S)
     first_S = np.cumsum(num_rows_S) - num_rows_S
@@ -117,8 +118,8 @@ def _rows(spans_S8: NDArray[np.int64]) -> NDArray[np.int64]:
 
 @triton.jit
 def _scale_of(weight):  # type: ignore[no-untyped-def]
-    """The largest magnitude / 448, [1]; NaN and Inf stay what they are."""
-    # As integers magnitudes are in the same order, and NaN is above everything: a maximum would lose it.
+    """The largest magnitude / 448, [1]. NaN and Inf are kept."""
+    # Compared as integers, magnitudes have the same order, and NaN is the largest; `max` would drop it.
     bits = weight.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.broadcast_to(largest, (1,)), tl.full((1,), 448.0, tl.float32))
@@ -127,11 +128,12 @@ def _scale_of(weight):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def divided(x, scale):  # type: ignore[no-untyped-def]
-    """x / scale, which has one column or one row, rounded as a division is, in a third of its time.
+    """x / scale, rounded as a division, in a third of its time. `scale` has one column or one row.
 
-    A product with the correctly rounded inverse is off by two units at most; the first correction leaves less
-    than one, and the second none (Markstein, "Computation of elementary functions on the IBM RISC System/6000
-    processor", 1990). Small scales are enlarged first: the remainders must not vanish.
+    A product with the correctly rounded inverse is off by at most two units in the last place. The first
+    correction leaves less than one, the second none (Markstein, "Computation of elementary functions on the
+    IBM RISC System/6000 processor", 1990). Small scales are enlarged first, so that remainders do not
+    underflow.
     """
     larger = tl.where(scale < 2.0**-60, 2.0**60, 1.0)
     x *= larger
@@ -141,13 +143,13 @@ def divided(x, scale):  # type: ignore[no-untyped-def]
     quotient = x * inverse
     quotient = tl.fma(tl.fma(quotient, negative, x), inverse, quotient)
     quotient = tl.fma(tl.fma(quotient, negative, x), inverse, quotient)
-    # A correction of nothing would take the sign of a zero.
+    # A zero stays as it is, since a correction would lose its sign.
     return tl.where(x == 0.0, x, quotient)
 
 
 @triton.jit
 def in_eight_bits(x, AXIS: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values and scales of COUNT groups along an axis, as torch's divisions round."""
+    """The values and scales of COUNT groups along an axis, rounded like torch's divisions."""
     largest = tl.max(tl.abs(x), axis=AXIS)
     scale = tl.where(largest > 0.0, tl.div_rn(largest, tl.full((COUNT,), 448.0, tl.float32)), 1.0)
     return divided(x, tl.expand_dims(scale, AXIS)), scale
@@ -157,7 +159,7 @@ def in_eight_bits(x, AXIS: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[n
 def _widen_blocks(  # type: ignore[no-untyped-def]
     values_ptr, scales_ptr, weight_ptr, num_rows, num_columns, OVERLAPPED: tl.constexpr
 ) -> None:
-    """A program widens one block."""
+    """Each program widens one block."""
     follow(OVERLAPPED)
     rows = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)[:, None]
     columns = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
@@ -168,7 +170,7 @@ def _widen_blocks(  # type: ignore[no-untyped-def]
     tl.store(weight_ptr + at, (values * scale).to(weight_ptr.dtype.element_ty), mask=inside)
 
 
-# The scales' strides are of all kinds, and a kernel for each is not worth its compilation.
+# Not specialised for strides of scales, which are too varied for a kernel each.
 @triton.jit(do_not_specialize=["scales_row", "scales_column"])
 def _quantize(  # type: ignore[no-untyped-def]
     weight_ptr, values_ptr, scales_ptr, weight_row, values_row, scales_row, scales_column
@@ -185,7 +187,7 @@ def _quantize(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _quantize_rows(rows_ptr, found_ptr) -> None:  # type: ignore[no-untyped-def]
-    """A program has one block."""
+    """Each program quantizes one block."""
     row_ptr = rows_ptr + tl.program_id(1).to(tl.int64) * 7
     block = tl.program_id(0)
     weight_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.bfloat16)), 16)
@@ -206,13 +208,13 @@ def _quantize_rows(rows_ptr, found_ptr) -> None:  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _floats(words):  # type: ignore[no-untyped-def]
-    """The lower and the upper bfloat16 of words of 32 bits, float32."""
+    """The lower and the upper bfloat16 of 32-bit words, in float32."""
     return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def four(words, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The four numbers of 8 bits in words of 32, float32."""
+    """The four e4m3 numbers of 32-bit words, in float32."""
     if ASM:
         a, b, c, d = tl.inline_asm_elementwise(
             """{
@@ -244,7 +246,7 @@ def four(words, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def four_of(ptr, word, inside, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Four neighbours in bfloat16 at a time, float32."""
+    """Load groups of four consecutive bfloat16 numbers, in float32."""
     if ASM:
         four = tl.load(ptr + word, mask=inside, other=0)
         low, high = four.to(tl.int32), (four >> 32).to(tl.int32)
@@ -260,7 +262,7 @@ def four_of(ptr, word, inside, ASM: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit
 def fours(words, x0, x1, x2, x3, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the four numbers of each word come to."""
+    """The sum of the four products of each word's numbers with x0 to x3."""
     w0, w1, w2, w3 = four(words, ASM)
     return w0 * x0[None, :] + w1 * x1[None, :] + w2 * x2[None, :] + w3 * x3[None, :]
 

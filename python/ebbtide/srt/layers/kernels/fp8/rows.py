@@ -1,4 +1,4 @@
-"""Rows to 8 bits (e4m3) with a scale each: of weights and of tokens; and their product, by cuBLAS.
+"""Quantizes rows of weights or tokens to 8 bits (e4m3) with a scale each, and multiplies them by cuBLAS.
 
 Shapes: T tokens, R rows, K columns, J of them, O outputs.
 """
@@ -22,20 +22,20 @@ from ebbtide.srt.layers.kernels.launch import overlap_options
 # Weight, eps and offset of an `RMSNorm`.
 NormTerms: TypeAlias = tuple[Tensor, float, float]
 
-# cuBLAS wants multiples of 16, and takes no longer for that many than for fewer.
+# cuBLAS requires multiples of 16, and is as fast for 32 tokens as for fewer.
 _LEAST_TOKENS, _TOKENS = 32, 16
 
 
 def quantize_rows(weight_RK: Tensor, values_RJ: Tensor, scales_R1: Tensor, first_column: int = 0) -> None:
-    """Write `values_RJ`, of J columns from `first_column` on, and `scales_R1`, of all columns."""
+    """Write `values_RJ`, the J columns from `first_column` on, and `scales_R1`, which cover all columns."""
     weight_RK = weight_RK if weight_RK.stride(1) == 1 else weight_RK.contiguous()
     _launch(weight_RK, None, values_RJ, scales_R1, first_column)
 
 
 def quantize_tokens(x_TK: Tensor, norm: NormTerms | None = None) -> tuple[Tensor, Tensor]:
-    """x, or norm(x), in e4m3, and its scales: [T', K] and [T', 1].
+    """Quantize x, or norm(x), to e4m3. Returns values [T', K] and scales [T', 1].
 
-    T' is T rounded up to what cuBLAS takes: what the rows behind T hold means nothing.
+    T' is T rounded up to a size that cuBLAS takes. Rows after T are padding without meaning.
     """
     num_rows = max(_LEAST_TOKENS, -(-len(x_TK) // _TOKENS) * _TOKENS)
     values_TK = torch.empty((num_rows, x_TK.shape[1]), dtype=torch.float8_e4m3fn, device=x_TK.device)
@@ -45,7 +45,7 @@ def quantize_tokens(x_TK: Tensor, norm: NormTerms | None = None) -> tuple[Tensor
 
 
 def product_of_rows(x_TK: Tensor, x_scales_T1: Tensor, weight_OK: Tensor, scales_O1: Tensor) -> Tensor:
-    """x Wᵀ, [T, O] in bfloat16; O and K multiples of 16."""
+    """x Wᵀ, [T, O] in bfloat16. O and K must be multiples of 16."""
     by_row = F.ScalingType.RowWise
     product_TO: Tensor = F.scaled_mm(
         x_TK, weight_OK.t(), x_scales_T1, by_row, scales_O1.t(), by_row, output_dtype=torch.bfloat16
@@ -95,7 +95,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """One row per program."""
+    """Each program quantizes one row."""
     announce(OVERLAPPED)
     columns = tl.arange(0, BLOCK)
     inside = columns < COLUMNS
@@ -106,10 +106,10 @@ def _quantize(  # type: ignore[no-untyped-def]
     x = tl.load(x_ptr + row * x_row + columns, mask=inside, other=0.0)
     if NORM:
         wide = x.to(tl.float32)
-        # Rounded as the norm by itself rounds.
+        # Rounded like the output of the norm's own kernel.
         x = (wide * (1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / COLUMNS + eps)) * weight).to(x.dtype)
     x = x.to(tl.float32)
-    # As integers magnitudes are in the same order, and NaN is above everything: a maximum would lose it.
+    # Compared as integers, magnitudes have the same order, and NaN is the largest; `max` would drop it.
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.broadcast_to(tl.max(bits, axis=0).to(tl.float32, bitcast=True), (1,))
     scale = tl.div_rn(largest, tl.full((1,), 448.0, tl.float32))
