@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.io_struct import RoutedExperts
 
-# "int32": base64 of the numbers alone. "npy": base64 of a file of numpy's. "packed": an object with `data`
-# first, base64 of the numbers as they are kept, and the token that they `start` with. "canonical": such an
-# object without the latter, of the smallest of uint8, int16 and int32 that holds them.
+# "int32": base64 of the numbers alone. "npy": base64 of a .npy file. "packed": an object with the shape, the
+# dtype, the first token (`start`) and, before them, `data`: base64 of the numbers as they are kept.
+# "canonical": such an object without `start`, in the smallest of uint8, int16 and int32 that holds them.
 RoutedForm: TypeAlias = Literal["int32", "npy", "packed", "canonical"]
 
 _NPY_MAGIC: Final = b"\x93NUMPY"
@@ -30,11 +30,13 @@ _KINDS: Final = ("uint8", "int8", "uint16", "int16", "int32", "int64")
 
 @dataclass(frozen=True)
 class ExpertSlots:
-    """Which experts tokens can take.
+    """The experts of a model.
 
     Attributes:
-        num_layers: all hidden layers.
-        per_token: experts that a token takes in each of the `sparse_layers`.
+        num_layers: the number of all hidden layers.
+        num_experts: experts of each sparse layer.
+        per_token: experts that a token goes through in each sparse layer.
+        sparse_layers: the layers that have experts.
     """
 
     num_layers: int
@@ -44,7 +46,7 @@ class ExpertSlots:
 
 
 def encoded(routed: RoutedExperts, form: RoutedForm, start: int) -> Any:
-    """What an answer says of them; they are those of the tokens from `start` on."""
+    """Routed experts in the form of an answer. Their rows begin with token `start`."""
     rows = routed.rows
     match form:
         case "int32":
@@ -53,7 +55,7 @@ def encoded(routed: RoutedExperts, form: RoutedForm, start: int) -> Any:
             file = io.BytesIO()
             np.save(file, rows, allow_pickle=False)
             return _base64(file.getbuffer())
-        # Readers cut `data` out by its place: it comes first.
+        # `data` comes first, because clients find it by its position.
         case "packed":
             form_fields = {"shape": list(routed.shape), "start": start, "dtype": routed.dtype}
             return {"data": _base64(rows.data), **form_fields}
@@ -64,9 +66,10 @@ def encoded(routed: RoutedExperts, form: RoutedForm, start: int) -> Any:
 
 
 def decoded(given: Any, slots: ExpertSlots, num_prompt_tokens: int) -> RoutedExperts:
-    """The experts that a request gives the first tokens of its prompt, in any of the forms of answers.
+    """The experts that a request sets for the first tokens of its prompt, in any form that answers have.
 
-    Raises RequestRejected: it is in none of them, or the model does not have such experts.
+    Raises:
+        RequestRejected: they are in no such form, or the model has no such experts.
     """
     shape = f"[tokens, {slots.num_layers} layers, {slots.per_token} experts]"
     try:
@@ -88,14 +91,14 @@ def decoded(given: Any, slots: ExpertSlots, num_prompt_tokens: int) -> RoutedExp
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise _rejected("expected different experts of a token in a layer, got one twice")
     kind = "uint8" if slots.num_experts <= 256 else "uint16"
-    # What stands for layers without experts means nothing.
+    # Rows of layers without experts may hold anything: they are zeroed.
     kept = np.zeros(rows.shape, dtype=kind)
     kept[:, list(slots.sparse_layers)] = chosen
     return RoutedExperts(kept.tobytes(), (len(kept), slots.num_layers, slots.per_token), kind)
 
 
 def namespace_of(routed: RoutedExperts | None) -> tuple[str, ...]:
-    """Keeps KV of given experts apart from that of others, in the prefix cache."""
+    """The part of a cache namespace that separates KV computed with these experts from other KV."""
     if routed is None:
         return ()
     return (f"routed_experts={hashlib.blake2b(routed.data, digest_size=16).hexdigest()}",)
@@ -130,17 +133,17 @@ def _base64(data: memoryview) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-# "numbers": lists of them; "base64": their bytes.
+# "numbers": lists of numbers; "base64": base64 of their bytes.
 FlatForm: TypeAlias = Literal["numbers", "base64"]
 
 
 def flat_form(is_flat: bool | None, is_base64: bool | None) -> FlatForm | None:
-    """The form that a request asks for; None: the usual lists of triples."""
+    """The flat form that a request asks for; None: the usual lists of triples."""
     return None if not is_flat else "base64" if is_base64 else "numbers"
 
 
 def flat_top_logprobs(positions_TK: Sequence[Sequence[Any]], form: FlatForm) -> dict[str, Any]:
-    """What stands in the place of `output_top_logprobs`, row by row; every token has its row."""
+    """The fields that replace `output_top_logprobs` in the answer, with one row for each token."""
     shape = [len(positions_TK), len(positions_TK[0]) if positions_TK else 0]
     fields: dict[str, Any] = {"output_top_logprobs_shape": shape, "output_top_logprobs_null_prefix": 0}
     for name, place, dtype in (("val", 0, np.float32), ("idx", 1, np.int32)):

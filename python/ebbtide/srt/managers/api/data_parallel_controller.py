@@ -1,7 +1,8 @@
 """Several replicas as one engine: each generation goes to one of them, each control request to all.
 
-It stands between the TokenizerManager and the channels, with the methods of both of their ends. What comes
-back of a control request is one reply; what a replica reports of its state is passed on.
+It stands between the TokenizerManager and the channels, and has the methods of a sending and of a receiving
+end. The replicas' replies to a control request are merged into one; their state reports are passed on as they
+are.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from ebbtide.srt.managers.wire.control_request import dealt, num_entries
 from ebbtide.srt.managers.wire.merging import merge_replicas
 
 SHORTEST_QUEUE: Final = "shortest_queue"
-# A replica that has not done so long after a verdict what it says is given no more prompts.
+# A replica that has not carried a verdict out after so many seconds is given no more prompts.
 LATE_S: Final = 10.0
 
 
 class DataParallelController:
-    """Deals generations out, and carries control requests out on every replica.
+    """Distributes generations over the replicas, and carries control requests out on every one.
 
-    The replicas are a `Committee`; `merge_replicas` makes one reply of theirs, and says who has done what.
+    The replicas are a `Committee`. `merge_replicas` merges their replies, and says which of them did what.
 
     Args:
-        replicas, inbox: closed with this. What is encoded already is sent as it is.
-        load_balance_method: `round_robin`, or `shortest_queue`: the replica with the fewest tokens, those of
-            its requests' prompts and those that they may still generate.
+        replicas, inbox: the channels, closed with this. A `Raw` is encoded already and sent as it is.
+        load_balance_method: `round_robin`; or `shortest_queue`: the replica with the fewest tokens, counting
+            each of its requests' prompts and the most that they may generate.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class DataParallelController:
         self._encoder = msgspec.msgpack.Encoder()
 
     def place(self, outputs: Sequence[TokenizedGenerateReqInput]) -> list[TokenizedGenerateReqInput]:
-        """The outputs of a request, each with a `dp_rank` for `send` to go by.
+        """The outputs of a request, each with the `dp_rank` that `send` will send it to.
 
-        Samples of one prompt, which follow each other, stay together: they share its KV.
+        Consecutive outputs of the same prompt go to the same replica, because they share its KV.
         """
         placed: list[TokenizedGenerateReqInput] = []
         num_tokens = self._num_tokens.copy()
@@ -108,7 +109,7 @@ class DataParallelController:
                 raise AssertionError("deadlines are the schedulers' own")
 
     async def receive_async(self) -> list[ManagerInput]:
-        """What there is for the manager, after waiting for it. Cancelling it loses nothing."""
+        """Wait for messages for the manager. Cancelling this loses none."""
         messages: list[ManagerInput] = []
         while not messages:
             for message in await self._inbox.receive_async():
@@ -133,9 +134,9 @@ class DataParallelController:
         self._inbox.close()
 
     def _choose(self, num_tokens: Sequence[int]) -> int:
-        """The replica for the next prompt. Equal queues take turns too.
+        """The replica for the next prompt. Replicas with equally long queues take turns too.
 
-        As long as others serve, it is none that cannot run, or that has not done yet what all commit.
+        A replica that cannot run, or that is late with a verdict, is chosen only if all are.
         """
         num_replicas = len(self._replicas)
         in_turn = [(self._next + step) % num_replicas for step in range(num_replicas)]
@@ -155,12 +156,12 @@ class DataParallelController:
 
     def _broadcast(self, call: ControlCall) -> None:
         if num_entries(call.request) == len(self._replicas) * self._tp_size:
-            # There is an entry for every rank of every replica: each gets those of its own ranks.
+            # One entry for each rank of each replica: a replica gets the entries of its own ranks.
             for dp_rank, replica in enumerate(self._replicas):
                 own = range(dp_rank * self._tp_size, (dp_rank + 1) * self._tp_size)
                 replica.send(msgspec.structs.replace(call, request=dealt(call.request, own)))
             return
-        # It is encoded once: payloads of weights may be long. What overtakes is short.
+        # Encoded once for all replicas, because weights may be long. Calls that overtake are short.
         encoded = call if call.overtakes else msgspec.Raw(self._encoder.encode(call))
         for replica in self._replicas:
             replica.send(encoded)
@@ -184,11 +185,11 @@ def _max_tokens(output: TokenizedGenerateReqInput) -> int:
 
 
 class OrderedInbox:
-    """Holds a reply back until everything that its replica had aborted before it has been handed out.
+    """Holds a reply back until the outputs that its replica aborted before it have been handed out.
 
-    Outputs come by way of the detokenizer and replies directly. A client that is informed that generation is
-    paused, or that new weights serve, may take every later answer for one of the new weights: a reply comes
-    in a batch of its own.
+    Outputs come through the detokenizer and replies come directly, so a reply may arrive first. A client that
+    is told that generation is paused, or that new weights serve, may take every later answer for one of the
+    new weights. For the same reason, a reply comes in a batch of its own.
     """
 
     def __init__(self, inbox: AsyncReceiveEnd[ManagerInput]) -> None:
@@ -197,7 +198,7 @@ class OrderedInbox:
         self._held: list[ControlReply] = []
 
     async def receive_async(self) -> Sequence[ManagerInput]:
-        """What there is, after waiting for it. Cancelling it loses nothing."""
+        """Wait for messages that may be handed out. Cancelling this loses none."""
         due = [reply for reply in self._held if not self._is_early(reply)]
         if due:
             self._held = [reply for reply in self._held if self._is_early(reply)]

@@ -1,4 +1,4 @@
-"""Outputs that have ended, kept for a while: a request may continue one, also one that nobody has read."""
+"""Outputs that have ended. They are kept for a while, so that a later request can continue one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.wire.generation import TokenizedGenerateReqInput
 from ebbtide.srt.sampling_params import SamplingParams
 
-# How long an output is kept, how many are, and how many tokens of them all.
+# Limits: the seconds that an output is kept, the number of outputs, and the tokens of all of them.
 KEPT_S: Final = 600.0
 MAX_KEPT: Final = 4096
 MAX_KEPT_TOKENS: Final = 8 << 20
@@ -21,7 +21,7 @@ MAX_KEPT_TOKENS: Final = 8 << 20
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks: the host that requests come from, and the key that they bring, right or not."""
+    """The sender of a request: its host, and the API key that it sends, which may be wrong."""
 
     host: str = ""
     key: str = field(default="", repr=False)
@@ -32,12 +32,13 @@ NOBODY: Final = Caller()
 
 @dataclass(frozen=True)
 class EndedOutput:
-    """What a request needs to know that continues an output.
+    """An output that has ended, with all that is needed to continue it.
 
     Attributes:
-        prompt_ids: of the first request, if that continued another one.
-        output_ids: all that was generated behind these; `num_new` of them by the last request.
-        adapter: the version of an adapter that it ended with; None: without any.
+        prompt_ids: the prompt of the first request, if requests continued each other.
+        output_ids: all tokens generated after the prompt; the last request generated the last `num_new`.
+        ended_s: when it ended, by the monotonic clock.
+        adapter: the adapter version that it ended with; None: it used no adapter.
     """
 
     rid: str
@@ -51,14 +52,18 @@ class EndedOutput:
     adapter: str | None = None
 
     def params_for(self, given: SamplingParams | None) -> SamplingParams:
-        """Those of a request that continues it: with its seed, and where none are given, its own."""
+        """The parameters of a request that continues it: the given ones or else its own, with its seed."""
         if given is not None and given.n != 1:
             raise RequestRejected(f"continue_from: one output goes on, expected n = 1, got {given.n}")
         return replace(self.params if given is None else given, n=1, sampling_seed=self.seed)
 
     @property
     def num_left(self) -> int | None:
-        """How many more tokens its own parameters allow, at least one; None: as many as there is room for."""
+        """How many more tokens its own parameters allow, at least one; None: they set no limit.
+
+        Raises:
+            RequestRejected: they allow no more.
+        """
         if self.params.max_new_tokens is None:
             return None
         left = self.params.max_new_tokens - self.num_new
@@ -74,22 +79,26 @@ class EndedOutput:
 
     @property
     def num_entries(self) -> int:
-        """Ids and characters of what it has in common with the other outputs of its request."""
+        """The size, in ids and characters, of what it shares with the other outputs of its request."""
         grammar = self.params.grammar
         texts = *self.namespace, "" if grammar is None else grammar.text
         return self.params.num_entries + sum(map(len, texts))
 
 
 class EndedOutputs:
-    """The last outputs that have ended, by the key and the rid of their requests.
+    """The outputs that ended last, by the API key and the rid of their requests.
 
-    Who has made a request under the same key, and knows its rid, may continue it, and read its prompt.
+    Whoever sends the same key and knows the rid may continue the output, and so can read its prompt.
+
+    Args:
+        is_live: whether the output of a rid still runs.
     """
 
     def __init__(self, is_live: Callable[[str], bool]) -> None:
         self._is_live = is_live
         self._kept: dict[tuple[str, str], EndedOutput] = {}
-        # Those of parameters included, of which the outputs of a request have the same.
+        # Includes `num_entries`, once for all outputs with the same parameters object: `_num_sharing` counts
+        # those outputs, by its `id`.
         self._num_tokens = 0
         self._num_sharing: Counter[int] = Counter()
 
@@ -100,7 +109,12 @@ class EndedOutputs:
         client: Caller = NOBODY,
         adapter: str | None = None,
     ) -> None:
-        """An output has ended, of a request that this client made, on this version of an adapter."""
+        """Keep the output of a request that has ended.
+
+        Args:
+            client: who sent the request.
+            adapter: the adapter version that it ended with; None: the one that the request named, if any.
+        """
         name = client.key, request.rid
         self._forget(name)
         ended = self._kept[name] = EndedOutput(
@@ -120,25 +134,29 @@ class EndedOutputs:
             self._forget(next(iter(self._kept)))
 
     def get(self, rid: str, client: Caller = NOBODY) -> EndedOutput:
-        """The output of this rid; refused (400) if it still runs, or nothing is known of it any more."""
+        """The output of this rid.
+
+        Raises:
+            RequestRejected: it still runs, or it is not kept (any more) for this client.
+        """
         if self._is_live(rid):
             raise RequestRejected(f"continue_from: {rid!r} is still running: abort it first")
         if self.find([rid], client) is not None:
             return self._kept[client.key, rid]
-        # Other rids are not listed: whoever knows one reads the prompt of its request.
+        # The message lists no other rids: whoever knows a rid can read the prompt of its request.
         raise RequestRejected(
             f"continue_from: nothing is known of {rid[:200]!r}: the last {MAX_KEPT} outputs are kept for "
             f"{KEPT_S:g} s, for those who send the key of their requests"
         )
 
     def find(self, rids: Sequence[str], client: Caller = NOBODY) -> str | None:
-        """The first of these rids that an output is kept under."""
+        """The first of these rids whose output is kept for this client."""
         oldest_s = time.monotonic() - KEPT_S
         kept = ((rid, self._kept.get((client.key, rid))) for rid in rids)
         return next((rid for rid, ended in kept if ended is not None and ended.ended_s > oldest_s), None)
 
     def _has_too_much(self) -> bool:
-        """Whether the oldest is too old, or one too many."""
+        """Whether the oldest output must go: it is too old, or there are too many outputs or tokens."""
         is_full = len(self._kept) > MAX_KEPT or self._num_tokens > MAX_KEPT_TOKENS
         oldest = next(iter(self._kept.values()), None)
         return oldest is not None and (is_full or oldest.ended_s <= time.monotonic() - KEPT_S)

@@ -1,4 +1,4 @@
-"""The fields of `/generate` as they are sent, and what they say of each prompt. See wire_api section 2."""
+"""The fields of `/generate` as clients send them, and their values per prompt. See wire_api section 2."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ebbtide.srt.managers.api.request_limits import RequestLimits
 from ebbtide.srt.managers.io_struct import RoutedExperts
 from ebbtide.srt.sampling_params import MAX_TOKEN_IDS
 
-# Fields of features that this version lacks. They would change the tokens, or clients read them back: so a
-# value that asks for one is refused, while null, false and empty values, which clients send anyway, are not.
-# Every other unknown field is ignored.
+# Fields of features that this version lacks. They change the tokens, or clients expect something back for
+# them: so a value that asks for the feature is refused. Null, false and empty values are accepted, because
+# clients send them anyway. All other unknown fields are ignored.
 UNSUPPORTED_FIELDS = frozenset(
     (
         *("image_data", "video_data", "audio_data", "mm_hashes", "input_embeds"),
@@ -37,13 +37,13 @@ UNSUPPORTED_FIELDS = frozenset(
 MAX_UNKNOWN: Final = 10
 MAX_NAME_LENGTH: Final = 50
 
-# What a message between processes has room for; JSON and Python have more.
+# The range of integers in messages between processes. JSON and Python have larger ones.
 INT64_MAX: Final = 2**63 - 1
 Int64: TypeAlias = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
 
 
 def said(description: str | None = None, **schema: Any) -> Meta:
-    """What the OpenAPI document says of a field in addition to its type."""
+    """What the OpenAPI document says of a field besides its type."""
     return Meta(description=description, extra_json_schema=schema)
 
 
@@ -137,9 +137,9 @@ def parse(given: GenerateReqInput | Mapping[str, Any]) -> GenerateReqInput:
 
 
 def unknown_fields(given: GenerateReqInput | Mapping[str, Any]) -> list[str]:
-    """The names of fields that have no effect because nothing is known of them.
+    """The names of fields that are ignored because they are unknown.
 
-    Few and short, since each of many outputs may say them.
+    At most `MAX_UNKNOWN` names of `MAX_NAME_LENGTH` characters: each output's answer may repeat them.
     """
     if isinstance(given, GenerateReqInput):
         return []
@@ -149,8 +149,8 @@ def unknown_fields(given: GenerateReqInput | Mapping[str, Any]) -> list[str]:
 
 
 def asks_for_nothing(value: Any) -> bool:
-    """Whether a field of this value is as good as not given."""
-    # Not by recursion: a client may nest lists as deep as it likes.
+    """Whether a field with this value is the same as none: null, false, empty, or a list of such."""
+    # Not by recursion, because a client may nest lists to any depth.
     left = [value]
     while left:
         item = left.pop()
@@ -163,8 +163,8 @@ def asks_for_nothing(value: Any) -> bool:
 
 
 def split_ids(name: str, ids: list[int | list[int]]) -> tuple[list[list[int]], bool]:
-    """The ids of each text, and whether they are a batch. `ids` has been checked to hold nothing else."""
-    # There may be a million of them: this is done without a step of Python for each.
+    """The ids of each prompt, and whether they are a batch. The types of the entries have been checked."""
+    # There may be a million ids: no Python step for each.
     kinds = set(map(type, ids))
     if len(kinds) > 1:
         raise RequestRejected(f"{name}: expected a list of ids or a list of such lists, got a mixture")
@@ -179,7 +179,11 @@ MAX_RID_LENGTH = 256
 
 
 def per_prompt(name: str, value: V | list[V], num_prompts: int) -> list[V]:
-    """One entry per prompt: of a list, or the value for all. Raises RequestRejected: 400, not as many."""
+    """One entry per prompt: those of a list, or the value for each.
+
+    Raises:
+        RequestRejected: a list has another number of entries.
+    """
     if not isinstance(value, list):
         return [value] * num_prompts
     if len(value) != num_prompts:
@@ -191,7 +195,7 @@ def per_prompt(name: str, value: V | list[V], num_prompts: int) -> list[V]:
 
 @dataclass(frozen=True)
 class PerPrompt:
-    """What was given for one prompt, sampling parameters and rids apart."""
+    """The fields' values for one prompt, without sampling parameters and rids."""
 
     return_logprob: bool
     logprob_start_len: int
@@ -203,8 +207,11 @@ class PerPrompt:
 
     @classmethod
     def split(cls, request: GenerateReqInput, num_prompts: int) -> list[PerPrompt]:
-        """Of each prompt. Raises RequestRejected: 400, a list has not one entry per prompt."""
+        """The values for each prompt.
 
+        Raises:
+            RequestRejected: a list has another number of entries.
+        """
         names = ("return_logprob", "logprob_start_len", "top_logprobs_num", "cache_salt", "extra_key")
         given: dict[str, Any] = {name: getattr(request, name) for name in (*names, "lora_path")}
         routes = request.replay_routed_experts
@@ -225,7 +232,11 @@ class PerPrompt:
         ]
 
     def check(self, limits: RequestLimits, num_prompt_tokens: int) -> None:
-        """Raises RequestRejected: 400, a number or an id is out of its range."""
+        """Check that numbers and ids are in their ranges.
+
+        Raises:
+            RequestRejected: one is not.
+        """
         start, top = self.logprob_start_len, self.top_logprobs_num
         if not -1 <= start <= num_prompt_tokens:
             raise RequestRejected(
@@ -244,7 +255,11 @@ class PerPrompt:
             )
 
     def given_routes(self, limits: RequestLimits, num_prompt_tokens: int) -> RoutedExperts | None:
-        """The experts that its tokens are to take. Raises RequestRejected: 400, they cannot be these."""
+        """The experts that the prompt's first tokens shall go through; None: the request sets none.
+
+        Raises:
+            RequestRejected: the model has no such experts.
+        """
         if asks_for_nothing(self.replay_routed_experts):
             return None
         if limits.experts is None:
@@ -255,9 +270,10 @@ class PerPrompt:
 def rids_of_outputs(
     given: str | list[str] | None, num_prompts: int, num_samples: int, is_list: bool
 ) -> tuple[list[list[str]], dict[str, list[str]]]:
-    """The rids of each prompt's samples, and the posted rids that stand for several outputs.
+    """The rids of each prompt's samples; and, by each given rid that means several outputs, their rids.
 
-    Raises RequestRejected: 400, one is too long, empty or given twice, or there is another number of them.
+    Raises:
+        RequestRejected: a rid is empty, too long or given twice, or their number is wrong.
     """
     if given is None:
         return [[uuid.uuid4().hex for _ in range(num_samples)] for _ in range(num_prompts)], {}

@@ -1,4 +1,4 @@
-"""From the body of `/generate` to one checked message per output. Source: wire_api section 2."""
+"""Turns the body of `/generate` into one checked message per output. Source: wire_api section 2."""
 
 from __future__ import annotations
 
@@ -28,28 +28,30 @@ from ebbtide.srt.managers.io_struct import TokenizedGenerateReqInput, VersionCon
 from ebbtide.srt.managers.text.tokenizer import Tokenizer
 from ebbtide.srt.sampling_params import SamplingParams
 
-# Makes a text that becomes a prompt, or its token ids.
+# Makes a prompt, as text or as token ids. It may take long, so it is called by `tokenize`.
 Render: TypeAlias = Callable[[], str | list[int]]
-# The token ids of a prompt, or what they are to be made of.
+# The token ids of a prompt, or that from which `tokenize` makes them.
 Prompt: TypeAlias = list[int] | str | Render
 
-# Each output's message has the ids and texts of its parameters: the most in all messages of a request.
+# The most ids and characters of parameters in all messages of a request; each output's message has its own.
 MAX_IDS = 1 << 24
-# Each takes 8 bytes of its output: half a GiB in the message, and as much again while a pass makes them.
+# The most logprobs of one output besides those of its tokens. At 8 bytes each that is half a GiB in its
+# message, and as much again while a forward pass makes them.
 MAX_LOGPROBS = 1 << 26
 
 
 @dataclass(frozen=True)
 class GenerationDraft:
-    """A request that has passed every check but those of its prompts' tokens.
+    """A request that has passed all checks that need no tokens.
 
     Attributes:
-        prompts: all of them token ids, or none.
-        params, columns: per prompt.
-        rids, seeds: of each prompt's samples.
-        is_list: whether the answer is a list: a batch, or several samples.
-        groups: a rid that was posted for several outputs → theirs.
-        continued: the output that it continues.
+        prompts: either all are token ids, or none is.
+        params, columns: one for each prompt.
+        rids, seeds: for each prompt, one for each of its samples.
+        is_list: whether the answer is a list, because the request is a batch or asks for several samples.
+        groups: the rids of the outputs for which the request gives one rid in common, by that rid.
+        arrival_s: when it arrived, by the monotonic clock.
+        continued: the output that it continues; None: it continues none.
         ignored_fields: see `unknown_fields`.
     """
 
@@ -67,17 +69,17 @@ class GenerationDraft:
 
     @property
     def all_rids(self) -> list[str]:
-        """The rids of all outputs, in their order."""
+        """The rids of all outputs, in the order of the outputs."""
         return [rid for rids in self.rids for rid in rids]
 
 
 @dataclass(eq=False)
 class RequestNormalizer:
-    """Checks requests and spells them out, one message per output.
+    """Checks requests and makes one message of each output.
 
-    In three steps, because the second one may take seconds: `draft`, `tokenize`, `plan`. Each refuses with
-    status 400; one bad prompt refuses the whole batch. `tokenizer` is None where the engine deals in token
-    ids only.
+    It takes three steps: `draft`, `tokenize` and `plan`. They are apart because tokenizing may take seconds.
+    Each raises `RequestRejected`; one bad prompt refuses the whole batch. `tokenizer` is None if the engine
+    takes token ids only.
     """
 
     _limits: RequestLimits
@@ -91,11 +93,11 @@ class RequestNormalizer:
         render: Render | Sequence[Render] | None = None,
         client: Caller = NOBODY,
     ) -> GenerationDraft:
-        """Check everything that needs no tokens, and give the outputs their names and seeds.
+        """Check all that needs no tokens, and choose the outputs' rids and seeds.
 
         Args:
-            render: makes the prompt, in the place of `text` and `input_ids`.
-            client: who asks; continues only what it has asked for itself.
+            render: makes the prompt, instead of `text` and `input_ids`; a sequence: one for each prompt.
+            client: who sends the request. It can continue only outputs of its own requests.
         """
         arrival_s = time.monotonic()
         request = parse(given)
@@ -133,13 +135,16 @@ class RequestNormalizer:
         )
 
     def tokenize(self, draft: GenerationDraft, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The checked ids of some of a draft's prompts. May be called from any thread."""
+        """The token ids of some of a draft's prompts, checked. May be called from any thread."""
         return [self._ids(draft.request, prompt) for prompt in prompts]
 
     def plan(self, draft: GenerationDraft, prompts: Sequence[list[int]]) -> list[TokenizedGenerateReqInput]:
-        """The messages, with the ids of all prompts: all samples of prompt 0, then of prompt 1, and so on.
+        """The messages: those of all samples of prompt 0, then of prompt 1, and so on.
 
         May be called from any thread.
+
+        Args:
+            prompts: the token ids of all prompts of the draft.
         """
         return [
             msgspec.structs.replace(message, rid=rid, seed=seed)
@@ -181,7 +186,7 @@ class RequestNormalizer:
     def _prompts(
         self, request: GenerateReqInput, render: Render | Sequence[Render] | None
     ) -> tuple[Sequence[Prompt], bool]:
-        """The prompts, and whether they are a batch."""
+        """The prompts, and whether the request gave them as a batch."""
         prompts: Sequence[Prompt]
         if render is not None:
             self._need_tokenizer("a prompt that is rendered")
@@ -208,7 +213,7 @@ class RequestNormalizer:
         return [list(continued.prompt_ids)]
 
     def _ids(self, request: GenerateReqInput, prompt: Prompt) -> list[int]:
-        """The checked ids of a prompt."""
+        """The token ids of a prompt, made if necessary, cut and checked."""
         kept = request.truncate_prompt_tokens
         made = prompt if isinstance(prompt, str | list) else prompt()
         if isinstance(made, list):
@@ -249,7 +254,7 @@ class RequestNormalizer:
         return params
 
     def _seeds(self, params: SamplingParams, num_samples: int) -> list[int]:
-        """One per sample. Sample k of a request with a seed gets that seed + k, in 64 bits."""
+        """A seed for each sample: the given seed + k for sample k, in 64 bits, or random ones."""
         seed = params.sampling_seed
         if seed is None:
             return [_signed64(self._rng.getrandbits(64)) for _ in range(num_samples)]
@@ -258,7 +263,7 @@ class RequestNormalizer:
     def _messages(
         self, draft: GenerationDraft, prompts: Sequence[list[int]]
     ) -> Iterator[TokenizedGenerateReqInput]:
-        """The message of each prompt's samples, but for their rids and seeds."""
+        """A message for each prompt, which all its samples have but for their rids and seeds."""
         request = draft.request
         banned = {
             id(one): self._tokenizer.spellings(one.bad_words) if self._tokenizer else []
@@ -311,7 +316,7 @@ class RequestNormalizer:
 
 
 def distinct(params: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """Each object once: the prompts of a batch mostly share one."""
+    """Each object once. The prompts of a batch usually share one, which is to be checked once."""
     return list({id(one): one for one in params}.values())
 
 
@@ -321,7 +326,7 @@ def _check_num_ids(
     columns: Sequence[PerPrompt],
     num_samples: int,
 ) -> None:
-    """Refuse what no message between processes should hold."""
+    """Refuse parameters that are too large to send to the scheduler with each output."""
     versions = request.min_weight_version, request.exact_weight_version
     num_shared = sum(len(str(version)) for version in versions if version is not None)
     lengths = {id(one): num_shared + one.num_entries for one in distinct(params)}
@@ -340,7 +345,7 @@ def _check_num_ids(
 
 
 def _check_num_logprobs(own: PerPrompt, num_positions: int) -> None:
-    """Refuse what neither a pass nor a message between processes should hold."""
+    """Refuse more logprobs than a forward pass and the messages of an output should hold."""
     num_each = own.top_logprobs_num + len(own.token_ids_logprob)
     if own.return_logprob and num_positions * num_each > MAX_LOGPROBS:
         raise RequestRejected(
@@ -351,7 +356,7 @@ def _check_num_logprobs(own: PerPrompt, num_positions: int) -> None:
 
 
 def _pinned_to(request: GenerateReqInput) -> int | None:
-    """The replica that a request asks for."""
+    """The data-parallel replica that a request asks for, by either of two names; None: any."""
     return request.routed_dp_rank if request.routed_dp_rank is not None else request.data_parallel_rank
 
 
@@ -380,7 +385,7 @@ def _returns_sampling_mask(request: GenerateReqInput, params: SamplingParams, vo
 
 
 def _need_grammars(field: str) -> None:
-    """Refuse structured output where the library is not installed that does it."""
+    """Refuse structured output if xgrammar is not installed."""
     if find_spec("xgrammar") is None:
         hint = "pip install 'ebbtide[structured]' where the server runs"
         raise RequestRejected(
@@ -395,7 +400,11 @@ def _not_empty(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def sampling_params_of(given: Any) -> SamplingParams:
-    """Those of a prompt. Raises `RequestRejected` for what is none."""
+    """The sampling parameters of a prompt, as a request gives them.
+
+    Raises:
+        RequestRejected: they are not valid.
+    """
     if isinstance(given, SamplingParams):
         return given
     return SamplingParams.from_dict({} if given is None else given)

@@ -1,8 +1,8 @@
-"""Grammars compiled by another process, in which each has a fork that the kernel ends at its limits.
+"""Compiles grammars in another process: a fork of it compiles each, and the kernel ends it at its limits.
 
-A grammar of a few bytes can take hours and all memory of a host, inside a library that nothing else can stop.
-The forks share what takes long to make, the library and its view of the vocabulary. Those of different
-clients compile in turns. Shapes and limits: see `text.grammar`.
+A grammar of a few bytes can take hours and all memory of a host to compile, and the library that does it
+cannot be stopped in any other way. The forks share the library and its view of the vocabulary, which take
+long to make. Clients take turns. Shapes and limits: see `text.grammar`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Nearly all grammars compile within the first time. What does not begins again behind others that do not: it
-# keeps nobody from a quick one.
+# Seconds. Nearly all grammars compile within the first limit. One that does not starts again, with the second
+# limit, in a queue of such slow ones: so it never delays a quick one for long.
 QUICK_LIMIT_S: Final = 2.0
 COMPILE_LIMIT_S: Final = 20.0
-# How many compile at once of either kind.
+# How many quick and how many slow ones are compiled at once.
 NUM_QUICK: Final = 2
 NUM_SLOW: Final = 2
 
@@ -57,7 +57,10 @@ _ENDED: Final = "grammars cannot be compiled: the process that does it has ended
 
 
 class FairTurns:
-    """Limits what is compiled at once; of the rest, one of each client in turn, its smallest first."""
+    """Limits how many grammars are compiled at once.
+
+    The others wait. Clients take turns, and each client's smallest grammar comes first.
+    """
 
     def __init__(self, num_at_once: int) -> None:
         self._num_free = num_at_once
@@ -65,7 +68,7 @@ class FairTurns:
 
     @asynccontextmanager
     async def turn(self, client: str, size: int) -> AsyncIterator[None]:
-        """Wait for a turn, and have it."""
+        """Wait for a turn and hold it while the context lasts. `size` is the length of the grammar."""
         if self._num_free:
             self._num_free -= 1
         else:
@@ -98,14 +101,14 @@ class FairTurns:
 
 @dataclass(slots=True)
 class _Compiling:
-    """What several requests may wait for."""
+    """A grammar that is being compiled, and how many requests wait for it."""
 
     task: asyncio.Task[bytes]
     num_waiting: int = 0
 
 
 class CompilerProcess:
-    """The process that compiles; started with the first grammar, and again if it has ended."""
+    """The process that compiles grammars. The first grammar starts it, as does the first after it ended."""
 
     def __init__(self, start: CompilerStart) -> None:
         self._start = start
@@ -114,19 +117,20 @@ class CompilerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None as long as there is none."""
+        """The process id; None: it has not been started."""
         return None if self._popen is None else self._popen.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether it runs no more."""
+        """Whether it has been started and has ended."""
         return self._popen is not None and self._popen.poll() is not None
 
     async def compile(self, spec: GrammarSpec, continued_ids: Sequence[int], limit_s: float) -> bytes | None:
-        """What ranks load; None: it takes longer than that.
+        """Compile a grammar into the bytes that ranks load; None: it took longer than `limit_s`.
 
-        Raises RequestRejected: 400, as `GrammarCompiler.compile`, or the compiler was ended by its limits;
-        EngineError: the process does not start.
+        Raises:
+            RequestRejected: as `GrammarCompiler.compile`; or it took too much memory or recursed too deep.
+            EngineError: the process does not start.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -159,7 +163,7 @@ class CompilerProcess:
         )
 
     def close(self) -> None:
-        """End it."""
+        """End the process. Idempotent."""
         if self._jobs is not None and self._popen is not None:
             self._jobs.close()
             self._popen.kill()
@@ -190,7 +194,7 @@ class CompilerProcess:
 
 
 async def _read(reader: asyncio.StreamReader, count: int = -1) -> bytes:
-    """Empty at the end, also where the other side has not read all."""
+    """Read up to `count` bytes, or all; empty at the end, even if the other side closed with data unread."""
     try:
         return await reader.read(count)
     except ConnectionError:
@@ -198,7 +202,7 @@ async def _read(reader: asyncio.StreamReader, count: int = -1) -> bytes:
 
 
 class GrammarCompiling:
-    """Compiles what requests ask for, and keeps the latest. Lives in one event loop."""
+    """Compiles the grammars of requests, and keeps the latest. For use in one event loop."""
 
     def __init__(self, start: CompilerStart) -> None:
         self._process = CompilerProcess(start)
@@ -207,13 +211,17 @@ class GrammarCompiling:
         self._quick, self._slow = FairTurns(NUM_QUICK), FairTurns(NUM_SLOW)
 
     async def compiled(self, spec: GrammarSpec, continued_ids: Sequence[int], client: str) -> bytes:
-        """What ranks load. Cancelled, it goes on only if others wait for the same.
+        """Compile a grammar into the bytes that ranks load, or wait for another request's compilation of it.
+
+        If this is cancelled, the compilation goes on only if others wait for it.
 
         Args:
-            continued_ids: an output that the ranks will go through before they go on with it.
-            client: who asks.
+            continued_ids: the output so far, which the ranks will advance the grammar through.
+            client: who sends the request; clients take turns.
 
-        Raises RequestRejected, EngineError: as `CompilerProcess.compile`; or it takes too long.
+        Raises:
+            RequestRejected: as `CompilerProcess.compile`; or it takes longer than `COMPILE_LIMIT_S`.
+            EngineError: as `CompilerProcess.compile`.
         """
         kept = self._kept.get(spec.key)
         if kept is not None and not continued_ids:
@@ -249,17 +257,23 @@ class GrammarCompiling:
         )
 
 
-# The first byte of a message about a job: it has started; then its result, which follows.
+# A fork answers a job with `STARTED`; then with `COMPILED` or `REFUSED`, followed by the bytes or the error.
 STARTED: Final = b"b"
 COMPILED: Final = b"c"
 REFUSED: Final = b"r"
-# Requests that run are more urgent.
+# Compiling has a lower priority than the engine's processes: requests that run are more urgent.
 NICENESS: Final = 10
 
 
 @dataclass(frozen=True)
 class CompilerStart:
-    """Settings of the process. A grammar may take `memory_bytes` to compile."""
+    """Settings of the process.
+
+    Attributes:
+        has_whitespace: whether JSON may have any whitespace between its parts.
+        most_whitespace: the most characters of it in one place; None: no limit.
+        memory_bytes: the most memory that compiling one grammar may take.
+    """
 
     model: ModelConfig
     has_whitespace: bool
@@ -274,7 +288,7 @@ class CompilerStart:
 
 
 class CompileJob(msgspec.Struct, frozen=True):
-    """One grammar to be compiled, within `limit_s`. See `GrammarCompiler.compile`."""
+    """A grammar to be compiled within `limit_s` seconds. See `GrammarCompiler.compile`."""
 
     kind: str
     text: str
@@ -283,22 +297,22 @@ class CompileJob(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Serve the parent until it is gone. Arguments are its process id, and the descriptor of the socket."""
-    # A signal to the whole process group is for the parent, which may need grammars until it ends.
+    """Serve the parent until it ends. Arguments: its process id, and the file descriptor of the socket."""
+    # Signals to the whole process group are for the parent, which may need grammars until it ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     Path("/proc/self/comm").write_text("ebb-grammar")
     jobs = socket.socket(fileno=int(sys.argv[2]))
-    # A fork of the parent's may hold the other end of the socket open.
+    # Watch the parent itself: the socket may not close with it, if a fork of it holds the other end open.
     parent = os.pidfd_open(int(sys.argv[1]))
     start: CompilerStart = pickle.load(sys.stdin.buffer)
-    gc.disable()  # what is imported stays, and the forks have it in common
+    gc.disable()  # what is imported lives on, in memory that the forks share
     tokenizer = load_tokenizer(start.model)
     eos_token_ids = start.model.eos_token_ids | tokenizer.eos_token_ids
     vocabulary = Vocabulary(tokenizer, start.model.vocab_size, eos_token_ids)
-    _ = vocabulary.info  # it takes seconds, which no fork is to spend
+    _ = vocabulary.info  # takes seconds: made here once, and not in each fork
     gc.freeze()
     gc.enable()
     compiler = GrammarCompiler(vocabulary, start.has_whitespace, start.most_whitespace)
@@ -314,7 +328,7 @@ def main() -> None:
 
 
 def _work(compiler: GrammarCompiler, memory_bytes: int, connection: socket.socket) -> None:
-    """Compile a grammar and end."""
+    """Compile one grammar in a fork, answer, and end the fork."""
     try:
         with connection.makefile("rb") as given:
             job = msgspec.msgpack.decode(given.read(), type=CompileJob)
@@ -332,21 +346,22 @@ def _work(compiler: GrammarCompiler, memory_bytes: int, connection: socket.socke
 
 
 def _limit(limit_s: float, memory_bytes: int, connection: socket.socket) -> int:
-    """Have the kernel end this process at its limits, or when nobody waits for it any more.
+    """Have the kernel end this process at its limits, or when the other end of the connection is closed.
 
-    Returns the flags that the connection had: while it sends, it would be ended too.
+    Returns:
+        The flags that the connection had. Set them again before sending, which would end this process too.
     """
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     status = Path("/proc/self/status").read_text().split()
     num_bytes = int(status[status.index("VmData:") + 1]) * 1024 + memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Of all processes of the host this is the one to go.
+    # If the host runs out of memory, this is the process to kill.
     Path("/proc/self/oom_score_adj").write_text("1000")
     flags = fcntl.fcntl(connection, fcntl.F_GETFL)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
-    # Whoever has hung up before sends no signal.
+    # If it was closed before, no signal comes.
     ended = select.poll()
     ended.register(connection, select.POLLHUP)
     if ended.poll(0):

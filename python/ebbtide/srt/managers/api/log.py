@@ -1,4 +1,4 @@
-"""What the API process says in the log: of requests, and of waits and pauses that last."""
+"""What the API process logs: requests, and pauses that last long."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from ebbtide.srt.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# The levels of detail from which on each of these is logged.
+# The lowest level of detail at which each of these is logged.
 SAMPLING_PARAMS: Final = 1
 PROMPTS: Final = 3
 
 
 class RequestLog:
-    """Writes the lines.
+    """Logs requests.
 
-    `level`: how much they say: counts and times, sampling parameters too, or the prompts as well.
+    Args:
+        level: the detail. 0: counts and times; from `SAMPLING_PARAMS` on also sampling parameters; from
+            `PROMPTS` on also the prompts' token ids.
     """
 
     def __init__(self, level: int) -> None:
         self._level = level
 
     def came(self, outputs: Iterable[TokenizedGenerateReqInput]) -> None:
-        """A request has been taken: one line for each output."""
+        """Log that a request has been accepted: one line for each of its outputs."""
         for output in outputs:
             facts: dict[str, Any] = {
                 "prompt_tokens": len(output.input_ids),
@@ -45,7 +47,7 @@ class RequestLog:
             logger.info("request %r arrived: %s", output.rid, _as_text(facts))
 
     def ended(self, output: OutputState) -> None:
-        """An output has ended that somebody waits for."""
+        """Log that an output has ended whose client still waits for it."""
         meta = output.meta_info()
         names = ("prompt_tokens", "cached_tokens", "completion_tokens", "num_retractions", "weight_version")
         facts = {name: meta[name] for name in names}
@@ -59,7 +61,7 @@ class RequestLog:
         )
 
     def left(self, rid: str) -> None:
-        """Nobody waits for an output any more."""
+        """Log that a client has disconnected, and its output is aborted."""
         logger.info("request %r is aborted: its client has disconnected", rid)
 
 
@@ -68,13 +70,13 @@ def _as_text(facts: dict[str, Any]) -> str:
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:
-    """Those that are not at their defaults."""
+    """The parameters that are not at their defaults."""
     default = SamplingParams()
     values = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
-# Weight updates with everything around them take less.
+# Seconds for which requests may wait before that is logged. A weight update with all around it takes less.
 SILENT_S: Final = 5.0
 
 
@@ -87,16 +89,17 @@ CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
 
 @dataclass(eq=False)
 class PauseWatch:
-    """Knows for how long nothing may have run, and says in the log what would help.
+    """Measures for how long nothing has been allowed to run, and logs which control requests would end that.
 
-    Once of each reason for which requests have waited a while; and again and again when it is long, though
-    nobody waits: a trainer that has died in a pause leaves an engine that looks well.
+    It logs each reason once, after requests have waited for `SILENT_S`. It also logs every `limit_s` seconds
+    for which nothing may run, even if no request waits: a trainer that died during a pause leaves an engine
+    that looks healthy.
 
     Args:
-        limit_s: how long is long; 0: never.
-        state: the engine's state machines as last reported; None if not all of it is known.
-        num_waiting: how many outputs have not ended.
-        call_later: as an event loop's.
+        limit_s: seconds after which a pause may have been forgotten; 0: never.
+        state: gives the engine's state as last reported; None if a replica has not reported yet.
+        num_waiting: gives the number of outputs that have not ended.
+        call_later: `call_later` of an event loop.
     """
 
     _limit_s: float
@@ -110,16 +113,16 @@ class PauseWatch:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds since a forward pass might have run; 0 while one may."""
+        """Seconds for which no forward pass has been allowed to run; 0 if one may."""
         return 0.0 if self._since_s is None else self._now() - self._since_s
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether that is long."""
+        """Whether that has lasted for `limit_s`, so that the pause may have been forgotten."""
         return 0 < self._limit_s <= self.blocked_s
 
     def note(self) -> None:
-        """A request has been sent, or a state reported."""
+        """Look at the state again: a request has been sent, or a state has been reported."""
         state = self._state()
         if state is None:
             return
@@ -134,7 +137,7 @@ class PauseWatch:
             self._set(SILENT_S, self._tell_who_waits)
 
     def cancel(self) -> None:
-        """Say nothing about what goes on now."""
+        """Log nothing more about the pause that there is now."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -172,7 +175,7 @@ class PauseWatch:
 
 
 def _remedies(state: StateReport) -> list[str]:
-    """The control requests after which something can run, in the order of need."""
+    """The control requests after which something can run again, in the order in which to send them."""
     tags = [rank.tags for rank in state.ranks]
     needed = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
     remedies: list[str] = []

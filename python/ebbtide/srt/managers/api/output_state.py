@@ -1,4 +1,4 @@
-"""What has arrived of one output, and the answer that this makes."""
+"""What has arrived of one output, and the answer that is made of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.wire.generation import LOWEST_LOGPROB, LogprobRows, SupportList, masks_of
 
-# Logprob, token id, text. No list: one per token would keep the garbage collector busy.
+# Logprob, token id, text. A tuple, because a list per token would keep the garbage collector busy.
 Triple = tuple[float | None, int, str | None]
 
 
@@ -30,10 +30,10 @@ class ResponseStyle:
     """What the answers to one request look like.
 
     Attributes:
-        is_incremental: chunks hold what is new, instead of everything so far.
+        is_incremental: each chunk of a stream holds what is new, instead of everything so far.
+        token_text: gives the text of a token, for logprobs; None: the texts are null.
+        flat_top: the flat form of the most likely tokens; None: lists of triples.
         routed_form: how routed experts are encoded.
-        token_text: the text of a single token, for logprobs; None leaves it null.
-        flat_top: the form of the most likely tokens; None: as lists of triples.
         precision: what the engine computes with, see `MetaInfo`.
         ignored_fields: of the request, that nothing is known of.
     """
@@ -48,9 +48,12 @@ class ResponseStyle:
 
 
 class LogprobTable:
-    """The logprob lists of one output, or of its prompt, under the names they have in the answer.
+    """The logprob lists of one output, or of its prompt, by their names in the answer.
 
-    What arrives stays numbers until an answer asks for `columns`.
+    Logprobs are kept as numbers, and become triples only when an answer asks for `columns`.
+
+    Args:
+        side: "output" or "input"; the names begin with it.
     """
 
     def __init__(self, side: str, request: TokenizedGenerateReqInput, style: ResponseStyle) -> None:
@@ -64,12 +67,12 @@ class LogprobTable:
         self._new_ids: list[int] = []
 
     def add(self, positions: LogprobColumns, token_ids: Sequence[int]) -> None:
-        """Further positions, with the tokens at them."""
+        """Add positions, and the tokens at them."""
         self._new.add(positions)
         self._new_ids += token_ids
 
     def add_token(self, rows: LogprobRows, place: int, token_id: int) -> None:
-        """One more position of a stream: what is in this row."""
+        """Add one position: row `place` of `rows`."""
         self._new.append(rows, place)
         self._new_ids.append(token_id)
 
@@ -79,10 +82,10 @@ class LogprobTable:
         return self._new.num_values
 
     def columns(self) -> dict[str, list[Any]]:
-        """The lists as they stand, which will grow."""
+        """The lists with all that has arrived. They will grow: copy what must not."""
         columns, new = self._columns, self._new
         if columns and self._new_ids:
-            # No call for each token: a call's prompts may have hundreds of thousands.
+            # Without a Python call per token: the prompts of a request may have hundreds of thousands.
             columns[self._token] += zip(new.tokens, self._new_ids, self._texts(self._new_ids), strict=False)
             if self._top in columns:
                 columns[self._top] += map(self._triples, new.tops())
@@ -96,29 +99,29 @@ class LogprobTable:
         return columns
 
     def forget(self) -> None:
-        """The lists have been handed out: others begin."""
+        """Begin new lists: those so far have been handed out."""
         self._columns = {name: [] for name in self._columns}
 
     def end(self) -> None:
-        """The lists have been handed out, and there will be no others."""
+        """Drop the lists: they have been handed out, and nothing more will arrive."""
         self._columns = {}
 
     def _texts(self, token_ids: Sequence[int]) -> Iterable[str | None]:
-        """One for each of these, or more where all are null."""
+        """The texts of these tokens; an endless row of None if texts are not asked for."""
         return repeat(None) if self._token_text is None else map(self._token_text, token_ids)
 
     def _triples(self, pairs: Iterable[tuple[float, int]] | None) -> list[Triple] | None:
         return None if pairs is None else [self._triple(logprob, token_id) for logprob, token_id in pairs]
 
     def _triple(self, logprob: float, token_id: int) -> Triple:
-        # `max` would let NaN through; this comparison does not.
+        # Not `max`, which would let NaN through.
         if not logprob >= LOWEST_LOGPROB:
             logprob = LOWEST_LOGPROB
         return logprob, token_id, self._token_text(token_id) if self._token_text is not None else None
 
 
 class OutputState:
-    """One output: what has arrived of it, and the answer that this makes. Source: wire_api section 2.3."""
+    """What has arrived of one output, and the answer made of it. Source: wire_api section 2.3."""
 
     def __init__(self, request: TokenizedGenerateReqInput, style: ResponseStyle) -> None:
         self.request = request
@@ -134,7 +137,7 @@ class OutputState:
             self._input_logprobs = LogprobTable("input", request, style)
         self._first_input = request.logprob_start or 0
         self._start: RequestStart | None = None
-        # What `apply` brings. A chunk for each token of a stream copies it, and adds what the token changes.
+        # The part of `meta_info` that `apply` sets. Each answer copies it and adds the rest.
         self._meta: dict[str, Any] = {
             "id": request.rid,
             "finish_reason": None,
@@ -149,10 +152,10 @@ class OutputState:
             "kv_weight_versions": [],
             "prefill_weight_versions": [],
         }
-        # Of tokens of the same weights: the runs that have ended, and the version and start of the last one.
+        # Runs of tokens of one weight version: those that have ended, and the last one's version and start.
         self._ended_spans: list[dict[str, Any]] = []
         self._last_span: tuple[str, int] | None = None
-        # (label, first token) per version of its adapter.
+        # (label, first token) for each version of its adapter.
         self._adapter_starts: list[tuple[str, int]] = []
         self._num_nonfinite = 0
         self._routed_experts: RoutedExperts | None = None
@@ -163,7 +166,7 @@ class OutputState:
         self._finished_s = 0.0
 
     def apply(self, output: RequestOutput, text: str | None, weight_version: str) -> None:
-        """Take in what is new. `text` is None where there is no tokenizer."""
+        """Add what is new. `text` is None if there is no tokenizer."""
         meta = self._meta
         if output.start is not None:
             self._start = output.start
@@ -207,8 +210,10 @@ class OutputState:
     def apply_token(
         self, token_id: int, rows: LogprobRows | None, place: int, text: str | None, weight_version: str
     ) -> None:
-        """Take in one more token of a stream, whose logprobs are in this row; nothing else is new. Such
-        streams begin with `apply`."""
+        """Add one token of a stream, with nothing else new. `apply` must have been called before.
+
+        Its logprobs are in row `place` of `rows`, which may be None if none are asked for.
+        """
         if text is not None:
             self._text = [] if self._text is None else self._text
             self._text.append(text)
@@ -221,12 +226,12 @@ class OutputState:
 
     @property
     def num_logprobs(self) -> int:
-        """How many logprobs the next answer has to be made of."""
+        """How many logprobs the next answer has to turn into triples."""
         tables = self._logprobs, self._input_logprobs
         return sum(table.num_new for table in tables if table is not None)
 
     def response(self) -> dict[str, Any]:
-        """The answer as it stands, or, incrementally, what is new in it since the last call."""
+        """The answer so far; if incremental, what is new since the last call."""
         body: dict[str, Any] = {}
         if self._text is not None:
             text = body["text"] = "".join(self._text)
@@ -254,22 +259,22 @@ class OutputState:
         return body
 
     def _handed_out(self, values: list[Any]) -> list[Any]:
-        """A list that will not grow any more."""
+        """These values in a list that will not grow: a copy, unless nothing will be added to this one."""
         is_ours_no_more = self._style.is_incremental or self.finish is not None
         return values if is_ours_no_more else values.copy()
 
     @property
     def all_ids(self) -> list[int]:
-        """The output's token ids, those included that have been handed out."""
+        """All token ids of the output, also those that have been handed out."""
         return [*self._handed_out_ids, *self._output_ids]
 
     @property
     def adapter(self) -> str | None:
-        """The version of its adapter that it has come to, as a request names it; None: it has none."""
+        """The label of the adapter version of its last tokens; None: it uses no adapter."""
         return self._adapter_starts[-1][0] if self._adapter_starts else None
 
     def meta_info(self) -> dict[str, Any]:
-        """What the answer says of the output apart from its tokens."""
+        """The answer's `meta_info`, without logprobs, masks and routed experts."""
         meta = self._meta.copy()
         meta["completion_tokens"] = self._num_tokens
         meta["weight_versions"] = self._version_spans()
@@ -318,7 +323,7 @@ class OutputState:
         return meta
 
     def _latencies(self) -> dict[str, float]:
-        """Seconds since arrival. What never came (a first run, a first token) counts up to the end."""
+        """Times in seconds since arrival. If it never ran, or had no token, that time is the whole one."""
         arrival_s, start = self.request.arrival_s, self._start
         e2e_s = self._finished_s - arrival_s
         first_token_s = e2e_s if self._first_token_s is None else self._first_token_s - arrival_s
@@ -333,7 +338,7 @@ class OutputState:
 
 
 def _spans(starts: Sequence[tuple[str, int]], num_tokens: int) -> list[dict[str, Any]]:
-    """One for each run of tokens of the same weights, from where the runs start."""
+    """The runs of tokens of one version, from their starts; each ends at the next one or `num_tokens`."""
     ends = [start for _, start in starts[1:]] + [num_tokens]
     return [
         {"version": version, "start": start, "end": end}

@@ -13,7 +13,7 @@ from ebbtide.srt.managers.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ebbtide.srt.config import EngineConfig
 
-# Each is a message and a state of its own: a number that was mistyped must not take all memory.
+# Outputs of one request. Each takes a message and a state: a mistyped number must not fill the memory.
 MAX_OUTPUTS = 1 << 16
 
 
@@ -22,15 +22,15 @@ class RequestLimits:
     """What one request may hold.
 
     Attributes:
-        context_len: tokens of prompt and output together.
+        context_len: the most tokens of a prompt and its output together.
         max_total_num_tokens: tokens in the KV pool.
-        stream_interval: tokens between chunks where the request does not say.
-        records_routes: whether it is recorded which experts tokens go through.
-        experts: None where the model has none.
+        stream_interval: tokens between the chunks of a stream, unless the request says.
         num_replicas: data-parallel replicas that a request may be pinned to.
-        default_priority: of requests that bring none.
-        low_priority_first: whether low ones are more urgent.
-        has_adapters: whether there is memory for any.
+        records_routes: whether the engine records which experts each token goes through.
+        experts: the model's experts; None: it has none.
+        default_priority: the priority of requests that name none.
+        low_priority_first: whether a lower priority value is more urgent.
+        has_adapters: whether the engine has memory for adapters.
     """
 
     context_len: int
@@ -48,7 +48,7 @@ class RequestLimits:
     def of(
         cls, config: EngineConfig, max_total_num_tokens: int, experts: Mapping[str, Any] | None = None
     ) -> Self:
-        """The limits of an engine, once its scheduler has sized the pool."""
+        """The limits of an engine, whose scheduler has reported the size of its KV pool."""
         return cls(
             context_len=config.model.context_len,
             vocab_size=config.model.vocab_size,
@@ -63,17 +63,17 @@ class RequestLimits:
         )
 
     def priority(self, given: int | None) -> int:
-        """The priority of a request: higher ones are admitted first."""
+        """The priority that the scheduler goes by: it admits higher ones first."""
         value = self.default_priority if given is None else given
         return -value if self.low_priority_first else value
 
     @property
     def max_req_input_len(self) -> int:
-        """The longest prompt that is taken."""
+        """The most tokens that a prompt may have."""
         return min(self.context_len - 1, self.max_total_num_tokens)
 
     def check_prompt(self, input_ids: Sequence[int]) -> None:
-        """Refuse a prompt that is empty, too long, or has ids that the model does not know."""
+        """Refuse a prompt that is empty, too long, or has ids outside the vocabulary."""
         num_tokens = len(input_ids)
         if num_tokens == 0:
             raise RequestRejected("the prompt is empty: at least one token is needed")
@@ -81,11 +81,13 @@ class RequestLimits:
         self.check_ids("input_ids", input_ids)
 
     def check_given(self, name: str, prompts: Any, kept: Any = None) -> None:
-        """Refuse what is too much by its length, before anything is done with each of its entries.
+        """Refuse too many prompts, or a prompt that is too long, by the length of the list alone.
+
+        It comes before the checks of each entry, which would take long for a huge list.
 
         Args:
-            prompts: a prompt's ids, or a list of prompts; the check of types refuses anything else.
-            kept: to how many ids each prompt is cut; None or 0: to none.
+            prompts: a prompt's ids, or a list of prompts. The check of types refuses anything else later.
+            kept: the number of ids that each prompt is cut to; None or 0: prompts are not cut.
         """
         if not isinstance(prompts, list) or not prompts:
             return
@@ -96,7 +98,7 @@ class RequestLimits:
             self._check_length(len(prompts), f"{len(prompts)} tokens")
 
     def check_text(self, text: str, tokenizer: Tokenizer) -> None:
-        """Refuse a text, before it is tokenized, that has more characters than a whole context."""
+        """Refuse a text with more characters than a context can hold, before it is tokenized."""
         most = tokenizer.most_characters(text, self.context_len)
         if len(text) > most and tokenizer.num_characters(text) > most:
             raise RequestRejected(
@@ -111,7 +113,7 @@ class RequestLimits:
             raise RequestRejected(f"{name}: {bad} is not in the vocabulary of {self.vocab_size} ids")
 
     def room(self, num_prompt_tokens: int) -> int:
-        """How many output tokens fit behind a prompt."""
+        """How many output tokens fit after a prompt."""
         # The last token is never fed back, so the pool need not hold its KV.
         in_pool = self.max_total_num_tokens - num_prompt_tokens + 1
         return min(self.context_len - num_prompt_tokens, in_pool)
