@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from ebbtide.formats.tensor_list import Payload
     from ebbtide.trainer.payload_encoding import PayloadEncoder
 
-# For (name, tensor) pairs the engine chooses how the bytes travel: these all mean whole tensors under their
-# checkpoint names.
+# These formats all mean whole tensors with checkpoint names. For (name, tensor) pairs, the encoder chooses
+# how the bytes are sent, and so the format.
 _WHOLE_TENSOR_FORMATS = (None, "flattened_bucket", "safetensors")
 
 
 def _arguments(names: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a method, from the names that it has when it begins."""
+    """The arguments of a method, from the `locals()` at its start."""
     return {name: value for name, value in names.items() if name != "self"}
 
 
@@ -53,24 +53,24 @@ class EngineMethods(ABC):
     """
 
     _runner: LoopThread
-    # Made at the first update that brings tensors.
+    # Made at the first update from tensors.
     _encoder: PayloadEncoder | None = None
 
     @abstractmethod
     async def _generate(self, fields: Mapping[str, Any]) -> Any:
-        """Carry out `POST /generate`, given its fields."""
+        """Carry out `POST /generate` with these fields."""
 
     @abstractmethod
     async def _carry_out(self, kind: type[io_struct.ControlRequest], fields: Mapping[str, Any]) -> Any:
-        """Carry out a control request; returns the body of its answer."""
+        """Carry out a control request. Returns the body of its answer."""
 
     @abstractmethod
     async def _read(self, what: str, **query: Any) -> dict[str, Any]:
-        """Answer a request for information, by the name of its method; the query may hold None."""
+        """Carry out a request for information. `what`: the name of its method. None in `query`: not given."""
 
     @abstractmethod
     async def _transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out `POST /transition`, given its fields."""
+        """Carry out `POST /transition` with these fields."""
 
     async def _control(
         self, kind: type[io_struct.ControlRequest], names: Mapping[str, Any]
@@ -80,11 +80,11 @@ class EngineMethods(ABC):
 
     @abstractmethod
     async def _new_encoder(self) -> PayloadEncoder:
-        """What makes payloads that the engine's ranks can read."""
+        """Make an encoder whose payloads the engine's ranks can read."""
 
     @abstractmethod
     def _end(self) -> None:
-        """End it, behind a `with` block. Idempotent."""
+        """End the engine or client after a `with` block. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -307,7 +307,10 @@ class EngineMethods(ABC):
         keep_mapped: bool = False,
         joins: bool = False,
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The fields of a request that brings these, as long as they are read; `joins`: as one allocation."""
+        """The fields of a request with these tensors, which can be read within the block.
+
+        `joins`: copy tensors on a GPU into one allocation first.
+        """
         if isinstance(tensors, list) and all(isinstance(one, bytes | str) for one in tensors):
             yield {**fields, "serialized_named_tensors": tensors}
             return
@@ -318,11 +321,11 @@ class EngineMethods(ABC):
         def encode() -> Payload:
             if not joins:
                 return encoder.encode(pairs, keep_mapped=keep_mapped)
-            from ebbtide.trainer.payload_encoding import side_by_side  # torch: whoever has tensors has it too
+            from ebbtide.trainer.payload_encoding import side_by_side  # needs torch, as tensors do
 
             return encoder.encode(side_by_side(pairs), keep_mapped=keep_mapped)
 
-        # Gigabytes may be copied, and the loop of the caller is to go on meanwhile.
+        # In a thread, since copying gigabytes would block the caller's event loop.
         with await asyncio.to_thread(encode) as payload:
             sent = {**fields, "serialized_named_tensors": payload.entries}
             if sent.get("load_format") in _WHOLE_TENSOR_FORMATS:
@@ -330,7 +333,7 @@ class EngineMethods(ABC):
             yield sent
 
     def forget_mapped(self) -> None:
-        """Unmap what updates with `keep_mapped` left mapped, within a second or two."""
+        """Unmap the memory that updates with `keep_mapped` left mapped. It takes up to two seconds."""
         if self._encoder is not None:
             self._encoder.close()
 
@@ -374,14 +377,14 @@ class EngineMethods(ABC):
         canary: Mapping[str, Any] | None = None,
         refuse_nonfinite: bool | None = None,
     ) -> dict[str, Any]:
-        """Update the weights from what the trainer broadcasts in a process group.
+        """Update the weights from tensors that the trainer broadcasts in a process group.
 
         Call `init_weights_update_group` first. A failure in mid-broadcast ends the group.
 
         Args:
-            names, dtypes, shapes: of the tensors, in the order in which they are broadcast.
-            group_name: of the group.
-            load_format: None, one broadcast per tensor; "flattened_bucket", a single one with all bytes.
+            names, dtypes, shapes: of the tensors, in the order of the broadcasts.
+            group_name: the group, as in `init_weights_update_group`.
+            load_format: None: one broadcast per tensor; "flattened_bucket": a single one with all bytes.
 
         Other arguments: see `EngineMethods`.
         """
@@ -423,7 +426,7 @@ class EngineMethods(ABC):
         Args:
             master_address, master_port: of the trainer's TCP store.
             rank_offset: the group rank of the engine's first rank; the others follow it.
-            world_size: of the group, trainer included.
+            world_size: number of ranks in the group, with the trainer's.
             backend: "nccl" or "gloo".
             timeout_s: how long to wait for the others.
 
@@ -513,14 +516,14 @@ class EngineMethods(ABC):
         session_id: str | None = None,
         canary: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Load a PEFT folder as a new version of an adapter; the name means it from the next pass on.
+        """Load a PEFT folder as a new version of an adapter. New requests for the name use this version.
 
         Args:
-            lora_name: what requests ask for: `lora_path="name"`, or `"name@version"`.
+            lora_name: requests ask for `lora_path="name"` or `"name@version"`.
             lora_path: a folder that the engine's processes can read.
             pinned: keep it in device memory.
-            lora_version: None: a number. A load of the same contents as this version changes nothing.
-            in_flight: what becomes of requests that run on an earlier version of the name: "stay", they keep
+            lora_version: None: a number. Loading the same contents again under a version changes nothing.
+            in_flight: what happens to requests that run on an earlier version of the name: "stay", they keep
                 it; "continue", they go on with the new one; "recompute", the same with new KV; "abort".
             canary: a test of the adapter before it serves, see `io_struct.Canary`.
             session_id: commit it with this weight update session, together with the base; needs a
@@ -549,13 +552,13 @@ class EngineMethods(ABC):
         session_id: str | None = None,
         keep_mapped: bool = False,
     ) -> dict[str, Any]:
-        """As `load_lora_adapter`, from tensors of this process under PEFT's names.
+        """Like `load_lora_adapter`, from tensors of this process with PEFT's names.
 
         Args:
-            tensors: as those of `update_weights_from_tensor`, or a dict.
-            config_dict: what PEFT writes to adapter_config.json.
-            keep_mapped: as of `update_weights_from_tensor`; without it tensors on a GPU are copied there
-                first, as one allocation is mapped sooner than many.
+            tensors: as for `update_weights_from_tensor`, or a dict.
+            config_dict: the contents of PEFT's adapter_config.json.
+            keep_mapped: as for `update_weights_from_tensor`. If false, tensors on a GPU are copied into one
+                allocation there first, which is mapped faster than many.
         """
         fields = _arguments(locals())
         given, keep_mapped = fields.pop("tensors"), fields.pop("keep_mapped")
@@ -566,10 +569,11 @@ class EngineMethods(ABC):
     async def async_unload_lora_adapter(
         self, lora_name: str, lora_version: str | int | None = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Have a name, or one version of it, mean nothing any more. Requests that run on it end as usual.
+        """Unload an adapter, or one version of it. Requests that run on it end as usual.
 
         Args:
-            timeout_s: how long to wait for them; 0: not at all.
+            lora_version: None: all versions.
+            timeout_s: how long to wait for these requests, in seconds; 0: not at all.
 
         Raises:
             RequestRejected: status 404, it is not loaded.
@@ -591,7 +595,7 @@ class EngineMethods(ABC):
         return await self._transition({"steps": [dict(step) for step in steps], "op_id": op_id})
 
     async def async_get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """The first `truncate_size` rows of a weight, by its checkpoint name, as float32 numbers."""
+        """Return the first `truncate_size` rows of a weight as numbers. `name`: its checkpoint name."""
         rows: list[Any] = await self._carry_out(io_struct.GetWeightsByNameReqInput, _arguments(locals()))
         return rows
 
@@ -624,31 +628,31 @@ class EngineMethods(ABC):
         return version
 
     async def async_memory_occupation(self) -> dict[str, Any]:
-        """Which tags are resident, and if nothing can run, why. Answers at once, whatever the engine does."""
+        """Return which tags are resident, and if nothing can run, why. Never waits for the engine."""
         return await self._read("memory_occupation")
 
     async def async_model_info(self) -> dict[str, Any]:
-        """The model's path, name and limits, and the version of its weights."""
+        """Return the model's path, name and limits, and the version of its weights."""
         return await self._read("model_info")
 
     async def async_server_info(self) -> dict[str, Any]:
-        """Every argument, as given or chosen, and the state of the engine."""
+        """Return every argument, as given or as chosen, and the state of the engine."""
         return await self._read("server_info")
 
     async def async_loads(self, include: str = "core", dp_rank: int | None = None) -> dict[str, Any]:
-        """Running and waiting requests and tokens of every replica, as `/v1/loads` reports them.
+        """Return the running and waiting requests and the tokens of every replica, like `/v1/loads`.
 
         Args:
-            include: which section to report, see `/v1/loads`.
+            include: the section to report, see `/v1/loads`.
             dp_rank: one replica only; None: all.
         """
         return await self._read("loads", include=include, dp_rank=dp_rank)
 
     async def async_metrics(self) -> dict[str, float]:
-        """Every sample of `GET /metrics`, by `name{label="value"}`."""
+        """Return every sample of `GET /metrics`, by `name{label="value"}`."""
         return await self._read("metrics")
 
-    # Under SGLang's names.
+    # SGLang's names.
     async_get_model_info, async_get_server_info = async_model_info, async_server_info
 
     # ---------------------------------------------------------------------------------------- blocking twins

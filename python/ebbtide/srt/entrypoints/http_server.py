@@ -66,14 +66,14 @@ logger = logging.getLogger(__name__)
 
 ALL_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 BACKLOG = 2048
-# What is still being answered when the server stops has that long; a client that has not read it is left.
+# How long answers may still take when the server stops. Then the remaining connections are closed.
 STOP_TIMEOUT_S = 2
-# SIGTERM that comes again so soon is the same one: coreutils' `timeout` signals its child, then its group.
+# A second SIGTERM this soon does not end a drain: coreutils' `timeout` signals its child, then its group.
 ONE_STOP_S = 1.0
-# Longer than clients' libraries keep a connection that they do not use (httpx 5 s, aiohttp 15 s): one that is
-# closed just as a request is on its way leaves its client without an answer.
+# Longer than client libraries keep an idle connection (httpx 5 s, aiohttp 15 s). If the server closed it
+# first, it could do so just when a request is being sent.
 KEEP_ALIVE_S = 75
-# A client that was refused for lack of room, or by a server that drains, is asked to come back this late.
+# Sent as Retry-After with 503: the queue is full, or the server drains.
 RETRY_AFTER_S = 1
 
 
@@ -81,8 +81,8 @@ RETRY_AFTER_S = 1
 
 
 def create_app(service: EngineService) -> FastAPI:
-    """The application over an engine whose service is open by the time of the first request."""
-    # FastAPI's own document would know nothing of the messages, and its page asks another site.
+    """Make the application. The service must be open before the first request."""
+    # FastAPI's own OpenAPI document would not describe our types, and its page loads from another site.
     app = _Application(openapi_url=None, redirect_slashes=False)
     bodies, weight_bodies = BodyReader(), BodyReader()
     calls = Calls(service, bodies)
@@ -111,7 +111,7 @@ def create_app(service: EngineService) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
-    # The last one is the first that a request passes.
+    # A request passes the middleware that is added last first.
     app.add_middleware(TraceContext, tracing=lambda: service.tracing)
     for layer in (AccessCheck, OneSpelling, RequestIds):
         app.add_middleware(layer, service=service)
@@ -126,7 +126,7 @@ class _Application(FastAPI):
 
 async def _not_implemented(request: Request) -> Response:
     path = request.url.path
-    # A field that NeMo-RL reads of every answer of its own routes.
+    # NeMo-RL reads this field of all answers of its own routes.
     fields = {"ok": False} if path.startswith("/nemo-rl/") else {}
     return error_answer(f"{path} is not in this version", 501, **fields)
 
@@ -137,7 +137,7 @@ async def _answer_rejection(request: Request, error: Exception) -> Response:
     if error.status == 503:
         answer.headers["Retry-After"] = str(RETRY_AFTER_S)
     if error.status == 408:
-        # The rest of the body may come yet, and nobody will read it.
+        # The rest of the body may still arrive, and is not read.
         answer.headers["Connection"] = "close"
     return answer
 
@@ -153,7 +153,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
-    # The client has gone; 499 is what access logs call that.
+    # The client has disconnected; 499 stands for that in access logs.
     return Response(status_code=499)
 
 
@@ -165,14 +165,17 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
 
 
 def launch_server(server_args: ServerArgs, early: EarlyProcesses | None = None) -> None:
-    """Serve until SIGINT or SIGTERM; returns then, with no process left. Other nodes than 0 lend their ranks.
+    """Serve until SIGINT or SIGTERM. On nodes other than 0, only run the node's ranks.
 
-    `early`: processes of the engine that are there already.
+    All processes have ended when it returns or raises.
+
+    `early`: processes of the engine that have been started already.
 
     Raises:
-        Stopped: a signal came before the server was ready. No process is left either.
-        ConfigurationError: the server cannot start so. Seen before the model loads where that is possible.
-        EngineError: a process of the engine died; what was asked of it has been answered with 503.
+        Stopped: a signal came before the server was ready.
+        ConfigurationError: the server cannot start with these arguments; raised before the model is loaded if
+            possible.
+        EngineError: a process of the engine died. Its open requests were answered with 503.
     """
     if server_args.node_rank > 0:
         launch_node(server_args, early)
@@ -187,11 +190,12 @@ def serve(
     early: EarlyProcesses | None = None,
     application: Callable[[EngineService], ASGIApp] = create_app,
 ) -> None:
-    """As `launch_server`, for any configuration.
+    """Like `launch_server`, for any configuration.
 
     Args:
-        targets: the processes, if not the usual ones.
-        application: makes what is served.
+        configure: makes the configuration.
+        targets: the processes to start, see `NodeProcesses`; None: the usual ones.
+        application: makes the application to serve.
     """
     service: EngineService | None = None
     raise_file_limit()
@@ -200,7 +204,7 @@ def serve(
             with StageLine() as stages:
                 stages.show("", READING_CONFIG)
                 config = configure()
-            read_chat_template(config.server_args.chat_template)  # refused now rather than at the first chat
+            read_chat_template(config.server_args.chat_template)  # raises errors now, not at the first chat
             listener = bind(config.server_args.host, config.server_args.port)
             service = EngineService(config, targets, early)
     except Stopped:
@@ -219,7 +223,7 @@ def serve(
 async def _serve(
     service: EngineService, listener: socket.socket, config: EngineConfig, application: ASGIApp
 ) -> str | None:
-    """Serve until a signal comes (returns None), or the engine dies (returns how).
+    """Serve until a signal comes (returns None) or a process dies (returns the reason).
 
     Raises Stopped: the signal came before the server was ready.
     """
@@ -278,7 +282,7 @@ async def _serve(
             raise
     finally:
         await service.close()
-        # While the loop still runs: a process that is seen to die now can still be reported.
+        # End the processes while the event loop still runs, so that the death of one can still be reported.
         await asyncio.to_thread(service.shutdown)
     if not deaths and not is_ready:
         raise Stopped
@@ -287,7 +291,7 @@ async def _serve(
 
 class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Their answers end as those of clients that have left; uvicorn would cancel them, and report that.
+        # Closing the connections ends their answers quietly; uvicorn would cancel them and log errors.
         leaving = asyncio.get_running_loop().call_later(STOP_TIMEOUT_S, self._leave_clients)
         try:
             await super().shutdown(sockets)
@@ -299,7 +303,7 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
     def capture_signals(self) -> Any:
-        # uvicorn would raise a signal again once it has stopped: the exit status is to be 0.
+        # uvicorn would raise the signal again after it has stopped, but the exit status should be 0.
         return nullcontext()
 
 
@@ -313,7 +317,7 @@ MB = 1e6
 
 
 def welcome(service: EngineService) -> Panel:
-    """The model that is served, where it is, and what to do next."""
+    """Make the panel that a ready server prints: its model, its addresses, and commands to try."""
     config, state = service.config, service.state
     url = config.server_args.url()
     memory = ", ".join(

@@ -1,4 +1,4 @@
-"""What an engine says of itself: model, arguments, state, what its replicas do. wire_api section 3.4."""
+"""Bodies with information about an engine: model, arguments, state, load. Source: wire_api section 3.4."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SUMMABLE = (
     "parked_bytes",
     "lent_bytes",
 )
-# This version has no speculative decoding, LoRA or disaggregation: their sections are empty.
+# `spec`, `lora` and `disagg` are accepted for clients of SGLang; they add nothing.
 LOAD_SECTIONS = ("core", "memory", "queues", "spec", "lora", "disagg", "all")
 _SECTION: Final = rf"\s*({'|'.join(LOAD_SECTIONS)})\s*"
 
@@ -66,7 +66,7 @@ class LoadQueues(Struct, kw_only=True):
 
 
 class ReplicaLoad(Struct, kw_only=True):
-    """One replica in `/v1/loads`; `memory` and `queues` if they were asked for."""
+    """One replica in `/v1/loads`. `memory` and `queues` only if requested."""
 
     dp_rank: int
     timestamp: float
@@ -87,7 +87,7 @@ class ReplicaLoad(Struct, kw_only=True):
 
 
 class TotalLoad(Struct, kw_only=True):
-    """Sums over the replicas that are listed, and means."""
+    """Sums and means over the listed replicas."""
 
     total_running_reqs: int
     total_waiting_reqs: int
@@ -110,26 +110,26 @@ class Loads(Struct, kw_only=True):
 
 
 def _filled(kind: type[S], *sources: object, **own: Any) -> S:
-    """A body whose fields are its own, and those of these, of the last that has one of the name."""
+    """Make a body of type `kind`, from `own`, else from attributes of the last source that has them."""
     names = kind.__struct_fields__
     found = {name: getattr(one, name) for one in sources for name in names if hasattr(one, name)}
     return kind(**{**found, **own})
 
 
 def load_summaries(loads: Sequence[Load]) -> list[LoadSummary]:
-    """The body of `/get_load`."""
+    """Make the body of `/get_load`."""
     return [convert(load, LoadSummary, from_attributes=True) for load in loads]
 
 
 def load_totals(loads: Sequence[Load]) -> dict[str, float]:
-    """The sums over all replicas of what can be added up."""
+    """The sums of the summable fields over all replicas; empty without replicas."""
     return {name: sum(getattr(load, name) for load in loads) for name in _SUMMABLE} if loads else {}
 
 
 def wanted_sections(given: Sequence[str]) -> frozenset[str]:
-    """The sections that a query asks for, repeated or separated by commas.
+    """The sections that a query requests. `given`: its values, each a list separated by commas.
 
-    Raises RequestRejected: 400, there is no such section.
+    Raises RequestRejected: 400; there is no such section.
     """
     names = frozenset(name.strip() for value in given for name in value.split(","))
     unknown = sorted(names.difference(LOAD_SECTIONS))
@@ -139,9 +139,9 @@ def wanted_sections(given: Sequence[str]) -> frozenset[str]:
 
 
 def loads_of_rank(loads: Sequence[Load], dp_rank: int | str | None) -> list[Load]:
-    """Those of the replica that is asked for, as a number or in a query; None for all.
+    """The load of one replica, as a list. `dp_rank`: a number, or its text in a query; None: all replicas.
 
-    Raises RequestRejected: 400, there is no such replica.
+    Raises RequestRejected: 400; there is no such replica.
     """
     chosen = [load for load in loads if dp_rank is None or str(load.dp_rank) == str(dp_rank)]
     if not chosen:
@@ -150,7 +150,7 @@ def loads_of_rank(loads: Sequence[Load], dp_rank: int | str | None) -> list[Load
 
 
 def loads_body(loads: Sequence[Load], sections: frozenset[str], config: EngineConfig) -> Loads:
-    """The body of `/v1/loads`, of at least one replica."""
+    """Make the body of `/v1/loads`, for at least one replica."""
     replicas = [_replica(load, sections) for load in loads]
     parallel = config.parallel
     return Loads(
@@ -184,7 +184,7 @@ def _replica(load: Load, sections: frozenset[str]) -> ReplicaLoad:
     )
 
 
-# /server_info says that there are keys, and not which.
+# /server_info shows only whether these are set.
 KEY_FIELDS: Final = ("api_key", "admin_api_key")
 
 
@@ -193,7 +193,7 @@ class WeightVersion(AnswerBody, kw_only=True):
 
 
 class ModelInfo(AnswerBody, kw_only=True):
-    """`weight_versions`: of several replicas, what each serves."""
+    """`weight_versions`: with several replicas, the version that each serves, by dp_rank."""
 
     model_path: str
     served_model_name: str
@@ -217,7 +217,7 @@ class ModelInfo(AnswerBody, kw_only=True):
 
 
 class ReplicaState(Struct, kw_only=True):
-    """One replica. `memory_usage` is in GiB, under the names that clients of SGLang read."""
+    """One replica. `memory_usage` is in GiB, with SGLang's names."""
 
     dp_rank: int
     last_gen_throughput: float
@@ -236,14 +236,14 @@ class WeightUpdateState(Struct, kw_only=True):
 
 
 class StartupTime(Struct, kw_only=True):
-    """Seconds from the start of the engine until its ranks were ready, and until it could be asked."""
+    """Seconds from the engine's start until its ranks were ready, and until it took requests."""
 
     scheduler_e2e: float
     tokenizer_e2e: float
 
 
 class ServerInfo(AnswerBody, kw_only=True):
-    """Holds every argument of the server besides, as given, or as it was chosen; keys as `***`."""
+    """Also has every argument of the server, as given or as chosen; keys as `***`."""
 
     version: str
     status: Literal["ready"] = "ready"
@@ -257,7 +257,7 @@ class ServerInfo(AnswerBody, kw_only=True):
 
 
 def model_info(config: EngineConfig, state: StateReport, reports: Sequence[StateReport]) -> ModelInfo:
-    """The body of `GET /model_info`. `reports`: the replicas' own, by dp_rank."""
+    """Make the body of `GET /model_info`. `reports`: of each replica, by dp_rank."""
     return _filled(
         *(ModelInfo, config.model, state),
         weight_versions=[report.weight_version for report in reports] if len(reports) > 1 else UNSET,
@@ -276,7 +276,7 @@ def server_info(
     state: StateReport,
     occupation: EngineState,
 ) -> dict[str, Any]:
-    """The body of `GET /server_info`. `facts`: what the ranks said when they were ready."""
+    """Make the body of `GET /server_info`. `facts`: as `NodeProcesses.wait_ready` returns them."""
     num_tokens = facts["max_total_num_tokens"]
     info = ServerInfo(
         version=__version__,
@@ -299,7 +299,7 @@ def server_info(
 
 
 def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument of the server as given; those left open, or that mean another, as they were chosen."""
+    """Every argument of the server: as given, or the chosen value if it was left open. Keys as `***`."""
     given = dataclasses.asdict(config.server_args)
     schedule, cache, runtime = config.schedule, config.cache, config.runtime
     chunk = schedule.chunked_prefill_size
@@ -323,9 +323,9 @@ def arguments(config: EngineConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
     }
     left_open = {name: value for name, value in chosen.items() if given[name] in (None, "auto")}
     resolved = {
-        # A checkpoint may keep more modules as they are than it was asked to.
+        # The checkpoint may exclude more modules from quantization than the argument.
         "quantization_exclude": list(config.model.quantization_exclude) or None,
-        # Some names of other engines mean another order here.
+        # Some other engines' names are accepted for another policy.
         "schedule_policy": schedule.policy,
     }
     hidden = {name: "***" for name in KEY_FIELDS if given[name] is not None}

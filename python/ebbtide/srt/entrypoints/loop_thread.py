@@ -1,4 +1,4 @@
-"""An event loop of the engine's own, for callers that have none or another one."""
+"""An event loop in a thread of its own, for callers that have no event loop, or another one."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a daemon thread.
+    """An event loop in a daemon thread. Other loops, and threads without a loop, run coroutines in it.
 
-    What belongs to it can be asked for from any other loop, and from threads without one. `owner`: whose it
-    is, for messages.
+    `owner`: what it belongs to, for messages.
     """
 
     def __init__(self, owner: str = "engine") -> None:
         self._owner = owner
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"ebbtide-{owner}", daemon=True)
-        # Finalizers that the collector runs may ask for it again.
+        # Re-entrant: the garbage collector may run a finalizer that takes it in the same thread.
         self._lock = threading.RLock()
         self._is_open = True
         self._owner_pid = os.getpid()
@@ -42,7 +41,7 @@ class LoopThread:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether this is the process of the thread: a fork has the loop without it."""
+        """Whether this is the process with the thread. A fork has the loop, but not the thread."""
         return os.getpid() == self._owner_pid
 
     def check_open(self) -> None:
@@ -54,11 +53,11 @@ class LoopThread:
             raise EngineError(f"the {self._owner} has been shut down")
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop. Raises `EngineError` once that has been closed, and in a fork."""
+        """Run a coroutine in the loop. Raises EngineError: the loop was closed, or this is a fork."""
         try:
-            # Ahead of the lock: a fork may have got it held, for ever.
+            # Before the lock, which may be locked forever in a fork.
             self.check_open()
-            # What is submitted gets to run, or is refused, but never waits in a loop that has stopped.
+            # Under the lock, so that nothing is submitted to a stopped loop, where it would never run.
             with self._lock:
                 self.check_open()
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -67,7 +66,7 @@ class LoopThread:
             raise
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine in the loop, from whichever loop this is."""
+        """Await a coroutine that runs in the loop, from this or any other loop."""
         if self.is_current:
             return await work
         return await asyncio.wrap_future(self.submit(work))
@@ -78,12 +77,12 @@ class LoopThread:
         try:
             return future.result()
         except BaseException:
-            # Ctrl-C ends the wait: what was waited for ends too.
+            # If Ctrl-C ends the wait, cancel the work too.
             future.cancel()
             raise
 
     async def stream(self, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T]:
-        """What a generator of the loop yields, for any loop."""
+        """Iterate in any loop over an async generator that runs in this loop."""
         try:
             while (chunk := await self.run(_next(chunks))) is not None:
                 yield chunk
@@ -91,17 +90,17 @@ class LoopThread:
             self.call(lambda: asyncio.ensure_future(_end(chunks)))
 
     def iterate(self, chunks: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """What a generator yields, for a thread without a loop."""
+        """Iterate in a thread without a loop over an async generator that runs in this loop."""
         try:
             while (chunk := self.wait(_next(chunks))) is not None:
                 yield chunk
         finally:
-            # An engine that was shut down has ended them.
+            # An engine that was shut down has closed the generator.
             with contextlib.suppress(EngineError):
                 self.wait(_end(chunks))
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function in the loop, unless that has been closed, or this is a fork."""
+        """Call a function in the loop. Does nothing if the loop was closed, or in a fork."""
         if not self._is_ours:
             return
         with self._lock:
@@ -109,7 +108,7 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(function)
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Refuse further work, run `last`, wait for everything that still runs, and end the thread."""
+        """Refuse new work, run `last`, wait for all running tasks, and end the thread."""
         with self._lock:
             self._is_open = False
         asyncio.run_coroutine_threadsafe(_run_last(last), self._loop).result()
@@ -118,14 +117,14 @@ class LoopThread:
         self._loop.close()
 
     def end(self, last: Callable[[], Coroutine[Any, Any, None]], then: Callable[[], None]) -> None:
-        """As `close`, from wherever the garbage collector runs: in this thread too. In a fork nothing ends.
+        """Like `close`, but callable where the garbage collector runs, even in the loop's thread.
 
-        `then`: called behind it.
+        Does nothing in a fork. `last`: makes the last coroutine. `then`: called after the end.
         """
         if not self._is_ours:
             return
         if self.is_current:
-            # It cannot wait for itself.
+            # The loop's thread cannot wait for its own end.
             threading.Thread(target=self.end, args=(last, then)).start()
             return
         self.close(last())
@@ -135,13 +134,13 @@ class LoopThread:
 async def _run_last(last: Coroutine[Any, Any, None]) -> None:
     await last
     await _finish_tasks()
-    # Generators that nobody read to their end are closed by tasks of their own, the one within another last.
+    # Closing generators that were not read to their end starts more tasks.
     await asyncio.get_running_loop().shutdown_asyncgens()
     await _finish_tasks()
 
 
 async def _finish_tasks() -> None:
-    await asyncio.sleep(0)  # those that are about to begin
+    await asyncio.sleep(0)  # let scheduled callbacks create their tasks
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
         await asyncio.sleep(0)
@@ -150,12 +149,15 @@ async def _finish_tasks() -> None:
 def blocking(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Any, P], T]:
-    """The plain twin of a coroutine method of whoever has a `_runner`. Works where no event loop runs."""
+    """Make the blocking version of a coroutine method. Its object needs a `_runner`, a `LoopThread`.
+
+    The blocking method raises RuntimeError in a running event loop.
+    """
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         refuse_in_event_loop(method.__name__)
-        # By its name: the method may be another one where the class of `self` has its own.
+        # By its name, since a subclass may override the method.
         answer: Any = self._runner.wait(getattr(self, method.__name__)(*args, **kwargs))
         return self._runner.iterate(answer) if isinstance(answer, AsyncGenerator) else answer  # type: ignore[no-any-return]
 
@@ -166,7 +168,10 @@ def blocking(
 
 
 def refuse_in_event_loop(twin: str) -> None:
-    """Refuse a plain call where it would block a loop; `twin` is what to call there."""
+    """Refuse a blocking call in an event loop. `twin`: name of the coroutine to await instead.
+
+    Raises RuntimeError: an event loop runs in this thread.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -177,11 +182,11 @@ def refuse_in_event_loop(twin: str) -> None:
 
 
 async def _next(chunks: AsyncGenerator[T, None]) -> T | None:
-    """The next one; None at the end."""
+    """The next chunk; None at the end."""
     return await anext(chunks, None)
 
 
 async def _end(chunks: AsyncGenerator[T, None]) -> None:
-    """Close it, unless its reader was cancelled within: then it ends of that."""
+    """Close a generator. One that is still running was cancelled, and ends by itself."""
     if not chunks.ag_running:  # type: ignore[attr-defined]
         await chunks.aclose()

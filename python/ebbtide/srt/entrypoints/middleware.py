@@ -1,4 +1,4 @@
-"""What a request passes before its endpoint: keys, other sites, paths, ids. Source: wire_api section 1."""
+"""Middleware: API keys, requests of other sites, forms of paths, request ids. Source: wire_api section 1."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ebbtide.srt.server_args import ServerArgs, is_loopback
 
 
 class Access(enum.Enum):
-    """What a request can do: ask whether the engine is well, use it, or change it."""
+    """What a request may do: check the engine's health, use it, or change it."""
 
     OPEN = "open"
     NORMAL = "normal"
     CONTROL = "control"
 
 
-# Pages hold nothing of the engine: what the dashboard shows comes from /dashboard/events.
+# Pages contain no data of the engine: the dashboard gets its data from /dashboard/events.
 _OPEN_PATHS: Final = frozenset(
     (
         *("/health", "/health_generate", "/liveness", "/ready", "/metrics", "/openapi.json"),
@@ -47,7 +47,7 @@ _NORMAL_PATHS: Final = frozenset(
 
 
 def access_of(path: str) -> Access:
-    """Everything that is not known to be less is control, paths that do not exist included."""
+    """The access that a path needs. Unlisted paths are control, even if they do not exist."""
     path = path.rstrip("/") or "/"
     if path in _OPEN_PATHS or path.startswith("/docs/"):
         return Access.OPEN
@@ -55,7 +55,7 @@ def access_of(path: str) -> Access:
 
 
 def required_key(args: ServerArgs, path: str) -> str | None:
-    """The key that a request for this path must bring; None where it needs none."""
+    """The key that a request for this path must have; None: it needs none."""
     match access_of(path):
         case Access.OPEN:
             return None
@@ -66,7 +66,7 @@ def required_key(args: ServerArgs, path: str) -> str | None:
 
 
 class _Middleware:
-    """Looks at HTTP requests alone. The application may be built before its service is there."""
+    """Base of the middleware. It handles HTTP requests only, and reads the service at each request."""
 
     def __init__(self, app: ASGIApp, service: EngineService) -> None:
         self._app = app
@@ -86,12 +86,11 @@ class _Middleware:
 
 
 class AccessCheck(_Middleware):
-    """Answers, before a body is read, what has no right to ask.
+    """Rejects requests that are not allowed, before their bodies are read.
 
-    401 to a request without its key. 403 to what a browser sends for the page of another site, whose user has
-    not asked for it: such a page has no key, but reaches whatever its browser does: this machine, its
-    network. Its requests say where they come from, unless the name of its own site leads here (DNS
-    rebinding): then `Host` says it.
+    401: the key is missing or wrong. 403: a browser sent the request for a page of another site. Such a page
+    has no key, but it can reach this server whenever its browser can. `Origin` and `Sec-Fetch-Site` reveal
+    it; with DNS rebinding, where the other site's name resolves to this server, `Host` does.
     """
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,19 +113,19 @@ def _key_refusal(scope: Scope, args: ServerArgs) -> Json | None:
 def _brings(headers: Headers, key: str) -> bool:
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if not scheme:
-        # Anthropic's clients.
+        # Anthropic's clients send the key so.
         scheme, given = "bearer", headers.get("x-api-key", "")
-    # The comparison takes no text but ASCII, so it gets bytes. Headers are decoded as latin-1.
+    # `compare_digest` takes only ASCII strings, so compare bytes. Headers are decoded as latin-1.
     is_same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
     return is_same and scheme.lower() == "bearer"
 
 
-# Sent with every answer: no page shows another one of this server within itself.
+# Sent with every answer, so that no page can embed this server's pages in a frame (clickjacking).
 FRAMED_BY_NONE: Final = ("Content-Security-Policy", "frame-ancestors 'none'")
 
 _REQUEST_ID: Final = "X-Request-Id"
 _PROBES = frozenset({"/health", "/ready"})
-# SGLang's clients ask for these by GET, which should change nothing.
+# Control requests that SGLang's clients send by GET. They change something, unlike other GETs.
 _ASKED_BY_GET = frozenset(kind.row.path for kind in CONTROL_REQUESTS if "GET" in kind.row.methods)
 
 
@@ -136,7 +135,7 @@ def _browser_refusal(scope: Scope, args: ServerArgs) -> Json | None:
     if is_asked_by_get and method == "HEAD":
         return error_answer(f"{path} does not take HEAD", 405)
     if required_key(args, path) is not None:
-        # A page does not know the key: who does may come from anywhere, and by any name.
+        # Another site's page does not know the key; whoever does may use any origin and host.
         return None
     allowed, host = [name.lower() for name in args.allowed_hosts or ()], headers.get("host", "")
     if _is_of_another_site(headers, allowed, is_asked_by_get=is_asked_by_get):
@@ -145,7 +144,7 @@ def _browser_refusal(scope: Scope, args: ServerArgs) -> Json | None:
             "send a POST",
             403,
         )
-    # Nobody knows all names of a node or a service: whoever reaches one without a key was said to be trusted.
+    # Off loopback, the server cannot know its own names. Without a key, its whole network is trusted anyway.
     is_any = "*" in allowed or (args.allowed_hosts is None and not is_loopback(args.host))
     if args.api_key is None and host and not is_any and not _is_own(host, [*allowed, args.host.lower()]):
         return error_answer(
@@ -165,12 +164,12 @@ def _is_of_another_site(headers: Headers, allowed: Collection[str], *, is_asked_
         return site not in ("same-origin", "none")
     if origin is not None:
         return origin.partition("://")[2] != headers.get("host")
-    # Over plain HTTP to another machine a browser says neither of a GET.
+    # Over plain HTTP to another machine, browsers send neither header with a GET.
     return is_asked_by_get and headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def _is_own(host: str, allowed: Collection[str]) -> bool:
-    """Whether this cannot be a name that somebody else has lead to this server."""
+    """Whether a `Host` is safe from DNS rebinding: an IP address, localhost, or an allowed name."""
     name = _name_of(f"//{host}")
     if name in ("localhost", *allowed) or name.endswith(".localhost"):
         return True
@@ -182,7 +181,7 @@ def _is_own(host: str, allowed: Collection[str]) -> bool:
 
 
 def _name_of(url: str) -> str:
-    """The name of the host in a URL; of what is none, a name that nobody has."""
+    """The host's name in a URL; "?" if it is not a URL."""
     try:
         return (urlsplit(url).hostname or "").rstrip(".")
     except ValueError:
@@ -190,15 +189,15 @@ def _name_of(url: str) -> str:
 
 
 class OneSpelling(_Middleware):
-    """A path with a slash at its end is the path without it: a redirected request may lose its body.
+    """Removes slashes at the end of a path: redirecting instead could lose the request's body.
 
-    So is one with `--root-path`, which a proxy may have cut off or not. Keys are checked behind this.
+    Also removes `--root-path` from the start, since not every proxy does. It runs before `AccessCheck`.
     """
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         root, path = self._args.root_path, scope["path"]
         if root and path == root and scope["method"] in ("GET", "HEAD"):
-            # The links of that page are relative.
+            # The page's links are relative, so its URL must end with a slash.
             await RedirectResponse(f"{root}/")(scope, receive, send)
             return
         path = path.removeprefix(root) if path.startswith(f"{root}/") else path
@@ -206,7 +205,7 @@ class OneSpelling(_Middleware):
 
 
 class RequestIds(_Middleware):
-    """Answers with the `X-Request-Id` of the request, or a new one; 400 to one that cannot be sent back."""
+    """Adds the request's `X-Request-Id`, or a new one, to the answer. 400: the id is not printable ASCII."""
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._args.enable_request_id_headers:

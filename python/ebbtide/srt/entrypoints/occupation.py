@@ -1,7 +1,7 @@
-"""Which memory an engine occupies, over all of its ranks. Source: wire_api section 3.1.
+"""The memory that an engine occupies, over all of its ranks. Source: wire_api section 3.1.
 
-Every rank reports its tags. What its device holds otherwise is measured from here: of ranks on this node, and
-of CUDA devices where NVML answers. What cannot be measured is null.
+Every rank reports its tags. The other memory of its device is measured here: on the host for ranks of this
+node, and for CUDA devices by NVML. Values that cannot be measured are null.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GenerationState(Struct, kw_only=True):
 
 
 class DeviceMemory(Struct, kw_only=True):
-    """Null is what cannot be measured from the server."""
+    """Memory of a device. Null: it cannot be measured by the server."""
 
     total_bytes: int | None
     free_bytes: int | None
@@ -52,7 +52,7 @@ class MemoryOccupationBody(EngineState, kw_only=True):
 
 
 def memory_occupation(state: StateReport, parallel: ParallelConfig) -> MemoryOccupationBody:
-    """The body of `GET /memory_occupation`. Reads /proc: milliseconds where much is mapped.
+    """Make the body of `GET /memory_occupation`. Reading /proc takes milliseconds for large processes.
 
     Raises EngineError: the process of a rank has ended.
     """
@@ -75,14 +75,14 @@ def memory_occupation(state: StateReport, parallel: ParallelConfig) -> MemoryOcc
 
 
 def total_tags(ranks: Sequence[RankReport]) -> dict[str, TagReport]:
-    """Every tag over all of these ranks: bytes are added; released, or stale, if it is so anywhere."""
+    """Merge the tags of these ranks: bytes are summed; a tag is released, or stale, if any rank's is."""
     return {tag.value: _total([rank.tags[tag] for rank in ranks]) for tag in ranks[0].tags}
 
 
 def count_devices_once(reply: TotalsReply, ranks: Sequence[RankReport]) -> TotalsReply:
-    """The reply with measures of devices added up by device, which ranks may share; null on CPUs.
+    """Sum the measures of devices in a reply so that a device shared by ranks counts once. Null on CPUs.
 
-    What a host has available is an estimate that every process moves: it would not show what was given back.
+    A host's available memory is an estimate that other processes change, so it would not show what was freed.
     """
     measures = {name: merge.on_device for name, merge in merge_rules(type(reply)).items() if merge.on_device}
     uuids = {(rank.dp_rank, rank.tp_rank): rank.uuid for rank in ranks}
@@ -103,12 +103,12 @@ def count_devices_once(reply: TotalsReply, ranks: Sequence[RankReport]) -> Total
 
 
 def num_gpus(ranks: Sequence[RankReport]) -> int:
-    """How many CUDA devices the ranks are on."""
+    """The number of CUDA devices that the ranks are on."""
     return len({rank.uuid for rank in ranks if rank.uuid is not None})
 
 
 def _device_key(rank: RankReport, parallel: ParallelConfig) -> Hashable:
-    """What ranks on the same device have in common: its id, or the host whose memory it is."""
+    """A key that is equal for ranks on the same device: the device's id, or for CPUs the node."""
     return rank.uuid if rank.uuid is not None else node_of(parallel, rank.dp_rank, rank.tp_rank)
 
 
@@ -126,7 +126,7 @@ def _total(reports: Sequence[TagReport]) -> TagReport:
 
 
 def _measured(rank: RankReport, parallel: ParallelConfig) -> DeviceMemory | None:
-    """The memory of a rank's device now; None where it cannot be seen from here."""
+    """Measure the memory of a rank's device; None: it cannot be measured from here."""
     if node_of(parallel, rank.dp_rank, rank.tp_rank) != parallel.node_rank:
         return None
     if rank.uuid is None:
@@ -146,7 +146,7 @@ def _measured(rank: RankReport, parallel: ParallelConfig) -> DeviceMemory | None
     return DeviceMemory(
         total_bytes=total_bytes,
         free_bytes=free_bytes,
-        # State and measurement are of different moments: memory may have gone in between.
+        # The state is older than the measurement: memory may have been freed in between.
         unmanaged_bytes=None if held_bytes is None else max(0, held_bytes - resident_bytes),
     )
 
@@ -154,7 +154,7 @@ def _measured(rank: RankReport, parallel: ParallelConfig) -> DeviceMemory | None
 def _total_device(
     ranks: Sequence[RankReport], devices: Sequence[DeviceMemory | None], parallel: ParallelConfig
 ) -> DeviceMemory:
-    """Over the devices that were measured, each counted once; `unmanaged_bytes` over their ranks."""
+    """Sum over the measured devices, each counted once; `unmanaged_bytes` over their ranks."""
     measured = {
         _device_key(rank, parallel): device
         for rank, device in zip(ranks, devices, strict=True)
@@ -169,6 +169,6 @@ def _total_device(
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
-    """None where one of them is unknown, or none is known."""
+    """The sum; None if a value is None, or there are no values."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None

@@ -1,4 +1,4 @@
-"""The OpenAPI document, from the types that requests are read with and answers are made of."""
+"""The OpenAPI document, made from the types of requests and answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ebbtide.srt.managers.io_struct import ControlRequest, Reply
 from ebbtide.srt.sampling_params import FIELDS as SAMPLING_FIELDS, SamplingParams
 from ebbtide.version import __version__
 
-# What bodies hold that say in their own words what they are.
+# Types within bodies whose fields have loose types, so msgspec does not find them.
 PARTS = (SamplingParams, InitInfo, LendingInfo, FetchInfo)
 REF_TEMPLATE = "#/components/schemas/{name}"
 
@@ -33,13 +33,13 @@ OWNERS: Final = (NativeApi, OpenAIApi, AnthropicApi, TokensApi, *PARTS_OF_VLLM)
 
 
 def openapi_document() -> Schema:
-    """The whole document."""
+    """Make the whole document."""
     routes = [route for owner in OWNERS for route in declared(owner).values()]
     routes += [_control_route(path, kind) for path, kind in CONTROL_ROUTES.items()]
     schemas = _Schemas(routes)
     paths: dict[str, Schema] = {}
     for route in routes:
-        # The name of a model may be a path.
+        # Starlette's mark for a parameter that may contain slashes, such as a model's name.
         for path in (path.replace(":path", "") for path in route.paths):
             paths[path] = {
                 method.lower(): _describe(route, path, method, schemas) for method in route.methods
@@ -69,7 +69,7 @@ def _control_route(path: str, kind: type[ControlRequest]) -> Route:
 
 
 class _Schemas:
-    """The schemas of all types; `of` refers to them."""
+    """The schemas of all types. `of` returns a reference to one."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
         requests = [route.takes for route in routes if route.takes is not None]
@@ -83,7 +83,7 @@ class _Schemas:
         known, incoming = _components(requests)
         answered, outgoing = _components(replies)
         self._known = known | answered
-        # Deeper in a body null is what the type says.
+        # Only for whole requests: types within them say themselves whether null is allowed.
         for kind in dict.fromkeys(requests):
             _accept_null(incoming[kind.__name__])
         for name, schema in (*incoming.items(), *outgoing.items()):
@@ -95,7 +95,7 @@ class _Schemas:
         return self._known[repr(kind)]
 
     def _refine(self) -> None:
-        """What the types alone do not say."""
+        """Add constraints that the types do not contain."""
         params = self.components[SamplingParams.__name__]
         params["additionalProperties"] = False
         one = self.of(SamplingParams)
@@ -111,18 +111,18 @@ def _components(kinds: Iterable[Any]) -> tuple[dict[str, Schema], dict[str, Sche
 
 
 def _accept_null(schema: Schema) -> None:
-    """In a request, null means "not given"."""
+    """Allow null for all optional fields of a request, where it means "not given"."""
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
         takes_null = "anyOf" in field and {"type": "null"} in field["anyOf"]
-        # An empty schema takes anything.
+        # An empty schema allows anything already.
         if name not in required and field.keys() - {"default"} and not takes_null:
             default = {"default": field.pop("default")} if "default" in field else {}
             schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **default}
 
 
 def _drop_tag(name: str, schema: Schema) -> None:
-    """Messages travel with their type as a tag, which is no part of a body."""
+    """Remove the tag with the type's name. Messages between processes have it, bodies do not."""
     if schema.get("properties", {}).get("type") == {"enum": [name]}:
         del schema["properties"]["type"]
         schema["required"] = [field for field in schema["required"] if field != "type"]
@@ -142,7 +142,7 @@ def _describe(route: Route, path: str, method: str, schemas: _Schemas) -> Schema
         },
     }
     if access_of(path) is not Access.OPEN:
-        # A server may have been started without keys.
+        # {} makes the key optional, since a server may have none.
         described["security"] = [{"key": []}, {}]
     parameters = (
         [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
@@ -168,7 +168,7 @@ def _content(route: Route, schemas: _Schemas) -> Schema:
         return {}
     content: Schema = {route.media_type: {"schema": schemas.of(route.reply)}}
     if route.event is not None:
-        # OpenAPI 3.1 has no word for the schema of one event; tools take this one for it.
+        # OpenAPI 3.1 cannot describe the schema of single events, so describe them in words.
         event = (
             route.event
             if isinstance(route.event, str)
@@ -186,10 +186,10 @@ def _query(schema: Mapping[str, Any]) -> list[Schema]:
     ]
 
 
-# What schemas say beyond the types of fields: bounds, choices, what is needed. The checks are where requests
-# are carried out; a test holds each entry against a server. What hangs on state, model or files is not said.
+# Constraints beyond the types: bounds, choices, required fields. They are checked where requests are carried
+# out; a test compares each entry with a server. Those that depend on state, model or files are left out.
 
-# Keywords that go with a field's type: each is about values of one type, and says nothing of null.
+# Keywords that are added to a field's type. Each applies to one type of value, and so not to null.
 FROM_0: Final[Schema] = {"minimum": 0}
 NOT_EMPTY: Final[Schema] = {"minLength": 1}
 PORT: Final[Schema] = {"minimum": 1, "maximum": 65535, "pattern": "^[0-9]+$"}
@@ -197,7 +197,7 @@ PORT: Final[Schema] = {"minimum": 1, "maximum": 65535, "pattern": "^[0-9]+$"}
 _IDS: Final[Schema] = {"type": "array", "items": {"type": "integer"} | FROM_0}
 _LISTS_OF_IDS: Final[Schema] = {"type": "array", "items": _IDS}
 
-# By type of the request, and field.
+# Type of the request → field → keywords.
 FIELD_SCHEMAS: Final[dict[str, dict[str, Schema]]] = {
     "SamplingParams": {field.name: dict(field.check.schema) for field in SAMPLING_FIELDS},
     "CompletionRequest": {
@@ -215,7 +215,7 @@ FIELD_SCHEMAS: Final[dict[str, dict[str, Schema]]] = {
 
 
 def given(name: str, **schema: Any) -> Schema:
-    """A body in which a field is there, is not null, and fits."""
+    """Schema of a body in which this field is given, is not null, and matches `schema`."""
     return {"required": [name], "properties": {name: {"not": {"type": "null"}, **schema}}}
 
 
@@ -223,7 +223,7 @@ def _one_of(*names: str) -> Schema:
     return {"oneOf": [given(name) for name in names]}
 
 
-# By type of the request: what one field has to do with another.
+# Type of the request → constraints between its fields.
 BODY_SCHEMAS: Final[dict[str, Schema]] = {
     "GenerateReqInput": {"anyOf": [given("text"), given("input_ids", minItems=1), given("continue_from")]},
     "ChatCompletionRequest": {"anyOf": [given("messages", minItems=1), given("input_ids", minItems=1)]},
@@ -243,7 +243,7 @@ BODY_SCHEMAS: Final[dict[str, Schema]] = {
 
 
 def refine(components: Mapping[str, Schema]) -> None:
-    """Say in the schemas of requests what their types do not."""
+    """Add to the schemas of requests the constraints that their types do not contain."""
     for kind, fields in FIELD_SCHEMAS.items():
         properties = components[kind]["properties"]
         for name, keywords in fields.items():
@@ -260,7 +260,7 @@ def refine(components: Mapping[str, Schema]) -> None:
 
 
 def _steps(components: Mapping[str, Schema]) -> Iterable[Schema]:
-    """The schema of each kind of step: the fields of its request, and its name."""
+    """The schema of each kind of step: `op`, and the fields of its request."""
     for op, kind in STEPS.items():
         request = components[kind.__name__]
         named = {"op": {"const": op}, **request["properties"]}

@@ -1,4 +1,4 @@
-"""What a browser is shown, without another site: links at `/`, the reference at `/docs`, the dashboard."""
+"""Pages for browsers, which load nothing from other sites: `/`, the API reference `/docs`, the dashboard."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _ROOT = f"""<!doctype html>
 """
 
 _ASSETS: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
-# Swagger's page begins with a script of its own, and has images within its style.
+# Swagger's page has an inline script, and its style contains images as data URLs.
 _FROM_HERE_ONLY: Final = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
 }
-# The dashboard has its script and style in itself, and asks its own server alone.
+# The dashboard's script and style are inline, and it only connects to its own server.
 _NOTHING_FROM_OUTSIDE: Final = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "frame-ancestors 'none'"
@@ -56,7 +56,7 @@ _NOTHING_FROM_OUTSIDE: Final = (
 
 
 class StaticPages:
-    """Pages that show nothing of the engine, and the document that one of them is made of."""
+    """Pages without data of the engine, and the OpenAPI document that `/docs` shows."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
@@ -68,7 +68,7 @@ class StaticPages:
     @route("GET", "/docs")
     async def reference(self, request: Request) -> Response:
         page = get_swagger_ui_html(
-            # Relative: the server may be below another path of a proxy.
+            # Relative, since a proxy may serve this below another path.
             openapi_url="openapi.json",
             title="Ebbtide",
             swagger_js_url="docs/swagger-ui-bundle.js",
@@ -83,7 +83,7 @@ class StaticPages:
         name = request.path_params["name"]
         if name not in _ASSETS:
             raise HTTPException(404)
-        # The package's files alone are used.
+        # Only the files of this package are used, not its application.
         return FileResponse(Path(str(resources.files("fastapi_offline"))) / "static" / name)
 
     @route("GET", "/openapi.json")
@@ -96,7 +96,7 @@ _document = functools.cache(openapi_document)
 
 
 class Dashboard:
-    """The endpoints over the timeline of one engine."""
+    """Serves the dashboard, and the events of the engine's timeline that it shows."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service

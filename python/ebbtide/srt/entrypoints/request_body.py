@@ -1,4 +1,4 @@
-"""Reading and decoding JSON bodies, also those of gigabytes, without holding up the event loop for long."""
+"""Reads and decodes JSON bodies, even of gigabytes, without blocking the event loop for long."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from starlette.datastructures import QueryParams
 
 from ebbtide.srt.errors import RequestRejected
 
-# A body without weights may hold this much: a batch of prompts of tens of millions of tokens fits.
+# Limit of a body without weights. A batch with tens of millions of prompt tokens fits.
 MAX_BODY_BYTES = 1 << 28
-# All that are being read together.
+# Limit of all bodies that are being read, together.
 MAX_HELD_BYTES = 2 * MAX_BODY_BYTES
-# Slower than any network that a trainer has: who sends less holds memory, and sends nothing.
+# Slower than any trainer's network: a client that sends less only takes up memory.
 PATIENCE_S = 30.0
 LEAST_BYTES_PER_S = 1 << 16
 # Bodies of this size and larger ones are decoded in a thread.
 LARGE_BODY_BYTES = 1 << 20
-# Decoding holds the interpreter's lock: base64 goes in pieces, between which the loop has its turn, and a
-# list of lists, such as the token ids of a batch, list by list.
+# Decoding holds the GIL. So base64 and lists of numbers are decoded in pieces, and a list of lists, such as
+# the token ids of a batch, list by list: the event loop runs in between.
 PIECE_CHARACTERS = 1 << 22
 LIST_OF_LISTS = re.compile(rb"\s*\[\s*\[")
 LIST_OF_NUMBERS = re.compile(rb"\s*\[\s*[-0-9]")
@@ -32,11 +32,12 @@ PIECE_BYTES = 1 << 18
 
 
 class BodyReader:
-    """Reads bodies of requests; how much they hold together, and how long one may take, is bounded.
+    """Reads bodies of requests, with a limit on their memory together and on the time of each.
 
     Args:
-        max_held_bytes: of all that are being read or decoded; more where one alone may be longer.
-        patience_s: how long a client may send nothing, and how long it may take for a body, plus a second
+        max_held_bytes: limit of all bodies that are being read or decoded, together; or the limit of a single
+            body, if that is larger.
+        patience_s: how long a client may send nothing; also how long a whole body may take, plus a second
             for each `LEAST_BYTES_PER_S`.
     """
 
@@ -51,14 +52,15 @@ class BodyReader:
         binary_fields: Collection[str] = frozenset(),
         max_bytes: int = MAX_BODY_BYTES,
     ) -> dict[str, Any]:
-        """The fields of a JSON object; an empty body has none.
+        """Read the fields of a JSON object. An empty body has no fields.
 
         Args:
-            binary_fields: fields that are lists of base64; they come out as bytes.
-            max_bytes: how long the body may be; it is not read any further.
+            chunks: the body as it arrives.
+            binary_fields: fields with lists of base64 strings, which are decoded to bytes.
+            max_bytes: limit of the body's length; the rest is not read.
 
-        Raises RequestRejected: 400, the body is no JSON object; 408, it does not come; 413, it is too long;
-        503, with others it is too much for now.
+        Raises RequestRejected: 400, the body is not a JSON object; 408, it does not arrive in time; 413, it
+        is too long; 503, all bodies together are too large at the moment.
         """
         body = bytearray()
         try:
@@ -67,7 +69,7 @@ class BodyReader:
                 began_s = loop.time()
                 async for chunk in chunks:
                     self._take(body, chunk, max_bytes)
-                    # Neither in drops for ever, nor all but the end at once.
+                    # Require the least rate over the whole body, and allow no pause longer than the patience.
                     allowed_s = min(loop.time() - began_s, len(body) / LEAST_BYTES_PER_S) + self._patience_s
                     deadline.reschedule(began_s + allowed_s)
             if not body or body.isspace():
@@ -97,15 +99,15 @@ class BodyReader:
 
 
 def decode_fields(body: bytearray) -> dict[str, Any]:
-    """The fields of a whole body, decoded at once. Raises as `BodyReader.read`."""
+    """Decode a whole body at once. Raises as `BodyReader.read`."""
     with _refused():
         return msgspec.json.decode(body, type=dict[str, Any])
 
 
 def decode_in_pieces(body: bytearray, binary_fields: Collection[str]) -> dict[str, Any]:
-    """The fields of a large body, decoded in a thread; see `BodyReader.read`."""
+    """Decode a large body. Call it in a thread; see `BodyReader.read`."""
     with _refused():
-        # `Raw` marks where a value lies without decoding it.
+        # `Raw` finds the bytes of a value without decoding it.
         values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         return {
             name: _binaries(value) if name in binary_fields else _plain(value)
@@ -115,7 +117,7 @@ def decode_in_pieces(body: bytearray, binary_fields: Collection[str]) -> dict[st
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """What cannot be decoded is the caller's fault."""
+    """Turn errors of decoding into RequestRejected: 400."""
     try:
         yield
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -131,9 +133,9 @@ def _plain(value: msgspec.Raw) -> Any:
 
 
 def _numbers(listed: bytes) -> list[Any]:
-    """A list that begins with a number, without its brackets. What else is in it is decoded as well.
+    """Decode a list of numbers, given without its brackets, in pieces. Other items are decoded too.
 
-    Raises msgspec.DecodeError: a piece is no JSON.
+    Raises msgspec.DecodeError: a piece is not JSON.
     """
     numbers: list[Any] = []
     start = 0
@@ -141,7 +143,7 @@ def _numbers(listed: bytes) -> list[Any]:
         end = listed.find(b",", start + PIECE_BYTES)
         piece = listed[start : end if end >= 0 else len(listed)]
         if any(mark in piece for mark in b'"[{'):
-            # A comma within a text, or an inner list, is none of the list's own.
+            # Commas may belong to a string or an inner list: decode the rest at once.
             piece, end = listed[start:], -1
         numbers += msgspec.json.decode(b"[" + piece + b"]")
         if end < 0:
@@ -159,7 +161,7 @@ def _binaries(value: msgspec.Raw) -> Any:
 
 
 def _binary(item: msgspec.Raw) -> Any:
-    """The bytes of a base64 string. What is not plain base64 is left to the check of types that follows."""
+    """Decode a base64 string. Anything else is decoded as JSON, and a later check of types rejects it."""
     whole = memoryview(item)
     opening, characters, ending = bytes(whole[:1]), whole[1:-1], bytes(whole[-3:-1])
     if opening != b'"' or len(characters) % 4:
@@ -178,21 +180,21 @@ def _binary(item: msgspec.Raw) -> Any:
 
 
 def of_query(query: QueryParams, name: str, annotation: Any) -> Any:
-    """What a query has under a name: of a field that takes lists, all of its values."""
+    """The value of a query parameter; a list of its values if the field's type takes lists."""
     members = (annotation, *get_args(annotation))
     takes_list = str not in members and any(get_origin(member) in (list, tuple) for member in members)
     return query.getlist(name) if takes_list else query[name]
 
 
-# Header → the field that it stands for.
+# Header → field with the same meaning.
 _NUMBERS: Final = {"X-data-parallel-rank": "routed_dp_rank", "X-Request-Priority": "priority"}
 
 
 def with_headers(fields: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """A request's fields, and what its headers say. Of numbers the body's win, of ids the header's does.
+    """Add the fields that headers give. Numbers in the body take precedence; the header's request id does.
 
-    `headers`: by their names in lower case, or in any. Raises RequestRejected: 400, a header that is no
-    number.
+    `headers`: names in lower case, or case-insensitive.
+    Raises RequestRejected: 400; a header is not a number.
     """
     merged = dict(fields)
     for header, name in _NUMBERS.items():

@@ -1,4 +1,4 @@
-"""Ebbtide's own endpoints, and one for each control request whose row has a path. Source: wire_api."""
+"""Ebbtide's own endpoints, and one for each control request that has a path. Source: wire_api."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ CONTROL_ROUTES: Final[dict[str, type[ControlRequest]]] = {
     kind.row.path: kind for kind in CONTROL_REQUESTS if kind.row.path is not None
 }
 
-# Says what a body that is a bare list cannot.
+# Carries the reply's message if the body is a bare list, which has no room for it.
 REMARK_HEADER: Final = "Ebbtide-Message"
 
-# SGLang has these paths, or vLLM and the servers made of it, and this version does not.
+# Paths of SGLang, vLLM and servers based on it that this version does not have.
 NOT_IMPLEMENTED = (
     "/encode",
     "/classify",
@@ -80,7 +80,7 @@ _information = partial(route, "GET", tag="information")
 
 
 class NativeApi:
-    """What is behind `/generate`, and behind the paths that report something."""
+    """Serves `/generate`, `/drain`, `/transition`, and the paths that report information."""
 
     def __init__(self, service: EngineService, reader: BodyReader) -> None:
         self._service = service
@@ -104,74 +104,74 @@ class NativeApi:
 
     @_information("/health")
     async def health(self, request: Request) -> Response:
-        """Whether every process lives and turns, asleep or not."""
+        """Check that every process lives and responds, even while paused or asleep."""
         return await _healthy(self._service.check_health())
 
     @_information("/health_generate")
     async def health_generate(self, request: Request) -> Response:
-        """As /health; an idle engine also generates a token."""
+        """Like /health; an idle engine also generates a token."""
         return await _healthy(self._service.check_generation())
 
     @_information("/ready", reply=bodies.AnswerBody)
     async def ready(self, request: Request) -> Response:
-        """Whether a request would run now."""
+        """Check whether a request would run now; 503 with the reason if not."""
         reason = self._service.not_ready
         return error_answer(reason, 503) if reason else Json(bodies.AnswerBody())
 
     @_information("/metrics", reply=str, media_type="text/plain")
     async def metrics(self, request: Request) -> Response:
-        """Prometheus metrics; needs --enable-metrics."""
+        """Return Prometheus metrics; needs --enable-metrics."""
         if not self._service.config.server_args.enable_metrics:
             return error_answer("there are no metrics: start the server with --enable-metrics", 404)
         return Response(await self._service.metrics_text(), media_type=Metrics.content_type)
 
     @_information("/model_info", "/get_model_info", reply=ModelInfo)
     async def model_info(self, request: Request) -> Response:
-        """The model."""
+        """Describe the model."""
         return Json(await self._service.model_info())
 
     @_information("/server_info", "/get_server_info", takes=ServerInfoQuery, reply=ServerInfo)
     async def server_info(self, request: Request) -> Response:
-        """Arguments and state of the server."""
+        """Return the arguments and the state of the server."""
         asked = read(ServerInfoQuery, request.query_params, param="query.config_format")
         info = await self._service.server_info()
         return Json({**info, **vllm_sections(self._service.config, asked)})
 
     @_information("/memory_occupation", reply=MemoryOccupationBody)
     async def memory_occupation(self, request: Request) -> Response:
-        """Memory by tag."""
+        """Return the memory of each tag, and of the devices."""
         return Json(await self._service.memory_occupation())
 
     @_information("/v1/loads", takes=LoadsQuery, reply=Loads)
     async def loads(self, request: Request) -> Response:
-        """What every replica has to do."""
+        """Return the load of every replica."""
         query = request.query_params
         return Json(await self._service.loads_body(query.getlist("include"), query.get("dp_rank")))
 
     @_information("/get_load", reply=list[LoadSummary])
     async def load_summaries(self, request: Request) -> Response:
-        """The same in short."""
+        """Return the load of every replica, in short."""
         return Json(load_summaries(await self._service.loads()))
 
     @_information("/get_weight_version", reply=WeightVersion)
     async def weight_version(self, request: Request) -> Response:
-        """The weights' version."""
+        """Return the version of the weights."""
         return Json(WeightVersion(weight_version=self._service.state.weight_version))
 
     @route("POST", "/post_process_weights", tag="control", reply=bodies.AnswerBody)
     async def post_process_weights(self, request: Request) -> Response:
-        """Nothing: every update leaves the weights as they are computed with."""
+        """Do nothing: after every update the weights are ready for use."""
         return Json(bodies.AnswerBody(message="Nothing to do: updates leave the weights ready."))
 
     @route("POST", "/drain", tag="control", takes=bodies.DrainRequest, reply=bodies.DrainReply)
     async def drain(self, request: Request) -> Response:
-        """Serve what is in, refuse new generations with 503, then end."""
+        """Finish the requests that are there, refuse new ones with 503, then end the server."""
         wanted = parse(bodies.DrainRequest, await self._bodies.read(request.stream()))
         return Json(self._service.drain(wanted.timeout_s))
 
     @route("POST", "/transition", tag="control", takes=TransitionRequest, reply=TransitionReply)
     async def transition(self, request: Request) -> Response:
-        """Several control requests in order; may be sent again."""
+        """Carry out several control requests in order. Sending it again with its op_id repeats nothing."""
         return Json(await self._service.transition(await self._bodies.read(request.stream())))
 
 
@@ -184,7 +184,7 @@ async def _healthy(check: Awaitable[None]) -> Response:
 
 
 def control_endpoint(service: EngineService, kind: type[ControlRequest], reader: BodyReader) -> Endpoint:
-    """The endpoint of a control request. A client that disconnects does not end it."""
+    """Make the endpoint of a control request. The request is carried out even if its client disconnects."""
     binary = binary_fields(kind)
 
     async def endpoint(request: Request) -> Response:
@@ -197,15 +197,15 @@ def control_endpoint(service: EngineService, kind: type[ControlRequest], reader:
 
 
 def binary_fields(kind: type[ControlRequest]) -> frozenset[str]:
-    """Fields that are lists of base64 in JSON."""
+    """The fields that are lists of base64 strings in JSON."""
     fields = msgspec.structs.fields(kind)
     return frozenset(known.name for known in fields if known.type == list[bytes])
 
 
 def query_fields(kind: type[ControlRequest], query: QueryParams) -> dict[str, Any]:
-    """The fields in a query, with the types that the request gives them; a list is a field that is repeated.
+    """The fields in a query, converted to the request's types. A repeated parameter is a list.
 
-    What does not fit its type stays text: building the request then says what was expected.
+    A value that cannot be converted stays text; building the request then raises the error.
     """
     types = {known.name: known.type for known in msgspec.structs.fields(kind)}
     fields: dict[str, Any] = {}
@@ -225,13 +225,13 @@ def _answer(kind: type[ControlRequest], fields: Mapping[str, Any], answer: Contr
     if kind.row.body_if is not None and not fields.get(kind.row.body_if):
         return Response()
     if isinstance(reply, dict) and not reply["success"]:
-        # It was carried out, and not in full: an error for clients that poll, and the reply's fields stay.
+        # It was only carried out in part: clients that poll need an error, and others the reply's fields.
         return Json({**error_body(reply["message"], 400), **reply}, 400)
     return Json(reply, headers={REMARK_HEADER: remark} if remark else None)
 
 
 def _max_weight_bytes(service: EngineService) -> int:
-    """What a body with weights may hold: all of them, for each rank, as float32 and in base64."""
+    """The limit of a body with weights: room for all weights for every rank, as float32 in base64."""
     ranks = service.state.ranks
     weight_bytes = sum(rank.tags[MemoryTag.WEIGHTS].virtual_bytes for rank in ranks)
     return MAX_BODY_BYTES + 3 * weight_bytes * len(ranks)

@@ -1,4 +1,4 @@
-"""What the `model` of a request means: the base, or one of its adapters, which may have to be loaded."""
+"""Finds what the `model` of a request means: the base model, or an adapter, which is loaded if needed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ebbtide.srt.errors import ConfigurationError, RequestRejected, first_few
 from ebbtide.srt.managers.io_struct import LoadLoRAAdapterReqInput, StateReport
 from ebbtide.srt.memory_saver import MemoryTag
 
-# What the contents of a folder are called: others under the same name are refused.
+# The version of adapters from `lora_folder`. Loading other contents under the same name is refused.
 FOLDER_VERSION: Final = "1"
 
 
 class Engine(Protocol):
-    """What is needed of it: the state that it reported last, and control requests."""
+    """What `ServedModels` needs of the engine: its last reported state, and control requests."""
 
     @property
     def state(self) -> StateReport: ...
@@ -39,19 +39,19 @@ class ServedModels:
         self._model = config.model
         self._args = config.server_args
         self._engine = engine
-        # By name, the loads that requests wait for.
+        # Adapter's name → the load that requests wait for.
         self._loads: dict[str, asyncio.Task[Any]] = {}
-        # Those of the folder, the longest unasked first.
+        # Loaded adapters of the folder, the least recently requested first.
         self._asked: dict[str, None] = {}
-        # Where there is a limit, one is loaded at a time, in the place of the one that leaves.
+        # With a limit, adapters are loaded one at a time; each may replace one, the leaving adapter.
         self._turn = asyncio.Lock()
         self._leaving: str | None = None
-        # By name, the requests that were told of it and have not reached the engine.
+        # Adapter's name → number of requests for it that have not reached the engine yet.
         self._on_way: Counter[str] = Counter()
         self._has_arrived = asyncio.Event()
 
     async def load_given(self) -> None:
-        """Load what the server was started with. Raises ConfigurationError: an adapter cannot be loaded."""
+        """Load the adapters of `lora_paths`. Raises ConfigurationError: one cannot be loaded."""
         for given in self._args.lora_paths or ():
             name, equals, path = given.partition("=")
             try:
@@ -63,17 +63,18 @@ class ServedModels:
                 raise ConfigurationError(f"lora_paths: {given[:200]}: {error}") from error
 
     def has_adapter(self, asked: str) -> bool:
-        """Whether requests may ask for this adapter, or this version of one."""
+        """Whether an adapter is loaded. `asked`: its name, or name@version."""
         name, at, version = asked.partition("@")
         adapters = self._engine.state.adapters
         return any(one.name == name and (not at or one.version == version) for one in adapters)
 
     def require(self, name: object) -> str | None:
-        """The adapter that a request names as its model; None: it means the base, by a name or a path.
+        """Find the adapter that a request names as its model; None: it means the base model.
 
-        An adapter is `adapter`, `adapter@version`, or either behind `base:`.
+        The base model has names and a path. An adapter is `adapter` or `adapter@version`, which may follow
+        `base:`.
 
-        Raises RequestRejected: 404, there is no such model.
+        Raises RequestRejected: 404; there is no such model.
         """
         if name is None:
             return None
@@ -98,11 +99,11 @@ class ServedModels:
 
     @asynccontextmanager
     async def held(self, name: object) -> AsyncIterator[str | None]:
-        """As `require`; an adapter of `lora_folder` that is not loaded is loaded first.
+        """Like `require`, but load the adapter from `lora_folder` first if needed.
 
-        Meanwhile it does not leave for another one of the folder: a request is to reach the engine before.
+        Within the block no other adapter of the folder replaces it, so that the request can reach the engine.
 
-        Raises RequestRejected: it cannot be loaded.
+        Raises RequestRejected: the adapter cannot be loaded, or as `require`.
         """
         plain = str(name).partition("@")[0]
         for base in self._base_names():
@@ -126,15 +127,15 @@ class ServedModels:
             if name in self._asked:
                 self._note_asked(name)
             return
-        # Unlike Path.is_file, it takes whatever name there is.
+        # Unlike Path.is_file, this raises for no name.
         is_there = await asyncio.to_thread(os.path.isfile, folder / name / "adapter_config.json")
         if not is_there or self.has_adapter(name):
             return
         if name not in self._loads:
             self._loads[name] = asyncio.ensure_future(self._load(folder, name))
-            # Nobody hears of a refusal where all that waited have gone.
+            # Retrieve the error even if all waiting clients have gone, else asyncio logs it.
             self._loads[name].add_done_callback(lambda load: load.cancelled() or load.exception())
-        # A client that goes away ends its own wait, not that of others.
+        # A client that disconnects must not cancel the load for others.
         await asyncio.shield(self._loads[name])
 
     async def _load(self, folder: Path, name: str) -> None:
@@ -152,7 +153,7 @@ class ServedModels:
             del self._loads[name]
 
     async def _load_awake(self, fields: Mapping[str, Any]) -> None:
-        """Load when the weights, and the slots of adapters with them, are there: requests wait for that."""
+        """Load the adapter. If the weights are released, and the adapters' slots with them, wait for them."""
         while True:
             while self._are_weights_released():
                 await self._engine.next_report()
@@ -167,11 +168,11 @@ class ServedModels:
         return any(rank.tags[MemoryTag.WEIGHTS].state == "released" for rank in self._engine.state.ranks)
 
     async def _left_by(self, limit: int) -> str | None:
-        """The adapter that leaves where one more is too many, once no request for it is on its way."""
+        """Choose the adapter to replace, and wait until no request for it is on its way; None: none is."""
         loaded = {one.name for one in self._engine.state.adapters}
         self._asked = {name: None for name in self._asked if name in loaded}
         if len(loaded) >= limit:
-            # Requests for one that is being loaded wait for that.
+            # Not one that is being loaded, since requests wait for it.
             self._leaving = next((one for one in self._asked if one not in self._loads), None)
         while self._leaving is not None and self._on_way[self._leaving]:
             self._has_arrived.clear()

@@ -1,4 +1,4 @@
-"""One engine as its two doors, HTTP and `Engine`, see it: what can be asked of it, as bodies of answers."""
+"""The engine behind its two interfaces, the HTTP server and `Engine`: requests in, bodies of answers out."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 20.0
 DRAINING: Final = "the server is draining: it takes no more requests"
-# What an operator looks for in the log. Updates are logged where they are committed.
+# Control requests that are logged. Updates are logged where they are committed.
 _LOGGED: Final = (
     PauseGenerationReqInput,
     ContinueGenerationReqInput,
@@ -77,9 +77,9 @@ _LOGGED: Final = (
 
 
 class ControlAnswer(NamedTuple):
-    """What a control request is answered with.
+    """The answer to a control request.
 
-    `remark`: the reply's message, where one field of the reply is the whole body.
+    `remark`: the reply's message if the body is a single field of the reply, else empty.
     """
 
     body: Any
@@ -88,15 +88,22 @@ class ControlAnswer(NamedTuple):
 
 
 class EngineService:
-    """The processes of an engine and the manager that talks to them.
+    """The processes of an engine, and the manager that talks to them.
 
-    Building it starts the processes and returns when they are ready. `open` and everything that is asked
-    belong to one event loop; `shutdown` to no loop, and to any thread.
-    `targets`, `early`: as those of `NodeProcesses`. `heap`: what this process had before, while streams of
-    `Engine` run. `at_close`: called when the service closes. `tracing`: None unless it was asked for.
+    The constructor starts the processes and returns when they are ready. Call `open` and all requests in one
+    event loop; `shutdown` in any thread.
 
-    Raises ConfigurationError: the model, the tokenizer or the machine does not do; EngineError: a process
-    died. In either case none is left.
+    Args:
+        targets, early: as for `NodeProcesses`.
+
+    Attributes:
+        heap: hides older objects from the garbage collector while streams of `Engine` run.
+        at_close: functions that `close` awaits.
+        tracing: None: off.
+
+    Raises:
+        ConfigurationError: the model, the tokenizer or the machine is not suitable.
+        EngineError: a process died. In both cases all processes have ended.
     """
 
     def __init__(
@@ -134,7 +141,7 @@ class EngineService:
         self.models = ServedModels(config, self)
         self._processes = NodeProcesses(config, targets, early)
         try:
-            # This runs while the scheduler loads the weights.
+            # The tokenizer is loaded while the scheduler loads the weights.
             self._tokenizer = None if config.server_args.skip_tokenizer_init else load_tokenizer(config.model)
             self._facts = self._processes.wait_ready()
             self._scheduler_s = time.monotonic() - self._started_s
@@ -147,10 +154,12 @@ class EngineService:
     async def open(
         self, on_death: Callable[[str], None] | None = None, on_drained: Callable[[], None] = lambda: None
     ) -> None:
-        """Connect to the processes and wait for their first report.
+        """Connect to the processes, wait for their first report, and load the given adapters.
 
-        `on_death`: called in this loop, with the reason, when a process has ended by itself and everything
-        that waited has its error; `on_drained` at the end of a drain.
+        Args:
+            on_death: called in this loop, with the reason, after a process has ended by itself and all
+                waiting requests have got the error.
+            on_drained: called at the end of a drain.
         """
         self._on_drained = on_drained
         self.metrics.gc_pauses.start()
@@ -193,13 +202,13 @@ class EngineService:
         )
 
     def fail(self, message: str) -> None:
-        """End everything that waits, and what is asked from now on, with `EngineDown`."""
+        """End all waiting and all future requests with `EngineDown`."""
         self._failure = message
         if self._manager is not None:
             self._manager.fail(message)
 
     async def close(self) -> None:
-        """As `fail`, and close the channels. The processes are `shutdown`'s."""
+        """End all requests as `fail` does, and close the channels. `shutdown` ends the processes."""
         self.metrics.gc_pauses.stop()
         self.heap.thaw()
         self.timeline.close()
@@ -211,13 +220,13 @@ class EngineService:
             await self._manager.close()
 
     def shutdown(self) -> None:
-        """End the processes; returns when they are gone. Idempotent."""
+        """End the processes. Returns when they have ended. Idempotent."""
         self._processes.shutdown()
 
     def drain(self, timeout_s: float | None = None) -> DrainReply:
-        """Serve what is in, refuse new generations with 503, and then end. A second drain sets a new limit.
+        """Finish the requests that are there, refuse new ones with 503, then call `on_drained`.
 
-        `timeout_s`: how long; None without limit.
+        `timeout_s`: how long it may take, in seconds; None: no limit. A second drain sets a new limit.
         """
         if self._draining is not None:
             self._draining.cancel()
@@ -243,7 +252,7 @@ class EngineService:
 
     @property
     def not_ready(self) -> str:
-        """Why a request would not run now; empty when it would."""
+        """Why a request would not run now; empty: it would."""
         if self.is_draining:
             return DRAINING
         if self.state.can_run:
@@ -254,17 +263,17 @@ class EngineService:
 
     @property
     def is_down(self) -> bool:
-        """Whether the engine has ended, or is about to."""
+        """Whether the engine has failed or is shutting down."""
         return self._failure is not None
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process ids by the names of the processes."""
+        """Process name → process id."""
         return self._processes.pids
 
     @property
     def rank_devices(self) -> list[str]:
-        """The device of every rank, replica by replica, as each spells it on its node."""
+        """The device of every rank, replica by replica. Its index is that on the rank's own node."""
         parallel, device = self.config.parallel, self.config.runtime.device
         if parallel.num_ranks == 1 or not device.startswith("cuda"):
             return [device] * parallel.num_ranks
@@ -280,28 +289,28 @@ class EngineService:
 
     @property
     def state(self) -> StateReport:
-        """The state machines as last reported."""
+        """The state that the engine reported last."""
         state = self.manager.state
         assert state is not None, "the first report comes ahead of the reply that `open` waits for"
         return state
 
     async def next_report(self) -> None:
-        """Return when `state` may be another. Raises EngineDown: it never will."""
+        """Wait until the engine reports its state again. Raises EngineDown: it has ended."""
         await self.manager.next_report()
 
     async def control(self, kind: type[Any], fields: Mapping[str, Any], vote: Vote | None = None) -> Any:
-        """Carry out a control request given as loose fields; returns the body of the reply.
+        """Carry out a control request, given its fields. Returns the body of the answer.
 
         `vote`: see `ControlClient.call`.
 
-        Raises RequestRejected: refused, nothing has changed; EngineError: the engine failed.
+        Raises RequestRejected: it was refused, and nothing has changed; EngineError: the engine failed.
         """
         return (await self.answer(kind, fields, vote)).body
 
     async def answer(
         self, kind: type[Any], fields: Mapping[str, Any], vote: Vote | None = None
     ) -> ControlAnswer:
-        """As `control`, with what the body has no room for."""
+        """Like `control`, but return the whole answer."""
         ignored: list[str] = []
 
         async def carry_out() -> Reply:
@@ -322,31 +331,28 @@ class EngineService:
         if isinstance(reply, TotalsReply):
             reply = count_devices_once(reply, self.state.ranks)
         body = msgspec.to_builtins(reply)
-        del body["type"]  # The tag with which it travelled is no part of the body.
+        del body["type"]  # the tag of messages between processes
         return ControlAnswer({**body, "ignored_fields": ignored} if ignored else body, reply=reply)
 
     async def transition(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out several control requests, given as loose fields; see `Transitions.run`."""
+        """Carry out several control requests; see `Transitions.run`."""
         return await self.metrics.control.observed(TRANSITION, self._transitions.run(fields))
 
     async def check_health(self) -> None:
-        """Return if the loop of every rank turns, paused and asleep included.
-
-        Raises EngineError: otherwise.
-        """
+        """Check that every rank responds, even while paused or asleep. Raises EngineError: one does not."""
         await self.manager.control.call(PingReqInput(), HEALTH_TIMEOUT_S)
 
     async def check_generation(self) -> None:
-        """As `check_health`; an engine that is idle and may run also generates a token."""
+        """Like `check_health`; an idle engine that can run also generates a token."""
         await self.check_health()
         if not self.not_ready and self.manager.num_live == 0:
             await self.generate_one_token()
 
     async def generate_one_token(self) -> None:
-        """The shortest way through every process: one token on each replica.
+        """Generate one token on each replica, which tests every process.
 
-        Draws no seed, and leaves nothing in the prefix cache. Raises EngineError: there is no answer,
-        although the engine can run.
+        It draws no random seed, and leaves nothing in the prefix cache. Raises EngineError: there is no
+        answer although the engine can run.
         """
         params = {"max_new_tokens": 1, "temperature": 0.0, "sampling_seed": 0}
         generations = [
@@ -365,7 +371,7 @@ class EngineService:
     # ------------------------------------------------------------------------------------------ information
 
     async def read(self, what: str, **query: Any) -> dict[str, Any]:
-        """What the method of `EngineMethods` of this name returns."""
+        """Return the information that the method `what` of `EngineMethods` returns."""
         if what == "loads":
             reading: Awaitable[Any] = self.loads_body([query["include"]], query["dp_rank"])
         else:
@@ -374,15 +380,15 @@ class EngineService:
         return body
 
     async def loads(self) -> list[Load]:
-        """What every replica has to do, by dp_rank."""
+        """The load of every replica, by dp_rank."""
         reply = await self.manager.control.call(GetLoadReqInput(), HEALTH_TIMEOUT_S)
         assert isinstance(reply, GetLoadReqOutput)
         return reply.loads
 
     async def loads_body(self, include: Sequence[str] = (), dp_rank: int | str | None = None) -> Loads:
-        """The body of `GET /v1/loads`: these sections, see `wanted_sections`, of one replica or of all.
+        """The body of `GET /v1/loads`. `include`: see `wanted_sections`. `dp_rank`: None: all replicas.
 
-        Raises RequestRejected: 400, there is no such section or replica.
+        Raises RequestRejected: 400; there is no such section or replica.
         """
         sections = wanted_sections(include)
         loads = loads_of_rank(await self.loads(), dp_rank)
@@ -394,12 +400,12 @@ class EngineService:
         return self.metrics.text(self.state, loads, self.manager.pause)
 
     async def metric_values(self) -> dict[str, float]:
-        """The same samples by name and labels."""
+        """The samples of `metrics_text`, by name and labels."""
         loads = await self.loads()
         return self.metrics.values(self.state, loads, self.manager.pause)
 
     async def _sample(self) -> dict[str, Any]:
-        """What the dashboard shows of one moment. Without a load where the schedulers do not answer."""
+        """A sample for the dashboard. The load is empty if the schedulers do not answer."""
         occupation = await self.memory_occupation()
         try:
             loads = await self.loads()
@@ -434,5 +440,5 @@ class EngineService:
 
     @property
     def _reports(self) -> list[StateReport]:
-        """What the replicas reported last, by dp_rank."""
+        """The last report of each replica, by dp_rank."""
         return [report for _, report in sorted(self.manager.reports.items())]

@@ -1,7 +1,7 @@
-"""Several control requests as one call that may be sent again: `POST /transition`.
+"""`POST /transition`: several control requests in one call, which can safely be repeated.
 
-A controller that lost an answer does not know what has been done. It sends the same `op_id` again, and gets
-the outcome that was recorded, or waits for the one that is on its way; nothing runs twice.
+A controller that lost the answer does not know what was done. It repeats the call with the same `op_id`, and
+gets the recorded outcome, or waits for it if the call still runs. Nothing runs twice.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ebbtide.srt.managers.wire.message import Name
 STEPS: Final[dict[str, type[ControlRequest]]] = {
     kind.row.op: kind for kind in CONTROL_REQUESTS if kind.row.op is not None
 }
-# How many outcomes are remembered: a retry comes within seconds or minutes, not after a thousand others.
+# How many outcomes are remembered. A retry comes within minutes, not after a thousand other transitions.
 MAX_RECORDED = 1024
-# Each is checked in the event loop, in 25 µs. An RL step takes about ten.
+# Checking a step takes 25 µs in the event loop. An RL step needs about ten.
 MAX_STEPS = 64
 
 
@@ -38,7 +38,7 @@ class TransitionRequest(Struct, frozen=True):
 
     Attributes:
         steps: each an object with `op` (a key of `STEPS`) and the fields of that request.
-        op_id: names this transition for retries; made by the engine when not given.
+        op_id: identifies this transition for retries; None: the engine makes one.
     """
 
     steps: Annotated[list[dict[str, Any]], Meta(max_length=MAX_STEPS)]
@@ -46,7 +46,7 @@ class TransitionRequest(Struct, frozen=True):
 
 
 class StepOutcome(Struct, kw_only=True):
-    """A step that ran."""
+    """A step that was carried out, or failed. `status`: of the same request over HTTP."""
 
     op: str
     status: int
@@ -55,7 +55,7 @@ class StepOutcome(Struct, kw_only=True):
 
 
 class TransitionReply(AnswerBody, kw_only=True):
-    """The body of the answer. `replayed`: it had been run before."""
+    """The body of the answer. `replayed`: the outcome is a recorded one. `num_done`: of successful steps."""
 
     op_id: str
     replayed: bool
@@ -64,9 +64,9 @@ class TransitionReply(AnswerBody, kw_only=True):
 
 
 class Transitions:
-    """Carries transitions out, and remembers their outcomes by `op_id`.
+    """Carries out transitions, and remembers their outcomes by `op_id`.
 
-    `control`: carries one control request out, given as loose fields.
+    `control`: carries out one control request, given its type and fields.
     """
 
     def __init__(self, control: Callable[[type[Any], Mapping[str, Any]], Awaitable[Any]]) -> None:
@@ -74,11 +74,14 @@ class Transitions:
         self._recorded: OrderedDict[str, tuple[bytes, asyncio.Task[list[StepOutcome]]]] = OrderedDict()
 
     async def run(self, fields: Mapping[str, Any]) -> Body:
-        """Carry the steps out in order, up to the first refusal; all are checked before the first runs.
+        """Check all steps, then carry them out in order, up to the first that fails.
 
-        Returns the body of the answer, a `TransitionReply`. A caller that goes away does not end it. Raises
-        RequestRejected: malformed (400), nothing ran; or the refusal of a step, with the whole answer;
-        EngineError: the engine failed in a step.
+        The steps run on even if the caller is cancelled. Returns the body of a `TransitionReply`.
+
+        Raises:
+            RequestRejected: 400: the request is malformed; 409: the `op_id` was used for other steps; in both
+                cases nothing ran. Else a step was refused: its status, with the whole answer.
+            EngineError: the engine failed in a step.
         """
         request, digest = _request(fields)
         op_id = request.op_id if request.op_id is not None else uuid.uuid4().hex
@@ -114,7 +117,7 @@ class Transitions:
         raise RequestRejected(message, failed.status, **body)
 
     async def _run(self, steps: list[Body]) -> list[StepOutcome]:
-        """Those that ran: all of them, or up to the one that did not succeed."""
+        """Run the steps up to the first that fails. Returns their outcomes, with the failed one last."""
         outcomes: list[StepOutcome] = []
         for step in steps:
             outcomes.append(await self._step(step))
@@ -126,7 +129,7 @@ class Transitions:
         started = time.perf_counter()
         try:
             reply = await self._control(STEPS[step["op"]], _step_fields(step))
-            # A flush that is not full is an answer, and yet no reason to go on.
+            # An incomplete flush is a normal answer, but ends the transition.
             status = 200 if reply["success"] else 400
         except (RequestRejected, EngineError) as error:
             reply, status = error.body, error.status
@@ -134,7 +137,7 @@ class Transitions:
         return StepOutcome(op=step["op"], status=status, duration_ms=duration_ms, reply=reply)
 
     def _forget_old(self) -> None:
-        """Drop the oldest outcomes, but none that is still on its way."""
+        """Drop the oldest outcomes, except those of transitions that still run."""
         for op_id in list(self._recorded):
             if len(self._recorded) <= MAX_RECORDED:
                 return
@@ -143,7 +146,7 @@ class Transitions:
 
 
 def _request(fields: Mapping[str, Any]) -> tuple[TransitionRequest, bytes]:
-    """The transition, and a digest of its steps, which may be long: without fields that are ignored."""
+    """Read a transition and check its steps. Also returns a digest of the steps, without unknown fields."""
     request = read(TransitionRequest, fields)
     digest = hashlib.sha256()
     for number, step in enumerate(request.steps, 1):

@@ -1,7 +1,7 @@
-"""One process of the engine, as the process that starts it sees it; and those that are started early.
+"""Child processes of the engine, in the process that starts them; some are started early.
 
-Importing torch, and transformers for a tokenizer, is most of an engine's start: the ranks do it beside the
-process that starts them, while it still reads the configuration.
+Importing torch, and transformers for a tokenizer, takes most of an engine's start. So the ranks import them
+while their parent still reads the configuration.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from ebbtide.version import SOURCE_ROOT
 
 logger = logging.getLogger(__name__)
 
-# After this many looks in a row without a sign the process is given up: before those that wait for it reach
-# the limit, which may be on another node.
+# A process is lost after this many checks in a row without a sign of life. That is before the processes that
+# wait for it, perhaps on other nodes, reach their time limit.
 _LOOKS_UNTIL_LOST: Final = 8
-# After this many it is taken for the cause, where another process has given up already.
+# After this many, it is blamed if another process has already failed.
 _LOOKS_UNTIL_SUSPECT: Final = 2
 _STATES: Final = {
     "T": "it is stopped (SIGSTOP)",
@@ -48,19 +48,19 @@ _STATES: Final = {
 }
 _STOPPED: Final = frozenset("Tt")
 
-# The libraries under torch read these when they are loaded; the user's own settings win.
+# Environment variables that torch's libraries read when they are loaded. The user's settings win.
 LIBRARY_DEFAULTS = {
-    # Threads that spin while they wait for each other stand still where another process needs a core.
+    # Threads that spin while they wait for each other take cores from other processes.
     "OMP_WAIT_POLICY": "passive",
-    # oneDNN keeps what it compiled for each number of rows, by default a thousand. Batches come in all
-    # sizes: that was 10 MB per 1,000 requests.
+    # oneDNN caches compiled code for each number of rows, by default for 1,000. With batches of all sizes
+    # memory grew by 10 MB per 1,000 requests.
     "LRU_CACHE_CAPACITY": "64",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
 
 
 _KILLED = "; if nobody killed it, the kernel did for want of memory (dmesg and the container's limit say so)"
-# Modules of the ranks, those of ranks with a tokenizer, and those of ranks on a GPU.
+# Modules that early processes import: all ranks, ranks with a tokenizer, and ranks on a GPU.
 PRELOAD: Final = ("ebbtide.srt.managers.scheduler_process",)
 PRELOAD_TOKENIZER: Final = ("transformers.models.auto.tokenization_auto", "xgrammar")
 PRELOAD_CUDA: Final = (
@@ -74,12 +74,17 @@ PRELOAD_CUDA: Final = (
 
 
 class ChildProcess:
-    """One process of the engine, and the pipe over which it says how its start went.
+    """A process of the engine, and the pipe over which it reports its start.
 
     Args:
-        defaults: what its environment holds unless the user's own says otherwise.
-        environment: what its environment holds in any case.
+        name: in logs and errors.
+        defaults: environment variables, unless the user has set them.
+        environment: environment variables, even if the user has set them.
         preload: modules that it imports while it waits for `begin`.
+
+    Attributes:
+        pulse: its signs of life.
+        sentinel: a pidfd, which becomes readable when it ends.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class ChildProcess:
         try:
             self.pipe.send(message)
         except OSError:
-            # It has died already: `receive_report` says how.
+            # It has already died; `receive_report` raises the reason.
             logger.debug("%s took no arguments", self.name)
 
     @property
@@ -114,9 +119,11 @@ class ChildProcess:
         return self._popen.pid
 
     def receive_report(self, stages: StageLine) -> dict[str, Any] | None:
-        """What it reports of the engine when it is ready, or None: it has shown a stage. Blocks.
+        """Wait for a report. Returns the facts of a process that is ready; None: it reported a stage.
 
-        ConfigurationError: it cannot start so. EngineError: it ended.
+        Raises:
+            ConfigurationError: it cannot start with this configuration.
+            EngineError: it has ended.
         """
         try:
             report: dict[str, Any] = self.pipe.recv()
@@ -134,7 +141,7 @@ class ChildProcess:
                 raise EngineError(f"the start of the {self.name} process failed: {report['message']}")
 
     def describe_end(self) -> str:
-        """How it ended, with its last words if it left any. Waits for the end."""
+        """Wait for the end, and say how it ended, with its last message if it sent one."""
         status = self._popen.wait()
         if status < 0:
             number = signal.Signals(-status)
@@ -144,7 +151,7 @@ class ChildProcess:
 
     @property
     def was_ended_by_signal(self) -> bool:
-        """Whether it has ended, and not by itself."""
+        """Whether it has ended by a signal."""
         status = self._popen.poll()
         return status is not None and status < 0
 
@@ -158,17 +165,17 @@ class ChildProcess:
         return self._popen.poll() == HUNG_EXIT_STATUS
 
     def dump_stacks(self) -> None:
-        """Ask it to write where its threads stand to its standard error. One that is stopped does not."""
-        # Stacks do not say whose they are.
+        """Make it write the stacks of its threads to stderr. A stopped process does not."""
+        # The stacks do not contain the process's name.
         logger.error("where every thread of the %s process stands:", self.name)
         self._popen.send_signal(DUMP_SIGNAL)
 
     def kill(self) -> None:
-        """End it. It has nothing to bring to an end itself, and ignores the signals that ask for that."""
+        """Kill it. It needs no cleanup, and ignores SIGINT and SIGTERM."""
         self._popen.kill()
 
     def close(self) -> None:
-        """Wait until it has gone, and close what it was connected by."""
+        """Wait until it has ended, and close its pipe and descriptors."""
         self._popen.wait()
         self.pipe.close()
         self.pulse.close()
@@ -176,7 +183,7 @@ class ChildProcess:
 
     def _last_words(self) -> str:
         words = ""
-        # A stage may lie before them: kernels compile in the background after the start.
+        # Unread stages may come first, since kernels are compiled in the background after the start.
         with contextlib.suppress(EOFError, OSError):
             while self.pipe.poll():
                 words = self.pipe.recv().get("message", words)
@@ -189,7 +196,7 @@ def _spawn(
     whole = {**defaults, **os.environ, **environment}
     root = str(SOURCE_ROOT)
     whole["PYTHONPATH"] = os.pathsep.join(filter(None, [root, whole.get("PYTHONPATH")]))
-    # Blocked while the interpreter starts, ignored from then on: the mask is inherited.
+    # The child inherits the mask: it blocks these signals until it has set them to be ignored.
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     arguments = [str(os.getpid()), *map(str, descriptors), name]
     try:
@@ -204,11 +211,13 @@ def _spawn(
 
 
 class PulseWatch:
-    """Looks at the signs of life of an engine's processes.
+    """Checks the signs of life of an engine's processes.
 
-    It counts looks and not seconds: where everything is frozen together, and goes on after hours, nobody is
-    at fault. `limit_s`: how long others wait for one of these; a process is given up a little earlier.
-    `flag`: its name.
+    It counts checks, not seconds: if the whole machine is suspended for hours, no process is at fault.
+
+    Args:
+        limit_s: how long other processes wait for one of these. A process counts as lost a little earlier.
+        flag: the limit's flag, for messages.
     """
 
     def __init__(self, children: Sequence[ChildProcess], limit_s: float, flag: str) -> None:
@@ -231,14 +240,14 @@ class PulseWatch:
 
     @property
     def lost(self) -> str | None:
-        """Which process is to be given up, and how it is; None: all live."""
+        """A message about a process that is lost; None: there is none."""
         return self.suspect if self._silent(_LOOKS_UNTIL_LOST) else None
 
     @property
     def suspect(self) -> str | None:
-        """The same, of one that others may have waited for.
+        """A message about a silent process that others may have waited for; None: there is none.
 
-        One that is stopped rather than one that has been silent for longer: it may only lack a turn.
+        Stopped processes come first, since one that is silent for longer may only lack CPU time.
         """
         silent = self._silent(_LOOKS_UNTIL_SUSPECT)
         if not silent:
@@ -263,15 +272,16 @@ def _state_of(pid: int) -> str:
 
 
 class EarlyProcesses:
-    """The ranks of this node, as far as the arguments alone say. Leaving it ends those that nobody took.
+    """Processes for the ranks of this node, started by the arguments alone, before the configuration is read.
 
-    Arguments that are wrong are refused by who reads the configuration: for them there are no processes here.
+    Leaving the block ends those that were not taken. With wrong arguments no process is started; reading the
+    configuration then raises the error.
     """
 
     def __init__(self, args: ServerArgs) -> None:
         self._children: dict[str, ChildProcess] = {}
         if args.memory_saver_backend == "torch_memory_saver":
-            return  # Their environment hangs on more than the arguments.
+            return  # their environment depends on more than the arguments
         try:
             parallel = ParallelConfig(
                 tp_size=args.tp_size, dp_size=args.dp_size, nnodes=args.nnodes, node_rank=args.node_rank
@@ -283,7 +293,7 @@ class EarlyProcesses:
         preload: tuple[str, ...] = PRELOAD
         preload += () if args.skip_tokenizer_init else PRELOAD_TOKENIZER
         preload += PRELOAD_CUDA if on_gpu else ()
-        # FlashInfer looks where its kernels are as it is imported.
+        # FlashInfer reads the folder of its kernels when it is imported.
         kernels = kernel_variables(args.kernel_cache_dir)
         for name in names:
             self._children[name] = ChildProcess(name, thread_defaults(parallel), kernels, preload)
@@ -293,7 +303,7 @@ class EarlyProcesses:
         return {name: child.pid for name, child in self._children.items()}
 
     def take(self, name: str) -> ChildProcess | None:
-        """The process of this name, for its new owner; None if there is none."""
+        """Take over the process of this name; None: there is none."""
         return self._children.pop(name, None)
 
     def __enter__(self) -> Self:
@@ -310,14 +320,14 @@ class EarlyProcesses:
 
 
 def rank_name(parallel: ParallelConfig, dp_rank: int, tp_rank: int) -> str:
-    """What the process of a rank is called: "scheduler" where it is the only one."""
+    """The name of a rank's process; "scheduler" if it is the only one."""
     if parallel.num_ranks == 1:
         return "scheduler"
     return f"scheduler-tp{tp_rank}" if parallel.dp_size == 1 else f"scheduler-dp{dp_rank}-tp{tp_rank}"
 
 
 def thread_defaults(parallel: ParallelConfig) -> dict[str, str]:
-    """The cores in equal parts, where several ranks would each take all of them."""
+    """Environment variables that share the cores between the ranks of this node; empty with one rank."""
     num_ranks = parallel.ranks_per_node
     if num_ranks == 1:
         return {}

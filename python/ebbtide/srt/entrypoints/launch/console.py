@@ -1,4 +1,4 @@
-"""How a process speaks to its terminal: lines of the log, what a start is at, and the signals that end it."""
+"""A process and its terminal: log lines, a line with the stage of the start, and the signals that end it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _STOPS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class StageLine:
-    """One line that says what a start is at, if the stream is a terminal; nothing is left of it at the end.
+    """A line with the stage of the start, if the stream is a terminal. It is erased at the end.
 
-    Of several processes it is the stage of the first that reports one.
+    With several processes, it shows the stages of the first that reports one.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -35,7 +35,7 @@ class StageLine:
         self._console: Console | None = None
         self._process = ""
         if stream.isatty():
-            # Only here: a process without a terminal does without it.
+            # Imported only if needed, which saves time in processes without a terminal.
             from rich.console import Console
 
             self._console = Console(file=stream)
@@ -49,9 +49,9 @@ class StageLine:
         self._erase()
 
     def show(self, process: str, what: str, number: int = 0, total: int = 0) -> None:
-        """Show what a process is at: step `number` of `total`, if it has such.
+        """Show the stage `what` of a process.
 
-        Without a name it is this process.
+        `process`: its name; empty: this process. `number`, `total`: the step within the stage; 0: no steps.
         """
         self._process = self._process or process
         if self._console is None or process != self._process:
@@ -59,7 +59,7 @@ class StageLine:
         self._erase()
         stage = f"{what} {number}/{total}" if total else what
         text = f"{stage} ({time.monotonic() - self._started_s:.0f} s)"
-        # The cursor goes back to the beginning: lines that the processes log are written over this one.
+        # Move the cursor back to the start, so that log lines overwrite this one.
         self._console.out(text[: self._console.width - 1], end="\r", highlight=False)
 
     def _erase(self) -> None:
@@ -71,10 +71,10 @@ class StageLine:
 
 
 class Stopped(BaseException):
-    """A signal has asked for the end."""
+    """SIGINT or SIGTERM has come."""
 
 
-# After that long a callback is over in which a stop was lost.
+# When to raise `Stopped` again if it was lost in a callback, which should be over by then.
 _AGAIN_S: Final = 0.05
 
 
@@ -88,18 +88,20 @@ def _handle_stops(handler: Callable[[int, FrameType | None], None] | signal.Hand
 
 
 def ignore_stops() -> None:
-    """Have none interrupt the way out, for the rest of `raising_signals`."""
+    """Ignore further signals for the rest of `raising_signals`, so that cleanup is not interrupted."""
     if is_main_thread():
         _handle_stops(signal.SIG_IGN)
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # by which one that was lost comes again
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # it raises a lost `Stopped` again
 
 
 @contextmanager
 def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Make the first SIGINT or SIGTERM raise `Stopped`; those behind it do not interrupt the way out.
+    """Make the first SIGINT or SIGTERM raise `Stopped`. Later ones are ignored, to let cleanup finish.
 
-    It is raised again soon, or at the end, if it was lost: in a callback of the interpreter, as imports have
-    them, it is. Does nothing in other threads than the main one. `note` is called first.
+    Python drops exceptions in some callbacks, such as those of imports. `Stopped` is then raised again soon,
+    or at the end of the block. Does nothing outside the main thread.
+
+    `note`: is called before `Stopped` is raised.
     """
     if not is_main_thread():
         yield
@@ -109,7 +111,7 @@ def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal is_asked
         if is_asked:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)  # one was lost, and need not come again
+            signal.setitimer(signal.ITIMER_REAL, 0.0)  # raised again by a signal: the timer is not needed
         is_asked = True
         _handle_stops(signal.SIG_IGN)
         note()
@@ -119,7 +121,7 @@ def raising_signals(note: Callable[[], None] = lambda: None) -> Iterator[None]:
 
     def report_others(lost: sys.UnraisableHookArgs) -> None:
         if isinstance(lost.exc_value, Stopped):
-            # The next signal may be luckier, and one comes by itself.
+            # Raise it again at the next signal, or by the timer.
             _handle_stops(stop)
             signal.signal(signal.SIGALRM, stop)
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
@@ -165,7 +167,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(args: ServerArgs, process_name: str) -> None:
-    """Log to stderr from the level of the arguments on, each line with the name of the process."""
+    """Log to stderr, from the level of the arguments on. Each line has the name of the process."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonFormatter(process_name)

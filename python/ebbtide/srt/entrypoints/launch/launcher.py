@@ -1,4 +1,4 @@
-"""Starting the processes of an engine, watching them, and ending them: here, and with the other nodes."""
+"""Starts, watches and ends the processes of an engine on this node, together with the other nodes."""
 
 from __future__ import annotations
 
@@ -34,28 +34,33 @@ from ebbtide.srt.entrypoints.launch.process import ProcessStart
 from ebbtide.srt.errors import ConfigurationError, EbbtideError, EngineError
 from ebbtide.srt.server_args import ServerArgs
 
-# They are named by strings: this process need not import what only the others run.
+# Named by strings, so that this process does not import the modules that only the others need.
 SCHEDULER = {"scheduler": "ebbtide.srt.managers.scheduler_process:run_scheduler_process"}
 DETOKENIZER = {"detokenizer": "ebbtide.srt.managers.detokenizer_manager:run_detokenizer_process"}
 
-# How torch_memory_saver gets at allocations, where it is the backend: "torch" (unless given), through torch's
-# allocator in the regions that are asked for; "preload", by a library that is loaded ahead of CUDA's own.
+# How the backend torch_memory_saver intercepts allocations: "torch" (default), by torch's allocator within
+# regions; "preload", by a library that is loaded before CUDA's own.
 TMS_HOOK_MODE = "EBBTIDE_TMS_HOOK_MODE"
-# A rank that is killed makes the others fail in their collectives, and may be seen to end after them: that
-# long a failure is not taken for the first one.
+# After a failure, wait this long for an earlier one: a killed rank makes the others fail in their
+# collectives, and its own end may be noticed after theirs.
 CAUSE_TIMEOUT_S = 1.0
-# A process that is asked where it stands has that long to write it, before the next one is.
+# How long a process may take to write its stacks before the next one is asked.
 DUMP_S = 0.2
 logger = logging.getLogger(__name__)
 
 
 class NodeProcesses:
-    """The processes of one engine that are on this node: its ranks, and on node 0 the detokenizer.
+    """The processes of one engine on this node: its ranks, and on node 0 the detokenizer.
 
-    Building it waits for the other nodes, if there are any. `shutdown` ends all of it.
-    `targets`: name → `module:function`, see `ProcessStart`; "scheduler" becomes one process per rank.
-    `early`: processes that are there already. `replicas`: where those of each replica listen; by dp_rank.
-    Raises as `meet`.
+    The constructor waits for the other nodes, if there are any. Raises as `meet`.
+
+    Args:
+        targets: name → `module:function`, see `ProcessStart`; "scheduler" is one process per rank.
+            None: the usual ones.
+        early: processes that have been started already.
+
+    Attributes:
+        replicas: the addresses of each replica's processes, by dp_rank.
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class NodeProcesses:
         self._lock = threading.Lock()
         self._num_ranks = config.parallel.num_ranks
         self._hang_limit = config.server_args.watchdog_timeout, "--watchdog-timeout"
-        # Imports, which may take long, are before the first sign of life.
+        # At the start the limit is longer, since processes give signs of life only after their imports.
         self._start_limit = max((config.parallel.dist_timeout_s, "--dist-timeout"), self._hang_limit)
         self._is_main_node = config.parallel.node_rank == 0
         self._children: list[ChildProcess] = []
@@ -98,10 +103,10 @@ class NodeProcesses:
         return {child.name: child.pid for child in self._children}
 
     def wait_ready(self) -> dict[str, Any]:
-        """Return when all are ready, with what they report of the engine, e.g. `max_total_num_tokens`.
+        """Wait until all processes are ready. Returns the facts they report, e.g. `max_total_num_tokens`.
 
-        Of numbers that differ by replica, the smallest: a request may come to any of them. Where one fails,
-        none is left.
+        If replicas report different numbers, the smallest is returned, since any replica may get a request.
+        If a process fails, all are ended.
         """
         try:
             with StageLine() as stages:
@@ -116,10 +121,10 @@ class NodeProcesses:
         return _merge(facts)
 
     def watch(self, on_death: Callable[[str], None], on_stop: Callable[[], None] = lambda: None) -> None:
-        """Call `on_death` with what happened, from a thread, once one has ended by itself, or is stopped.
+        """Watch the processes in a thread. If one ends by itself or hangs, call `on_death` with the reason.
 
-        The others, which may be waiting for it, are killed before. `on_stop` is called instead when node 0
-        was asked to end.
+        The other processes, which may wait for it, are killed first. `on_stop` is called instead if node 0
+        was stopped.
         """
         self._watcher = threading.Thread(
             target=self._watch, args=(on_death, on_stop), name="engine-watch", daemon=True
@@ -127,8 +132,8 @@ class NodeProcesses:
         self._watcher.start()
 
     def shutdown(self) -> None:
-        """End them, wait until they are gone, remove the sockets. Idempotent, and safe from any thread."""
-        # A fork of the owner has inherited this object, but not the processes.
+        """End the processes, wait for their ends, and remove the sockets. Idempotent, from any thread."""
+        # A fork of the owner has inherited this object, but does not own the processes.
         if os.getpid() != self._owner_pid:
             return
         with self._lock:
@@ -140,7 +145,7 @@ class NodeProcesses:
             for child in self._children:
                 child.kill()
             while self._children:
-                # Out first: what is interrupted here is closed once, however often it is called.
+                # Remove it before it is closed, so that none is closed twice after an interruption.
                 self._children.pop().close()
             self._folder.remove()
 
@@ -163,9 +168,10 @@ class NodeProcesses:
                 )
 
     def _gather_facts(self, stages: StageLine) -> list[dict[str, Any]]:
-        """The facts of every leader among the ranks that this node waits for: its own, on node 0 all.
+        """Wait for the facts of this node's leading ranks, and on node 0 for those of all nodes.
 
-        A rank that cannot start so, or is killed, makes those fail that wait for it, and may be seen later.
+        A rank with a configuration error, or a killed one, is the cause if others fail too. Since it may be
+        noticed after them, other failures are only raised after `CAUSE_TIMEOUT_S`.
         """
         facts: list[dict[str, Any]] = []
         starting: dict[Any, ChildProcess] = {child.pipe: child for child in self._children}
@@ -174,7 +180,7 @@ class NodeProcesses:
         pulses = PulseWatch(self._children, *self._start_limit)
         failure: EbbtideError | None = None
         deadline_s = math.inf
-        # Another node may know what it failed of.
+        # After a failure also wait for other nodes, which may report its cause.
         while starting or unready or (failure is not None and links):
             pulses.look()
             if pulses.lost is not None:
@@ -211,7 +217,7 @@ class NodeProcesses:
         return facts
 
     def _end_others(self, error: BaseException) -> None:
-        """Tell the other nodes why this one does not start; a signal is no reason, but an end."""
+        """Tell the other nodes why this one does not start. After a signal, `shutdown` tells them."""
         if isinstance(error, EbbtideError):
             self._links.send_end(str(error), isinstance(error, ConfigurationError))
 
@@ -223,7 +229,7 @@ class NodeProcesses:
         if end is None:
             return
         if pulses.lost is not None or any(child.was_hung for child in self._children):
-            # The others may be the cause: they wait for one another.
+            # Ranks wait for each other, so any of them may be the cause.
             for child in self._children:
                 child.dump_stacks()
                 time.sleep(DUMP_S)
@@ -235,14 +241,14 @@ class NodeProcesses:
             on_stop()
 
     def _first_end(self, pulses: PulseWatch) -> Ended | None:
-        """Wait for the end of a process or a node, and tell the others; None: this node was asked to end."""
+        """Wait for the end of a process or a node, and tell the other nodes; None: `shutdown` was called."""
         links = self._links
         running: dict[Any, ChildProcess] = {child.sentinel: child for child in self._children}
         failed: list[ChildProcess] = []
         deadline_s = math.inf
         while True:
             left_s = min(pulses.left_s, max(0.0, deadline_s - time.monotonic()))
-            # The closing of its other end makes the pipe readable.
+            # `_stop_reader` becomes readable when `shutdown` closes the other end of its pipe.
             happened = multiprocessing.connection.wait(
                 [*running, *links.connections, self._stop_reader], left_s
             )
@@ -284,20 +290,20 @@ def _spawn(start: ProcessStart) -> ChildProcess:
 
 
 def _library_environment(config: EngineConfig) -> dict[str, str]:
-    """What a rank needs in its environment and the others do not."""
+    """The environment variables that only ranks need."""
     mode = os.environ.get(TMS_HOOK_MODE, "torch")
     if mode not in ("torch", "preload"):
         raise ConfigurationError(f"{TMS_HOOK_MODE}: expected torch or preload, got {mode!r}")
     if mode == "torch" or config.server_args.memory_saver_backend != "torch_memory_saver":
         return {}
-    # It imports torch, which this process may do without.
+    # Imported here, since it imports torch, which this process may not need.
     from ebbtide.srt.memory_saver.saver import preload_environment
 
     return preload_environment()
 
 
 def _merge(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What several replicas report, as one: all but numbers is the same."""
+    """Merge the facts of several replicas: the smallest of numbers; all else is equal."""
     merged: dict[str, Any] = {}
     for name, value in ((name, value) for one in facts for name, value in one.items()):
         is_least = name in merged and isinstance(value, int)
@@ -306,7 +312,7 @@ def _merge(facts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _cause(failed: Sequence[ChildProcess], pulses: PulseWatch) -> str:
-    """What the engine ends of: who was killed, or is stopped, makes the others fail."""
+    """The reason why the engine ends: killed or stopped processes first, since they make others fail."""
     killed = [child for child in failed if child.was_ended_by_signal]
     if not killed and pulses.suspect is not None and any(child.was_hung for child in failed):
         return pulses.suspect
@@ -320,10 +326,12 @@ def _error_of(end: Ended) -> EbbtideError:
 
 
 def launch_node(server_args: ServerArgs, early: EarlyProcesses | None = None) -> None:
-    """Lend this node's ranks until node 0 stops or a signal comes; returns then, with no process left.
+    """Run this node's ranks until node 0 stops or a signal comes. All have ended when it returns or raises.
 
-    Raises ConfigurationError: the engine cannot start so, or node 0 is not found; EngineError: a process, or
-    another node, has ended by itself; Stopped: a signal came before the ranks were ready.
+    Raises:
+        ConfigurationError: the engine cannot start with these arguments, or node 0 cannot be reached.
+        EngineError: a process, or another node, has ended by itself.
+        Stopped: a signal came before the ranks were ready.
     """
     configure_logging(server_args, f"node-{server_args.node_rank}")
     serve_node(lambda: resolve(server_args), early=early)
@@ -334,11 +342,11 @@ def serve_node(
     targets: Mapping[str, str] | None = None,
     early: EarlyProcesses | None = None,
 ) -> None:
-    """As `launch_node`, for any configuration; `targets` are the processes, if not the usual ones."""
+    """Like `launch_node`, for any configuration. `targets`: see `NodeProcesses`; None: the usual ones."""
     ends: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     is_ready = False
     try:
-        # The queue hears of it too: what is raised in a callback of the interpreter is lost.
+        # Also put it into the queue, since `Stopped` may be lost in a callback of the interpreter.
         with raising_signals(lambda: ends.put(None)):
             processes = NodeProcesses(configure(), targets, early)
             try:
@@ -348,7 +356,7 @@ def serve_node(
                 processes.watch(ends.put, lambda: ends.put(None))
                 death = ends.get()
             finally:
-                # All nodes of an engine may be told to end, this one by node 0 and by a signal.
+                # This node may be stopped by node 0 and by a signal at once.
                 ignore_stops()
                 processes.shutdown()
     except Stopped:

@@ -1,12 +1,12 @@
-"""How the launchers of an engine's nodes meet, and how each hears of the end of the others.
+"""Connections between the launchers of an engine's nodes, over which they start and end together.
 
-Node 0 listens at `dist_init_addr`; each other node connects and says what it brings; when all are there, node
-0 tells each where everything listens. The connections stay: over them go the readiness of a node, and its
-end. A node that is lost without a word ends its connection, at the latest when the kernel has missed answers
-to its probes.
+Node 0 listens at `dist_init_addr`. Each other node connects and sends its addresses. When all have come, node
+0 sends the addresses of all processes to each. The connections stay open: over them each node reports that
+it is ready, and that it ends. If a node disappears, its connection ends, at the latest when the kernel gets
+no more answers to its keepalive probes.
 
-Messages are msgspec structs: nothing here is unpickled. But whoever reaches the port may take the place of a
-node: like those of the ranks, these connections are for a network of the operator's own.
+Messages are msgspec structs; nothing is unpickled. But whoever reaches the port can pose as a node: like
+those of the ranks, these connections belong in a private network.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from ebbtide.version import __version__
 
 logger = logging.getLogger(__name__)
 
-# Who connects and says nothing, or half a message, keeps the others waiting that long.
+# How long to wait for the rest of a message, while other nodes wait too.
 MESSAGE_TIMEOUT_S = 5
 MAX_MESSAGE_BYTES = 1 << 22
 RETRY_S = 0.2
-# The kernel asks a silent peer every second, and gives it up after this many questions.
+# The kernel probes a silent peer every second, and ends the connection after this many lost probes.
 PROBES = 4
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """A node that has come: what it brings, and what must be the same on all of them, by name."""
+    """A node's first message: its address, and by name the values that must be equal on all nodes."""
 
     node_rank: int
     node: NodeAddress
@@ -58,7 +58,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """All nodes are there."""
+    """All nodes have come. `replicas`: the addresses of each replica, by dp_rank."""
 
     replicas: list[ChannelAddresses]
     random_seed: int
@@ -71,13 +71,16 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The ranks of a node are ready; what each leader among them reports of its replica."""
+    """The ranks of a node are ready. `facts`: the reports of its leading ranks."""
 
     facts: list[dict[str, Any]]
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """A node ends, and so must the others; `reason`: empty where it was asked to end."""
+    """A node ends, and so must the others.
+
+    `reason`: empty if it was stopped. `is_configuration`: whether the reason is a ConfigurationError.
+    """
 
     reason: str = ""
     is_configuration: bool = False
@@ -89,9 +92,9 @@ _decoder: msgspec.msgpack.Decoder[Ready | Ended] = msgspec.msgpack.Decoder(Ready
 
 
 class NodeLinks:
-    """The connections of this node: node 0 has one to each other node, these have one to node 0.
+    """The connections of this node: node 0 has one to each other node, the others have one to node 0.
 
-    `reserved`: ports that belong to this engine as long as the links are open.
+    `reserved`: ports to keep until the links are closed.
     """
 
     def __init__(self, node_rank: int, nodes: Mapping[Connection, int], reserved: ReservedPorts) -> None:
@@ -102,7 +105,7 @@ class NodeLinks:
 
     @classmethod
     def none(cls) -> NodeLinks:
-        """Those of an engine with one node."""
+        """The links of an engine with one node: none."""
         return cls(0, {}, ReservedPorts("", 0))
 
     @property
@@ -110,7 +113,7 @@ class NodeLinks:
         return list(self._nodes)
 
     def receive(self, connection: Connection) -> Ready | Ended:
-        """The next message of a connection that is readable."""
+        """Receive the next message of a readable connection. A lost connection counts as the node's end."""
         node = self._nodes[connection]
         try:
             message = _decoder.decode(connection.recv_bytes(MAX_MESSAGE_BYTES))
@@ -124,7 +127,7 @@ class NodeLinks:
         self._send(Ready(facts))
 
     def send_end(self, reason: str = "", is_configuration: bool = False) -> None:
-        """Tell all of them that this node ends, and why if it was not asked to."""
+        """Tell the connected nodes that this node ends. `reason`: empty if it was stopped."""
         self._send(Ended(reason and f"node {self._node_rank}: {reason}", is_configuration))
 
     def pass_on(self, end: Ended) -> None:
@@ -141,19 +144,21 @@ class NodeLinks:
         data = msgspec.msgpack.encode(message)
         with self._lock:
             for connection in self._nodes:
-                with suppress(OSError):  # It has gone, which whoever reads from it will see.
+                with suppress(OSError):  # the node has gone, which `receive` reports
                     connection.send_bytes(data)
 
 
-# The links, where each replica listens, by dp_rank, and the seed of all.
+# The links, the addresses of each replica by dp_rank, and the random seed of all nodes.
 Meeting: TypeAlias = tuple[NodeLinks, list[ChannelAddresses], int]
 
 
 def meet(config: EngineConfig, folder: str) -> Meeting:
-    """Wait until all nodes are there. `folder` is this node's, for sockets.
+    """Wait until all nodes have come. `folder`: this node's folder for sockets.
 
-    Raises ConfigurationError: node 0's address does not do, nodes are missing when the time is up, or this
-    one was started otherwise; EngineError: node 0 has gone.
+    Raises:
+        ConfigurationError: node 0's address is not available, nodes are missing when the time is up, or this
+            node has other arguments than node 0.
+        EngineError: node 0 has gone.
     """
     parallel = config.parallel
     if parallel.nnodes == 1:
@@ -178,7 +183,7 @@ def _host(config: EngineConfig, folder: str) -> Meeting:
         replicas = place_replicas(parallel, nodes)
         welcome = msgspec.msgpack.encode(Welcome(replicas, config.runtime.random_seed))
         for connection in guests.connections:
-            with suppress(OSError):  # Its end is seen by whoever reads from it.
+            with suppress(OSError):  # the node has gone, which `NodeLinks.receive` reports
                 connection.send_bytes(welcome)
     except BaseException:
         guests.close()
@@ -188,7 +193,7 @@ def _host(config: EngineConfig, folder: str) -> Meeting:
 
 
 class _Guests:
-    """The nodes that have come to node 0."""
+    """The other nodes that have come to node 0."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._agreement = agreement(config)
@@ -212,7 +217,7 @@ class _Guests:
                     f"nnodes: node {missing} has not come to {host} port {port} within {self._timeout_s:g} s"
                 )
             for connection in [one for one in self.connections if one in happened]:
-                # Nothing is to be said yet: it has gone.
+                # Nodes send nothing yet, so it is readable because the node has gone.
                 self._forget(connection)
             if listener in happened:
                 self._admit(*listener.accept())
@@ -276,7 +281,7 @@ def _listen(address: str | None) -> socket.socket:
 
 
 def agreement(config: EngineConfig) -> dict[str, str]:
-    """What must be the same on every node, by name: all that decides what is computed, and when."""
+    """By name, the values that must be equal on all nodes: those that affect what is computed, and when."""
     model, parallel = config.model, config.parallel
     slices = (config.cache, config.schedule)
     together = {name: value for part in slices for name, value in dataclasses.asdict(part).items()}
@@ -312,7 +317,7 @@ def _join(config: EngineConfig, folder: str) -> Meeting:
     parallel = config.parallel
     deadline_s = time.monotonic() + parallel.dist_timeout_s
     connected = _connect(parallel.dist_init_addr, parallel.dist_timeout_s, deadline_s)
-    # The address that this node has on the way to node 0.
+    # This node's address in the network of node 0.
     host = connected.getsockname()[0]
     connection = _as_connection(connected)
     reserved = ReservedPorts(host, num_ports(parallel, parallel.node_rank))
@@ -340,12 +345,12 @@ def _connect(address: str | None, timeout_s: float, deadline_s: float) -> socket
                     f"dist_init_addr: node 0 was not reached at {address} within {timeout_s:g} s: "
                     f"{error.strerror or error}"
                 ) from None
-        # Node 0 may be started later than this one.
+        # Node 0 may be started after this one.
         time.sleep(RETRY_S)
 
 
 def _receive_answer(connection: Connection, deadline_s: float) -> Welcome:
-    # Node 0 gives up by itself, with the reason; a little later, so that it is heard.
+    # Wait a little longer than node 0 does, to receive its reason.
     left_s = max(0.0, deadline_s - time.monotonic()) + MESSAGE_TIMEOUT_S
     try:
         if not connection.poll(left_s):

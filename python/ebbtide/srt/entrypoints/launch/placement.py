@@ -1,7 +1,7 @@
-"""Which node each rank is on, and where the processes of all nodes listen.
+"""Decides on which node each rank is, and where the processes of all nodes listen.
 
-What only one node uses is a Unix socket in that node's private folder. What several nodes use is a TCP port
-of the address by which they reach each other. The folders of killed engines are removed at the next start.
+Channels within one node are Unix sockets in that node's private folder. Channels between nodes are TCP ports
+of the listening node's address. The folders of killed engines are removed at the next start.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ebbtide.srt.config import ParallelConfig
 from ebbtide.srt.errors import ConfigurationError
 from ebbtide.srt.managers.wire.channel import ChannelAddresses
 
-# The kernel takes no longer path of a Unix socket.
+# The kernel's limit of a Unix socket's path.
 MAX_SOCKET_PATH_BYTES = 107
 logger = logging.getLogger(__name__)
 PREFIX: Final = "ebbtide-"
-# The owner holds a lock of this file, which the kernel drops when the process ends, however it does.
+# The owner locks this file. The kernel releases the lock when the process ends, even if it is killed.
 OWNED: Final = "owned"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeAddress:
-    """What a node brings: its address, as others reach it, a folder for sockets, and free ports there."""
+    """A node's address for the other nodes, its folder for sockets, and its free ports."""
 
     host: str
     folder: str
@@ -41,7 +41,7 @@ class NodeAddress:
 
 
 class _Place(NamedTuple):
-    """Something that listens: its name, its node, and the nodes of those who connect to it."""
+    """A listening socket: its name, its node, and the nodes that use it."""
 
     name: str
     node: int
@@ -70,7 +70,7 @@ def num_ports(parallel: ParallelConfig, node: int) -> int:
 
 
 def place_replicas(parallel: ParallelConfig, nodes: Sequence[NodeAddress]) -> list[ChannelAddresses]:
-    """Where each replica listens, by dp_rank; `nodes` is in the order of their ranks."""
+    """Assign the addresses of each replica's channels, by dp_rank. `nodes`: by node rank."""
     ports = [iter(node.ports) for node in nodes]
 
     def address(place: _Place, private_scheme: str = "ipc", port: int | None = None) -> str:
@@ -95,15 +95,15 @@ def place_replicas(parallel: ParallelConfig, nodes: Sequence[NodeAddress]) -> li
 
 
 def bind(host: str, port: int, flags: str = "--host, --port") -> socket.socket:
-    """Take a port, 0: a free one; nobody can connect yet. Raises ConfigurationError: it cannot be had.
+    """Bind a socket without listening. `port`: 0: a free one. `flags`: of host and port, for errors.
 
-    `flags`: those that named it.
+    Raises ConfigurationError: the address is not available.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise cannot_listen(host, port, error, flags) from None
-    # A name such as localhost has several addresses: clients expect that of IPv4.
+    # A name such as localhost has several addresses; clients expect the one of IPv4.
     family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -120,9 +120,9 @@ def cannot_listen(host: str, port: int, error: OSError, flags: str = "--host, --
 
 
 class ReservedPorts:
-    """Free TCP ports of one address, which nobody else is given until `close`.
+    """Free TCP ports of one address, which the kernel gives to nobody else until `close`.
 
-    Each is bound and does not listen: whoever binds it by number, as ZMQ and torch's stores do, still can.
+    Each is bound but does not listen, so ZMQ and torch's stores can still bind it by its number.
     """
 
     def __init__(self, host: str, count: int) -> None:
@@ -146,7 +146,7 @@ def _common_places(parallel: ParallelConfig) -> tuple[_Place, _Place]:
 
 
 def _replica_places(parallel: ParallelConfig) -> Iterator[tuple[_Place, list[_Place], _Place, _Place]]:
-    """Scheduler, ticks of each rank, ranks and rendezvous of each replica."""
+    """Yield for each replica: its scheduler, the ticks of each of its ranks, its ranks, its rendezvous."""
     for dp_rank in range(parallel.dp_size):
         suffix = f"-dp{dp_rank}" if parallel.dp_size > 1 else ""
         nodes = [node_of(parallel, dp_rank, tp_rank) for tp_rank in range(parallel.tp_size)]
@@ -171,10 +171,10 @@ def _socket_path(folder: str, name: str) -> str:
 
 
 class SocketFolder:
-    """A folder in the temporary one, of this process, from `make` to `remove`.
+    """This process's folder for sockets, in the temporary folder, from `make` to `remove`.
 
-    A fork of the owner that lives on keeps the lock, and so the folder, until the next start after its end.
-    ConfigurationError: there is no temporary folder.
+    A fork that outlives the owner holds the lock too; the folder is then removed at the next start after its
+    end. Raises ConfigurationError: there is no temporary folder.
     """
 
     def __init__(self) -> None:
@@ -182,22 +182,22 @@ class SocketFolder:
             parent = tempfile.gettempdir()
         except FileNotFoundError as error:
             raise ConfigurationError(f"{error.strerror}: name one that can be written to by TMPDIR") from None
-        # Named before it is made: a stop at any moment finds what to remove.
+        # Choose the name before making it, so that `remove` works whenever a signal interrupts `make`.
         self.path = os.path.join(parent, f"{PREFIX}{secrets.token_hex(6)}")
         self._lock = -1
 
     def make(self) -> None:
-        """Make it, and remove those whose owners were killed."""
+        """Make the folder, and remove the folders of killed engines."""
         _sweep(Path(self.path).parent)
         os.mkdir(self.path, 0o700)
         unnamed = f"{self.path}/new"
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Only now may another start look whether it is locked.
+        # Renamed only when locked, so that another engine's start does not remove the folder before.
         os.rename(unnamed, f"{self.path}/{OWNED}")
 
     def remove(self) -> None:
-        """Remove it with all that is in it. Idempotent."""
+        """Remove the folder with its contents. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             lock, self._lock = self._lock, -1
@@ -206,7 +206,7 @@ class SocketFolder:
 
 def _sweep(parent: Path) -> None:
     for owned in parent.glob(f"{PREFIX}*/{OWNED}"):
-        # Another user's, or one that its owner, or another start, has just removed.
+        # Errors: it is another user's, its owner lives, or it has just been removed.
         with suppress(OSError), owned.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(owned.parent, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""The inside of an engine process: how it begins, gives signs of life, and ends with its parent.
+"""The main function of an engine process. The process gives signs of life, and ends with its parent.
 
-`launcher` starts it as `python -m` with its arguments over a pipe. The start method of multiprocessing would
-import the caller's `__main__` once more: a script without a guard would start engines without end.
-Imports of ours wait until the caller's `sys.path` is in place.
+`launcher` starts it with `python -m` and sends its arguments over a pipe. multiprocessing's start method
+would import the caller's `__main__` again: a script without a guard would start engines without end. The
+package's modules are imported only after the caller's `sys.path` has been set.
 
-A process that is stopped, or whose threads all wait for one that never lets go, cannot say so itself. Those
-that wait for it notice first, and would be blamed: so its parent looks for signs of life.
+A process that is stopped or deadlocked cannot report that. Others that wait for it would time out first, and
+be blamed. So its parent checks its signs of life.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A process that gets it writes where its threads stand.
+# Makes a process write the stacks of its threads.
 DUMP_SIGNAL = signal.SIGUSR1
-# They go to all processes of a terminal, a service or a job, and are the parent's affair alone: it may have
-# requests to serve to their end.
+# Ignored by children: terminals and services send them to all processes, but only the parent handles them,
+# for instance by finishing requests first.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOKS_PER_LIMIT: Final = 10
 _BEATS_PER_LIMIT: Final = 2 * LOOKS_PER_LIMIT
@@ -45,13 +45,15 @@ _BEATS_PER_LIMIT: Final = 2 * LOOKS_PER_LIMIT
 
 @dataclass(frozen=True)
 class ProcessStart:
-    """What a process gets at its start.
+    """The arguments of a process.
 
     Attributes:
+        name: of the process, in logs.
         target: `module:function`, called as `function(config, addresses, ready)`. It sends dictionaries over
-            `ready`: any number with `status: "stage"`, `what`, `number` and `total`, as `StageLine.show` has
-            them, then one with `status: "ready"`, or `status: "failed"` and a `message`.
-        socket_folder: removed by whoever outlives the parent, if the parent could not.
+            `ready`: any number with `status: "stage"` and the arguments of `StageLine.show`: `what`, `number`
+            and `total`; then one with `status: "ready"` and facts, or `status: "failed"` and a `message`.
+        addresses: of the replica's channels.
+        socket_folder: the process removes it if its parent was killed.
     """
 
     name: str
@@ -62,9 +64,9 @@ class ProcessStart:
 
 
 def child_main(start: ProcessStart, ready: Connection, pulse: int) -> int:
-    """Run the target; returns the exit status. What it fails with goes to the parent over `ready`."""
+    """Run the target. Returns the exit status. An error is sent to the parent over `ready`."""
     multiprocessing.current_process().name = start.name
-    # The kernel keeps 15 letters of a name: a rank is "ebb-dp0-tp1".
+    # The kernel keeps 15 characters of the name, e.g. "ebb-dp0-tp1".
     Path("/proc/self/comm").write_text(f"ebb-{start.name.removeprefix('scheduler-')}"[:15])
     from ebbtide.srt.entrypoints.launch.console import configure_logging
     from ebbtide.srt.errors import EbbtideError
@@ -97,9 +99,9 @@ def _last_words(ready: Connection, status: str, message: str) -> None:
 
 
 def start_beating(descriptor: int, limit_s: float) -> None:
-    """Give signs of life to the parent's `Pulse`, from a thread, until the process ends.
+    """Start a thread that gives signs of life until the process ends.
 
-    `limit_s`: the shortest limit that a `PulseWatch` of the parent has.
+    `descriptor`: of the parent's `Pulse`. `limit_s`: the shortest limit of the parent's `PulseWatch`es.
     """
 
     def beat() -> None:
@@ -111,9 +113,9 @@ def start_beating(descriptor: int, limit_s: float) -> None:
 
 
 class Pulse:
-    """The signs of life of one process, as its parent sees them; `num_missed`: looks in a row without one.
+    """The signs of life of one process, for its parent. `num_missed`: checks in a row without a sign.
 
-    They are counted by the kernel: a parent that does not look keeps nobody waiting.
+    An eventfd counts them, so the process never waits for its parent.
     """
 
     def __init__(self) -> None:
@@ -132,9 +134,9 @@ class Pulse:
 
 
 class ParentWatch:
-    """Ends this process as soon as its parent has, and removes the sockets, which the parent could not.
+    """Ends this process when its parent ends, and removes the sockets, which a killed parent could not do.
 
-    So too where the other end of the pipe is closed: the parent was interrupted, and has lost its object.
+    It also ends when the parent closes the pipe, for instance because its start was interrupted.
     """
 
     def __init__(self, parent_pid: int, pipe: int) -> None:
@@ -143,12 +145,12 @@ class ParentWatch:
             self._parent = os.pidfd_open(parent_pid)
         except ProcessLookupError:
             self._end()
-        # The id was the parent's when it was opened, if it is still: ids are used again.
+        # Process ids are reused: the pidfd is the parent's only if that still lives.
         if os.getppid() != parent_pid:
             self._end()
         self._ends = select.poll()
         self._ends.register(self._parent, select.POLLIN)
-        self._ends.register(pipe, 0)  # it says of every one that it hangs up
+        self._ends.register(pipe, 0)  # hang-ups are always reported
         threading.Thread(target=self._wait, name="parent-watch", daemon=True).start()
 
     def _wait(self) -> None:
@@ -162,26 +164,26 @@ class ParentWatch:
 
 
 def main() -> int:
-    """Take over from `launcher`.
+    """Run a process that `launcher` has started.
 
-    Arguments are its process id, the descriptors of the pipe and of the signs of life, and a name for `ps`.
+    Command line: the parent's process id, the descriptors of the pipe and of the `Pulse`, a name for `ps`.
     """
-    # What is imported stays: to look through it for garbage, again and again, takes a sixth of a start.
+    # Imported objects stay: garbage collections during the imports would take a sixth of the start.
     gc.disable()
-    # Imports take many seconds: the parent may end in the middle of them.
+    # Watch the parent before the imports, which take many seconds.
     descriptor, pulse = int(sys.argv[2]), int(sys.argv[3])
     watch = ParentWatch(int(sys.argv[1]), descriptor)
     for inherited in (descriptor, pulse):
         os.set_inheritable(inherited, False)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # They were blocked until now.
+    # The parent has blocked them until here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     pipe: Connection = Connection(descriptor)
     try:
         sys.path[:] = pipe.recv()
         for module in pipe.recv():
-            # What cannot be imported says so where it is needed.
+            # An import that fails is repeated where the module is needed, and raises there.
             with contextlib.suppress(Exception):
                 importlib.import_module(module)
         start = pipe.recv()
