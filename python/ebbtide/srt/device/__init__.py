@@ -67,11 +67,11 @@ class Device(Protocol):
         """Keep this much memory cached for reuse until the next `trim`. False: too little is free."""
 
     def peak_bytes(self) -> int:
-        """How much more than now tensors have taken at their peak since the last call."""
+        """How many bytes more than now tensors have taken at their peak since the last call."""
 
     def free_bytes(self) -> int: ...
     def memory_info(self, pid: int | None = None) -> MemoryInfo:
-        """Memory now, with what process `pid` holds (None: this process). ProcessLookupError: no such one."""
+        """Memory now, and what process `pid` holds; None: this one. ProcessLookupError: no such process."""
 
     def virtual_memory(self) -> VirtualMemory:
         """The source of addresses and physical memory of arenas on this device."""

@@ -236,6 +236,6 @@ def _nccl(store: Any, rank: int, size: int) -> Any:
 
 
 def _wait(work: Any) -> None:
-    """Wait for the work: the host waits on a CPU, the current stream on a GPU. None: it is already done."""
+    """Wait for the work: the host waits on a CPU, the current stream on a GPU. None: nothing to wait for."""
     if work is not None:
         work.wait()

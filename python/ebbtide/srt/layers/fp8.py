@@ -72,7 +72,7 @@ def quantize_into(
     layout: ScaleLayout = BLOCKS,
     first_column: int = 0,
 ) -> None:
-    """Quantize a weight of any floating dtype on any device into values and scales on their device.
+    """Quantise a weight of any floating dtype on any device into values and scales on their device.
 
     Every device divides in float32 and rounds as torch converts: to nearest, ties to even. A block of zeros
     gets the scale 1, one with NaN or Inf a scale that is not finite.
@@ -202,7 +202,7 @@ class Fp8Linear(EightBitLinear):
     """`EightBitLinear` with a scale for each block of the weight.
 
     On a GPU, a single token keeps its dtype, and the weight is widened as it is read. Several tokens are
-    quantized too, with a scale for each group of 128 columns.
+    quantised too, with a scale for each group of 128 columns.
     """
 
     layout = BLOCKS
@@ -326,7 +326,7 @@ class RaggedFp8Linear(Fp8Linear):
 
 
 class ChannelLinear(EightBitLinear):
-    """`EightBitLinear` with a scale for each output. On a GPU tokens are quantized too, for cuBLAS."""
+    """`EightBitLinear` with a scale for each output. On a GPU tokens are quantised too, for cuBLAS."""
 
     layout = CHANNELS
 
@@ -386,7 +386,7 @@ class EightBitExperts(Experts):
 
 class Fp8Experts(EightBitExperts):
     """`EightBitExperts` with a scale for each block. On a GPU, few tokens keep their dtype, and more tokens
-    are quantized, as in `Fp8Linear`.
+    are quantised, as in `Fp8Linear`.
     """
 
     layout = BLOCKS

@@ -72,7 +72,7 @@ class GatedDeltaNet(StateLayer):
         self.config = config
         channels = 2 * config.k_size + config.v_size
         self.in_proj = Linear(hidden_size, channels + config.v_size, bias=False, dtype=dtype)
-        # Not quantized: 8 bits would save little on so few rows, and rounding errors would enter exponents.
+        # Not quantised: 8 bits would save little on so few rows, and rounding errors would enter exponents.
         self.rates_proj = Linear(hidden_size, 2 * config.num_v_heads, bias=False, dtype=dtype)
         self.rates_proj.is_quantizable = False
         self.out_proj = Linear(config.v_size, hidden_size, bias=False, dtype=dtype)

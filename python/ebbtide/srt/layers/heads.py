@@ -119,7 +119,7 @@ class MoeConfig:
         scoring: the function that turns the router's logits into scores.
         has_bias: whether a bias for each expert is added to the scores for the choice, but not for weights.
         num_groups, num_kept_groups: experts are in groups of equal size, and only experts of the best
-            `num_kept_groups` groups can be chosen. A group's rank is the sum of its best scores.
+            `num_kept_groups` groups can be chosen. Groups are compared by sums of their best scores.
         num_group_scores: how many scores this sum has.
         has_wide_router: whether the router's weight is float32 in any model dtype.
         scale: a factor for the weights.

@@ -79,7 +79,7 @@ class Experts(nn.Module):
         self.down_proj = parameter(num_experts * hidden_size, inner, dtype=dtype)
 
     def forward(self, x_TD: Tensor, logits_TE: Tensor, step: Step, bias_E: Tensor | None = None) -> ExpertSum:
-        """Route tokens by the router's logits and bias. Returns the weighted sum [T, D] of each's experts."""
+        """Route tokens by the router's logits and bias. Returns the weighted sum [T, D] of their experts."""
         config = self.config
         if x_TD.is_cuda and config.routes_at_once:
             from ebbtide.srt.layers.kernels.moe_routing import route as route_at_once

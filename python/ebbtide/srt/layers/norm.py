@@ -36,7 +36,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Normalise the last dimension, in float32: x / sqrt(mean(x²) + eps) · (weight + offset)."""
+    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension, accumulated in float32."""
     if x.is_cuda:
         from ebbtide.srt.layers.kernels.norm import rms_norm_at_once
 
@@ -96,7 +96,7 @@ class Residual:
         self.num_changes = 0
 
     def add(self, addend: Addend | Tensor) -> None:
-        """Add to the residual, in place where possible."""
+        """Add to the residual in place."""
         self.num_changes += 1
         if isinstance(addend, Tensor):
             self.x_TD += addend

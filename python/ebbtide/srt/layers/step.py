@@ -24,7 +24,7 @@ class Kernels:
     Attributes:
         few: for `small_batch` with 16-bit weights; for more tokens the library is as fast.
         few_router: the same for a router's weight, which has few rows.
-        few_fp8: the same for 8-bit weights and tokens that are not quantized.
+        few_fp8: the same for 8-bit weights and tokens that are not quantised.
         few_quantized: for `small_batch.fp8_products`, whose tokens are in 8 bits too.
     """
 

@@ -221,7 +221,7 @@ class Attention(nn.Module):
 
 
 def mixer(config: DenseConfig, layer: int, dtype: torch.dtype) -> nn.Module:
-    """The layer's attention, linear or not."""
+    """Make the attention of a layer, linear or not."""
     if layer not in config.linear_layers:
         return Attention(config, layer, dtype)
     assert config.delta is not None

@@ -38,10 +38,10 @@ from ebbtide.srt.models.base import CausalLM, WeightMap, WeightTarget
 # masks.
 _SERVED, _TRIED = "ebbtide", "ebbtide_trial"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Rotary embeddings whose frequencies depend on the longest position of a pass, which the host would look at.
+# Rotary embeddings whose frequencies depend on the longest position of a pass, which the host reads.
 _CHANGING_ROPES = {"dynamic", "longrope"}
 _TRIAL_TOKENS = 3
-_MANY_ROWS = 256  # too many for any of our own kernels
+_MANY_ROWS = 256  # so many that none of our own kernels is used
 # Arguments of attention, besides queries, keys, values and mask, that may be ignored: they repeat what comes
 # in another way, or are meant for other implementations.
 _UNUSED = {

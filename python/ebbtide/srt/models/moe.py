@@ -120,7 +120,7 @@ def check_experts(moe: MoeConfig) -> None:
 
 
 def routed_layers(moe: MoeConfig, num_layers: int, sparse_layers: Collection[int]) -> RoutedLayers:
-    """The model's `RoutedLayers`."""
+    """Make the `RoutedLayers` of a model."""
     return RoutedLayers(num_layers, sorted(sparse_layers), moe.num_experts, moe.num_experts_per_token)
 
 

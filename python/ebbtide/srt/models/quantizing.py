@@ -98,7 +98,7 @@ def _in_eight_bits(module: nn.Module, layout: ScaleLayout) -> nn.Module:
 def _chosen(
     model: nn.Module, placements: Mapping[str, Placement], quantization: Quantization
 ) -> dict[str, list[str]]:
-    """Module → names of the checkpoint tensors in its weight, for all modules to quantize."""
+    """Module → names of the checkpoint tensors in its weight, for all modules to quantise."""
     fused: dict[str, list[str]] = {}
     for name, placement in placements.items():
         module_name, _, attribute = placement.target.parameter.rpartition(".")
@@ -126,7 +126,7 @@ def _chosen(
 
 
 def _problem(module: nn.Module, layout: ScaleLayout) -> str | None:
-    """Why a module has to keep its dtype; None: it can be quantized."""
+    """Why a module has to keep its dtype; None: it can be quantised."""
     if isinstance(module, BiasedExperts):
         return "experts with biases keep their dtype"
     if isinstance(module, Experts) and not module.config.is_gated and layout is BLOCKS:

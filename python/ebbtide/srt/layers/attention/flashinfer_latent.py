@@ -36,7 +36,7 @@ from ebbtide.srt.mem_cache import Latent
 
 # The only sizes for which the kernels are written.
 _LATENT = Latent(rank=512, rope=64)
-# The rows of a tile, each of one head of one token. Larger tiles are shared by two blocks.
+# The rows of a block, each of one head of one token. With many rows, two blocks share a tile.
 _TILE_ROWS = 64
 # How many pieces of work a plan can hold: one for each tile, plus one for each block if tiles are cut.
 _MOST_PIECES = 16384

@@ -13,7 +13,7 @@ from torch import Tensor
 from ebbtide.srt.layers.state import PIECE_TOKENS, StateStep
 
 CHANNELS, TOKENS = 128, 16
-# No kernel is compiled again because a pass has another number of decoding requests before its prompts.
+# Not specialised, so that no other number of decoding requests compiles a kernel once more.
 OF_PROMPTS = triton.jit(
     do_not_specialize=["num_decoding"], do_not_specialize_on_alignment=["indptr_ptr", "num_decoding"]
 )

@@ -20,7 +20,7 @@ PIECES: Final = 16
 PIECE_BYTES: Final = 256 << 10
 STEP_BYTES: Final = 32 << 10
 ROW_BYTES: Final = PIECES * PIECE_BYTES
-# The number of fields of a row, and the first field about lines.
+# The number of fields of a row, and which field has the length of a line.
 ROW_FIELDS: Final = 9
 LINE: Final = 7
 

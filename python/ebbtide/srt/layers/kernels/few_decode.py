@@ -230,7 +230,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     begin = length - length
     if WINDOW > 0:
         begin = tl.maximum(length - WINDOW, 0)
-    # The new key is in registers and not read from the pool.
+    # The new key is not in the pool yet: the program of the first split computes it.
     num_old = tl.maximum(length - 1 - begin, 0)
     part = tl.cdiv(tl.maximum(tl.cdiv(num_old, SPLITS), LEAST_KEYS), BLOCK_KEYS) * BLOCK_KEYS
     num_parts = tl.maximum(tl.cdiv(num_old, part), 1)

@@ -206,10 +206,10 @@ def _prepare_piece(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ) -> None:
-    """Each program computes the updates of one piece and head for a zero matrix, and the factors for others.
+    """Each program solves one piece and head: the updates for a zero matrix, and keys' that correct them.
 
-    With A as in the reference, these are (1 + A)⁻¹ β v and keys' = (1 + A)⁻¹ β exp(g) k; keys' times the
-    matrix is subtracted later. `totals` are the sums of g from the start of the piece.
+    With A as in the reference, the updates are (1 + A)⁻¹ β v, and keys' = (1 + A)⁻¹ β exp(g) k. For another
+    matrix, keys' times it is subtracted. `totals` are the sums of g from the start of the piece.
     """
     piece_ptr = pieces_ptr + tl.program_id(0) * 3
     first, count = tl.load(piece_ptr).to(tl.int64), tl.load(piece_ptr + 1)

@@ -45,7 +45,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @cache
 def arrivals(device: torch.device, count: int) -> Tensor:
-    """`count` zeros for counters. Kernels must reset them to zero; they share them, running one by one."""
+    """`count` zeros for counters, shared by all kernels, which run one by one and must reset them."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 

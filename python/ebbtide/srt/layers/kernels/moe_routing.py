@@ -197,7 +197,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
         powers = tl.exp(scores - tl.max(scores, axis=0))
         total = tl.sum(powers, axis=0)
     if HAS_BIAS:
-        # A bias shifts the choice by weights. Without one, the logits themselves have the same order.
+        # With a bias, the choice is by weight plus bias. Without one, logits have the same order as weights.
         bias = tl.load(bias_E + lanes_E, mask=real, other=0.0)
         choice = powers / total + bias
         scores = tl.where(real, tl.where(choice > LOWEST, choice, LOWEST), float("-inf"))

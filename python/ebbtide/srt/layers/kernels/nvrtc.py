@@ -1,6 +1,6 @@
-"""Kernels in CUDA: NVRTC, which comes with torch, compiles them, and the driver launches them.
+"""Compiles kernels in CUDA with NVRTC, which comes with torch, and launches them through the driver.
 
-What was compiled is kept in Triton's cache.
+Compiled kernels are kept in Triton's cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ebbtide.srt.layers.kernels.launch import current_stream
 
-# Of one program on Hopper.
+# The most shared memory of a block on Hopper.
 MAX_SHARED_BYTES: Final = 232448
 _FILE = "kernel.cubin"
 _MAX_DYNAMIC_SHARED_BYTES = 8
@@ -36,7 +36,7 @@ _AHEAD: ContextVar[tuple[Executor, dict[str, Future[bytes]]] | None] = ContextVa
 
 @contextmanager
 def compiling_ahead(executor: Executor) -> Iterator[None]:
-    """Within, kernels are compiled in the executor (`compile_ahead`) and not launched. Waits for them all."""
+    """Within, compile kernels in the executor (`compile_ahead`), and launch none. Ends when all are done."""
     started: dict[str, Future[bytes]] = {}
     token = _AHEAD.set((executor, started))
     try:
@@ -48,12 +48,12 @@ def compiling_ahead(executor: Executor) -> Iterator[None]:
 
 
 def is_ahead() -> bool:
-    """Whether this is within `compiling_ahead`."""
+    """Whether the caller is within `compiling_ahead`."""
     return _AHEAD.get() is not None
 
 
 def compile_ahead(text: str, options: tuple[str, ...]) -> None:
-    """Have a kernel compiled, once. Within `compiling_ahead`."""
+    """Start compiling a kernel, unless that has been started. Call it within `compiling_ahead`."""
     ahead = _AHEAD.get()
     assert ahead is not None
     executor, started = ahead
@@ -67,7 +67,7 @@ def compiled(text: str, options: tuple[str, ...]) -> bytes:
     Raises:
         ImportError: the package cuda-bindings is not installed.
         OSError: the cache cannot be read or written.
-        RuntimeError: with the compiler's words; or there is no NVRTC.
+        RuntimeError: compiling failed, with the compiler's message; or there is no NVRTC.
     """
     from triton.runtime.cache import get_cache_manager
 
@@ -101,7 +101,7 @@ def _compile(nvrtc: Any, text: bytes, options: list[bytes]) -> bytes:
 
 @cache
 def driver() -> Any:
-    """CUDA's driver."""
+    """CUDA's driver library."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -109,7 +109,7 @@ def call(name: str, *arguments: Any) -> None:
     """Call a function of the driver.
 
     Raises:
-        RuntimeError: with its name and the driver's words.
+        RuntimeError: it failed; the message has its name and the driver's description.
     """
     if status := getattr(driver(), name)(*arguments):
         text = ctypes.c_char_p()
@@ -118,14 +118,14 @@ def call(name: str, *arguments: Any) -> None:
 
 
 class TensorMap:
-    """What the bulk copy engine knows of a matrix [R, C], and of the boxes that it copies.
+    """A tensor map: it tells the bulk copy engine (TMA) about a matrix [R, C] and the boxes to copy.
 
     Args:
-        x_RC: whose first rows and columns these are; columns one behind the other, and what begins a row at
-            a multiple of 16 bytes.
+        x_RC: its first rows and columns are the matrix; columns are contiguous, and rows begin at multiples
+            of 16 bytes.
         shape: R and C.
         box: rows and columns.
-        is_swizzled: a box has rows of 128 bytes, which lie in shared memory as the tensor cores read them.
+        is_swizzled: a box has rows of 128 bytes, in the layout in which tensor cores read shared memory.
     """
 
     def __init__(
@@ -151,19 +151,19 @@ class TensorMap:
 
 
 class Kernel:
-    """A kernel, in the context of the device that is torch's current one.
+    """A kernel, in the context of torch's current device.
 
     Args:
-        cubin: of `compiled`.
-        name: in the source; one kernel there is called so.
-        threads, shared_bytes: of a program.
+        cubin: from `compiled`.
+        name: of the kernel in the source, where it must be unique.
+        threads, shared_bytes: of a block.
 
     Raises:
         RuntimeError: there is no such kernel, or the driver does not load it.
     """
 
     def __init__(self, cubin: bytes, name: str, threads: int, shared_bytes: int) -> None:
-        # What has machine code has a section of its own. Other names may have a kernel's in them.
+        # Match sections of machine code only, since other symbols may contain the kernel's name too.
         found = re.search(rb"\.text\.(_Z\w*" + name.encode() + rb"\w*)", cubin)
         if found is None:
             raise RuntimeError(f"{len(cubin)} bytes of machine code have no kernel {name}")
@@ -176,7 +176,7 @@ class Kernel:
     def launch(
         self, programs: int, device: torch.device, *arguments: TensorMap | ctypes.Structure | ctypes.c_uint64
     ) -> None:
-        """Launch it on torch's current stream."""
+        """Launch the kernel on torch's current stream."""
         places = [x.address if isinstance(x, TensorMap) else ctypes.addressof(x) for x in arguments]
         grid, block = (programs, 1, 1), (self._threads, 1, 1)
         stream = ctypes.c_void_p(current_stream(device))

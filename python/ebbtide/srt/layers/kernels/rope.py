@@ -156,7 +156,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     """Each program handles HEADS heads of a token. Tiles [HEADS, HALF] have first or second numbers of pairs.
 
     PAIRS: how many pairs (i, i + PAIRS) are rotated; the others form pairs that are not.
-    MAX: numbers are clamped to ±MAX, if converting to the pool's dtype would not do so; 0: no limit.
+    MAX: stored numbers are clamped to ±MAX, if converting them would not do so; 0: no limit.
     """
     NUM_HEADS: tl.constexpr = NUM_Q_HEADS + 2 * NUM_KV_HEADS
     HEAD_DIM: tl.constexpr = 2 * HALF

@@ -78,7 +78,7 @@ class ProductConfig:
 
     Attributes:
         block_rows, block_columns: the tile of the weight per iteration (of gates, and another one of ups).
-        num_splits: how often the columns are split; the last program of each block adds splits up.
+        num_splits: into how many the columns are split; the last program of each block adds splits up.
         num_warps: warps of a program.
         num_stages: tiles in shared memory.
     """
@@ -164,7 +164,7 @@ class QuantizedConfig:
 
     Attributes:
         block_tokens, block_rows: of a program.
-        num_splits: how often the columns are split; with more than 1 a second kernel adds splits up.
+        num_splits: into how many the columns are split; with more than 1 a second kernel adds them up.
         num_warps, num_stages: warps of a program, tiles in shared memory.
     """
 
@@ -182,7 +182,7 @@ _LONG = 14
 
 
 def choose_one(num_columns: int, *, gated: bool) -> StationaryConfig | PassingConfig:
-    """The tile for one token, which is not quantized."""
+    """The tile for one token, which is not quantised."""
     if num_columns > _MAX_STATIONARY:
         return PassingConfig(2, 512, 4) if gated else PassingConfig(4, 512, 8)
     return StationaryConfig(2, 2, 4) if gated else StationaryConfig(4, 2, 4)
@@ -206,7 +206,7 @@ def choose_quantized(num_tokens: int, num_rows: int, num_columns: int) -> Quanti
 
 
 def gates_at_once(num_rows: int, num_columns: int) -> bool:
-    """Whether the kernel that computes a gated product of this shape can quantize it too."""
+    """Whether the kernel that computes a gated product of this shape can quantise it too."""
     return choose_quantized(1, num_rows, num_columns).num_splits == 1
 
 

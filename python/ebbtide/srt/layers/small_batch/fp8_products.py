@@ -104,7 +104,7 @@ def multiply_quantized(
     Args:
         values_TK, x_scales_TG: from `quantize_tokens`. These and `out_scales_TG` have padding rows.
         weight, scales: an 8-bit weight with a scale for each block of 128 × 128.
-        out_scales_TG: receives scales; the gated product is then quantized, as `quantize_tokens` would do,
+        out_scales_TG: receives scales; the gated product is then quantised, as `quantize_tokens` would do,
             and its values go to `out_TO`. Not possible if columns are split: see `tiles.gates_at_once`.
     """
     num_columns, num_rows = values_TK.shape[1], out_TO.shape[1]
@@ -358,7 +358,7 @@ def quantized(
 ) -> None:
     """Several tokens; weight and tokens are in 8 bits. x_scale_ptr: [G, padded_tokens].
 
-    QUANTIZED: the gated product is quantized; BLOCK_ROWS is then one group of 128 of its columns.
+    QUANTIZED: the gated product is quantised; BLOCK_ROWS is then one group of 128 of its columns.
     """
     announce(OVERLAPPED)
     split = tl.program_id(1)
@@ -406,7 +406,7 @@ def quantized(
             total_up += tl.dot(weight_up, tl.trans(x)) * (x_scale * scale_up)[None, :]
         scale, scale_up, x_scale = scale_ahead, scale_up_ahead, x_scale_ahead
     if QUANTIZED:
-        # Rounded first to bfloat16, as the gated product would be if it were not quantized here.
+        # Rounded first to bfloat16, as the gated product would be if it were not quantised here.
         x = (activate(total, GELU) * total_up).to(tl.bfloat16).to(tl.float32)
         values, x_scale = in_eight_bits(x, 0, BLOCK_TOKENS)
         places = out_ptr + tokens[:, None] * num_rows + rows[None, :]

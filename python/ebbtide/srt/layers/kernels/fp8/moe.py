@@ -1,8 +1,8 @@
 """Experts with 8-bit weights, as two grouped products.
 
-If there are more than a few tokens, they are quantized too, in groups of 128 columns, and so is the input of
+If there are more than a few tokens, they are quantised too, in groups of 128 columns, and so is the input of
 the second product. Tensor cores multiply 8 bits by 8 bits, and sums of 128 products are scaled and added up
-in float32, as in `product`. Few tokens are not quantized: each reads its experts' weights word by word, as in
+in float32, as in `product`. Few tokens are not quantised: each reads its experts' weights word by word, as in
 `small_batch.fp8_products`.
 
 Shapes: T tokens, D hidden, E experts, K experts per token, I an expert's inner size, S = T·K slots, R rows of

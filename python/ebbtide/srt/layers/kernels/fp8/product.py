@@ -1,6 +1,6 @@
 """Products of activations and weights in 8 bits (e4m3), with a scale for every 128 columns.
 
-Activations are quantized by token and group of 128 columns, weights by blocks of 128 × 128. Tensor cores add
+Activations are quantised by token and group of 128 columns, weights by blocks of 128 × 128. Tensor cores add
 up 128 products at a time, and these sums are scaled and added up in float32, as in DeepSeek-V3's report
 (https://arxiv.org/abs/2412.19437, section 3.3). cuBLAS, called through torch, takes half the time of the
 kernel here, which serves for sizes that cuBLAS does not take.
@@ -29,7 +29,7 @@ _GROUPS_AT_ONCE = 16
 def quantize_tokens(
     x_TK: Tensor, norm_weight_K: Tensor | None = None, eps: float = 0.0, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Quantize x, or rms_norm(x), to e4m3. Returns values [T', K] and scales [T', G], contiguous along T'.
+    """Quantise x, or rms_norm(x), to e4m3. Returns values [T', K] and scales [T', G], contiguous along T'.
 
     T' is T rounded up to a multiple of 4, which cuBLAS requires, and to at least 32, for which it is as fast;
     or to whole tiles of FlashInfer's kernel, if that is available. Rows after T are padding without meaning.
@@ -71,7 +71,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Each program quantizes one token."""
+    """Each program quantises one token."""
     announce(OVERLAPPED)
     groups = tl.arange(0, GROUPS)
     columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -124,7 +124,7 @@ def _quantize_gated(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Each program quantizes some groups of one token."""
+    """Each program quantises some groups of one token."""
     lead(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)

@@ -1,4 +1,4 @@
-"""Quantizes weights to 8 bits in blocks of 128 × 128, in one pass. `layers.fp8` defines the result.
+"""Quantises weights to 8 bits in blocks of 128 × 128, in one pass. `layers.fp8` defines the result.
 
 Also widens them, four numbers at a time: a 32-bit word becomes four numbers in as few instructions as
 possible.
@@ -27,7 +27,7 @@ _NUM_WARPS: Final = 16
 
 
 def quantize_blocks(weight_RK: Tensor, values_RK: Tensor, scales_BC: Tensor) -> None:
-    """Quantize a weight of whole blocks into `values_RK` and `scales_BC`, on the same device."""
+    """Quantise a weight of whole blocks into `values_RK` and `scales_BC`, on the same device."""
     num_rows, num_columns = weight_RK.shape
     if num_rows % _BLOCK or num_columns % _BLOCK:
         raise ValueError(f"a weight of {num_rows} x {num_columns} is not made of blocks of {_BLOCK}")
@@ -187,7 +187,7 @@ def _quantize(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _quantize_rows(rows_ptr, found_ptr) -> None:  # type: ignore[no-untyped-def]
-    """Each program quantizes one block."""
+    """Each program quantises one block."""
     row_ptr = rows_ptr + tl.program_id(1).to(tl.int64) * 7
     block = tl.program_id(0)
     weight_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.bfloat16)), 16)

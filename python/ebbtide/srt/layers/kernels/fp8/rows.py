@@ -1,4 +1,4 @@
-"""Quantizes rows of weights or tokens to 8 bits (e4m3) with a scale each, and multiplies them by cuBLAS.
+"""Quantises rows of weights or tokens to 8 bits (e4m3) with a scale each, and multiplies them by cuBLAS.
 
 Shapes: T tokens, R rows, K columns, J of them, O outputs.
 """
@@ -33,7 +33,7 @@ def quantize_rows(weight_RK: Tensor, values_RJ: Tensor, scales_R1: Tensor, first
 
 
 def quantize_tokens(x_TK: Tensor, norm: NormTerms | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize x, or norm(x), to e4m3. Returns values [T', K] and scales [T', 1].
+    """Quantise x, or norm(x), to e4m3. Returns values [T', K] and scales [T', 1].
 
     T' is T rounded up to a size that cuBLAS takes. Rows after T are padding without meaning.
     """
@@ -95,7 +95,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ) -> None:
-    """Each program quantizes one row."""
+    """Each program quantises one row."""
     announce(OVERLAPPED)
     columns = tl.arange(0, BLOCK)
     inside = columns < COLUMNS
