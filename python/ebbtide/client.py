@@ -1,4 +1,4 @@
-"""An engine that somebody else serves: the methods of `Engine`, over HTTP."""
+"""A client of a server, with the methods of `Engine`, over HTTP."""
 
 from __future__ import annotations
 
@@ -21,24 +21,30 @@ if TYPE_CHECKING:
     from ebbtide.trainer.payload_encoding import PayloadEncoder
 
 DEFAULT_URL: Final = "http://127.0.0.1:30000"
-# A server that listens answers the connection at once; how long it may work on a request is for the request.
+# Limit for the connection only. Requests have limits of their own.
 CONNECT_TIMEOUT_S: Final = 10.0
 
 
 class ServerUnreachable(EngineDown):
-    """No server answers at the URL, or it went away in the middle of an answer."""
+    """No server answers at the URL, or the connection broke during an answer."""
 
 
 class Client(EngineMethods):
-    """The methods of `Engine` for a server that runs, from any host.
+    """A client of a running server, with the methods of `Engine`.
 
-    Tensors of an update travel in memory if the server is on this host, else in the body of the request.
-    Methods raise RequestRejected for a refusal (nothing has changed), EngineError where the engine failed,
-    ServerUnreachable.
+    Tensors of an update are sent through shared memory or GPU memory if the server is on this host, else in
+    the request body.
+
+    Methods raise RequestRejected if the server refuses, and nothing has changed; EngineError if the engine
+    failed; and ServerUnreachable.
 
     Args:
-        api_key: the key for generation, if the server has one.
-        admin_api_key: the key for control requests, if it has one; None: `api_key`.
+        url: such as "http://127.0.0.1:30000".
+        api_key: the key for generation; None: the server has none.
+        admin_api_key: the key for control requests; None: `api_key`.
+
+    Raises:
+        ValueError: `url` is not an HTTP URL.
     """
 
     def __init__(
@@ -55,7 +61,7 @@ class Client(EngineMethods):
             base_url=self.url,
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None),
-            # Between this and the server stands nobody that the environment names.
+            # No proxy of the environment between this and a server on the same host.
             trust_env=not self._is_local,
         )
         self._finalizer = weakref.finalize(self, self._runner.end, self._http.aclose, lambda: None)
@@ -73,11 +79,11 @@ class Client(EngineMethods):
     async def async_tokenize(
         self, prompt: str | None = None, messages: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """Token ids of a text, or of a conversation as the chat template writes it, ready for an answer.
+        """Token ids of a text, or of a conversation in the chat template, up to the start of the answer.
 
         Args:
             prompt: a text.
-            messages: instead of it, `{"role": …, "content": …}` of each turn.
+            messages: a conversation, given instead: `{"role": …, "content": …}` of each turn.
         """
         given = {"prompt": prompt} if messages is None else {"messages": list(messages)}
         answer = await self._ask("/tokenize", given, is_admin=False)
@@ -87,15 +93,16 @@ class Client(EngineMethods):
     async def async_pull_weights(
         self, source_dir: str, local_checkpoint_dir: str, target_version: int
     ) -> dict[str, Any]:
-        """Have the next update from a local folder bring a version that a trainer has published.
+        """Prepare an update to a version that a trainer has published as deltas.
 
         Args:
-            source_dir: has the folders of all versions.
-            local_checkpoint_dir: what `update_weights_from_disk` is called with then; only a note is written.
-            target_version: the deltas from the serving version up to this one are brought together.
+            source_dir: folder with the folders of all versions.
+            local_checkpoint_dir: folder to call `update_weights_from_disk` with next. Only a note is written
+                there.
+            target_version: the update applies all deltas from the serving version up to this one.
 
         Raises:
-            RequestRejected: 400, a version is missing or not ready; 409, the serving one is another.
+            RequestRejected: 400, a version is missing or not ready; 409, the serving version is another.
         """
         fields = {
             "source_dir": source_dir,
@@ -106,7 +113,7 @@ class Client(EngineMethods):
         return pulled
 
     async def async_events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """What the dashboard shows: its history, then each control operation, and a sample each second."""
+        """The dashboard's events: its history, then each control operation, and a sample each second."""
         return self._runner.stream(self._events("GET", "/dashboard/events"))
 
     tokenize = blocking(async_tokenize)
@@ -124,7 +131,7 @@ class Client(EngineMethods):
     def _end(self) -> None:
         self.close()
 
-    # ---------------------------------------------------------------------------------------- how it is asked
+    # ----------------------------------------------------------------------------------------------- requests
 
     async def _generate(self, fields: Mapping[str, Any]) -> Any:
         given = {name: value for name, value in fields.items() if value is not None}
@@ -184,7 +191,7 @@ class Client(EngineMethods):
     async def _events(
         self, method: str, path: str, fields: Mapping[str, Any] | None = None, *, is_admin: bool = True
     ) -> AsyncGenerator[Any, None]:
-        """The bodies of server-sent events, up to `[DONE]` or, of a GET, the server's end."""
+        """Yield bodies of server-sent events up to `[DONE]`; of a GET, up to the end of the connection."""
         body = None if fields is None else request_body(fields)
         with self._explained():
             async with self._http.stream(
@@ -231,7 +238,7 @@ def _raise_for(response: httpx.Response, content: bytes) -> None:
     with contextlib.suppress(ValueError):
         body = json.loads(content)
     status = response.status_code
-    # A server that is down for good does not say when to come back.
+    # A 5xx with Retry-After is a refusal; without, the engine is down for good.
     is_refusal = status < 500 or "retry-after" in response.headers
     otherwise = f"{response.url} answers {status}: {content[:200]!r}"
     raise read_error(body, status, otherwise, is_refusal=is_refusal)

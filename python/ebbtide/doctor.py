@@ -1,4 +1,4 @@
-"""`ebbtide doctor`: what this machine has, and what that means for someone who wants to run Ebbtide on it."""
+"""`ebbtide doctor`: reports what this machine has, and what that means for running Ebbtide on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL_SHM_BYTES = GIB
 
 
 class Bearing(enum.Enum):
-    """How a finding bears on running Ebbtide; the value is its colour."""
+    """How important a finding is for running Ebbtide. The value is its colour."""
 
     GOOD = "green"
     NOTE = "yellow"
@@ -35,7 +35,7 @@ class Bearing(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report: what was looked at, what is there, what that means."""
+    """One line of the report: what was examined, what was found, and what it means."""
 
     subject: str
     found: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report; returns 1 if something is missing without which the engine cannot run, else 0."""
+    """Print the report; returns 1 if the engine cannot run since something is missing, else 0."""
     argparse.ArgumentParser(prog="ebbtide doctor", description=__doc__).parse_args(argv)
     findings = list(examine())
     table = Table(title=f"Ebbtide {__version__}", title_justify="left")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """Look at everything, from the interpreter to the GPUs."""
+    """Yield all findings, from the interpreter to the GPUs."""
     num_gpus = _visible_gpus()
     has_gpu = num_gpus > 0
     yield Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.release()}", "")
@@ -116,7 +116,7 @@ def _cpu(has_gpu: bool) -> Finding:
 
 
 def _arenas(has_gpu: bool) -> Iterator[Finding]:
-    """Take host memory, give it back and take it again, as a release and a resume on a CPU do."""
+    """Test host memory: take it, give it back and take it again, as release and resume on a CPU do."""
     subject = "host memory saver" if has_gpu else "memory saver"
     needed_by = "--device cpu and --enable-weights-cpu-backup" if has_gpu else "the engine"
     try:
@@ -137,7 +137,7 @@ def _arenas(has_gpu: bool) -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("memory", f"not looked at: {error}", "install the packages first", Bearing.MISSING)
         return
-    except Exception as error:  # whatever stops an arena here is what this command is for
+    except Exception as error:  # Any failure here is a finding.
         bearing = Bearing.NOTE if has_gpu else Bearing.MISSING
         yield Finding(subject, f"does not work: {error}", f"it is for {needed_by}", bearing)
         return
@@ -165,19 +165,19 @@ def _shared_memory(mount: Path) -> Finding:
 
 
 def _visible_gpus() -> int:
-    """CUDA devices that torch can use; asked without starting a context on any."""
+    """Number of CUDA devices that torch can use. No context is created on any."""
     try:
         return import_module("torch").accelerator.device_count() if sees_cuda() else 0
-    except (ImportError, AttributeError):  # not there, or too old, which is found with the packages
+    except (ImportError, AttributeError):  # torch is missing or too old: `_packages` reports that.
         return 0
 
 
 def _gpus(num_visible: int, devices: Path, nvml: Any = None) -> Finding:
-    """What torch sees, next to what the machine has.
+    """Compare the GPUs that torch sees with those of the machine.
 
     Args:
         devices: /dev.
-        nvml: the module pynvml; None: that itself, if it is installed.
+        nvml: replaces the module pynvml in tests; None: pynvml, if it is installed.
     """
     num_cards = len(list(devices.glob("nvidia[0-9]*")))
     if num_visible == 0 and num_cards == 0:
@@ -196,7 +196,7 @@ def _gpus(num_visible: int, devices: Path, nvml: Any = None) -> Finding:
 
 
 def _gpu_names(nvml: Any) -> list[str]:
-    """Names and memory of the machine's GPUs, each kind once; empty where NVML does not answer."""
+    """Names and memory of the machine's GPUs, each kind once; empty if NVML does not work."""
     try:
         library = nvml if nvml is not None else import_module("pynvml")
     except ImportError:
@@ -213,7 +213,7 @@ def _gpu_names(nvml: Any) -> list[str]:
     return sorted(set(names))
 
 
-# What the GPU is used with, but for FlashInfer: what it is for, what its lack means, and how bad that is.
+# Packages for GPUs, except FlashInfer: what each is for, what it means if it is missing, and how bad that is.
 _GPU_PACKAGES = {
     "cuda-bindings": (
         "device memory can be released and resumed at the same addresses",
@@ -257,7 +257,7 @@ def _flashinfer() -> Finding:
 
 
 def _requirements() -> list[Requirement]:
-    """None where Ebbtide itself is not installed."""
+    """Ebbtide's requirements; empty if Ebbtide itself is not installed."""
     try:
         return [Requirement(line) for line in metadata.requires("ebbtide") or ()]
     except metadata.PackageNotFoundError:
@@ -265,7 +265,7 @@ def _requirements() -> list[Requirement]:
 
 
 def _cuda_requirement(name: str) -> Requirement:
-    """The requirement of that name in the extra `cuda`; any version where there is none."""
+    """The requirement of this name in the extra `cuda`; any version if there is none."""
     of_cuda = (one for one in _requirements() if one.marker and one.marker.evaluate({"extra": "cuda"}))
     return next((one for one in of_cuda if one.name == name), Requirement(name))
 

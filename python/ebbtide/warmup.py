@@ -1,4 +1,4 @@
-"""`ebbtide warmup`: compile what a model needs, so that engines start at once from then on."""
+"""`ebbtide warmup`: compiles a model's GPU kernels, so that later starts find them in the caches."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rich.progress import (
 from ebbtide.srt.errors import ConfigurationError, EbbtideError
 from ebbtide.srt.server_args import ServeParser, ServerArgs
 
-# Enough for the longest prompt that is run.
+# Size of the KV pool: enough for the longest prompt that is run.
 WARMUP_TOKENS = 65536
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile, and say what is being done.
+    """Compile a model's kernels and show the progress.
 
-    Returns the exit status: 0 done, 1 it failed, 2 the arguments or the machine do not do.
+    Returns the exit status: 0: done; 1: it failed; 2: the arguments or the machine do not fit.
     """
     parser = ServeParser(
         prog="ebbtide warmup",
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _shown_progress() -> Iterator[Callable[[str, int, int], None] | None]:
-    """Bars on a terminal; None elsewhere, where the log says it."""
+    """A function that shows progress bars on a terminal; None elsewhere: progress is logged instead."""
     console = Console()
     if not console.is_terminal:
         yield None
@@ -74,13 +74,19 @@ def _shown_progress() -> Iterator[Callable[[str, int, int], None] | None]:
 
 
 def warm_up(args: ServerArgs, progress: Callable[[str, int, int], None] | None = None) -> bool:
-    """Build the model with random weights and a small KV pool, and run it. False where there is no GPU.
+    """Build the model with random weights and a small KV pool, and run it; returns False on a CPU.
 
-    Of a model that ranks divide the first rank's part is built: kernels are compiled for its shapes.
-    `progress`: called with what is compiled, how much is done and how much there is; None: the log is. Raises
-    ConfigurationError: an argument, the model or the machine does not do.
+    Of a model that is split over ranks, only the first rank's part is built: kernels depend on shapes only.
+
+    Args:
+        progress: called with what is being compiled, how many are done and how many there are; None: progress
+            is logged.
+
+    Raises:
+        ConfigurationError: an argument, the model or the machine does not fit.
     """
-    from ebbtide.srt.config import resolve  # seconds of imports: not for a usage error
+    # Imported here, since they take seconds, which a usage error should not.
+    from ebbtide.srt.config import resolve
     from ebbtide.srt.device import open_device
     from ebbtide.srt.distributed.parallel_group import ParallelGroup
     from ebbtide.srt.kernel_cache import keep_kernels_in

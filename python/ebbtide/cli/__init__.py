@@ -1,4 +1,4 @@
-"""The `ebbtide` command: its commands by name, and those that run something on this machine."""
+"""The `ebbtide` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ebbtide(
 
 
 def _add_own(name: str, help: str, module: str, **options: str) -> None:
-    """Add a command whose `main` reads its arguments itself, and is imported when it is called."""
+    """Add a command whose module is imported when it runs, and has a `main` that parses the arguments."""
 
     @app.command(
         name,
@@ -85,9 +85,12 @@ app.command("update", rich_help_panel=CONTROL)(server.update)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command with the arguments after its name; returns the exit status.
+    """Run a command; returns the exit status.
 
-    0: done; 1: it failed, or was refused; 2: the command line is wrong; 130: interrupted.
+    Args:
+        argv: the arguments after `ebbtide`; None: those of this process.
+
+    Returns 0: done; 1: it failed or was refused; 2: the command line is wrong; 130: interrupted.
     """
     try:
         app(args=None if argv is None else list(argv), prog_name="ebbtide")

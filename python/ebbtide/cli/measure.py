@@ -1,4 +1,4 @@
-"""`ebbtide bench`: how fast a running server is, and what an update costs those whom it serves."""
+"""`ebbtide bench`: measures the speed of a running server, and how an update slows its streams."""
 
 from __future__ import annotations
 
@@ -21,18 +21,13 @@ from ebbtide.client import DEFAULT_URL, Client
 
 Count = Annotated[int, typer.Option(min=1)]
 
-# Until an update is asked for, where not all streams have started.
+# The longest wait until all streams have begun, before an update is requested.
 MOST_WAIT_S = 0.3
 
 
 @dataclass(frozen=True)
 class StreamLoad:
-    """Streams that begin together.
-
-    Attributes:
-        num_streams: how many.
-        prompt_tokens, output_tokens: of each.
-    """
+    """Streams that begin together, each with this many tokens of prompt and output."""
 
     num_streams: int
     prompt_tokens: int
@@ -41,15 +36,15 @@ class StreamLoad:
 
 @dataclass(frozen=True)
 class Figures:
-    """What streams saw. Times in milliseconds.
+    """Measurements of one run, at the client. Times are in milliseconds.
 
     Attributes:
-        first_token_ms: median over streams.
-        gap_ms, gap_p99_ms: between the chunks of a stream, over all streams.
-        longest_gap_ms: of a stream, the median over streams.
-        update_reply_ms: from the request for an update to its answer; None: there was none.
-        update_stall_ms: the longest time without a forward pass, as the server measured it.
-        streams_of_both_versions: how many had output that more than one version sampled.
+        first_token_ms: time to first token, median of all streams.
+        gap_ms, gap_p99_ms: time between chunks of a stream, median and 99th percentile of all streams.
+        longest_gap_ms: the longest gap of each stream, median of all streams.
+        update_reply_ms: time from the request for an update to its reply; None: no update.
+        update_stall_ms: the longest time without a forward pass, as the server reports it; None: no update.
+        streams_of_both_versions: number of streams with tokens of more than one version.
     """
 
     tokens_per_s: float
@@ -77,7 +72,7 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Measure a server: tokens per second, gaps of streams, and with --update what an update adds to them."""
+    """Measure a server: tokens per second, gaps in streams, and with --update how an update changes these."""
     load = StreamLoad(streams, prompt_tokens, output_tokens)
     folder = str(Path(update).resolve()) if update is not None and Path(update).exists() else update
     with asking(url, key) as client, telling_why_it_waits(client):
@@ -94,7 +89,7 @@ def bench(
 async def _measure(
     client: Client, load: StreamLoad, runs: int, folder: str | None
 ) -> dict[str, list[Figures]]:
-    """All runs, by what was measured. The first round of each kind warms up and is not counted."""
+    """Do all runs; returns their figures by kind. The first run of each kind warms up and is dropped."""
     vocab_size = (await client.async_model_info())["vocab_size"]
     rows = {}
     kinds = {"streams": None} | ({} if folder is None else {"streams and an update": folder})
@@ -110,7 +105,7 @@ async def _round(client: Client, load: StreamLoad, vocab_size: int, folder: str 
     reading = [asyncio.create_task(_read(client, load, vocab_size, began)) for _ in range(load.num_streams)]
     reply_ms = stall_ms = None
     if folder is not None:
-        # In the middle of what the streams bring. A server without room for all lets some wait.
+        # So that the update comes while streams run. A server without room for all lets some wait longer.
         with suppress(TimeoutError):
             async with asyncio.timeout(MOST_WAIT_S):
                 for _ in reading:
@@ -140,7 +135,11 @@ async def _round(client: Client, load: StreamLoad, vocab_size: int, folder: str 
 async def _read(
     client: Client, load: StreamLoad, vocab_size: int, began: asyncio.Semaphore
 ) -> tuple[list[float], set[str]]:
-    """When each chunk of a stream came, and the versions that sampled it; the first one releases `began`."""
+    """Read a stream; returns the times of its chunks, and the versions that sampled it.
+
+    Args:
+        began: released at the first chunk.
+    """
     prompt = [random.randrange(vocab_size) for _ in range(load.prompt_tokens)]
     params: dict[str, Any] = {"max_new_tokens": load.output_tokens, "ignore_eos": True, "temperature": 1.0}
     times: list[float] = []
@@ -156,7 +155,7 @@ async def _read(
 
 
 def _table(rows: dict[str, list[Figures]]) -> Table:
-    """The median of each figure, with the least and the most."""
+    """A table of each figure's median, minimum and maximum over the runs."""
     table = table_of("", *rows, right=rows)
     for figure in Figures.__dataclass_fields__:
         cells = []

@@ -1,4 +1,4 @@
-"""The commands that ask a server: about its memory, weights and requests, to change them, to generate."""
+"""Commands that call a server: to show or change its memory, weights and requests, and to generate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SIZES = ("resident", "in host memory")
 
 @contextmanager
 def asking(url: str, key: str | None) -> Generator[Client, None, None]:
-    """A client of the server; what it refuses, or how it fails, ends the command with one line."""
+    """A client of the server. Errors end the command with one line on stderr."""
     try:
         admin_key = os.environ.get("EBBTIDE_ADMIN_API_KEY", key)
         with Client(url, api_key=admin_key if key is None else key, admin_api_key=admin_key) as client:
@@ -60,13 +60,17 @@ def asking(url: str, key: str | None) -> Generator[Client, None, None]:
 
 
 def fail(message: str, status: int = 1) -> None:
-    """End the command with this line."""
+    """End the command with a message on stderr and this exit status."""
     print(f"ebbtide: {message}", file=sys.stderr)
     raise typer.Exit(status)
 
 
 def why_requests_wait(memory: Mapping[str, Any]) -> str:
-    """Why nothing runs by an answer of `memory_occupation`, and the commands that end it, in their order."""
+    """Why no requests run, and the commands that change that, in their order.
+
+    Args:
+        memory: a reply of `memory_occupation`.
+    """
     tags = memory["tags"]
     steps = {
         "`ebbtide resume`": "released" in (tags["weights"]["state"], tags["kv_cache"]["state"]),
@@ -77,19 +81,19 @@ def why_requests_wait(memory: Mapping[str, Any]) -> str:
     return f"{memory['reason']}; to go on: {commands}" if commands else str(memory["reason"])
 
 
-# Of a wait, until a person is told of it, and then until the reason is looked at again.
+# Seconds of waiting before the reason is shown, and between checks of the reason.
 PATIENCE_S = 2.0
 
 
 @contextmanager
 def telling_why_it_waits(client: Client) -> Generator[None, None, None]:
-    """Meanwhile, whenever the server cannot run requests for another reason than before, a line on stderr."""
+    """In this context, print on stderr why the server cannot run requests, and again when that changes."""
     ended = Event()
 
     def watch() -> None:
         said = ""
         while not ended.wait(PATIENCE_S):
-            with suppress(EbbtideError):  # Whoever waits for the server hears of it.
+            with suppress(EbbtideError):  # The command itself meets the error too.
                 memory = client.memory_occupation()
                 reason = "" if memory["can_run"] else why_requests_wait(memory)
                 if reason not in ("", said):
@@ -106,7 +110,7 @@ def telling_why_it_waits(client: Client) -> Generator[None, None, None]:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people."""
+    """Bytes in readable units, powers of 1000."""
     for unit in ("B", "KB", "MB"):
         if abs(num_bytes) < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -115,7 +119,7 @@ def size(num_bytes: float) -> str:
 
 
 def table_of(*headings: str, right: Collection[str] = ()) -> Table:
-    """An empty table; the columns of some headings are aligned on the right."""
+    """An empty table. Columns whose headings are in `right` are right-aligned."""
     table = Table(box=None, pad_edge=False)
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left")
@@ -123,7 +127,7 @@ def table_of(*headings: str, right: Collection[str] = ()) -> Table:
 
 
 def sizes(by_tag: dict[str, Any]) -> str:
-    """Bytes of each tag, and nothing of those that have none."""
+    """Bytes of each tag that has any, as text."""
     return (
         ", ".join(f"{tag} {size(num_bytes)}" for tag, num_bytes in by_tag.items() if num_bytes) or "nothing"
     )
@@ -137,7 +141,7 @@ def _show(answer: dict[str, Any], line: str, as_json: bool) -> None:
 
 
 def status(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """Show the model, its memory by tag, the version that serves, its requests, and why they wait."""
+    """Show the model, its weight version, its requests and why they wait, and its memory by tag."""
     with asking(url, key) as client:
         model, memory, loads = client.model_info(), client.memory_occupation(), client.loads()
         if as_json:
@@ -167,7 +171,7 @@ def release(
     as_json: AsJson = False,
     backup: Annotated[bool | None, typer.Option(help="Keep the weights in host memory.")] = None,
 ) -> None:
-    """Give memory back to the system. Running requests wait, and lose nothing."""
+    """Give memory back to the system. Running requests wait and lose nothing."""
     with asking(url, key) as client:
         answer = client.release_memory_occupation(tags, backup=backup)
         line = f"freed {sizes(answer['freed_bytes'])} in {answer['duration_ms']:.1f} ms"
@@ -176,7 +180,7 @@ def release(
 
 
 def park(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """Release the KV cache and keep that of running requests in host memory, from which they go on."""
+    """Release the KV cache, but keep the KV of running requests in host memory, so that they can go on."""
     with asking(url, key) as client:
         answer = client.release_memory_occupation([MemoryTag.KV_CACHE], preserve="live")
         line = f"freed {sizes(answer['freed_bytes'])}; parked {answer['num_parked']} requests"
@@ -184,7 +188,7 @@ def park(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> No
 
 
 def resume(tags: Tags = None, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
-    """Take memory again, at the same addresses."""
+    """Take released memory again, at the same addresses."""
     with asking(url, key) as client:
         answer = client.resume_memory_occupation(tags)
         line = f"mapped {sizes(answer['mapped_bytes'])} in {answer['duration_ms']:.1f} ms"
@@ -200,7 +204,7 @@ def pause(
     as_json: AsJson = False,
     mode: Annotated[PauseMode, typer.Option(help="What becomes of running requests.")] = PauseMode.IN_PLACE,
 ) -> None:
-    """Stop forward passes until `ebbtide continue`."""
+    """Pause generation until `ebbtide continue`."""
     with asking(url, key) as client:
         answer = client.pause_generation(mode)
         kept = answer["num_running"] + answer["num_retracted"] + answer["num_queued"]
@@ -229,7 +233,7 @@ def update(
     ] = PauseMode.IN_PLACE,
     keep_cache: Annotated[bool, typer.Option(help="Keep prefixes that the old weights computed.")] = False,
 ) -> None:
-    """Replace the weights under running requests by those of a folder."""
+    """Replace the weights by those of a folder, while requests run."""
     path = str(Path(folder).resolve()) if Path(folder).exists() else folder
     with asking(url, key) as client:
         answer = client.update_weights_from_disk(
@@ -248,7 +252,7 @@ def update(
 
 # ---------------------------------------------------------------------------------------- chat and generate
 
-# One for each version of the weights, in the order in which they are met.
+# Colours of weight versions, in order of appearance.
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)]
@@ -280,12 +284,12 @@ def chat(
     temperature: Temperature = 0.7,
     system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
 ) -> None:
-    """Talk with the model. Each colour is a version of the weights; Ctrl-D ends it."""
+    """Chat with the model. Each colour is a version of the weights. Ctrl-D ends the chat."""
     said: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     with asking(url, key) as client:
         model = client.model_info()
         server = f"{model['served_model_name']}, weights {model['weight_version']}"
-        # Not where the answers go.
+        # On stderr, so that stdout has the answers only.
         note = Console(stderr=True, highlight=False)
         note.print(f"{server}. Ctrl-C ends an answer, Ctrl-D the conversation.", style="dim")
         answer = ColouredAnswer()
@@ -313,7 +317,7 @@ def _ask() -> str | None:
 
 
 class ColouredAnswer:
-    """Shows a stream, each token in the colour of the weights that sampled it."""
+    """Shows a stream, each token in the colour of its weight version."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -350,7 +354,7 @@ def top(
     key: Key = None,
     once: Annotated[bool, typer.Option("--once", help="Print one picture, and end.")] = False,
 ) -> None:
-    """Watch a server live: requests, memory by tag, versions, the last operations. Ctrl-C ends it."""
+    """Watch a server live: requests, memory by tag, versions, latest operations. Ctrl-C ends it."""
     picture = Picture()
     with asking(url, key) as client, Live(console=console, screen=not once, auto_refresh=False) as live:
         for event in client.events():
@@ -363,7 +367,7 @@ def top(
 
 
 class Picture:
-    """What the events of the dashboard have come to. `sample`: the latest; empty as long as there is none."""
+    """The screen of `ebbtide top`, made from dashboard events. `sample`: the latest one; empty: none yet."""
 
     def __init__(self) -> None:
         self.sample: dict[str, Any] = {}
@@ -371,7 +375,7 @@ class Picture:
         self._operations: deque[dict[str, Any]] = deque(maxlen=NUM_OPERATIONS)
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take an event of `/dashboard/events`."""
+        """Take in an event of `/dashboard/events`."""
         history = event.get("history", {})
         self._operations.extend(history.get("operations", ()))
         for sample in (*history.get("samples", ())[-1:], *filter(None, [event.get("sample")])):
@@ -382,7 +386,7 @@ class Picture:
             self._operations.append(event["operation"])
 
     def draw(self, url: str) -> Group:
-        """The whole screen."""
+        """The whole screen. There must be a sample."""
         sample = self.sample
         load, reason = sample["load"], sample["reason"]
         state = Text("serving", "green") if not reason else Text(f"waiting: {reason}", "yellow")

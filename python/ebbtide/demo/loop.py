@@ -1,4 +1,4 @@
-"""The loop: generate, release, train, resume weights, update, resume KV cache; every stage is measured."""
+"""The demo's loop: generate, release, train, resume weights, update, resume KV cache. Measures each stage."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class MemorySample:
     """Memory at one moment.
 
     Attributes:
-        time_s: since the probe was made.
-        tag_bytes: resident bytes per memory tag, as `memory_occupation()` reports them.
-        parked_bytes: KV in host memory, of requests that wait for room in the cache.
-        process_bytes: proportional set size (Pss) of all processes of the engine together, without files.
+        time_s: seconds since the probe was made.
+        tag_bytes: resident bytes by memory tag, from `memory_occupation()`.
+        process_bytes: sum over the engine's processes of the proportional set size (Pss), without files.
+        parked_bytes: KV in host memory of requests that wait for room in the cache.
     """
 
     time_s: float
@@ -51,7 +51,7 @@ class MemorySample:
 
 
 class MemoryProbe:
-    """Measures an engine. Its processes are taken to be all that this one has started so far."""
+    """Measures an engine's memory. Assumes that all child processes of this process are the engine's."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -69,14 +69,14 @@ class MemoryProbe:
         )
 
 
-# The most that the model's context has room for.
+# The longest answer for which the model's context has room.
 _NUM_TOKENS = 54
 _SAMPLE_EVERY_S = 0.04
 
 
 @dataclass(frozen=True)
 class LentTime:
-    """A time in which some of the memory was somebody else's, in the probe's seconds."""
+    """An interval in which some memory was lent to somebody else, in seconds of the probe."""
 
     start_s: float
     end_s: float
@@ -85,11 +85,12 @@ class LentTime:
 
 @dataclass
 class ElasticRecord:
-    """Requests that ran while memory was taken from under them.
+    """Requests that ran while their memory was taken away and given back.
 
     Attributes:
-        samples: memory from before the first of them to behind the last.
-        is_equal: whether they were answered as by an engine that nobody disturbs.
+        samples: memory from before the first request to after the last.
+        spans: when some memory was lent.
+        is_equal: whether the answers are those of an undisturbed engine.
     """
 
     num_requests: int
@@ -99,7 +100,7 @@ class ElasticRecord:
 
 
 class Elastic:
-    """Long answers to many questions: undisturbed, and while the KV cache shrinks, grows and is gone."""
+    """Gets long answers to many questions: undisturbed, then while the KV cache is resized and released."""
 
     def __init__(self, engine: Engine, probe: MemoryProbe, problems: Sequence[Problem]) -> None:
         self._engine = engine
@@ -108,7 +109,7 @@ class Elastic:
         self._record = ElasticRecord(len(problems))
 
     def run(self) -> ElasticRecord:
-        """Takes twice the time of the answers, and that in which nothing can run."""
+        """Get all answers twice; the second time, resize and release the KV cache meanwhile."""
         engine, started = self._engine, time.perf_counter()
         expected = self._answers()
         whole_s = time.perf_counter() - started
@@ -135,7 +136,7 @@ class Elastic:
         return [output["output_ids"] for output in outputs]
 
     def _watch(self, answers: Future[list[list[int]]], seconds: float) -> None:
-        """Measure for so long, or until the answers are there; once in any case."""
+        """Measure memory for this many seconds, or until the answers are there; at least once."""
         until_s = time.perf_counter() + seconds
         while True:
             self._record.samples.append(self._probe.sample())
@@ -146,7 +147,7 @@ class Elastic:
     def _note_lent(
         self, what: str, reply: Mapping[str, Any], answers: Future[list[list[int]]], seconds: float
     ) -> None:
-        """Watch while a part of the cache is somebody else's."""
+        """Measure while a part of the cache is lent, and note the interval."""
         start_s = self._record.samples[-1].time_s
         self._watch(answers, seconds)
         parked = f"{reply['num_parked']} of {self._record.num_requests} requests parked"
@@ -155,7 +156,7 @@ class Elastic:
 
 
 MAX_LOGPROB_DIFFERENCE = 1e-4
-# Small, so that the weights of this small model travel in several.
+# Small, so that the weights of this small model take several buckets.
 _BUCKET_BYTES = 1_000_000
 
 
@@ -172,7 +173,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True)
 class StageRecord:
-    """One stage: how long it took, and the memory at its end."""
+    """A stage's duration, and the memory at its end."""
 
     seconds: float
     memory: MemorySample
@@ -183,9 +184,10 @@ class StepRecord:
     """One step.
 
     Attributes:
-        reward: mean over all answers, by the weights that the step began with.
-        logprob_difference: greatest |trainer - engine| over all output tokens of the step.
-        ratios: of these tokens.
+        reward: mean reward of all answers, which the weights before the step gave.
+        num_tokens: output tokens.
+        logprob_difference: greatest |trainer - engine| of the output tokens' logprobs.
+        ratios: importance ratios of the output tokens.
     """
 
     step: int
@@ -202,14 +204,14 @@ class StepRecord:
 
 @dataclass(eq=False)
 class Loop:
-    """Trains a model with the engine that serves it.
+    """Trains a model with rollouts of an engine.
 
     Args:
         num_prompts: questions per step.
-        group_size: answers to each.
-        on_stage: called with the stage and the step that begin.
-        is_rounded: the engine rounds more than the trainer: they are not held to the same logprobs, and the
-            trainer weighs tokens by their importance ratios.
+        group_size: answers per question.
+        on_stage: called with the step and the stage that begins.
+        is_rounded: the engine computes in lower precision than the trainer. Then their logprobs may differ,
+            and the trainer weights tokens by importance ratios.
     """
 
     _engine: Engine
@@ -226,21 +228,22 @@ class Loop:
         self.start = self._probe.sample()
 
     def disturb(self, num_requests: int) -> ElasticRecord:
-        """Have this many requests answered while memory is taken from under them."""
+        """Run this many requests while their memory is taken away and given back."""
         return Elastic(self._engine, self._probe, self._problems.draw(num_requests)).run()
 
     def examine(self) -> float:
-        """The share of the held-out problems that the engine answers right, greedily."""
+        """Share of the held-out problems that the engine answers right with greedy sampling."""
         problems = self._problems.held_out
         params = {"temperature": 0.0, "max_new_tokens": MAX_ANSWER_TOKENS}
         outputs = self._engine.generate([problem.question for problem in problems], params)
         return fmean(_reward(problem, output) for problem, output in zip(problems, outputs, strict=True))
 
     def run(self, num_steps: int) -> Iterator[StepRecord]:
-        """Yields each step when it is done.
+        """Run steps; yields each one when it is done.
 
-        Raises DemoFailed: trainer and engine disagree on a log-probability, or the engine has other weights
-        than it should.
+        Raises:
+            DemoFailed: a logprob differs too much between trainer and engine, or the engine has the wrong
+                weights.
         """
         for step in range(num_steps):
             yield self._step(step)
@@ -288,7 +291,7 @@ class Loop:
         ]
 
     def _train(self, step: int, samples: Sequence[Sample]) -> tuple[float, Ratios]:
-        """Learn; returns how far trainer and engine were apart before that."""
+        """Train on the samples; returns the greatest logprob difference before that, and the ratios."""
         anchors = self._trainer.logprobs(samples)
         difference = max(
             abs(ours - theirs)
@@ -325,29 +328,29 @@ def _score(problem: Problem, outputs: Sequence[dict[str, Any]]) -> list[Sample]:
 
 
 def _reward(problem: Problem, output: dict[str, Any]) -> float:
-    """1 for exactly the digits of the answer and the end of the text, else 0."""
+    """1 if the output is exactly the answer's digits and the end of the text, else 0."""
     return float(output["output_ids"] == [*encode(problem.answer), EOS_ID])
 
 
 FIRST_REWARD_BELOW = 0.3
 LAST_REWARD_ABOVE = 0.9
 RETURNED_SHARE = 0.95
-# One step's reward is a sample of some hundred answers: the last ones are averaged.
+# The last steps' rewards are averaged, since each is the mean of some hundred sampled answers only.
 _NUM_LAST_STEPS = 3
 MB = 1e6
 
 
 @dataclass
 class Results:
-    """Grows while the demo runs.
+    """The results, which are filled in while the demo runs.
 
     Attributes:
+        warm_up_s, total_s: duration of the warm-up, and of all.
         start: memory before the first step.
-        elastic: requests that ran while memory was taken from under them; None: not reached.
-        before, after: shares of the held-out problems, see `Loop.examine`; None: not reached.
-        warm_up_s, total_s: how long the warm-up and everything took.
-        failure: what does not hold; None: nothing.
-        is_fp8: whether the engine computed in FP8.
+        before, after: share of held-out problems answered right, see `Loop.examine`; None: not measured yet.
+        elastic: requests that ran while their memory was taken away; None: not run yet.
+        failure: why the demo failed; None: it did not.
+        is_fp8: whether the engine has weights and KV cache in FP8.
     """
 
     seed: int
@@ -375,14 +378,19 @@ class Results:
 
     @staticmethod
     def released(step: StepRecord) -> tuple[int, int]:
-        """Bytes that the release of a step took from the tags, and from the processes (Pss)."""
+        """Bytes that a step's release freed: of the memory tags, and of the processes (Pss)."""
         before = step.stages[Stage.GENERATE].memory
         after = step.stages[Stage.RELEASE].memory
         tag_bytes = sum(before.tag_bytes.values()) - sum(after.tag_bytes.values())
         return tag_bytes, before.process_bytes - after.process_bytes
 
     def check(self) -> None:
-        """Raises `DemoFailed` unless the reward rose and memory was really given back at every release."""
+        """Check the results.
+
+        Raises:
+            DemoFailed: the reward did not rise enough, a release did not free the processes' memory, or lent
+                memory changed an answer.
+        """
         for step in self.steps:
             tag_bytes, process_bytes = self.released(step)
             if process_bytes < RETURNED_SHARE * tag_bytes:
@@ -400,7 +408,7 @@ class Results:
 
 
 def _megabytes(step: StepRecord, num_bytes: Callable[[MemorySample], int], digits: int = 1) -> str:
-    """While the engine generates, and while the trainer trains."""
+    """Megabytes while the engine generates, and while the trainer trains, as text."""
     awake, asleep = (num_bytes(step.stages[stage].memory) / MB for stage in (Stage.GENERATE, Stage.TRAIN))
     return f"{awake:.{digits}f}→{asleep:.{digits}f}"
 
@@ -428,7 +436,7 @@ COLUMNS: tuple[tuple[str, int, Callable[[StepRecord], str]], ...] = (
 
 
 def heading() -> str:
-    """The headings above their columns, on two lines."""
+    """The column headings, on two lines."""
     names = [(_on_two_lines(name), width) for name, width, _ in COLUMNS]
     return "\n".join("  ".join(f"{name[line]:>{width}}" for name, width in names) for line in (0, 1))
 

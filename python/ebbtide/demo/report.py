@@ -1,4 +1,4 @@
-"""The report: a picture of all plots, and one HTML file with everything inside."""
+"""The demo's report: a picture of all plots, and an HTML file that contains it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _PLOT_STYLE: Any = {
 
 
 def reward(figure: FigureBase, results: Results) -> None:
-    """Mean reward by step."""
+    """Plot the mean reward by step."""
     axes = figure.subplots()
     axes.set_title("Reward by step")
     steps, rewards = [step.step for step in results.steps], [step.reward for step in results.steps]
@@ -73,7 +73,7 @@ def reward(figure: FigureBase, results: Results) -> None:
 
 
 def logprob_difference(figure: FigureBase, results: Results) -> None:
-    """Greatest difference of any token's logprob between trainer and engine, by step."""
+    """Plot the greatest logprob difference between trainer and engine by step."""
     axes = figure.subplots()
     axes.set_title("Trainer and engine: logprobs of the same tokens")
     steps = [step.step for step in results.steps]
@@ -86,7 +86,7 @@ def logprob_difference(figure: FigureBase, results: Results) -> None:
 
 
 def importance_ratios(figure: FigureBase, results: Results) -> None:
-    """How much likelier tokens are for the trainer than for the engine, which rounds, by step."""
+    """Plot the importance ratios between trainer and engine by step, for an engine in FP8."""
     axes = figure.subplots()
     axes.set_title("Importance ratios: trainer by engine in FP8 (emulated)")
     steps, ratios = [step.step for step in results.steps], [step.ratios for step in results.steps]
@@ -104,7 +104,7 @@ def importance_ratios(figure: FigureBase, results: Results) -> None:
 
 
 def memory_by_stage(figure: FigureBase, results: Results) -> None:
-    """Memory through the stages of the last two steps; every stage is drawn equally wide."""
+    """Plot memory in the stages of the last two steps. All stages are equally wide."""
     shown = results.steps[-2:]
     samples = [results.start, *_after_each_stage(results.steps)][-len(shown) * len(Stage) - 1 :]
     rows = figure.subplots(3, sharex=True, height_ratios=(1.5, 1, 1))
@@ -125,7 +125,7 @@ def memory_by_stage(figure: FigureBase, results: Results) -> None:
 
 
 def memory_under_requests(figure: FigureBase, elastic: ElasticRecord) -> None:
-    """Memory by tag while requests run, and who else had it."""
+    """Plot memory while requests run, with the intervals in which some of it was lent."""
     axes = figure.subplots()
     axes.set_title("Resident memory while requests run: a smaller KV cache, and none at all", pad=34)
     samples = elastic.samples
@@ -158,7 +158,7 @@ def _write_above(axes: Axes, x: float, text: str, size: float) -> None:
 
 
 def write_picture(path: Path, results: Results) -> None:
-    """All plots in one PNG."""
+    """Write all plots to one PNG."""
     with mpl.rc_context(_PLOT_STYLE):
         figure = Figure(figsize=(13.5, 11), layout="constrained")
         top, bottom = _split(figure, 2, 1, height_ratios=(2, 1))
@@ -207,7 +207,7 @@ th, td { padding: .22rem .65rem; text-align: right; border-bottom: 1px solid #e3
 
 
 def write_report(folder: Path, results: Results) -> Path:
-    """Writes `report.html` and `demo.png`; returns the path of the first. Needs at least one step."""
+    """Write `report.html` and `demo.png`; returns the path of the former. There must be at least one step."""
     picture = folder / "demo.png"
     write_picture(picture, results)
     path = folder / "report.html"

@@ -1,4 +1,4 @@
-"""`ebbtide demo`: runs the demo, shows its progress, and checks what came out."""
+"""`ebbtide demo`: runs the demo, shows its progress, and checks the results."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from ebbtide.demo.trainer import KV_BYTES_PER_TOKEN, DemoFailed, ProblemSet, Tra
 
 @dataclass(frozen=True)
 class Settings:
-    """How much the demo does.
+    """Settings of the demo.
 
     Attributes:
         num_prompts: questions per step.
-        group_size: answers to each.
-        num_disturbed: requests that run in the end while memory is taken from under them.
+        group_size: answers per question.
+        num_disturbed: requests at the end that run while their memory is taken away.
         warm_up_goal: the probability of a right answer at which the warm-up ends.
-        kv_pool_bytes: size of the KV cache, which gives the memory plots something to show.
-        dashboard_port: of the engine's dashboard; None: it is not served.
+        kv_pool_bytes: size of the KV cache in float32, large enough to be seen in the memory plots.
         is_fp8: whether the engine has weights and KV cache in FP8, on the CPU.
+        dashboard_port: port of the engine's dashboard; None: it is not served.
     """
 
     num_steps: int = 70
@@ -54,7 +54,7 @@ class Settings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; returns 0 if everything that it shows holds, 1 if not, 130 when interrupted."""
+    """Run the demo; returns the exit status: 0: all checks passed; 1: one failed; 130: interrupted."""
     parser = argparse.ArgumentParser(
         prog="ebbtide demo",
         description="A small model learns addition by GRPO; the rollouts are Ebbtide's. Writes report.html, "
@@ -87,9 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(settings: Settings, seed: int, out: Path, console: Console) -> Results:
-    """Run the demo; writes its report, also if it fails on the way, and the trained model.
+    """Run the demo, and write the report and the trained model.
 
-    Raises DemoFailed: something that it is to show does not hold.
+    The report is also written after a failure, if at least one step was done.
+
+    Raises:
+        DemoFailed: a check failed.
     """
     start = time.perf_counter()
     _use_one_thread()
@@ -131,10 +134,10 @@ def run(settings: Settings, seed: int, out: Path, console: Console) -> Results:
 
 
 def _use_one_thread() -> None:
-    """One thread for the trainer and, by its environment, the engine, unless the user says otherwise.
+    """Use one thread in the trainer and, by the environment, in the engine, unless the user has set a number.
 
-    Threads that wait for one another cost more than they bring in products this small: measured on two cores,
-    three times the processor time, and steps of half a minute where other programs run too.
+    The matrices are so small that threads cost more than they gain: measured on two cores, three times the
+    CPU time, and steps of half a minute if other programs run too.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -189,7 +192,7 @@ def _start_engine(checkpoint: Path, settings: Settings, seed: int) -> Engine:
 
 
 class Display:
-    """Finished lines, and below them, on a terminal, a bar that says what goes on."""
+    """Prints lines, and below them, on a terminal, a bar with the current activity."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -198,7 +201,7 @@ class Display:
         self._task = self.progress.add_task("", total=1.0)
 
     def doing(self, what: str, share_done: float) -> None:
-        """Say what goes on, and how much of it is done, from 0 to 1."""
+        """Show the current activity, and the share of it that is done, from 0 to 1."""
         self.progress.update(self._task, description=what, completed=share_done)
 
     def line(self, text: str, style: str = "") -> None:

@@ -1,6 +1,6 @@
-"""The task, sums of two-digit numbers, and its trainer: a supervised warm-up and GRPO in plain PyTorch.
+"""The demo's task, sums of two-digit numbers, and its trainer: supervised warm-up and GRPO in plain PyTorch.
 
-Shapes: R sequences, S tokens of the longest, T = S - 1 tokens that are predicted.
+Shapes: R sequences, S tokens of the longest, T = S - 1 predicted tokens, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = (PAD, EOS, *"0123456789+=")
 PAD_ID, EOS_ID = 0, 1
-# Three digits and the end of the text.
+# Three digits and `EOS`.
 MAX_ANSWER_TOKENS = 4
 _NUM_HELD_OUT = 500
 
@@ -36,12 +36,12 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """Digits of the sum, ones first: the answer to 37+58= is 59."""
+        """Digits of the sum in reverse order: the answer to 37+58= is 59."""
         return str(self.left + self.right)[::-1]
 
 
 class ProblemSet:
-    """All sums of two-digit numbers: some held out, the others drawn from at random."""
+    """All sums of two-digit numbers: some are held out, the others are drawn at random."""
 
     def __init__(self, seed: int) -> None:
         problems = [Problem(left, right) for left in range(10, 100) for right in range(10, 100)]
@@ -51,7 +51,7 @@ class ProblemSet:
         self._training = problems[_NUM_HELD_OUT:]
 
     def draw(self, num_problems: int) -> list[Problem]:
-        """Distinct problems that are not held out."""
+        """Draw distinct problems that are not held out."""
         return self._rng.sample(self._training, num_problems)
 
 
@@ -61,7 +61,7 @@ def encode(text: str) -> list[int]:
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """What `encode` does, as a tokenizer that is saved with a checkpoint."""
+    """Make a tokenizer that encodes like `encode`, to be saved with a checkpoint."""
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -83,7 +83,7 @@ MODEL_SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-# K and V of every layer, float32.
+# Keys and values of all layers in float32.
 KV_BYTES_PER_TOKEN: int = (
     2 * 4 * MODEL_SHAPE["num_hidden_layers"] * MODEL_SHAPE["num_key_value_heads"] * MODEL_SHAPE["head_dim"]
 )
@@ -92,20 +92,20 @@ _WARM_UP_RAMP_STEPS = 20
 _WARM_UP_MAX_STEPS = 400
 _GRPO_RAMP_STEPS = 5
 _MINIBATCHES = 2
-# The ratio of new to old probability is clipped more loosely upwards, which keeps the policy exploring.
+# The upper limit of the ratio of new to old probability is looser, so that the policy keeps exploring.
 # Source: DAPO, arXiv 2503.14476, section 3.1.
 _CLIP_BELOW, _CLIP_ABOVE = 0.2, 0.28
-# A token's weight in the trainer's loss is its importance ratio, but no more than this: truncated importance
-# sampling. Source: fengyao.notion.site/off-policy-rl; the same in verl, slime and miles.
+# Truncated importance sampling: a token's weight in the loss is its importance ratio, at most this.
+# Source: fengyao.notion.site/off-policy-rl; the same in verl, slime and miles.
 LARGEST_WEIGHT = 2.0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer that the engine gave.
+    """An answer of the engine.
 
     Attributes:
-        logprobs: the engine's, one for each of `output_ids`.
+        logprobs: the engine's logprobs of `output_ids`.
         reward: 1 for the exact answer, else 0.
         advantage: reward minus the mean reward of the answers to the same question.
     """
@@ -118,7 +118,7 @@ class Sample:
 
 
 class Trainer:
-    """A model, and what improves it. `num_steps`: GRPO steps to come; the learning rates fall over them."""
+    """A model and its optimizers. `num_steps`: number of GRPO steps, over which the learning rates decay."""
 
     def __init__(self, num_steps: int, seed: int) -> None:
         torch.manual_seed(seed)
@@ -128,10 +128,12 @@ class Trainer:
         self._optimizers = _Optimizers(self.model, muon_lr=0.005, adamw_lr=0.005)
 
     def warm_up(self, problems: ProblemSet, goal: float) -> Iterator[float]:
-        """Learn from written-out sums until a sampled answer would be right with probability `goal`.
+        """Train on sums with their answers until the probability of a right sampled answer reaches `goal`.
 
-        Yields that probability, on sums not seen before in this phase, after each step. Raises DemoFailed: no
-        such luck in 400 steps.
+        Yields this probability in each step, measured on the step's batch before it is trained on.
+
+        Raises:
+            DemoFailed: the goal was not reached in `_WARM_UP_MAX_STEPS` steps.
         """
         optimizers = _Optimizers(self.model, muon_lr=0.02, adamw_lr=0.002)
         probability = 0.0
@@ -149,21 +151,22 @@ class Trainer:
         raise DemoFailed(f"warm-up: {_WARM_UP_MAX_STEPS} steps brought {probability:.3f}, not {goal}")
 
     def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
-        """This model's log-probabilities of the output tokens of samples."""
+        """The model's logprobs of the output tokens of samples."""
         batch = _Batch.of_samples(samples)
         with torch.inference_mode():
             logprobs_RT = self._logprobs(batch)
         return [row[mask].tolist() for row, mask in zip(logprobs_RT, batch.mask_RT.bool(), strict=True)]
 
     def learn(self, samples: Sequence[Sample], anchors: Sequence[list[float]] | None = None) -> None:
-        """One GRPO step: two updates on one half of the samples each, against the logprobs of the engine.
+        """Do one GRPO step: two updates, each on one half of the samples.
 
-        `anchors`: this model's logprobs of the samples, where the engine's are those of rounded weights. Then
-        what is clipped is the ratio to these, and a token weighs as much as these are likelier than the
-        engine's, up to `LARGEST_WEIGHT`.
-
-        Advantages are not divided by the deviation of their group, which would favour the easiest and the
+        Advantages are not divided by the group's standard deviation, which would favour the easiest and the
         hardest questions. Source: arXiv 2503.20783.
+
+        Args:
+            anchors: this model's logprobs of the samples, if the engine computes in lower precision. Then the
+                clipped ratio is relative to these, and each token is weighted by its importance ratio to the
+                engine's probability, up to `LARGEST_WEIGHT`. None: the ratio is relative to the engine's.
         """
         progress = self._steps_done / self._num_steps
         scale = min(1.0, (self._steps_done + 1) / _GRPO_RAMP_STEPS) * (1.0 - 0.9 * progress)
@@ -190,7 +193,7 @@ class Trainer:
         return -(gain_RT * weight_RT).sum() / batch.mask_RT.sum()
 
     def _logprobs(self, batch: _Batch) -> Tensor:
-        """The logprob of each output token; 0 elsewhere."""
+        """Logprobs of the output tokens, [R, T]; 0 elsewhere."""
         logits_RTV: Tensor = self.model(input_ids=batch.ids_RS[:, :-1]).logits
         chosen_RT1 = batch.ids_RS[:, 1:, None]
         return logits_RTV.log_softmax(-1).gather(-1, chosen_RT1).squeeze(-1) * batch.mask_RT
@@ -198,11 +201,11 @@ class Trainer:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Sequences, padded on the right, so that padding is never attended to.
+    """Sequences that are padded on the right, so that no token attends to padding.
 
     Attributes:
-        ids_RS: token ids [R, S].
-        mask_RT: 1 where the token predicted is an output token.
+        ids_RS: token ids.
+        mask_RT: 1 if the predicted token is an output token, else 0.
     """
 
     ids_RS: Tensor
@@ -210,7 +213,7 @@ class _Batch:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> _Batch:
-        """The batch of these (prompt ids, output ids)."""
+        """Make a batch of (prompt ids, output ids) pairs."""
         width = max(len(prompt) + len(output) for prompt, output in pairs)
         ids = torch.full((len(pairs), width), PAD_ID)
         mask = torch.zeros(len(pairs), width - 1)
@@ -225,7 +228,7 @@ class _Batch:
         return cls.of([(encode(sample.problem.question), sample.output_ids) for sample in samples])
 
     def scatter(self, values: Sequence[list[float]]) -> Tensor:
-        """One value per output token as a matrix [R, T], 0 elsewhere."""
+        """Arrange one value per output token as a matrix [R, T], with 0 elsewhere."""
         matrix_RT = torch.zeros_like(self.mask_RT)
         matrix_RT[self.mask_RT.bool()] = torch.tensor([value for row in values for value in row])
         return matrix_RT
@@ -257,11 +260,11 @@ class _Optimizers:
 
 @dataclass(frozen=True)
 class Ratios:
-    """Importance ratios of the tokens of a step: the trainer's probability by the engine's, same weights.
+    """Importance ratios of a step's tokens: the trainer's probability by the engine's, with the same weights.
 
     Attributes:
-        low, high: the 1st and the 99th percentile.
-        truncated: the share above `LARGEST_WEIGHT`.
+        low, high: 1st and 99th percentile.
+        truncated: share of ratios above `LARGEST_WEIGHT`.
         divergence: KL(engine | trainer) per token in nats, estimated by ratio - 1 - log(ratio).
     """
 
@@ -274,7 +277,7 @@ class Ratios:
 
     @classmethod
     def of(cls, trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]]) -> Ratios:
-        """The ratios by both sides' logprobs of the same tokens, at least one."""
+        """Compute the ratios from both sides' logprobs of the same tokens, at least one."""
         logs = np.array([*chain.from_iterable(trainer)]) - np.array([*chain.from_iterable(engine)])
         ratios = np.exp(logs)
         low, high = np.percentile(ratios, (1, 99)).tolist()
@@ -289,4 +292,4 @@ class Ratios:
 
 
 class DemoFailed(RuntimeError):
-    """Something that the demo is to show does not hold."""
+    """A check of the demo failed."""
