@@ -145,7 +145,8 @@ class EngineMethods(ABC):
             cache_salt, extra_key: requests share cached prefixes only with requests of the same values.
             routed_dp_rank: the data-parallel replica to use.
             timeout_s: seconds after which the request is aborted.
-            **fields: any other field of `POST /generate`; `/openapi.json` of a server lists them.
+            **fields: any other field of `POST /generate`; `/openapi.json` of a server lists them. One that it
+                does not have is ignored, and named in `ignored_fields` of `meta_info`.
 
         Returns:
             A dict with `text`, `output_ids` and `meta_info`; a list of dicts for a batch or `n` > 1; with
