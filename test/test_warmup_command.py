@@ -26,7 +26,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_on_a_cpu_there_is_nothing_to_compile(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["warmup", "--model-path", str(checkpoint), "--device", "cpu"]) == 0
+    assert cli.main(["warmup", str(checkpoint), "--device", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing is compiled for a CPU"
 
 

@@ -27,10 +27,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m ebbtide.launc
         usage="%(prog)s MODEL [arguments; --help lists them]",
         description="Serve a model over HTTP.",
     )
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given and not given[0].startswith("-"):
-        given.insert(0, "--model-path")
-    args = parser.read(given)
+    args = parser.read(sys.argv[1:] if argv is None else argv)
     open_standard_streams()
     try:
         with raising_signals(), EarlyProcesses(args) as early:

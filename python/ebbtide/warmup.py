@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = ServeParser(
         prog="ebbtide warmup",
-        usage="%(prog)s --model-path MODEL [further arguments of `ebbtide serve`]",
+        usage="%(prog)s MODEL [further arguments of `ebbtide serve`]",
         description="Compile every kernel that a model needs on this machine's GPU, with the arguments that "
         "it will be served with. The weights are not read, but there must be room for them. Later starts "
         "find the kernels in the caches.",

@@ -502,8 +502,12 @@ class ServeParser(argparse.ArgumentParser):
             self.add_argument(*argument.flags, **argument.argparse_options())
 
     def read(self, argv: Sequence[str]) -> ServerArgs:
-        """The arguments of a command line; leaves the process with status 2 where it is wrong."""
-        args, unknown = self.parse_known_args(argv)
+        """The arguments of a command line; leaves the process with status 2 where it is wrong.
+
+        The first may be the model.
+        """
+        has_model = argv and not argv[0].startswith("-")
+        args, unknown = self.parse_known_args(["--model-path", *argv] if has_model else argv)
         if unknown:
             self.error(f"unrecognized arguments: {', '.join(map(_with_nearest, unknown))}")
         return ServerArgs.from_cli_args(args)
