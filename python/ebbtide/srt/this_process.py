@@ -27,10 +27,11 @@ def freeze_heap() -> None:
 
 
 class HeapHold:
-    """Takes what a process had before out of the collector's sight while somebody is in, and no longer.
+    """Freezes the older objects of a process, so that garbage collections skip them, while anybody is inside.
 
-    For a process that is not ours: cycles of what was there before and is dropped meanwhile are collected
-    afterwards. Freezing moves lists, and takes no time. Where the owner has frozen the heap, it stays so.
+    It is for a process that is not ours, so it thaws afterwards: cycles among those objects that were dropped
+    in the meantime are collected then. Freezing takes no time. If the process's owner has frozen the heap
+    itself, it stays frozen.
     """
 
     def __init__(self) -> None:

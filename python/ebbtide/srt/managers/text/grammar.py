@@ -1,9 +1,7 @@
-"""Which tokens may come next in an output: what its grammar allows, and what completes no banned sequence.
+"""Which tokens may come next in an output: its grammar allows them, and they complete no banned sequence.
 
-Grammars are compiled in a process of their own, and followed token by token on every rank.
-
-The xgrammar library does both. It imports torch, so nothing here does before it is needed: the API process
-never is.
+Grammars are compiled in a process of their own, and followed token by token on every rank. The xgrammar
+library does both. It imports torch, so it is imported only when it is needed, and never in the API process.
 """
 
 from __future__ import annotations
@@ -28,29 +26,30 @@ from ebbtide.srt.sampling_params import GrammarSpec
 if TYPE_CHECKING:
     import xgrammar
 
-# Limits on the length of a spec, the depth of a schema (in brackets), and the rules of a grammar. No use of
-# more is known, and each of them alone can take minutes and gigabytes to compile.
+# Limits on the length of a spec, on the depth of a schema's brackets, and on the rules of a grammar. No use
+# needs more, and a spec beyond any one of them can take minutes and gigabytes to compile.
 MAX_SPEC_CHARACTERS: Final = 1 << 18
 MAX_DEPTH: Final = 200
 MAX_RULES: Final = 2000
-# Of one compile, in addition to what the process has in its memory anyway.
+# The most memory to compile one grammar, besides that which the process has anyway.
 MAX_COMPILE_MEMORY_BYTES: Final = 1 << 30
-# A compiled grammar takes at most this much: it is sent to every rank.
+# The largest compiled grammar. It is sent to every rank.
 MAX_COMPILED_BYTES: Final = 64 << 20
-# As fast as ranks read one at least.
+# A lower bound of the speed at which ranks read a compiled grammar.
 READ_BYTES_PER_S: Final = 50e6
-# Compiled grammars that are kept, in the API process and on the ranks.
+# The most compiled grammars that are kept, in the API process and on each rank.
 MAX_KEPT: Final = 64
 MAX_KEPT_BYTES: Final = 256 << 20
-# Tokens that one word of a mask stands for, as `batch_plan.TokenMask` has it.
+# Tokens in one word of a mask, see `batch_plan.TokenMask`.
 WORD_BITS: Final = 32
-# Threads that fill masks during a forward pass, and the fewest masks that are worth waking them.
+# The most threads that fill masks during a forward pass, and the fewest masks for which they are used.
 MAX_FILL_THREADS: Final = 8
 MIN_BATCH_FILL: Final = 8
-# CPU time that an output may take per token: to fill its mask, which several threads do during the forward
-# pass, and to take the token in, while the loop waits; and how many tokens' worth of it at once. With a
-# vocabulary of 150k, counted repetitions take up to 6 ms for a mask on average, 20 ms at worst, and 0.1 ms to
-# take a token in. Ambiguous grammars take ever more of both, and all other requests of a batch wait for them.
+# The CPU time per token that an output may take on average: to fill its mask, which several threads do during
+# the forward pass, and to accept the token, for which the scheduler's loop waits. An output may save up this
+# time for `MAX_SAVED_TOKENS` tokens. With a vocabulary of 150k, counted repetitions take up to 6 ms for a
+# mask on average, 20 ms at worst, and 0.1 ms to accept a token. Ambiguous grammars take more and more of
+# both, and all other requests of the batch wait for them.
 FILL_S_PER_TOKEN: Final = 0.02
 ACCEPT_S_PER_TOKEN: Final = 0.0025
 MAX_SAVED_TOKENS: Final = 12.0
@@ -61,11 +60,11 @@ TOO_SLOW: Final = (
 
 
 class Vocabulary:
-    """What grammars know of the model's tokens.
+    """The model's tokens, as grammars need to know them.
 
     Args:
-        vocab_size: the model's, which may be more than the tokenizer has tokens.
-        eos_token_ids: one of these ends an output, where its grammar lets it end.
+        vocab_size: the model's vocabulary size. The tokenizer may have fewer tokens.
+        eos_token_ids: the tokens that end an output, where its grammar allows the end.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -75,7 +74,7 @@ class Vocabulary:
 
     @cached_property
     def info(self) -> xgrammar.TokenizerInfo:
-        """The library's view, which takes seconds to make. From one thread."""
+        """The library's view of the tokens. It takes seconds to make. For use by one thread."""
         import xgrammar
 
         return xgrammar.TokenizerInfo.from_huggingface(
@@ -84,10 +83,12 @@ class Vocabulary:
 
 
 class GrammarCompiler:
-    """Compiles grammars, in a process that may be ended meanwhile: see `grammar_compiling`.
+    """Compiles grammars, in a process that may be killed while it does: see `grammar_compiling`.
 
-    `has_whitespace`, `most_whitespace`: whether JSON of a schema may have it anywhere between its parts, or
-    one space behind each comma and colon; and how much in a row, None: any.
+    Args:
+        has_whitespace: whether JSON may have whitespace anywhere between its parts; otherwise it has one
+            space after each comma and colon.
+        most_whitespace: the most characters of whitespace in a row; None: no limit.
     """
 
     def __init__(
@@ -97,11 +98,15 @@ class GrammarCompiler:
         self._has_whitespace, self._most_whitespace = has_whitespace, most_whitespace
 
     def compile(self, spec: GrammarSpec, continued_ids: Sequence[int] = ()) -> bytes:
-        """What ranks load.
+        """Compile a grammar into the bytes that ranks load.
 
-        `continued_ids`: an output that the ranks will go through before they go on with it. Raises
-        RequestRejected: 400, it does not compile, is too large, too ambiguous for what is continued, or no
-        token can begin it; MemoryError: there is not enough to compile it.
+        Args:
+            continued_ids: the output so far, which the ranks will advance the grammar through.
+
+        Raises:
+            RequestRejected: it does not compile, is too large, is too ambiguous to follow `continued_ids`, or
+                no token can begin it.
+            MemoryError: it takes too much memory to compile.
         """
         import xgrammar
 
@@ -121,7 +126,7 @@ class GrammarCompiler:
         }
         try:
             grammar = compilers[spec.kind](spec.text)
-            # As text it is at least as long.
+            # Checked before it becomes text, which is at least as long.
             _check_compiled(name, grammar.memory_size_bytes)
             compiled: bytes = grammar.serialize_json().encode()
         except (RequestRejected, MemoryError):
@@ -138,7 +143,7 @@ class GrammarCompiler:
         if not words_W.any():
             raise RequestRejected(f"{name}: no token of the model's vocabulary can begin it")
         for token_id in continued_ids:
-            # What the grammar does not allow the ranks will say.
+            # If the grammar does not allow a token, the ranks will report that.
             if slow or not mask.accept(token_id):
                 break
         if slow:
@@ -147,7 +152,7 @@ class GrammarCompiler:
 
 
 def _check_size(name: str, spec: GrammarSpec) -> None:
-    """Refuse what is beyond every use. Raises RequestRejected: 400."""
+    """Refuse a spec that is larger than any use needs."""
     if len(spec.text) > MAX_SPEC_CHARACTERS:
         raise RequestRejected(
             f"{name}: expected at most {MAX_SPEC_CHARACTERS} characters, got {len(spec.text)}"
@@ -169,7 +174,7 @@ def _check_compiled(name: str, num_bytes: int) -> None:
 
 
 def _message(error: Exception) -> str:
-    """The library's message, without the place in its source."""
+    """The library's message, without the file and line of its source."""
     return str(error).rpartition(".cc:")[2].lstrip("0123456789: ").strip()[:400] or type(error).__name__
 
 
@@ -181,13 +186,13 @@ class RecentGrammars:
         self._num_bytes = 0
 
     def get(self, key: str) -> bytes | None:
-        """One that is kept; None if it is not."""
+        """The compiled grammar; None: it is not kept."""
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
 
     def add(self, key: str, compiled: bytes) -> list[str]:
-        """Keep one that is not; the keys of those that had to go."""
+        """Keep a grammar that is not kept yet. Returns the keys of those dropped for it."""
         self._kept[key] = compiled
         self._num_bytes += len(compiled)
         dropped = []
@@ -199,7 +204,7 @@ class RecentGrammars:
 
 
 class GrammarShelf:
-    """The grammars of one rank. A thread deserializes them, not the scheduler's loop."""
+    """The grammars of one rank. A thread deserializes them, so that the scheduler's loop goes on."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -208,17 +213,17 @@ class GrammarShelf:
         self._filler = MaskFiller(min(MAX_FILL_THREADS, (os.cpu_count() or 1) // 2))
 
     def prepare(self) -> None:
-        """Have the library ready before the first grammar comes."""
+        """Begin to import the library and make its view of the tokens, before a grammar needs them."""
         self._thread.submit(lambda: self._vocabulary.info)
 
     def load(self, message: LoadGrammar) -> None:
-        """Take in a grammar."""
+        """Begin to deserialize a grammar, and forget those that the sender has dropped."""
         for key in message.dropped:
             del self._grammars[key]
         self._grammars[message.key] = self._thread.submit(self._read, message.compiled)
 
     def mask(self, key: str, note_slow: Callable[[], None]) -> GrammarMask:
-        """The state of a request that begins to follow a grammar. `note_slow`: see `GrammarMask`."""
+        """The state of an output at the start of a grammar. `note_slow`: see `GrammarMask`."""
         return GrammarMask(self._grammars[key].result(), self._filler, note_slow)
 
     def _read(self, compiled: bytes) -> xgrammar.CompiledGrammar:
@@ -228,9 +233,10 @@ class GrammarShelf:
 
 
 class MaskFiller:
-    """Fills the masks of many outputs, by several threads where there is enough for each.
+    """Fills the masks of many outputs, with several threads if there are enough masks.
 
-    `num_threads`: one or fewer: the caller's own does it.
+    Args:
+        num_threads: up to 1: the calling thread alone fills them.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -244,11 +250,10 @@ class MaskFiller:
         return xgrammar.BatchGrammarMatcher(max_threads=self._num_threads)
 
     def fill(self, masks: Sequence[GrammarMask], words_MW: NDArray[np.int32]) -> None:
-        # What is all ones already is left untouched by the library; and the row of a request that has ended
-        # counts for nothing.
+        # The library does not write rows that are to be all ones. Rows of ended outputs are not used.
         words_MW.fill(-1)
         live = [row for row, mask in enumerate(masks) if not mask.has_ended]
-        # A batch does not show which of its masks was slow: after a slow one each is filled by itself.
+        # The time of a batch does not tell which mask was slow: after a slow batch each mask is filled alone.
         is_batch = self._num_threads > 1 and len(live) >= MIN_BATCH_FILL and not self._was_slow
         began_s = time.monotonic()
         if is_batch:
@@ -261,9 +266,13 @@ class MaskFiller:
 
 
 class GrammarMask:
-    """Where one output stands in its grammar. Implements `batch_plan.TokenMask`.
+    """The state of one output in its grammar. Implements `batch_plan.TokenMask`.
 
-    `note_slow`: called once its tokens have taken longer than they may. `matcher`: the library's state.
+    Args:
+        note_slow: called when its tokens have taken more time than they may.
+
+    Attributes:
+        matcher: the library's state.
     """
 
     def __init__(
@@ -284,13 +293,13 @@ class GrammarMask:
         self._filler.fill([self, *others], words_MW)
 
     def fill_row(self, words_MW: NDArray[np.int32], row: int) -> None:
-        """Set the bits of the tokens that may come next in a row."""
+        """Set the bits of the tokens that may come next, in this row."""
         began_s = time.thread_time()
         self.matcher.fill_next_token_bitmask(words_MW, row)
         self._save(-(time.thread_time() - began_s) / FILL_S_PER_TOKEN)
 
     def accept(self, token_id: int) -> bool:
-        """A token was sampled; whether the grammar allows it."""
+        """Advance by a sampled token. Returns whether the grammar allows it."""
         if self.has_ended:
             return True
         began_s = time.thread_time()
@@ -300,11 +309,11 @@ class GrammarMask:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the token was sampled that ends the output."""
+        """Whether a token that ends the output was accepted."""
         return bool(self.matcher.is_terminated())
 
     def _save(self, num_tokens: float) -> None:
-        """Add to the time that is saved, in tokens; below 0: take from it."""
+        """Add time to what is saved, or take some from it, in tokens' worth of time."""
         was_left = self._num_saved > 0
         self._num_saved = min(MAX_SAVED_TOKENS, self._num_saved + num_tokens)
         if was_left and self._num_saved <= 0:
@@ -312,7 +321,7 @@ class GrammarMask:
 
 
 class BannedSequences:
-    """Sequences of token ids that an output must not have. It follows the output."""
+    """Sequences of token ids that an output must not contain, and the end of the output so far."""
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self._always = [sequence[0] for sequence in sequences if len(sequence) == 1]
@@ -326,16 +335,13 @@ class BannedSequences:
             self._tail = [*self._tail, token_id][-self._tail_len :]
 
     def next_ids(self) -> list[int]:
-        """What must not come next."""
+        """The ids that must not come next, because they would complete a sequence."""
         ends = (one[-1] for one in self._longer if one[:-1] == self._tail[-(len(one) - 1) :])
         return [*self._always, *ends]
 
 
 class TokenRules:
-    """What one output keeps to. Implements `batch_plan.TokenMask`.
-
-    `grammar`, `banned`: one of them, or both.
-    """
+    """The grammar of one output, its banned sequences, or both. Implements `batch_plan.TokenMask`."""
 
     def __init__(self, grammar: GrammarMask | None, banned: BannedSequences | None) -> None:
         self.grammar = grammar
@@ -368,5 +374,5 @@ class TokenRules:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the grammar lets nothing follow."""
+        """Whether the grammar has ended, so that nothing may follow."""
         return self.grammar is not None and self.grammar.has_ended

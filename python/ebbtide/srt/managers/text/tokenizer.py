@@ -1,4 +1,4 @@
-"""The model's tokenizer, reduced to what is needed and made predictable; and ids to text, a few at a time."""
+"""The model's tokenizer, and what turns token ids into text as they come and finds stop strings in it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ebbtide.srt.errors import ConfigurationError, RequestRejected
 if TYPE_CHECKING:
     from ebbtide.srt.config import ModelConfig
 
-# Characters that NFC composes into one, at most: the longest canonical decomposition in Unicode.
+# The most characters that NFC composes into one: the longest canonical decomposition in Unicode.
 NFC_SHRINKS_BY: Final = 4
-# Tokenizing takes 250 bytes for a character, and all of a text at once. This is two million tokens of prose.
+# The longest text to tokenize: two million tokens of prose. Tokenizing takes 250 bytes of memory per
+# character.
 MAX_CHARACTERS: Final = 1 << 23
 _BLANKS: Final = re.compile(r"\s+")
 _FEW: Final = 8
@@ -27,8 +28,8 @@ class Tokenizer:
 
     Attributes:
         hf: the transformers tokenizer itself, for chat templates.
-        eos_token_ids: the tokenizer's own, to be added to the model's.
-        byte_values: token id → byte, for vocabularies that spell unknown characters in bytes (`<0xE4>`).
+        eos_token_ids: those that the tokenizer names. The model's configuration may name others.
+        byte_values: token id → byte, for vocabularies with tokens for single bytes (`<0xE4>`); else empty.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -36,7 +37,8 @@ class Tokenizer:
 
         self.hf = hf
         self.eos_token_ids = frozenset(() if hf.eos_token_id is None else (hf.eos_token_id,))
-        # transformers adds 20 µs to a decode of 2 µs; a class with a decode of its own is taken at its word.
+        # transformers adds 20 µs to a decode of 2 µs, so the backend is called directly, unless the class
+        # decodes in a way of its own.
         is_plain = getattr(type(hf), "_decode", None) is TokenizersBackend._decode
         self._backend = hf.backend_tokenizer if is_plain else None
         self._size = len(hf)
@@ -44,9 +46,13 @@ class Tokenizer:
         self.byte_values = self._find_byte_values()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. `add_special_tokens`: with those that the tokenizer adds to a text by itself.
+        """The token ids of a text.
 
-        Raises RequestRejected: 400; it has more than `MAX_CHARACTERS`.
+        Args:
+            add_special_tokens: whether to add those that the tokenizer adds to a text, such as BOS.
+
+        Raises:
+            RequestRejected: it has more than `MAX_CHARACTERS`.
         """
         if len(text) > MAX_CHARACTERS:
             raise RequestRejected(
@@ -59,7 +65,7 @@ class Tokenizer:
         return ids
 
     def spellings(self, words: Iterable[str] | None) -> list[list[int]]:
-        """The ids of each word, at the beginning of a text and behind a space."""
+        """The ids of each word, both at the beginning of a text and after a space."""
         texts = [text for word in words or () for text in (word, f" {word.lstrip()}")]
         ids = [tuple(self.encode(text, add_special_tokens=False)) for text in texts]
         return [list(one) for one in dict.fromkeys(ids) if one]
@@ -70,17 +76,17 @@ class Tokenizer:
 
     @cached_property
     def _drops_blanks(self) -> bool:
-        """Whether a run of blanks has fewer tokens than its characters take at least."""
+        """Whether the tokenizer drops blanks: a run of them has fewer tokens than its length needs."""
         runs = (blank * _FEW * self._longest for blank in " \t\n")
         return any(len(self.encode(run, add_special_tokens=False)) < _FEW for run in runs)
 
     def num_characters(self, text: str) -> int:
-        """How many of a text's characters have a part in its tokens."""
+        """The number of characters that tokens stand for: without blanks, if the tokenizer drops them."""
         return len(_BLANKS.sub("", text)) if self._drops_blanks else len(text)
 
     def most_characters(self, text: str, num_tokens: int) -> int:
-        """How many characters have a part in such a text at most, if it has so many tokens."""
-        # ASCII has nothing to compose.
+        """An upper bound of `num_characters` of this text, if it has `num_tokens` tokens."""
+        # NFC composes nothing in ASCII.
         return num_tokens * self._longest * (1 if text.isascii() else NFC_SHRINKS_BY)
 
     def decode(
@@ -89,7 +95,7 @@ class Tokenizer:
         skip_special_tokens: bool = False,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """The text that these ids spell out, exactly: no tidying of spaces before punctuation."""
+        """The exact text of these ids: spaces before punctuation are not cleaned up."""
         if self._backend is not None:
             return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
         return str(
@@ -102,12 +108,12 @@ class Tokenizer:
         )
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """What the vocabulary calls these tokens."""
+        """The names of these tokens in the vocabulary."""
         names: list[str] = self.hf.convert_ids_to_tokens(list(token_ids))
         return names
 
     def visible(self, token_ids: Iterable[int], skip_special_tokens: bool) -> list[int]:
-        """The ids that stand for text. Models often have a few more rows than their tokenizer has tokens."""
+        """The ids that have a text: models often have a few more ids than their tokenizer has tokens."""
         if skip_special_tokens:
             return [i for i in token_ids if i < self._size and i not in self._special_ids]
         return [i for i in token_ids if i < self._size]
@@ -123,14 +129,15 @@ class Tokenizer:
         names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
         values = {vocabulary[name]: byte for byte, name in names.items() if name in vocabulary}
         letter = vocabulary.get(names[ord("A")])
-        # The name alone proves nothing: a code model may have "<0x41>" as plain text.
+        # The name alone is no proof: in the vocabulary of a code model, "<0x41>" may be plain text.
         return values if letter is not None and self.decode([letter]) == "A" else {}
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
     """Load the model's tokenizer through transformers.
 
-    Raises ConfigurationError: there is none, or it cannot be read; the message names the folder.
+    Raises:
+        ConfigurationError: there is none, or it cannot be read. The message names the folder.
     """
     from transformers import AutoTokenizer
 
@@ -142,7 +149,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
             trust_remote_code=config.trust_remote_code,
         )
         if len(hf) <= len(hf.all_special_ids):
-            # Where the files are missing, transformers makes a tokenizer up that knows no words.
+            # If files are missing, transformers makes up a tokenizer with an empty vocabulary.
             raise ValueError("its vocabulary is empty")
         return Tokenizer(hf)
     except Exception as error:  # the libraries raise whatever they like, bare Exception included
@@ -152,20 +159,22 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
         ) from error
 
 
-# How many tokens of what came before are decoded along. One would do for the space that a word may begin
-# with; an unfinished character (at most three bytes, so three tokens) must lie inside too.
+# How many earlier tokens are decoded together with new ones. One is enough for the space that a word may
+# begin with, and three for an unfinished character, which has at most three bytes.
 CONTEXT_TOKENS = 8
 UNFINISHED = "\ufffd"
 
 
 class IncrementalDetokenizer:
-    """Turns one request's output ids into text as they come.
+    """Turns the token ids of one output into text as they come.
 
-    The pieces joined are what decoding prompt and output at once adds to the text of the prompt, and no piece
-    ends in half a character. Where the bytes are not UTF-8 at all, U+FFFD stands for them; a character that
-    the prompt leaves unfinished belongs to the output. A push costs the decoding of the new ids and of at
-    most 16 before them, however long the output is. `prompt_tail`: the last ids of the prompt, so that the
-    first word keeps its space.
+    The joined pieces are the text that the output adds to the prompt's, if both are decoded at once. No piece
+    ends in half a character. Bytes that are not UTF-8 become U+FFFD; a character that the prompt leaves
+    unfinished belongs to the output. A push decodes the new ids and at most 16 before them, no matter how
+    long the output is.
+
+    Args:
+        prompt_tail: the last ids of the prompt, so that the first word keeps the space before it.
     """
 
     def __init__(
@@ -187,7 +196,7 @@ class IncrementalDetokenizer:
             self._bytes.decode(bytes(_last_bytes(self._window, tokenizer.byte_values)))
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete; what is not yet a whole character is held back."""
+        """The text that these ids complete. An unfinished character at the end is held back."""
         visible = self._tokenizer.visible(token_ids, self._skip_special_tokens)
         byte_values = self._tokenizer.byte_values
         if not byte_values:
@@ -198,14 +207,14 @@ class IncrementalDetokenizer:
         )
 
     def finish(self) -> str:
-        """What was held back, an unfinished character as U+FFFD."""
+        """The text that was held back; an unfinished character becomes U+FFFD."""
         held, self._held = self._held, ""
         return held + self._bytes.decode(b"", final=True) if self._in_bytes else held
 
     def _push_text(self, token_ids: list[int]) -> str:
         before = ""
         if self._in_bytes:
-            # A run of bytes is decoded as one: only now, with its end known, is its length in text final.
+            # The run of bytes has ended. Only now is the length of its text final.
             self._in_bytes = False
             before = self._bytes.decode(b"", final=True)
             self._num_sent = len(self._decode(self._window))
@@ -221,7 +230,7 @@ class IncrementalDetokenizer:
         return before + piece
 
     def _push_bytes(self, token_ids: list[int]) -> str:
-        # The tokenizer would turn a whole run into U+FFFD for as long as its last character is unfinished.
+        # Not by the tokenizer: as long as the last character is unfinished, it decodes the run to U+FFFD.
         self._in_bytes = True
         self._window += token_ids
         self._trim()
@@ -229,9 +238,9 @@ class IncrementalDetokenizer:
         return self._bytes.decode(bytes(byte_values[token_id] for token_id in token_ids))
 
     def _whole(self, text: str) -> int:
-        """Length of `text` without a character at its end that further tokens may complete."""
-        # Bytes that may yet become a character are one U+FFFD, whatever their number. Not so where single
-        # bytes are tokens of their own: there every other token is whole characters.
+        """The length of `text` without an unfinished character at its end, which tokens may complete."""
+        # All bytes of an unfinished character are decoded to one U+FFFD. A vocabulary with tokens for single
+        # bytes has none here: its other tokens are whole characters.
         may_grow = text.endswith(UNFINISHED) and not self._tokenizer.byte_values
         return len(text) - may_grow
 
@@ -245,11 +254,17 @@ class IncrementalDetokenizer:
 
 
 class StopTrimmer:
-    """Passes one request's text on up to its first stop string; what may be the beginning of one waits.
+    """Passes on the text of one output up to its first stop string.
 
-    The first stop string is the one that is complete first; of two that end together, the longer. So the text
-    may arrive in any pieces: the result is the same. `keep_match`: let the stop string itself through,
-    instead of cutting it off.
+    Text that may be the beginning of a stop string is held back. The first stop string is the one that is
+    complete first, or the longer of two that end at the same character. So the result does not depend on the
+    pieces in which the text arrives.
+
+    Args:
+        keep_match: whether the stop string itself is passed on.
+
+    Attributes:
+        matched: the first stop string; None: there has been none.
     """
 
     def __init__(self, stop_strings: Sequence[str], keep_match: bool = False) -> None:
@@ -262,11 +277,11 @@ class StopTrimmer:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is now sure to be part of the answer; nothing more after a match."""
+        """The text that is now known to be part of the answer; empty after a match."""
         if self.matched is not None:
             return ""
         text = self._held + text
-        # Most pieces of text have no such place, however many stop strings there are.
+        # Most pieces have no character that begins a stop string, so this is fast with many stop strings too.
         places = () if self._beginning is None else [each.start() for each in self._beginning.finditer(text)]
         if any(text.startswith(self._stop_strings, place) for place in places):
             found = [(start, stop) for stop in self._stop_strings if (start := text.find(stop)) >= 0]
@@ -278,12 +293,12 @@ class StopTrimmer:
         return text[:end]
 
     def finish(self) -> str:
-        """What was held back: no more text can complete a stop string."""
+        """The text that was held back: no more text comes that could complete a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _is_beginning(self, text: str, place: int) -> bool:
-        """Whether what stands from this place on may become a stop string."""
+        """Whether the text from this place on may become a stop string."""
         if len(text) - place >= self._longest:
             return False
         rest = text[place:]
@@ -291,7 +306,7 @@ class StopTrimmer:
 
 
 class StopStringMatcher:
-    """Looks for the first of some stop strings in the text of one request's output."""
+    """Looks for the first stop string in the text of one output, token by token."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: Sequence[str]) -> None:
         self._detokenizer = detokenizer
@@ -299,18 +314,18 @@ class StopStringMatcher:
         self._trimmer = StopTrimmer(stop_strings)
 
     def pass_over(self, token_ids: Sequence[int]) -> None:
-        """Output that there is already: a stop string in it counts for nothing, but may begin in it."""
+        """Advance through earlier output. A stop string in it does not count, but one may begin in it."""
         for token_id in token_ids:
             if self.push(token_id) is not None:
                 self._trimmer = StopTrimmer(self._stop_strings)
 
     def push(self, token_id: int) -> str | None:
-        """The stop string that this token completes, if it does."""
+        """The stop string that this token completes; None: it completes none."""
         self._trimmer.push(self._detokenizer.push([token_id]))
         return self._trimmer.matched
 
 
 def _last_bytes(token_ids: list[int], byte_values: dict[int, int]) -> list[int]:
-    """The bytes that these ids end in."""
+    """The bytes of the byte tokens at the end of these ids."""
     last = list(takewhile(byte_values.__contains__, reversed(token_ids)))
     return [byte_values[token_id] for token_id in reversed(last)]
