@@ -224,7 +224,7 @@ def _own_address(rendezvous: str) -> str:
 
 
 def _nccl(store: Any, rank: int, size: int) -> Any:
-    # The launcher watches the processes; NCCL's watchdog would end those that it takes to be stuck.
+    # The launcher watches the processes; torch's monitor of NCCL would end one that it takes to be stuck.
     os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
     # NCCL would register buffers of captured graphs with the other GPUs by their physical memory, which
     # changes when the scratch memory is released and resumed.
