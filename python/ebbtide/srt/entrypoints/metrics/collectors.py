@@ -1,4 +1,4 @@
-"""What prometheus-client has no metric for: weighted histograms, garbage collection, other engines' names."""
+"""Collectors that prometheus-client lacks: weighted histograms, GC pauses, other engines' names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from prometheus_client.samples import Sample
 
 from ebbtide.srt.this_process import GcClock
 
-# Seconds: a young generation takes microseconds, a full collection of a large heap seconds.
+# In seconds: collecting a young generation takes microseconds, a full collection of a large heap seconds.
 GC_BUCKETS_S: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 NUM_GENERATIONS: Final = 3
 
 
 class BucketCounts:
-    """How many values lie in each bucket, without a lock; one more has what is larger than all `bounds`."""
+    """Counts values in buckets, without a lock. The last bucket has values larger than all `bounds`."""
 
     def __init__(self, bounds: Sequence[float], counts: Iterable[int] = (), total: float = 0.0) -> None:
         self.sum = total
@@ -28,12 +28,12 @@ class BucketCounts:
         self._counts = list(counts) or [0] * (len(bounds) + 1)
 
     def add(self, value: float, count: int = 1) -> None:
-        """Count a value, as often as `count` says."""
+        """Count a value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self.sum += value * count
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Each bound, as text, with the number of values up to it."""
+        """Pairs of each bound, as text, and the number of values up to it."""
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         return list(zip(names, accumulate(self._counts), strict=True))
 
@@ -41,7 +41,7 @@ class BucketCounts:
 def histograms(
     name: str, help_text: str, label: str, rows: Iterable[tuple[str, BucketCounts]]
 ) -> HistogramMetricFamily:
-    """A family of histograms that were counted elsewhere, by the value of their label."""
+    """Make a family of histograms from counts. `rows`: value of the label, and the counts."""
     family = HistogramMetricFamily(name, help_text, labels=[label])
     for value, counts in rows:
         family.add_metric([value], counts.cumulative(), counts.sum)
@@ -49,7 +49,7 @@ def histograms(
 
 
 class WeightedHistogram(Collector):
-    """A histogram that takes a value many times in one step."""
+    """A histogram that can count a value many times at once."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
         self._name, self._help_text = name, help_text
@@ -62,9 +62,9 @@ class WeightedHistogram(Collector):
 
 
 class GcPauses(GcClock, Collector):
-    """How long Python's garbage collector held this process up, while its clock runs.
+    """Histograms of this process's pauses by Python's garbage collector, between `start` and `stop`.
 
-    A `Histogram` of prometheus-client would deadlock where the collector runs under its locks.
+    A `Histogram` of prometheus-client would deadlock if the garbage collector ran while it holds its lock.
     """
 
     def __init__(self, name: str) -> None:
@@ -120,11 +120,11 @@ VLLM: Final[Mapping[str, tuple[str, ...]]] = {
     "ebbtide:request_params_n": ("vllm:request_params_n",),
     "ebbtide:request_params_max_tokens": ("vllm:request_params_max_tokens",),
 }
-# Ours → theirs.
+# Our label → vLLM's.
 VLLM_LABELS: Final = {"dp_rank": "engine", "finish_reason": "finished_reason"}
 DURATION: Final = "ebbtide_control_operation_duration_seconds"
 IN_PROGRESS: Final = "ebbtide_control_operations_in_progress"
-# What vLLM calls our operations, by the family that counts them. Source: wire_vllm section 1.
+# vLLM's metric family → our operation → vLLM's name of it. Source: wire_vllm section 1.
 VLLM_OPERATIONS: Final = {
     "rl_weight_update": {
         "init_weights_update_group": "init",
@@ -138,7 +138,7 @@ VLLM_OPERATIONS: Final = {
     },
     "sleep_mode": {"release_memory_occupation": "sleep", "resume_memory_occupation": "wake"},
 }
-# What never happens here under these names: rows of zeros, which dashboards expect.
+# Operations that do not exist here. Dashboards expect their rows, which are zero.
 VLLM_ABSENT: Final = {"rl_weight_update": "start_draft", "sleep_mode": "release_kv_cache_memory"}
 SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
 VLLM_BUCKETS: Final = frozenset(
@@ -147,7 +147,7 @@ VLLM_BUCKETS: Final = frozenset(
 
 
 class SglangAliases(Collector):
-    """Families of a registry under SGLang's names."""
+    """Metric families of a registry under SGLang's names."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -159,9 +159,9 @@ class SglangAliases(Collector):
 
 
 class VllmAliases(Collector):
-    """Families of a registry under vLLM's names, and what only its engines report.
+    """Metric families of a registry under vLLM's names, and families that only vLLM has.
 
-    `sleep_state`: one of `SLEEP_STATES`. `num_tokens`: of each replica's KV pool.
+    `sleep_state`: one of `SLEEP_STATES`. `num_tokens`: dp_rank → tokens in the replica's KV pool.
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str, page_size: int) -> None:
@@ -210,9 +210,9 @@ def _renamed(family: Metric, name: str, samples: Iterable[Sample]) -> Metric:
 
 
 def _by_operation(family: Metric, operations: Mapping[str, str], absent: str) -> list[Sample]:
-    """The samples of these operations, added up where several are one, in vLLM's buckets.
+    """The samples of these operations with vLLM's names and buckets. Operations with one name are summed.
 
-    `absent` never happens.
+    `absent`: an operation that does not exist here, with samples of 0.
     """
     sums: dict[tuple[str, str, str | None], float] = {}
     for sample in family.samples:

@@ -1,4 +1,4 @@
-"""Who else hears of control operations and outputs: the dashboard's timeline, and traces by OpenTelemetry."""
+"""Observers of control operations and outputs: the dashboard's timeline, and OpenTelemetry traces."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, SpanContext
 
-# How many past operations a page begins with: an hour of a training loop has a few hundred.
+# How many past operations a new page shows. An hour of a training loop has a few hundred.
 MAX_OPERATIONS: Final = 512
 MAX_SAMPLES: Final = 1800
 SAMPLE_INTERVAL_S: Final = 1.0
-# How many of the versions that outputs have met lately a sample lists.
+# How many of the newest versions a sample lists in `outputs_across`.
 MAX_TOLD: Final = 8
-# A viewer with this many unread events does not read: a page that was left open on a sleeping machine.
+# A viewer with this many unread events is dropped: it no longer reads, e.g. on a sleeping machine.
 MAX_UNREAD: Final = 256
-# What a reply has that is worth a line on the page.
+# Fields of replies that the page shows.
 _REPLY_FIELDS: Final = (
     *("stall_ms", "num_bytes", "staged", "weight_version", "new_version"),
     *("num_retracted", "num_parked", "num_aborted", "freed_bytes", "mapped_bytes", "moved_bytes"),
@@ -40,11 +40,12 @@ Event = dict[str, Any]
 
 
 class Timeline:
-    """The recent past of an engine, and a stream of events for each page that shows it.
+    """The recent history of an engine, and a stream of events for each page that shows it.
 
-    Everything belongs to one event loop. Without viewers it costs a record for each control operation.
-    `sample`: measures now: the fields of a sample besides its time and the tokens by version. Where it raises
-    EngineError there is no sample of that moment.
+    Call all methods in one event loop. Without viewers, only control operations and outputs are recorded.
+
+    `sample`: measures the fields of a sample, besides its time, tokens by version and outputs across. If it
+    raises EngineError, that sample is skipped.
     """
 
     def __init__(self, sample: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
@@ -52,14 +53,13 @@ class Timeline:
         self._operations: deque[Event] = deque(maxlen=MAX_OPERATIONS)
         self._samples: deque[Event] = deque(maxlen=MAX_SAMPLES)
         self._tokens_by_version: Counter[str] = Counter()
-        # Outputs that have ended, by each version that came while they ran.
-        # The last `MAX_OPERATIONS` versions.
+        # Version → number of ended outputs during which it was committed; the last `MAX_OPERATIONS` versions.
         self._outputs_across: dict[str, int] = {}
         self._viewers: set[asyncio.Queue[Event | None]] = set()
         self._sampling: asyncio.Task[None] | None = None
 
     def begin(self, operation: str) -> Ending:
-        """A control operation begins; what is returned is called when it has ended."""
+        """Note the start of a control operation. Returns a function to call at its end."""
         return self._note_ended
 
     def _note_ended(self, ended: EndedOperation) -> None:
@@ -76,7 +76,7 @@ class Timeline:
         self._publish({"operation": event})
 
     def note_output(self, meta: Mapping[str, Any]) -> None:
-        """An output has ended: its `meta_info`."""
+        """Count the tokens of an ended output by their versions. `meta`: its `meta_info`."""
         for span in meta["weight_versions"]:
             self._tokens_by_version[span["version"]] += span["end"] - span["start"]
         for span in meta["weight_versions"][1:]:
@@ -85,11 +85,12 @@ class Timeline:
             del self._outputs_across[next(iter(self._outputs_across))]
 
     async def events(self) -> AsyncGenerator[Event]:
-        """First the past, as one event, then what happens. Ends at `close`, or for a reader too slow."""
+        """Yield the history as one event, then each new event. Ends at `close`, or for too slow a reader."""
         unread: asyncio.Queue[Event | None] = asyncio.Queue(MAX_UNREAD)
         self._viewers.add(unread)
         if self._sampling is None:
-            self._tokens_by_version.clear()  # A second's tokens are shown, not those since the last viewer.
+            # Samples count the tokens of a second, not all since the last viewer.
+            self._tokens_by_version.clear()
             self._sampling = asyncio.create_task(self._keep_sampling())
         try:
             history = {"operations": list(self._operations), "samples": list(self._samples)}
@@ -127,11 +128,11 @@ class Timeline:
 
     async def _keep_sampling(self) -> None:
         while True:
-            # A rank may have ended that nobody has heard of yet.
+            # A rank may have died without its death being noticed yet.
             with suppress(EngineError):
                 measured = await self._sample()
                 tokens, self._tokens_by_version = dict(self._tokens_by_version), Counter()
-                # Of the newest versions: outputs of older ones have ended.
+                # Only the newest versions, since the counts of older ones hardly change.
                 across = dict(list(self._outputs_across.items())[-MAX_TOLD:])
                 sample: Event = {
                     "time_s": time.time(),
@@ -144,17 +145,18 @@ class Timeline:
             await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 
-# How many commits back an output can be linked to the update that hit it.
+# How many commits are remembered, to link outputs to the updates during them.
 MAX_COMMITS: Final = 1024
 
 
 class Tracing:
-    """An observer that makes a span of every control operation and of every output.
+    """An observer that makes a span for every control operation and every output.
 
-    A span's parent is the context of whoever asked: the caller's own in Python, over HTTP that of the span of
-    the request (`TraceContext`); the steps of a transition, and the stages of an update, are children of its
-    span. An output is linked to the updates that were committed while it was generated. `provider`: makes the
-    spans; ended by `close`.
+    A span's parent is the caller's context: in Python the caller's own, over HTTP the span of the request
+    (`TraceContext`). The steps of a transition and the stages of an update are children of its span. An
+    output's span has links to the updates that were committed while it was generated.
+
+    `provider`: makes the spans; `close` ends it.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -163,7 +165,7 @@ class Tracing:
         self._commits: OrderedDict[str, SpanContext] = OrderedDict()
 
     def begin(self, operation: str) -> Ending:
-        """Start the span of a control operation; returns what ends it."""
+        """Start the span of a control operation. Returns a function that ends it."""
         from opentelemetry import context, trace
 
         span = self._tracer.start_span(operation)
@@ -186,7 +188,7 @@ class Tracing:
         return end
 
     def _note_stages(self, span: Span, reply: io_struct.UpdateWeightsReqOutput) -> None:
-        """A span for each stage of an update. The reply has just followed the last one."""
+        """Make a span for each stage of an update, the last of which has just ended."""
         from opentelemetry import trace
 
         parent = trace.set_span_in_context(span)
@@ -197,7 +199,7 @@ class Tracing:
             stage.end(end_time=start_ns)
 
     def note_output(self, meta: Mapping[str, Any]) -> None:
-        """An output has ended: its `meta_info`."""
+        """Make the span of an ended output. `meta`: its `meta_info`."""
         from opentelemetry.trace import Link
 
         ended_ns = time.time_ns()
@@ -234,16 +236,17 @@ class Tracing:
         )
 
     def close(self) -> None:
-        """Export what has not been exported yet."""
+        """Export the remaining spans, and end the provider."""
         self._provider.shutdown()
 
 
 class TraceContext:
-    """Makes a span of each request that asks for something, the parent of what is done for it.
+    """Makes a span for each HTTP request except GETs. Spans that are made meanwhile are its children.
 
-    Its own parent is the `traceparent` that the request brings; the answer names the span in
-    `traceresponse`. Source: W3C Trace Context, and its draft of headers of responses. `tracing`: asked with
-    each request: the application may be built before it has an engine.
+    Its own parent is the request's `traceparent`. The answer has the span in `traceresponse`. Source: W3C
+    Trace Context, and its draft of response headers.
+
+    `tracing`: is called at each request, since the application may be built before the engine.
     """
 
     def __init__(self, app: ASGIApp, tracing: Callable[[], Tracing | None]) -> None:
@@ -252,7 +255,7 @@ class TraceContext:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tracing = self._tracing()
-        # Probes and scrapes come every few seconds: nobody looks for them.
+        # No spans for GETs: probes and scrapes come every few seconds, and would only clutter the traces.
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS") or tracing is None:
             await self._app(scope, receive, send)
             return
@@ -277,7 +280,10 @@ class TraceContext:
 
 
 def open_tracing(args: ServerArgs) -> Tracing | None:
-    """Tracing to the collector that the arguments name; None without `--enable-trace`."""
+    """Start tracing to the collector that the arguments name; None: `--enable-trace` is not set.
+
+    Raises ConfigurationError: OpenTelemetry is not installed.
+    """
     if not args.enable_trace:
         return None
     try:
@@ -296,13 +302,13 @@ def open_tracing(args: ServerArgs) -> Tracing | None:
 
 
 def _traceparent(span: Span) -> str:
-    """The span in the form of the header of that name."""
+    """Format a span as the value of a `traceparent` header."""
     of_span = span.get_span_context()
     return f"00-{of_span.trace_id:032x}-{of_span.span_id:016x}-{of_span.trace_flags:02x}"
 
 
 def _attributes(reply: io_struct.Reply | None) -> dict[str, str | bool | int | float]:
-    """What the reply says in numbers and words, its message apart."""
+    """The fields of a reply that are numbers or strings, except its message."""
     if reply is None:
         return {}
     fields = ((name, getattr(reply, name)) for name in type(reply).__struct_fields__ if name != "message")

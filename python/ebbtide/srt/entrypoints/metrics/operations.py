@@ -1,6 +1,6 @@
-"""Metrics of what a trainer does with the engine: control operations, weight commits, and how old tokens are.
+"""Metrics of control operations, weight commits, and the age of tokens' weights.
 
-Labels are names of operations, tags and states alone, so the number of series is bounded.
+Labels are only names of operations, tags and states, so the number of series is bounded.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ebbtide.srt.memory_saver import MemoryTag
 
 T = TypeVar("T")
 
-# A colon is for rules of whoever scrapes; the metrics of `metrics` that have one are named as SGLang's are.
+# Prometheus reserves colons for recording rules; the names in `prometheus` have one, like SGLang's.
 PREFIX: Final = "ebbtide_"
-# Seconds: from a pause to an update that waits for its deadline.
+# In seconds: from a short pause to an update that waits until its deadline.
 DURATION_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 LAG_BUCKETS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
-# How many commits back the versions are known: a rollout lives through a few.
+# How many versions are remembered. A rollout spans only a few.
 MAX_VERSIONS: Final = 4096
 
 TRANSITION: Final = "transition"
-# Named as their endpoints are.
+# Kind of request → its name, that of its endpoint.
 OPERATIONS: Final[Mapping[type[ControlRequest], str]] = {
     kind: kind.row.path.removeprefix("/") for kind in CONTROL_REQUESTS if kind.row.path is not None
 }
-# Fields of replies → what happened to requests.
+# Field of replies with a number of requests → what happened to them.
 EFFECTS: Final = {
     "num_retracted": "retracted",
     "num_parked": "parked",
@@ -52,32 +52,35 @@ EFFECTS: Final = {
 
 
 class VersionLag:
-    """How many commits ago a version of the weights was the newest."""
+    """Tells how many commits ago a version of the weights was the newest."""
 
     def __init__(self, version: str) -> None:
         self._num_commits = 0
         self._last_commit: OrderedDict[str, int] = OrderedDict({version: 0})
 
     def commit(self, version: str) -> None:
-        """Other weights serve, as this version; if it is no new one, the two cannot be told apart."""
+        """Note a commit of new weights with this version. Commits of equal versions are not distinguished."""
         self._num_commits += 1
         self.rename(version)
 
     def rename(self, version: str) -> None:
-        """The weights that serve have this version from now on."""
+        """Note that the serving weights have this version from now on."""
         self._last_commit[version] = self._num_commits
         self._last_commit.move_to_end(version)
         if len(self._last_commit) > MAX_VERSIONS:
             self._last_commit.popitem(last=False)
 
     def of(self, version: str) -> int:
-        """Commits since that version; 0 for one whose commit is not known yet."""
+        """The number of commits since this version; 0 for an unknown one, whose commit is not noted yet."""
         return self._num_commits - self._last_commit.get(version, self._num_commits)
 
 
 @dataclass(frozen=True)
 class EndedOperation:
-    """How a control operation went; `outcome`: done, incomplete, refused, failed or abandoned."""
+    """A control operation that has ended.
+
+    `started_s`: since 1970. `outcome`: done, incomplete, refused, failed or abandoned. `reply`: None: none.
+    """
 
     operation: str
     started_s: float
@@ -91,20 +94,19 @@ Ending: TypeAlias = Callable[[EndedOperation], None]
 
 
 class Observer(Protocol):
-    """Who else hears of what is counted."""
+    """Is told of control operations and outputs."""
 
     def begin(self, operation: str) -> Ending:
-        """A control operation begins; what is returned is called when it has ended."""
+        """Note the start of a control operation. Returns a function to call at its end."""
 
     def note_output(self, meta: Mapping[str, Any]) -> None:
-        """An output has ended: its `meta_info`."""
+        """Note an output that has ended, by its `meta_info`."""
 
 
 class ControlMetrics:
-    """Counts control operations as they end, and tokens by the age of their weights as outputs end.
+    """Counts control operations, and the tokens of ended outputs by the age of their weights.
 
-    `observers` are called for each operation, and for each output that has ended. `version_lag`: how old
-    weights are.
+    `observers`: are told of each operation and each ended output. `version_lag`: the age of weights.
     """
 
     def __init__(self, registry: CollectorRegistry, version: str) -> None:
@@ -137,7 +139,7 @@ class ControlMetrics:
             "control_operations_in_progress", "Control operations under way.", "operation"
         )
         for operation in (*OPERATIONS.values(), TRANSITION):
-            # An operation that never came is a 0 and no gap, so a rate over its first one is right.
+            # Start each series at 0: without it, a rate would miss the first operation.
             self._duration_s.labels(operation)
             self._running.labels(operation)
             self._ended.labels(operation, "done", "200")
@@ -168,7 +170,7 @@ class ControlMetrics:
     # ------------------------------------------------------------------------------------------- operations
 
     async def observed(self, operation: str, work: Awaitable[T]) -> T:
-        """Await an operation of `OPERATIONS`, or `TRANSITION`, and count how it ended."""
+        """Await an operation, and count how it ended. `operation`: of `OPERATIONS`, or `TRANSITION`."""
         began_s, started_s = time.time(), time.perf_counter()
         outcome, status, message = "failed", "500", ""
         reply: Reply | None = None
@@ -190,7 +192,7 @@ class ControlMetrics:
             message = str(error)
             raise
         except asyncio.CancelledError:
-            # The operation goes on; it was only its caller that went, and nobody will hear how it ended.
+            # Only its caller was cancelled: the operation goes on, but its end is not observed.
             outcome, status = "abandoned", "499"
             raise
         finally:
@@ -224,7 +226,7 @@ class ControlMetrics:
                 self._requests.labels(operation, effect).inc(num_requests)
 
     def _note_update(self, operation: str, reply: io_struct.UpdateWeightsReqOutput) -> None:
-        # The end of a session repeats the numbers of its updates.
+        # The reply at the end of a session repeats the bytes of its updates, which have been counted.
         if operation != OPERATIONS[io_struct.EndWeightUpdateReqInput]:
             placement = "staged" if reply.staged else "in_place"
             self._update_bytes.labels(operation, placement).inc(reply.num_bytes)
@@ -236,7 +238,7 @@ class ControlMetrics:
     # --------------------------------------------------------------------------------------- outputs, state
 
     def note_spans(self, spans: Sequence[Mapping[str, Any]]) -> None:
-        """An output has ended: its `weight_versions`."""
+        """Count the tokens of an ended output by the age of their weights. `spans`: its `weight_versions`."""
         for span in spans:
             self._lag.observe(self.version_lag.of(span["version"]), span["end"] - span["start"])
         if len({span["version"] for span in spans}) > 1:
@@ -250,7 +252,7 @@ class ControlMetrics:
 
 
 def reasons(state: StateReport) -> dict[str, bool]:
-    """Every reason why no forward pass may run, and whether it holds on any rank."""
+    """Each possible reason why no forward pass may run → whether it holds on any rank."""
     tags = {tag: [rank.tags[tag] for rank in state.ranks] for tag in MemoryTag}
     return {
         **{f"paused_{mode.value}": state.paused is mode for mode in PauseMode},

@@ -38,18 +38,18 @@ from ebbtide.srt.managers.io_struct import (
 from ebbtide.srt.memory_saver import MemoryTag
 
 PREFIX = "ebbtide:"
-# Seconds: from the first token of a short prompt to a long rollout.
+# In seconds: from the first token of a short prompt to a long rollout.
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
-# Seconds: from a small model's token to one that waited for an update.
+# In seconds: from a small model's token to one that waited for an update.
 GAP_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5, 10)
-# Tokens: from a word to the longest contexts.
+# In tokens: from a word to the longest contexts.
 LENGTH_BUCKETS = (
     *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
     *(10_000, 20_000, 50_000, 100_000, 200_000),
 )
 RETRACTION_BUCKETS = (0, 1, 2, 3, 5, 10, 20)
 SAMPLE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
-# Of an output that has ended: name → key of its `meta_info`, and what is counted.
+# Counters of ended outputs: name → key of `meta_info`, help text.
 COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of outputs that have ended."),
     "cached_tokens": ("cached_tokens", "Prompt tokens from the prefix cache."),
@@ -57,7 +57,7 @@ COUNTERS = {
     "num_retractions": ("num_retractions", "Times that an output gave up its KV."),
     "nonfinite_logits": ("num_nonfinite", "Rows of logits that held NaN or +Inf."),
 }
-# Of each such output: name → keys of its `meta_info`, the first less the second, and what is observed.
+# Histograms of ended outputs: name → keys of `meta_info` (the first minus the second), help text.
 DURATIONS: Mapping[str, tuple[str, str | None, str]] = {
     "e2e_request_latency_seconds": ("e2e_latency", None, "From arrival to the last token."),
     "time_to_first_token_seconds": ("first_token_latency", None, "From arrival to the first token."),
@@ -69,15 +69,15 @@ DURATIONS: Mapping[str, tuple[str, str | None, str]] = {
     ),
     "decode_seconds": ("e2e_latency", "first_token_latency", "From the first token to the last one."),
 }
-# Of each such output: name → key of its `meta_info`, buckets, and what is observed.
+# Histograms of ended outputs: name → key of `meta_info`, buckets, help text.
 SIZES: Mapping[str, tuple[str, Sequence[float], str]] = {
     "output_prompt_tokens": ("prompt_tokens", LENGTH_BUCKETS, "Prompt tokens of each output."),
     "output_generation_tokens": ("completion_tokens", LENGTH_BUCKETS, "Tokens of each output."),
     "output_retractions": ("num_retractions", RETRACTION_BUCKETS, "Times that each output gave up its KV."),
 }
-# Outputs that are counted before the event loop goes on: some milliseconds of it.
+# How many outputs are counted before the event loop may run something else. They take some milliseconds.
 OUTPUTS_AT_ONCE = 256
-# Fields of `Load`, one value per replica.
+# Field of `Load`, which has a value per replica → help text.
 LOAD_GAUGES = {
     "num_running_reqs": "Requests that the next forward pass may contain.",
     "num_waiting_reqs": "Requests that wait for room.",
@@ -93,12 +93,12 @@ LOAD_GAUGES = {
 }
 
 
-# How many commits ago the weights served that computed KV. The last one stands for all before it, too.
+# Labels: how many commits ago the weights served with which KV was computed.
 KV_LAGS: Final = ("0", "1", "2", "3 or more")
-# Values of labels → a number.
+# Pairs of the labels' values and a number.
 Rows: TypeAlias = Sequence[tuple[tuple[str, ...], float]]
 
-# In the order of the values in `Readings`.
+# Name → help text, in the order of the values in `Readings`.
 STATE_GAUGES: Final = {
     PREFIX + "can_run": "1 if a forward pass may run now.",
     PREFIX + "weights_stale": "1 if parameters have not been written since a resume.",
@@ -108,15 +108,15 @@ STATE_GAUGES: Final = {
     CONTROL_PREFIX + "weight_session_open": "1 while a weight update session is open.",
 }
 
-# Adapters that have a label of their own: the first ones. Names have no "@".
+# This many adapters, the first ones, have labels of their own. Adapters' names cannot contain "@".
 MAX_ADAPTERS: Final = 64
 OTHER_ADAPTERS: Final = "@other"
 
 
 class Metrics:
-    """Counts what was answered, over HTTP and in Python; the state is read when it is asked for.
+    """Counts the outputs that were answered, over HTTP and in Python, and shows the engine's state.
 
-    `aliases`: whose names the text also has them under: sglang or vllm. `content_type`: of the text.
+    `aliases`: whose names the text has in addition, sglang or vllm; None: none.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -134,7 +134,7 @@ class Metrics:
         )
         self._adapter_names: set[str] = set()
         self._counters = {name: (self._counter(name, text), key) for name, (key, text) in COUNTERS.items()}
-        # With the keys of their values: the first less the second.
+        # With the keys of their values: the first minus the second.
         self._histograms = [
             (self._histogram(name, text, LATENCY_BUCKETS_S), end, start)
             for name, (end, start, text) in DURATIONS.items()
@@ -167,7 +167,7 @@ class Metrics:
             self._aliases.register(SglangAliases(self._registry))
 
     async def note_all(self, result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Count an answer of `/generate`: one output, or a list of them; of many, the event loop goes on."""
+        """Count an answer of `/generate`: an output, or a list. Long lists do not block the event loop."""
         outputs = [result] if isinstance(result, Mapping) else result
         for start in range(0, len(outputs), OUTPUTS_AT_ONCE):
             if start:
@@ -176,18 +176,18 @@ class Metrics:
                 self.note(output["meta_info"])
 
     def note_chunk(self, chunk: Mapping[str, Any]) -> None:
-        """Count the output that this chunk ends, if it does."""
+        """Count the output of a chunk, if the chunk ends it."""
         meta = chunk["meta_info"]
         if meta["finish_reason"] is not None:
             self.note(meta)
 
     def text(self, state: StateReport, loads: Sequence[Load], pause: PauseWatch) -> bytes:
-        """All of them in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         self._set(state, loads, pause)
         return generate_latest(self._registry) + generate_latest(self._aliases)
 
     def values(self, state: StateReport, loads: Sequence[Load], pause: PauseWatch) -> dict[str, float]:
-        """The same samples, each under its name and labels as the text has them."""
+        """All samples, by name and labels in the form of the text format."""
         self._set(state, loads, pause)
         return {
             _sample_key(sample.name, sample.labels): float(sample.value)
@@ -197,7 +197,7 @@ class Metrics:
         }
 
     def _set(self, state: StateReport, loads: Sequence[Load], pause: PauseWatch) -> None:
-        """Take over what is read rather than counted."""
+        """Set the metrics that are read rather than counted."""
         self._readings.last = state, loads, pause
         if self._vllm is not None:
             self._vllm.sleep_state = _sleep_state(state)
@@ -222,7 +222,7 @@ class Metrics:
             observer.note_output(meta)
 
     def _label_of(self, adapter: str) -> str:
-        """The label of an adapter: there may be more of them over time than a scraper has room for."""
+        """The label of an adapter. The number of labels is limited, since adapters may come without end."""
         if len(self._adapter_names) < MAX_ADAPTERS:
             self._adapter_names.add(adapter)
         return adapter if adapter in self._adapter_names else OTHER_ADAPTERS
@@ -231,7 +231,7 @@ class Metrics:
         return Counter(PREFIX + name, help_text, labels, registry=self._registry)
 
     def note_taken(self, num_samples: int, max_new_tokens: int) -> None:
-        """A request has been taken: how many outputs a prompt has, and how long the longest may be."""
+        """Count an accepted request: its outputs per prompt, and the limit of their tokens."""
         self._num_samples.observe(num_samples)
         self._max_tokens.observe(max_new_tokens)
 
@@ -240,9 +240,9 @@ class Metrics:
 
 
 class Readings(Collector):
-    """What is read when metrics are asked for: the state machines, and what replicas have counted.
+    """Metrics that are read on request: the engine's state, and the counts of replicas.
 
-    `last`: the state, the load of each replica, and what a pause has lasted.
+    `last`: the state, the load of each replica, and the watch of pauses; None: not read yet.
     """
 
     last: tuple[StateReport, Sequence[Load], PauseWatch] | None = None
@@ -289,7 +289,7 @@ class Readings(Collector):
         yield histograms(CONTROL_PREFIX + "control_operation_stall_seconds", text, "operation", stalls)
 
     def _by_lag(self, rank: str, load: Load) -> Rows:
-        """Tokens of KV by how many commits ago their weights served."""
+        """Tokens of KV by the number of commits since their weights served."""
         by_lag = dict.fromkeys(KV_LAGS, 0)
         for version, num_tokens in load.kv_tokens.items():
             by_lag[KV_LAGS[min(self._lag.of(version), len(KV_LAGS) - 1)]] += num_tokens
@@ -327,7 +327,7 @@ def _gauge(name: str, text: str, rows: Rows, *labels: str) -> Metric:
 
 
 def _stalls(of_replicas: Sequence[Mapping[str, StallCounts]]) -> Iterator[tuple[str, BucketCounts]]:
-    """By operation, over all replicas."""
+    """Merge the stalls of all replicas, by operation."""
     for operation in sorted({name for stalls in of_replicas for name in stalls}):
         found = [stalls[operation] for stalls in of_replicas if operation in stalls]
         counts = map(sum, zip(*(one.counts for one in found), strict=True))
@@ -335,7 +335,7 @@ def _stalls(of_replicas: Sequence[Mapping[str, StallCounts]]) -> Iterator[tuple[
 
 
 def _sleep_state(state: StateReport) -> str:
-    """The state by vLLM's names, which go by the weights."""
+    """vLLM's name of the state, which depends on the weights only."""
     reports = [rank.tags[MemoryTag.WEIGHTS] for rank in state.ranks]
     if all(report.state == "resident" for report in reports):
         return SLEEP_STATES[0]
@@ -343,7 +343,7 @@ def _sleep_state(state: StateReport) -> str:
 
 
 def _sample_key(name: str, labels: Mapping[str, str]) -> str:
-    """`name{label="value"}`, with what the text format escapes escaped."""
+    """Format `name{label="value"}`, with values escaped as in the text format."""
     if not labels:
         return name
     escapes = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})

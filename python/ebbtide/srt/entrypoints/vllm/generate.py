@@ -40,11 +40,11 @@ from ebbtide.srt.sampling_params import VLLM_FIELDS, SamplingParams, params_of
 
 
 class TokensRequest(CommonFields, kw_only=True):
-    """`cache_salt` may be among the sampling parameters too.
+    """`cache_salt` may also be among the sampling parameters.
 
-    `continue_from` comes in the place of `token_ids`; without `sampling_params` those of the output that is
-    continued are in force. `return_sampling_mask`: null is as the server's flag says. `return_sample_support`
-    is SkyRL's word for it, and asks for its form.
+    `continue_from` is given instead of `token_ids`; `sampling_params` are then those of the continued output,
+    unless given. `return_sampling_mask`: null means the server's flag. `return_sample_support` requests the
+    same in SkyRL's form.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -61,9 +61,9 @@ class TokensRequest(CommonFields, kw_only=True):
 
 
 class TokenChoice(Struct, kw_only=True):
-    """A token among those that could have been chosen, in the words of old and new versions of vLLM.
+    """A token with its logprob. It has the fields of both old and new versions of vLLM.
 
-    `rank`: 1 is the most likely; null where that is not known.
+    `rank`: 1 is the most likely; null: unknown.
     """
 
     token: str
@@ -74,7 +74,7 @@ class TokenChoice(Struct, kw_only=True):
 
 
 class ChosenToken(TokenChoice, kw_only=True):
-    """A token of the output. `top_logprobs` begin with the token itself."""
+    """A token of the output. `top_logprobs`: the token itself comes first."""
 
     top_logprobs: list[TokenChoice]
 
@@ -84,9 +84,9 @@ class TokensLogprobs(Struct, kw_only=True):
 
 
 class PackedSupport(Struct, kw_only=True):
-    """base64 of int32 numbers: a row of `top_k` places for each token, -1 where fewer could be chosen.
+    """base64 of int32 token ids: a row of `top_k` ids for each token, filled up with -1.
 
-    Readers cut `data` out by its place: it comes first.
+    `data` must come first, since clients extract it by its position.
     """
 
     data: str
@@ -95,7 +95,7 @@ class PackedSupport(Struct, kw_only=True):
 
 
 class TokensOutput(Struct, kw_only=True):
-    """A sample; in a stream, what is new about it."""
+    """A sample; in a stream, its new part."""
 
     index: int
     token_ids: list[int]
@@ -126,32 +126,32 @@ _UNSUPPORTED = (
     "return_sample_support_logprobs",
 )
 
-# These would change the tokens, or are read back: empty values are taken, others refused.
+# They would change the tokens or the answer: values that ask for something are rejected.
 _UNSUPPORTED_PARAMS = (
     "extra_args",
     *("prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"),
     *("skip_reading_prefix_cache", "thinking_token_budget"),
 )
-# Read elsewhere, or without a meaning here.
+# Known parameters that are read elsewhere, or have no effect.
 _OTHER_PARAMS = (
     *("detokenize", "output_kind", "logprobs", "prompt_logprobs", "max_tokens", "cache_salt"),
     *("truncate_prompt_tokens", "truncation_side", "structured_outputs", "logprob_token_ids"),
     "routed_experts_prompt_start",
 )
-# A row of more places than this would weigh more than its token is worth.
+# Limit of a row's ids, whose bytes are sent for every token.
 MAX_SUPPORT_WIDTH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokensCall(OpenAICall):
-    """`support_width`: places in a row of the packed supports; 0: they are not asked for."""
+    """`support_width`: ids in a row of the packed supports; 0: they are not requested."""
 
     request: TokensRequest
     support_width: int = 0
 
 
 class TokensApi:
-    """What is behind `/inference/v1/generate`."""
+    """Serves `/inference/v1/generate`."""
 
     def __init__(self, service: EngineService, bodies: BodyReader, calls: Calls) -> None:
         self._service = service
@@ -177,7 +177,7 @@ class TokensApi:
         if call.request.continue_from is not None:
             names = meant_by(call.request.continue_from)
             call.generate["continue_from"] = manager.ended.find(names, client_of(request)) or names[0]
-        # Nothing in a request asks for them: the server's flag does.
+        # Requests have no field for routed experts; the server's flag decides.
         call.generate["return_routed_experts"] = manager.limits.records_routes
         if call.request.return_sampling_mask is None and not call.support_width:
             call.generate["return_sampling_mask"] = config.server_args.return_sampling_mask
@@ -186,7 +186,7 @@ class TokensApi:
 
 
 def tokens_call(fields: Mapping[str, Any], headers: Mapping[str, str], default_model: str) -> TokensCall:
-    """A request of `/inference/v1/generate`. Raises RequestRejected: 400."""
+    """Read a request of `/inference/v1/generate`. Raises RequestRejected: 400."""
     _refuse_unsupported(fields, _UNSUPPORTED, "body")
     given = {name: value for name, value in with_headers(fields, headers).items() if value is not None}
     request = read(TokensRequest, given, param="body")
@@ -323,7 +323,7 @@ def _packed(mask: Sequence[Sequence[int]], width: int) -> PackedSupport:
 
 
 def _chosen(own: Triple, listed: Sequence[Triple], num_top: int) -> ChosenToken:
-    """A token of the output. The first `num_top` of those listed are the most likely ones, in order."""
+    """Make the entry of an output token. The first `num_top` in `listed` are the most likely, in order."""
     ranked = {token_id: rank for rank, (_, token_id, _) in enumerate(listed[:num_top], 1)}
     first = _choice_of(own, ranked.get(own[1]))
     others = [_choice_of(triple, ranked.get(triple[1])) for triple in listed if triple[1] != own[1]]
@@ -335,9 +335,9 @@ def _choice_of(triple: Triple, rank: int | None) -> TokenChoice:
 
 
 def _refuse_unsupported(fields: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
-    """Refuse what asks for a feature that is not there. Raises RequestRejected: 400, with its name."""
+    """Reject unsupported fields that ask for something. Raises RequestRejected: 400, with the field."""
     for name in names:
-        # An empty value does not ask for it; 0 is what some of them are without.
+        # Empty values ask for nothing; 0 is the default of some fields.
         if fields.get(name):
             raise RequestRejected(
                 f"{name}: not supported in this version, got {fields[name]!r}", param=f"{where}.{name}"
@@ -345,9 +345,9 @@ def _refuse_unsupported(fields: Mapping[str, Any], names: tuple[str, ...], where
 
 
 def _sampling_params(given: Mapping[str, Any]) -> tuple[Fields, list[str]]:
-    """The parameters for `/generate`, and the names of those that are ignored.
+    """Read sampling parameters. Returns those for `/generate`, and the names of unknown ones.
 
-    Refused if one is not supported.
+    Raises RequestRejected: 400; one is not supported.
     """
     _refuse_unsupported(given, _UNSUPPORTED_PARAMS, "body.sampling_params")
     params = params_of(given, VLLM_FIELDS) | grammar_params(None, given.get("structured_outputs"))
@@ -357,7 +357,7 @@ def _sampling_params(given: Mapping[str, Any]) -> tuple[Fields, list[str]]:
 
 
 def _count_of(given: Mapping[str, Any], name: str) -> int | None:
-    """How many logprobs are asked for; None: none at all. Raises RequestRejected: 400."""
+    """The number of requested logprobs; −1: all; None: no logprobs. Raises RequestRejected: 400."""
     value = as_int(given.get(name))
     if value is None:
         return None

@@ -1,7 +1,7 @@
-"""Pausing, sleeping and waking in vLLM's words, as control requests. Source: wire_vllm section 4.1.
+"""vLLM's pausing, sleeping and waking, as control requests. Source: wire_vllm section 4.1.
 
-A call of vLLM's is several control requests in a row. One that is refused or fails after its pause leaves
-generation as it was before: the states are orthogonal, and whoever did not pause ends no pause.
+One call is several control requests in a row. If one after the pause fails, the pause ends again, unless
+generation was paused before the call.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.memory_saver import MemoryTag
 
-# What `/sleep` releases. The CUDA graphs stay: they come back by themselves whenever they are needed.
+# Tags that `/sleep` releases. CUDA graphs stay resident.
 SLEEPING_TAGS = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
-# What the ids of answers begin with, before the id that the request was posted with.
+# Prefixes of the ids of answers; the request's id follows.
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "generate-tokens-")
 
 
 class VllmOccupation:
-    """What is behind `/pause`, `/sleep` and their like."""
+    """Serves vLLM's endpoints for pausing, sleeping, waking, aborting and the prefix cache."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
@@ -57,7 +57,7 @@ class VllmOccupation:
 
     @vllm_route("POST", "/pause")
     async def pause(self, asked: PauseParameters) -> Body:
-        """Run no further forward pass."""
+        """Pause: run no further forward passes."""
         async with self._paused(asked.pause_mode, flushes=asked.clear_cache) as paused:
             return {**paused, "status": "paused"}
 
@@ -68,9 +68,9 @@ class VllmOccupation:
 
     @vllm_route("POST", "/sleep")
     async def sleep(self, asked: SleepParameters) -> Body:
-        """Pause, and give memory back.
+        """Pause, and release memory.
 
-        What is asleep already stays as it is, with its backup.
+        An engine that is already asleep stays as it is, with its backup.
         """
         answer = {"status": "sleeping", "level": asked.level}
         if asked.level > 0 and self._released() == set(SLEEPING_TAGS):
@@ -85,10 +85,7 @@ class VllmOccupation:
 
     @vllm_route("POST", "/wake_up")
     async def wake_up(self, asked: WakeUpParameters) -> Body:
-        """Take memory again; with the last of it generation goes on.
-
-        Whoever paused it.
-        """
+        """Resume memory. Once all of it is resident, generation continues, whoever paused it."""
         tags = [tag for tag in asked.tags or () if tag != "scheduling"]
         reply: Body = {"success": True, "message": "Nothing to do.", "changed": False}
         if tags or not asked.tags:
@@ -101,7 +98,7 @@ class VllmOccupation:
 
     @vllm_route("POST", "/release_kv_cache_memory")
     async def release_kv_cache(self, asked: Nothing) -> Body:
-        """Give the memory of the KV cache back."""
+        """Release the memory of the KV cache."""
         reply = await self._service.control(ReleaseMemoryOccupationReqInput, {"tags": [MemoryTag.KV_CACHE]})
         return {**reply, "status": "kv_cache_released"}
 
@@ -114,7 +111,7 @@ class VllmOccupation:
 
     @vllm_route("POST", "/abort_requests")
     async def abort(self, asked: AbortParameters) -> Body:
-        """End these requests, or all."""
+        """Abort these requests, or all."""
         if not asked.request_ids:
             reply = await self._service.control(AbortReq, {"abort_all": True})
             return {**reply, "status": "aborted", "aborted": reply["num_aborted"]}
@@ -124,22 +121,22 @@ class VllmOccupation:
 
     @vllm_route("GET", "/is_paused")
     async def is_paused(self, asked: Nothing) -> Body:
-        """Whether nothing runs."""
+        """Return whether generation is paused, or memory released."""
         return {"is_paused": self.is_idle}
 
     @vllm_route("GET", "/is_sleeping")
     async def is_sleeping(self, asked: Nothing) -> Body:
-        """Whether memory is released, or generation paused."""
+        """Return whether memory is released, or generation paused."""
         return {"is_sleeping": self.is_idle}
 
     @vllm_route("POST", "/inference/v1/abort_requests")
     async def abort_named(self, asked: AbortNamedParameters) -> Body:
-        """End these requests."""
+        """Abort these requests."""
         return await self.abort(AbortParameters(request_ids=asked.request_ids))
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: PauseMode, *, flushes: bool) -> AsyncIterator[Body]:
-        """Pause, for more to follow: a failure of that ends the pause, unless there was one before."""
+        """Pause. If the block fails, end the pause, unless generation was paused before."""
         was_paused = self._is_paused
         paused: Body = await self._service.control(PauseGenerationReqInput, {"mode": mode})
         try:
@@ -148,7 +145,7 @@ class VllmOccupation:
             yield paused
         except EbbtideError:
             if not was_paused:
-                # An engine that is down cannot: the caller gets the first failure.
+                # This fails too if the engine is down; the caller needs the first error.
                 with contextlib.suppress(EbbtideError):
                     await self._service.control(ContinueGenerationReqInput, {})
             raise
@@ -159,13 +156,13 @@ class VllmOccupation:
 
 
 def meant_by(given: str) -> list[str]:
-    """The rids that an id may stand for: as it was posted, or as the answer has it."""
+    """The request ids that an id may mean: it may be the request's own, or the answer's id."""
     names = [given]
     for prefix in ID_PREFIXES:
         if given.startswith(prefix):
             names.append(given.removeprefix(prefix))
     for name in list(names):
-        # One output of several: `<rid>-<k>` there is `<rid>_<k>` here.
+        # One of several outputs: vLLM's `<rid>-<k>` is `<rid>_<k>` here.
         rid, _, index = name.rpartition("-")
         if rid and index.isdecimal():
             names.append(f"{rid}_{index}")

@@ -1,4 +1,4 @@
-"""What the routes of vLLM's dialect take: by query or in a body. Source: wire_vllm section 1.1."""
+"""Parameters of vLLM's routes, from the query or the body. Source: wire_vllm section 1.1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ebbtide.srt.managers.io_struct import ChecksumAlgorithm, PauseMode
 P = TypeVar("P", bound=Struct)
 
 PACKED_BYTES: Final = 1 << 30
-# How vLLM calls the ways of pausing.
+# vLLM's names of the ways to pause.
 VllmPauseMode = Literal["abort", "wait", "keep"]
 
 
@@ -29,7 +29,7 @@ class Nothing(Struct, kw_only=True):
 
 
 class PauseParameters(Struct, kw_only=True):
-    """`wait_for_inflight_requests`: an older word for the mode `wait`."""
+    """`wait_for_inflight_requests`: an older form of the mode `wait`."""
 
     mode: VllmPauseMode = "abort"
     clear_cache: bool = True
@@ -50,20 +50,20 @@ class SleepParameters(Struct, kw_only=True):
 
 
 class WakeUpParameters(Struct, kw_only=True):
-    """`tags`: of `weights`, `kv_cache`, `cuda_graph`, `scheduling`; none means all."""
+    """`tags`: any of `weights`, `kv_cache`, `cuda_graph`, `scheduling`; null or empty: all."""
 
     tags: list[Literal["weights", "kv_cache", "cuda_graph", "scheduling"]] | None = None
 
 
 class ResetCacheParameters(Struct, kw_only=True):
-    """`reset_running_requests`: requests that run give up their KV first."""
+    """`reset_running_requests`: retract running requests first, so that the whole cache is emptied."""
 
     reset_running_requests: bool = False
     reset_external: bool = False
 
 
 class AbortParameters(Struct, kw_only=True):
-    """`request_ids`: none means all."""
+    """`request_ids`: null or empty: all."""
 
     request_ids: list[str] | None = None
 
@@ -77,20 +77,20 @@ class InitParameters(Struct, kw_only=True):
 
 
 class StartParameters(Struct, kw_only=True):
-    """`is_checkpoint_format`: names and shapes are those of a checkpoint."""
+    """`is_checkpoint_format`: whether names and shapes are those of a checkpoint."""
 
     is_checkpoint_format: Annotated[bool, said(enum=[True, None])] = True
 
 
 class UpdateParameters(Struct, kw_only=True):
-    """`update_info`, in vLLM's form; `weight_dir`, in prime-rl's."""
+    """`update_info` in vLLM's form, or `weight_dir` in prime-rl's."""
 
     update_info: dict[str, Any] | list[dict[str, Any]] | None = None
     weight_dir: str | None = None
 
 
 class BroadcasterParameters(Struct, kw_only=True):
-    """How prime-rl's trainer is met. `backend`: as in `/init_weight_transfer_engine`."""
+    """How to join the group of prime-rl's trainer. `backend`: as in `/init_weight_transfer_engine`."""
 
     host: Annotated[str, said(minLength=1)]
     port: Annotated[int, said(minimum=1, maximum=65535)]
@@ -109,7 +109,7 @@ class ParameterInfo(Struct, kw_only=True):
 
 
 class ReceiveParameters(Struct, kw_only=True):
-    """What PipelineRL's trainer is about to broadcast, in this order."""
+    """The tensors that PipelineRL's trainer will broadcast, in this order."""
 
     version: int
     parameters_info: list[ParameterInfo]
@@ -136,12 +136,12 @@ class RpcParameters(Struct, kw_only=True):
     timeout: float | None = None
 
 
-# An empty path would be the folder in which the server was started.
+# Not empty, since an empty path would mean the working directory.
 Folder = Annotated[str, Meta(min_length=1)]
 
 
 class PullParameters(Struct, kw_only=True):
-    """`target_version`: 0 is the checkpoint that the engine was started with. The hook is refused."""
+    """`target_version`: 0 is the checkpoint that the engine was started with. `pre_read_hook` is rejected."""
 
     local_checkpoint_dir: Folder
     source_dir: Folder
@@ -150,7 +150,7 @@ class PullParameters(Struct, kw_only=True):
 
 
 class FetchInfo(Struct, kw_only=True):
-    """How SkyRL's trainer publishes deltas. What is about a whole local copy has no meaning here."""
+    """How SkyRL's trainer publishes deltas. Only `local_checkpoint_dir` has an effect."""
 
     local_checkpoint_dir: Folder
     base_model_path: str | None = None
@@ -166,10 +166,10 @@ class FetchParameters(Struct, kw_only=True):
 
 
 class InitInfo(Struct, kw_only=True):
-    """How a trainer is met: by the store at an address, or by the id of its communicator.
+    """How to join a trainer's group: by the address of its store, or by the id of its NCCL communicator.
 
-    `backend`: our own word; "gloo" and "nccl" are groups of torch's. Without it, raw NCCL between GPUs, and
-    gloo where the engine runs on a CPU.
+    `backend`: our own addition; "gloo" and "nccl" are torch's process groups. Null: "raw_nccl" on GPUs,
+    "gloo" on CPUs.
     """
 
     rank_offset: Annotated[int, said(minimum=1)]
@@ -192,7 +192,7 @@ class NamedTensors(Struct, kw_only=True):
 
 
 class UpdateInfo(NamedTensors, kw_only=True):
-    """What rank 0 is going to broadcast; three empty lists: as in the update before."""
+    """The tensors that rank 0 will broadcast. Three empty lists: the same as in the previous update."""
 
     packed_buffer_size_bytes: int | None = None
     packed_num_buffers: int | None = None
@@ -200,15 +200,15 @@ class UpdateInfo(NamedTensors, kw_only=True):
 
 
 class LendingInfo(Struct, kw_only=True):
-    """A trainer that lends its memory needs not be met."""
+    """Parameters of a trainer that lends its memory, without a process group."""
 
     packed: bool = False
 
 
 class LentInfo(NamedTensors, kw_only=True):
-    """What is behind handles, of each tensor or of one buffer.
+    """Tensors behind CUDA IPC handles, which are of each tensor or of one buffer.
 
-    `tensor_sizes`: in bytes, of the tensors in a buffer; `sizes`: SkyRL's word, in elements.
+    `tensor_sizes`: bytes of each tensor in the buffer. `sizes`: the same from SkyRL, in elements.
     """
 
     ipc_handles_pickled: str
@@ -220,7 +220,7 @@ H = TypeVar("H", bound=Callable[..., Any])
 
 
 def vllm_route(methods: str, *paths: str) -> Callable[[H], H]:
-    """Declare a handler: what it takes and returns, its signature says."""
+    """Declare the route that a method answers. Its signature has the types of parameters and reply."""
 
     def declare(handler: H) -> H:
         hints = get_type_hints(handler)
@@ -233,7 +233,7 @@ def vllm_route(methods: str, *paths: str) -> Callable[[H], H]:
 
 
 def pause_mode(mode: VllmPauseMode, clear_cache: bool) -> PauseMode:
-    """What vLLM's modes are here: with its cache cleared, a frozen request has nothing to go on with."""
+    """Our mode for vLLM's. With a cleared cache, "keep" retracts requests, since they lose their KV."""
     match mode:
         case "abort":
             return PauseMode.ABORT
@@ -244,9 +244,9 @@ def pause_mode(mode: VllmPauseMode, clear_cache: bool) -> PauseMode:
 
 
 async def read_parameters(request: Request, kind: type[P], bodies: BodyReader) -> tuple[P, list[str]]:
-    """The parameters in a request's query and body, where the query wins, and the names of unknown fields.
+    """Read a request's parameters from its query, else from its body. Also returns unknown fields' names.
 
-    Raises RequestRejected: 400; `param` says which, as `query.<name>` or `body.<name>`.
+    Raises RequestRejected: 400; its `param` is `query.<name>` or `body.<name>`.
     """
     body = await bodies.read(request.stream())
     values: dict[str, Any] = {}
@@ -264,7 +264,10 @@ async def read_parameters(request: Request, kind: type[P], bodies: BodyReader) -
 
 
 def checked(fields: Mapping[str, Any], kind: type[P], where: str, *, strict: bool = True) -> P:
-    """A part of a body as its own kind, of which every field must be known; a refusal calls it `where`."""
+    """Convert a part of a body to type `kind`. `where`: its name in errors.
+
+    Raises RequestRejected: 400; a field is unknown or has another type.
+    """
     unknown = sorted(fields.keys() - set(kind.__struct_fields__))
     if unknown:
         known = ", ".join(kind.__struct_fields__)

@@ -1,4 +1,4 @@
-"""The routes of vLLM's dialect, over the same control requests as SGLang's. Source: wire_vllm section 1."""
+"""vLLM's routes, which make the same control requests as SGLang's. Source: wire_vllm section 1."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.version import __version__
 
-# The version of vLLM whose surface this is.
+# The version of vLLM whose API this is.
 VLLM_VERSION: Final = "0.33.0"
 
 
 class ServerInfoQuery(Struct, kw_only=True):
-    """`config_format`: of `vllm_config`, an object or its JSON as text."""
+    """`config_format`: whether `vllm_config` is an object, or its JSON as text."""
 
     config_format: Literal["json", "text"] = "text"
 
 
 def vllm_sections(config: EngineConfig, asked: ServerInfoQuery) -> dict[str, Any]:
-    """What vLLM's `/server_info` has in addition to SGLang's fields."""
+    """The fields of vLLM's `/server_info`."""
     adapters = config.model.adapters
     vllm_config = {
         "model_config": {
@@ -68,7 +68,7 @@ def vllm_sections(config: EngineConfig, asked: ServerInfoQuery) -> dict[str, Any
             "tensor_parallel_size": config.parallel.tp_size,
             "data_parallel_size": config.parallel.dp_size,
         },
-        # Any trainer may be met: which kind it is, its `init_info` says.
+        # Clients expect a backend; the one that is used depends on the trainer's `init_info`.
         "weight_transfer_config": {"backend": "nccl"},
         "lora_config": None
         if adapters is None
@@ -83,21 +83,22 @@ def vllm_sections(config: EngineConfig, asked: ServerInfoQuery) -> dict[str, Any
 
 
 class SleepKwargs(Struct, kw_only=True):
-    """`offload_kv`: that of live requests is kept on the host."""
+    """`offload_kv`: keep the KV of live requests in host memory."""
 
     offload_kv: bool = False
 
 
 class RemoteCalls:
-    """`/collective_rpc`: the methods that SkyRL and vLLM's own tests call. Source: wire_vllm section 4.3.
+    """Serves `/collective_rpc`, with the methods that SkyRL and vLLM's own tests call.
 
-    vLLM runs the method of that name in its workers. Here nothing is looked up or imported.
+    vLLM runs any method of its workers by name. Here there is only a fixed table. Source: wire_vllm
+    section 4.3.
     """
 
     def __init__(self, service: EngineService, weights: VllmWeightTransfer) -> None:
         self._service = service
         self._weights = weights
-        # Each with the keyword arguments that it takes, and whether its ranks have something to answer.
+        # Name → keyword arguments, method, and whether the method's result is returned, once for each rank.
         self._methods: dict[str, tuple[type[Struct], Callable[[Any], Awaitable[Any]], bool]] = {
             "skyrl_start_weight_update": (StartParameters, weights.start, False),
             "skyrl_finish_weight_update": (Nothing, self._finish, False),
@@ -112,9 +113,9 @@ class RemoteCalls:
 
     @vllm_route("POST", "/collective_rpc")
     async def call(self, asked: RpcParameters) -> Body:
-        """One of a few methods, by its name.
+        """Call one of a few methods by its name.
 
-        `results` has what each rank answers. Refused if it is unknown (501).
+        `results` has an entry for each rank. Raises RequestRejected: 501; the method is unknown.
         """
         if asked.method not in self._methods:
             raise RequestRejected(
@@ -126,7 +127,7 @@ class RemoteCalls:
         if asked.args:
             raise RequestRejected(f"{asked.method}: expected keyword arguments alone", param="body.args")
         kind, method, answers = self._methods[asked.method]
-        # Some clients send the text of a value.
+        # Not strict, since some clients send values as text.
         result = await method(checked(asked.kwargs, kind, "body.kwargs", strict=False))
         results = [result if answers else None] * self._service.config.parallel.num_ranks
         return {"success": True, "message": f"{asked.method} done.", "results": results}
@@ -138,7 +139,7 @@ class RemoteCalls:
         preserve = Preserve.LIVE if asked.offload_kv else Preserve.NONE
         release = {"tags": list(SLEEPING_TAGS), "backup": False, "preserve": preserve}
         reply = await self._service.control(ReleaseMemoryOccupationReqInput, release)
-        # What the host has no room for is computed again.
+        # Requests whose KV did not fit into host memory were retracted.
         return {"kv_offloaded": asked.offload_kv and reply["num_retracted"] == 0}
 
     async def _wake(self, asked: WakeUpParameters) -> None:
@@ -153,13 +154,13 @@ class RemoteCalls:
         await self._service.control(UpdateWeightFromDiskReqInput, folder)
 
     async def _probe(self, asked: Nothing) -> None:
-        """Whoever answers is alive."""
+        """Do nothing: the answer shows that the server lives."""
 
 
 class LoadAdapterParameters(Struct, kw_only=True):
-    """`load_inplace`: one of this name may be there; requests that run on it go on with the new one.
+    """`load_inplace`: replace an adapter of this name; requests that run on it go on with the new one.
 
-    The last two have no meaning here.
+    `is_3d_lora_weight` and `lora_int_id` have no effect.
     """
 
     lora_name: str
@@ -175,7 +176,7 @@ class UnloadAdapterParameters(Struct, kw_only=True):
 
 
 class VllmAdapters:
-    """What is behind `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`. Answers are texts."""
+    """Serves `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, whose answers are plain text."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
@@ -196,52 +197,52 @@ class VllmAdapters:
 
     @vllm_route("POST", "/v1/unload_lora_adapter")
     async def unload(self, asked: UnloadAdapterParameters) -> str:
-        """Remove an adapter."""
+        """Unload an adapter."""
         fields = {"lora_name": asked.lora_name, "timeout_s": 0.0}
         await self._service.control(UnloadLoRAAdapterReqInput, fields)
         return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
 
 
 class VllmApi:
-    """What is behind the other routes of vLLM's."""
+    """Serves vLLM's other routes."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
 
     @vllm_route("POST", "/reset_mm_cache", "/reset_encoder_cache")
     async def nothing_to_do(self, asked: Nothing) -> Body:
-        """Nothing: there is no such cache."""
+        """Do nothing: there is no such cache."""
         return {"message": "There is no such cache."}
 
     @vllm_route("POST", "/start_draft_weight_update")
     async def no_draft_model(self, asked: Nothing) -> Body:
-        """Refused: there is no draft model."""
+        """Refuse, since there is no draft model."""
         raise RequestRejected("there is no draft model", 409)
 
     @vllm_route("GET", "/weight_info")
     async def weight_info(self, asked: Nothing) -> Body:
-        """The version of the weights."""
+        """Return the version of the weights."""
         return {"weight_version": self._service.state.weight_version}
 
     @vllm_route("GET", "/get_world_size")
     async def world_size(self, asked: WorldSizeParameters) -> Body:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         parallel = self._service.config.parallel
         return {"world_size": parallel.tp_size * (parallel.dp_size if asked.include_dp else 1)}
 
     @vllm_route("GET", "/version")
     async def version(self, asked: Nothing) -> Body:
-        """The versions of this server and of the dialect."""
+        """Return the versions of this server, and of the vLLM whose API it has."""
         return {"version": __version__, "vllm_compat": VLLM_VERSION}
 
     @vllm_route("GET", "/load")
     async def load(self, asked: Nothing) -> Body:
-        """How many requests are answered."""
+        """Return the number of requests that are being served."""
         return {"server_load": self._service.manager.num_live}
 
     @vllm_route("GET", "/liveness")
     async def liveness(self, asked: Nothing) -> Body:
-        """Whether every process lives."""
+        """Check that every process lives."""
         await self._service.check_health()
         return {"status": "ok"}
 
@@ -250,7 +251,7 @@ PARTS_OF_VLLM: Final = (VllmOccupation, VllmWeightTransfer, VllmAdapters, Remote
 
 
 def vllm_endpoints(service: EngineService, bodies: BodyReader) -> Iterator[tuple[Route, Endpoint]]:
-    """The routes of `PARTS_OF_VLLM`, and what answers them."""
+    """Yield the routes of `PARTS_OF_VLLM`, each with its endpoint."""
     weights = VllmWeightTransfer(service)
     calls, adapters = RemoteCalls(service, weights), VllmAdapters(service)
     for part in (VllmOccupation(service), weights, adapters, calls, VllmApi(service)):

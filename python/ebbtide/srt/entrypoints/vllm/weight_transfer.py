@@ -1,6 +1,6 @@
-"""Weight updates in vLLM's words, as a session of our own. Source: wire_vllm sections 2 and 4.2.
+"""vLLM's weight updates, as weight update sessions. Source: wire_vllm sections 2 and 4.2.
 
-From start to finish is a session: nothing of it serves before the finish, and a failed update ends it.
+A session lasts from start to finish. Its weights serve only after the finish, and a failed update ends it.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ from ebbtide.srt.weight_sync.published import PulledState, read_chain, write_sta
 
 GROUP: Final = "vllm"
 SESSION: Final = "vllm"
-# The group of prime-rl's trainer, and what it leaves in a folder that it broadcasts instead.
+# The group of prime-rl's trainer, and the file in a folder that it broadcasts instead of writing it.
 BROADCASTER: Final = "prime-rl"
 READY_FILE: Final = "NCCL_READY"
 UPDATE_INFO: Final = "body.update_info"
-# What an engine serves that was not updated.
+# The version of the weights before any update.
 FIRST_VERSION: Final = "default"
 
 
 class VllmWeightTransfer:
-    """What is behind `/start_weight_update` and its like."""
+    """Serves vLLM's endpoints for weight updates, and those of trainers that were made for vLLM."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
         self._init_info: InitInfo | None = None
         self._last: UpdateInfo | None = None
         self._fetch_info: FetchInfo | None = None
-        # Whether the open session, if there is one, was started here; and why the last one has ended.
+        # Whether the open session was started here; why the last one failed, if it did.
         self._is_started = False
         self._failure: str | None = None
 
@@ -87,9 +87,9 @@ class VllmWeightTransfer:
 
     @vllm_route("POST", "/init_weight_transfer_engine")
     async def init(self, asked: InitParameters) -> Body:
-        """Join the group of a trainer.
+        """Join the process group of a trainer.
 
-        In the place of the one before. A trainer that lends its memory has none.
+        It replaces the previous one. A trainer that lends its memory, or publishes deltas, has no group.
         """
         if "local_checkpoint_dir" in asked.init_info:
             self._fetch_info = checked(asked.init_info, FetchInfo, "body.init_info")
@@ -117,9 +117,9 @@ class VllmWeightTransfer:
 
     @vllm_route("POST", "/init_broadcaster")
     async def init_broadcaster(self, asked: BroadcasterParameters) -> Body:
-        """Join the group of prime-rl's trainer.
+        """Join the process group of prime-rl's trainer.
 
-        Its rank 0 is not counted in its world.
+        Its `inference_world_size` and `rank_offset` do not count the trainer's rank 0.
         """
         if asked.quantize_in_weight_transfer or asked.session_id is not None:
             name = "session_id" if asked.session_id is not None else "quantize_in_weight_transfer"
@@ -138,7 +138,7 @@ class VllmWeightTransfer:
 
     @vllm_route("POST", "/shutdown_weight_transfer_engine")
     async def shutdown(self, asked: Nothing) -> Body:
-        """Leave the trainer's group."""
+        """Leave the trainer's process group."""
         if self._service.state.session is not None:
             raise RequestRejected("a weight update is open: /finish_weight_update first", 409)
         self._init_info = None
@@ -147,7 +147,7 @@ class VllmWeightTransfer:
 
     @vllm_route("POST", "/start_weight_update")
     async def start(self, asked: StartParameters) -> Body:
-        """Open a session of updates."""
+        """Open a session of weight updates."""
         if not asked.is_checkpoint_format:
             raise RequestRejected(
                 "is_checkpoint_format: only true is supported: names and shapes as a checkpoint has them",
@@ -159,9 +159,10 @@ class VllmWeightTransfer:
 
     @vllm_route("POST", "/update_weights")
     async def update(self, asked: UpdateParameters) -> Body:
-        """Take weights by broadcast, or out of a folder.
+        """Update weights by broadcast, from the trainer's memory, or from a folder.
 
-        One part of the session; if it fails, the session is discarded, and the old weights serve.
+        With `update_info` it is a part of the session; if it fails, the session is discarded, and the old
+        weights keep serving. Without, it is an update of its own.
         """
         if asked.update_info is None and self._is_broadcast(asked.weight_dir):
             return await self._update_alone(
@@ -180,7 +181,7 @@ class VllmWeightTransfer:
             reply: Body = await self._service.control(*await self._request(asked.update_info))
         except (RequestRejected, EngineError) as error:
             self._is_started, self._failure = False, str(error)
-            # An engine that has failed says so by the first error.
+            # This fails too if the engine has failed; the caller needs the first error.
             with suppress(EngineError):
                 await self._service.control(AbortWeightUpdateReqInput, {})
             raise
@@ -188,10 +189,7 @@ class VllmWeightTransfer:
 
     @vllm_route("POST", "/receive_weight_update")
     async def receive(self, asked: ReceiveParameters) -> Body:
-        """Take weights by PipelineRL's broadcasts.
-
-        Its trainer broadcasts one tensor after the other.
-        """
+        """Update weights by PipelineRL's broadcasts, one for each tensor."""
         self._require_group()
         infos = asked.parameters_info
         source = {
@@ -204,10 +202,7 @@ class VllmWeightTransfer:
 
     @vllm_route("POST", "/finish_weight_update")
     async def finish(self, asked: FinishParameters) -> Body:
-        """Commit the session.
-
-        Requests that run go on with the KV that they have.
-        """
+        """Commit the session. Running requests keep their KV."""
         self._require_session("finish")
         fields = {
             "weight_version": asked.weight_version,
@@ -221,7 +216,7 @@ class VllmWeightTransfer:
 
     @vllm_route("POST", "/weight_checker")
     async def check(self, asked: CheckerParameters) -> Body:
-        """Sum the parameters up, or make them invalid, or compare."""
+        """Return checksums of the parameters, compare them with a baseline, or overwrite the parameters."""
         if asked.action == "reset":
             reply: Body = await self._service.control(CheckWeightsReqInput, {"action": "reset_tensors"})
             return {**reply, "status": "reset"}
@@ -245,14 +240,16 @@ class VllmWeightTransfer:
         return {"success": True, "message": message, "match": not differing, "mismatches": differing}
 
     def _is_broadcast(self, folder: str | None) -> bool:
-        """Whether prime-rl's trainer broadcasts: a file in the folder says so.
+        """Whether prime-rl's trainer will broadcast, instead of having written a checkpoint to the folder.
 
-        Its client leaves the file in every folder. A trainer that has not been met wrote a checkpoint there.
+        Its client puts `READY_FILE` into every folder, so it counts only once the trainer's group was joined.
+
+        Raises RequestRejected: 409; the folder has no checkpoint, and no group was joined.
         """
         is_met = BROADCASTER in self._service.state.weight_groups
         if folder is None:
             return is_met
-        # Unlike Path.exists, it takes whatever name there is.
+        # Unlike Path.exists, this raises for no name.
         is_ready = os.path.exists(Path(folder, READY_FILE))
         if is_ready and not is_met and not has_weights(Path(folder)):
             raise RequestRejected(
@@ -263,7 +260,7 @@ class VllmWeightTransfer:
         return is_ready and is_met
 
     async def _update_alone(self, kind: type[Any], source: Body, version: str | None) -> Body:
-        """An update that is a session of its own."""
+        """Carry out an update without a session."""
         if self._service.state.session is not None:
             raise RequestRejected("a weight update session is open: finish it first", 409)
         fields = {
@@ -299,10 +296,10 @@ class VllmWeightTransfer:
 
     @vllm_route("POST", "/pull_weights")
     async def pull(self, asked: PullParameters) -> Body:
-        """Which published version an update from a folder brings.
+        """Choose the published version for the next update from a folder.
 
-        Behind the one that serves. Refused if a version is missing or not ready, and (409) if what serves is
-        none of the trainer's.
+        Versions before the serving one are ignored. Raises RequestRejected: a version is missing or not
+        ready; 409, the serving version is not one of the trainer's.
         """
         if asked.pre_read_hook:
             raise RequestRejected("pre_read_hook: code of a client's is not run", param="body.pre_read_hook")
@@ -326,9 +323,9 @@ class VllmWeightTransfer:
 
     @vllm_route("POST", "/fetch_weights")
     async def fetch(self, asked: FetchParameters) -> Body:
-        """Which published version the next update brings, in SkyRL's words.
+        """Choose the published version for the next update, by SkyRL's API.
 
-        Refused if it was not said where to (409), and if the folder is a cloud's (501).
+        Raises RequestRejected: 409, no local folder was given before; 501, the folder is not a local one.
         """
         info, target = self._fetch_info, asked.target_version
         if info is None:
@@ -349,7 +346,7 @@ class VllmWeightTransfer:
         return {**pulled, "status": "ok", "result": [result]}
 
     async def _fetched(self, given: Mapping[str, Any]) -> Body:
-        """The update that brings published versions, as fields."""
+        """The fields of the update to a published version, which is fetched first if a folder is given."""
         info = checked(given, FetchParameters, UPDATE_INFO)
         if info.sync_dir is not None or info.uri is not None:
             await self.fetch(info)
@@ -361,7 +358,7 @@ class VllmWeightTransfer:
         }
 
     async def _request(self, given: dict[str, Any] | list[dict[str, Any]]) -> tuple[type[Any], Body]:
-        """The update as a control request."""
+        """Turn `update_info` into a control request: its type and its fields."""
         entries = given if isinstance(given, list) else [given]
         if len(entries) not in (1, self._num_ranks):
             raise RequestRejected(
@@ -383,7 +380,7 @@ class VllmWeightTransfer:
         return UpdateWeightsFromDistributedReqInput, {**self._broadcast(entries[0]), **common}
 
     def _broadcast(self, given: Mapping[str, Any]) -> Body:
-        """The update as the fields of a broadcast."""
+        """Turn `update_info` into the fields of an update by broadcast."""
         init = self._require_group()
         info = self._checked_update(given)
         is_packed = init.packed if info.packed is None else info.packed
@@ -430,7 +427,7 @@ class VllmWeightTransfer:
 
 
 def _step_of(folder: str | None) -> str | None:
-    """prime-rl's version: the number that the folder's name ends with."""
+    """prime-rl's version: the number at the end of the folder's name; None: there is none."""
     step = re.search(r"\d+$", PurePath(folder or "").name)
     return None if step is None else str(int(step[0]))
 
@@ -445,7 +442,7 @@ def _check_lengths(info: NamedTensors) -> None:
 
 
 def _lent(entries: Sequence[Mapping[str, Any]], num_ranks: int) -> Body:
-    """An update by handles as fields: what is behind them is the same for every rank."""
+    """Turn `update_info` with CUDA IPC handles into the fields of an update. Ranks get equal tensors."""
     infos = [checked(entry, LentInfo, UPDATE_INFO) for entry in entries]
     first = infos[0]
     _check_lengths(first)
