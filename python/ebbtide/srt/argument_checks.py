@@ -1,4 +1,4 @@
-"""Refuses arguments that cannot be meant or that this version cannot honour; warns of those it ignores."""
+"""Checks arguments: rejects impossible and unsupported ones, and warns of those without effect."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ebbtide.srt.server_args import (
 logger = logging.getLogger(__name__)
 
 ALLOW_UNAUTHENTICATED_CONTROL = "EBBTIDE_ALLOW_UNAUTHENTICATED_CONTROL"
-# Other names of dtypes, and which they are. torch's own stand behind "torch.".
+# Other name of a dtype → ours. torch's own names have the prefix "torch.".
 _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
 _KV_CACHE_DTYPES = {**_DTYPES, "fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3"}
 
 
 def settled(args: ServerArgs) -> ServerArgs:
-    """The arguments with the values of aliases under what those stand for, and each value in its one form.
+    """Copy values of aliases to the arguments that they stand for, and normalize all values.
 
-    Raises ConfigurationError: an alias and what it stands for were given different values.
+    Raises ConfigurationError: an alias and its argument were given different values.
     """
     changes: dict[str, Any] = {
         "dtype": _dtype_name(args.dtype, _DTYPES),
@@ -64,9 +64,9 @@ def _dtype_name(given: object, others: Mapping[str, str]) -> str:
 
 
 def check_arguments(args: ServerArgs) -> None:
-    """Check everything that the arguments alone can tell, and warn once about each that is ignored.
+    """Check all that depends on the arguments alone, and warn once about each that has no effect.
 
-    Raises ConfigurationError: names the argument, what was expected and what was given.
+    Raises ConfigurationError: with the argument, what was expected and what was given.
     """
     for spec in argument_specs():
         _check_value(spec, getattr(args, spec.name))
@@ -97,7 +97,7 @@ def _check_value(spec: ArgumentSpec, value: Any) -> None:
 
 
 def _is_a(value: Any, kinds: tuple[type, ...]) -> bool:
-    if isinstance(value, bool):  # which is an int to isinstance
+    if isinstance(value, bool):  # isinstance counts it as an int
         return bool in kinds
     return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
 
@@ -118,7 +118,7 @@ def _check_bounds(args: ServerArgs) -> None:
     if args.nccl_port is not None and args.nccl_port > 65535:
         raise _unexpected("nccl_port", "at most 65535", args.nccl_port)
     for name in ("api_key", "admin_api_key"):
-        if getattr(args, name) == "":  # an unset variable of a shell: whoever sends no key would be let in
+        if getattr(args, name) == "":  # e.g. an unset shell variable; clients without a key would be let in
             raise ConfigurationError(f"{name}: expected a key, got an empty string")
     for name in ("weight_update_timeout_s", "watchdog_timeout", "soft_watchdog_timeout"):
         seconds = getattr(args, name)
@@ -126,19 +126,19 @@ def _check_bounds(args: ServerArgs) -> None:
             raise _unexpected(name, "a number of seconds above 0", seconds)
 
 
-# What the server's own paths of several segments begin with.
+# First segments of those of the server's own paths that have several segments.
 PATH_FOLDERS = ("dashboard", "docs", "inference", "nemo-rl", "skyrl", "v1")
 
 
 def _check_root_path(path: str) -> None:
     if path and re.fullmatch(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+", path) is None:
         raise _unexpected("root_path", "a path such as /engines/a, with no slash at its end", path)
-    # Whether a proxy has cut it off could not be seen.
+    # Else the server could not tell whether a proxy has removed the root path.
     if path.strip("/").partition("/")[0] in PATH_FOLDERS:
         raise _unexpected("root_path", "a path that begins otherwise than the server's own", path)
 
 
-# Frameworks write "off" as one of these where the default is another.
+# Values that frameworks pass for "off", whichever of them is the default.
 _OFF: tuple[Any, ...] = (None, False, "", [])
 
 
@@ -173,9 +173,9 @@ def _check_nodes(args: ServerArgs) -> None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[host]:port` as host, without brackets, and port.
+    """Split `host:port` or `[host]:port` into the host, without brackets, and the port.
 
-    Raises ConfigurationError: it is neither.
+    Raises ConfigurationError: it has neither form.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not bare_host(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -202,7 +202,10 @@ def _warn_without_effect(args: ServerArgs) -> None:
 
 
 def seconds_from(variable: str) -> float | None:
-    """What an environment variable sets as a limit; None where it is not set, or not positive."""
+    """Read a time limit from an environment variable; None: it is not set, not positive, or infinite.
+
+    Raises ConfigurationError: it is not a number.
+    """
     given = os.environ.get(variable, "")
     try:
         seconds = float(given) if given else 0.0
@@ -214,9 +217,11 @@ def seconds_from(variable: str) -> float | None:
 
 
 def check_quantized_dtype(quantization: str | None, dtype: str, *, is_cuda: bool) -> None:
-    """Refuse the dtypes that have no products with quantised weights.
+    """Reject dtypes of activations that have no kernels for quantized weights.
 
-    Raises ConfigurationError: a GPU's kernels write bfloat16, which a CPU emulates, in float32 too.
+    A GPU's kernels write bfloat16; the emulation on a CPU can also write float32.
+
+    Raises ConfigurationError: the dtype is another one.
     """
     served = ("bfloat16",) if is_cuda else ("bfloat16", "float32")
     if quantization is not None and dtype not in served:
@@ -227,7 +232,7 @@ def check_quantized_dtype(quantization: str | None, dtype: str, *, is_cuda: bool
 
 
 def sees_cuda() -> bool:
-    """Whether torch sees a CUDA device; not asked without a driver, and without starting a CUDA context."""
+    """Whether torch sees a CUDA device. Imports torch only if there is a driver; starts no CUDA context."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

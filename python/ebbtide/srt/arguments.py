@@ -1,8 +1,8 @@
-"""How a field of `ServerArgs` is described, and becomes a flag; and the fields that SGLang has.
+"""Descriptions of the fields of `ServerArgs` and their flags, and the table of SGLang's arguments.
 
-A row of `sglang_arguments.tsv` is a name, what becomes of it, the type of its values on a command line,
-SGLang's default as JSON, and further flags. Source: wire_api section 7; SGLang 0.5.23, and older names that
-RL frameworks still pass.
+A row of `sglang_arguments.tsv` has an argument's name, its kind (`Kind`), the type of its values on a command
+line, SGLang's default as JSON, and further flags. Source: wire_api section 7; SGLang 0.5.23, and older names
+that RL frameworks still pass.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """What the command line and the checks need to know of a field beyond its type and default.
+    """Facts about a field, besides its type and default, for the command line and the checks.
 
     Attributes:
         help: one line.
         aliases: further flags.
-        choices: the only values taken.
-        minimum: the least number taken.
-        also: a number below `minimum` that is taken too.
+        choices: the allowed values; empty: any.
+        minimum: the smallest allowed number; None: no limit.
+        also: a number below `minimum` that is allowed too; None: there is none.
     """
 
     help: str
@@ -39,19 +39,19 @@ class Arg:
 
 
 def arg(default: Any, help: str, **facts: Any) -> Any:
-    """A field of `ServerArgs` with this default; `facts` are further attributes of its `Arg`."""
+    """Make a field of `ServerArgs` with this default. `facts`: further attributes of its `Arg`."""
     return field(default=default, metadata={"arg": Arg(help, **facts)})
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSpec:
-    """A field of Ebbtide's own as the command line and the checks see it.
+    """One of Ebbtide's own arguments, for the command line and the checks.
 
     Attributes:
-        types: the plain types a value may have; a list's item type for lists.
-        is_list: whether a list is taken.
-        optional: whether None is taken.
-        default: `dataclasses.MISSING` where the field is required.
+        types: the types that a value, or an item of a list, may have.
+        is_list: whether a list is allowed.
+        optional: whether None is allowed.
+        default: `dataclasses.MISSING`: the argument is required.
     """
 
     name: str
@@ -64,7 +64,7 @@ class ArgumentSpec:
 
     @property
     def shown_help(self) -> str:
-        """The help, with the default where the text does not give it."""
+        """The help, with the default if the text does not contain it."""
         says_nothing = self.default in (None, dataclasses.MISSING) or bool in self.types
         if says_nothing or "(default" in self.arg.help:
             return self.arg.help
@@ -77,7 +77,7 @@ class ArgumentSpec:
         else:
             options["default"] = self.default
         if bool in self.types:
-            # What is on by default has a flag that turns it off.
+            # Flags that are on by default also get a `--no-...` form.
             action = argparse.BooleanOptionalAction if self.default else "store_true"
             return {**options, "action": action}
         options["type"] = self.types[0]
@@ -89,7 +89,7 @@ class ArgumentSpec:
 
 
 def argument_spec(entry: dataclasses.Field[Any], hint: Any) -> ArgumentSpec:
-    """The argument of a field with this annotation."""
+    """Make the spec of a field. `hint`: its annotation."""
     members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     lists = [member for member in members if get_origin(member) is list]
     scalars = tuple(member for member in members if member is not type(None) and member not in lists)
@@ -110,15 +110,15 @@ def _flag(name: str) -> str:
 
 
 class Kind(StrEnum):
-    """What becomes of a value other than the default."""
+    """How a value other than the default is treated."""
 
-    # It stands for an argument of Ebbtide's own.
+    # It sets one of Ebbtide's own arguments.
     ALIAS = "alias"
-    # It is refused: ignoring it would change results or memory, or hang a client.
+    # It is rejected, since ignoring it would change results or memory, or hang a client.
     DEFAULT_ONLY = "default_only"
     # It is ignored, with one warning.
     NO_EFFECT = "no_effect"
-    # It asks for what is always so.
+    # It is accepted, since Ebbtide always does what it asks for.
     ALWAYS = "always"
 
 
@@ -140,7 +140,7 @@ class SglangArgument:
     flags: tuple[str, ...]
 
     def argparse_options(self) -> dict[str, Any]:
-        # `--help` is about what Ebbtide does.
+        # Hidden: `--help` shows only Ebbtide's own arguments.
         options: dict[str, Any] = {"default": self.default, "help": argparse.SUPPRESS}
         if self.value_type == "bool":
             return {**options, "action": "store_true"}
@@ -154,7 +154,7 @@ class SglangArgument:
 
 @functools.cache
 def sglang_arguments() -> Mapping[str, SglangArgument]:
-    """The table, by name."""
+    """Read the table: name → argument."""
     _, *rows = resources.files(__package__).joinpath("sglang_arguments.tsv").read_text("utf-8").splitlines()
     return {argument.name: argument for argument in map(_parsed, rows)}
 
@@ -181,7 +181,7 @@ def _field_of(argument: SglangArgument) -> Any:
 if TYPE_CHECKING:
 
     class SglangArguments:
-        """A keyword field for each row, of any type: what frameworks pass is not checked for its type."""
+        """Has a keyword field for each row. Types are not checked, since frameworks pass various ones."""
 
 else:
     SglangArguments = make_dataclass(

@@ -22,20 +22,22 @@ from ebbtide.srt.server_args import OWN_SCHEDULE_POLICIES, ServerArgs
 logger = logging.getLogger(__name__)
 
 PAGE_SIZE = 16
-# Passes of fewer tokens are hardly shorter, and a long prompt needs more of them: with experts, each of which
-# gets few of the tokens, more so.
+# One prompt's share of a pass's prefill tokens, and the least tokens that it stands for. Passes with fewer
+# tokens are hardly faster, but a long prompt needs more of them; even more so with experts, each of which
+# gets only few of the tokens.
 PREFILL_SHARE, MIN_PREFILL_SHARE_TOKENS, MIN_PREFILL_SHARE_WITH_EXPERTS = 1 / 16, 512, 1024
 CPU_MAX_RUNNING_REQUESTS = 64
 CPU_CHUNKED_PREFILL_SIZE = 512
 CUDA_MAX_RUNNING_REQUESTS = 512
 CUDA_CHUNKED_PREFILL_SIZE = 8192
-# The rest is for activations, CUDA graphs, workspaces and the driver, and for a trainer that comes later: on
-# a card of 140 GB its 8B weights and a few GB of buckets.
+# The rest is for activations, CUDA graphs, workspaces and the driver, and for a trainer that starts later: on
+# a GPU with 140 GB, for 8B weights and a few GB of buckets.
 CUDA_MEM_FRACTION_STATIC = 0.85
-# Weights that take most of it leave no room for a trainer's: the pool gets as much of the rest as stays free.
+# If the weights take most of that, there is no room for a trainer's weights anyway: the KV pool then gets
+# this share of the memory that the weights leave.
 CUDA_LEAST_POOL_SHARE = 0.5
 CUDA_GRAPH_MAX_BS = 512
-# Nodes are started by hand or by a queue, and load gigabytes before their ranks meet.
+# Long, since nodes are started by hand or by a queue, and load gigabytes before their ranks meet.
 DIST_TIMEOUT_S = 600.0
 
 ANY_NAME: Final = "*"
@@ -45,9 +47,9 @@ ALL_TARGETS: Final = frozenset({"all", "all-linear"})
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """The LoRA adapters that there is device memory for.
+    """The LoRA adapters that device memory is reserved for.
 
-    `targets`: ends of the names of modules that may have them; None: all that can.
+    `targets`: suffixes of the names of modules that may have adapters; None: all that can.
     """
 
     num_slots: int
@@ -61,12 +63,12 @@ class ModelConfig:
 
     Attributes:
         path, tokenizer_path: local folders.
-        names_answered: what requests may call the model; with `ANY_NAME` among them, anything.
+        names_answered: the names that requests may give as their model; with `ANY_NAME`, any.
         hf_config: the fields of transformers' config, overrides merged in.
         context_len: tokens of prompt and output together.
         eos_token_ids: of config.json and generation_config.json; the tokenizer's own may add to them.
-        quantization: "fp8" (blocks), "w8a8_fp8" (rows), or None where weights keep their dtype.
-        quantization_exclude: patterns of modules that keep it anyway, see `models.quantizing.Quantization`.
+        quantization: "fp8" (blocks) or "w8a8_fp8" (rows); None: weights keep their dtype.
+        quantization_exclude: patterns of modules that keep their dtype, see `models.quantizing.Quantization`.
         adapters: None: the engine serves none.
     """
 
@@ -96,10 +98,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV pool and the prefix cache. `max_total_tokens` None: sized by memory.
+    """The KV pool and the prefix cache.
 
-    `least_pool_share`: of what is free beside the weights, the part that the pool may take even where
-    `mem_fraction_static` leaves it less. `scales` and `calibration_tokens`: of a pool in FP8, see `KVScales`.
+    Attributes:
+        max_total_tokens: size of the pool; None: by the free memory.
+        mem_fraction_static: share of the free memory for weights and pool.
+        least_pool_share: share of the memory beside the weights that the pool may take even if
+            `mem_fraction_static` leaves it less.
+        scales, calibration_tokens: for a pool in FP8, see `KVScales`.
     """
 
     page_size: int
@@ -114,12 +120,19 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """What goes into a batch. `chunked_prefill_size` None: no chunking.
+    """What goes into a batch.
 
-    `overlap`: a step is planned and launched while the one before it runs. `waiting_timeout_s`: until a
-    request's first step. `prefill_share`: of a pass's prefill tokens, what one prompt gets at most.
-    `ends_nonfinite`: whether logits that are not finite end their request. `fits_running`: whether fewer run
-    where their states would leave the KV cache too little.
+    Attributes:
+        max_queued_requests: None: no limit.
+        chunked_prefill_size: in tokens; None: no chunking.
+        overlap: whether a step is planned and launched while the previous one runs.
+        waiting_timeout_s: limit of the time until a request's first step; None: no limit.
+        running_timeout_s: limit of the time for which a request runs; None: no limit.
+        decode_log_interval: forward passes between status lines in the log; 0: none.
+        prefill_share: the largest share of a pass's prefill tokens for one prompt.
+        ends_nonfinite: whether non-finite logits end their request.
+        fits_running: whether fewer requests run if their states would leave too little for the KV cache.
+        max_running_per_adapter: None: no limit.
     """
 
     max_running_requests: int
@@ -145,7 +158,7 @@ class RuntimeConfig:
         device: as torch spells it, with its index: "cpu", "cuda:0".
         attention_backend: a name of the registry of backends; None: the best that serves the model here.
         cuda_graph_bs: batch sizes of decode steps to capture, ascending; empty for none.
-        ranks_per_device: how many ranks share the memory of this one's device: on a CPU all of this machine.
+        ranks_per_device: how many ranks share the memory of this rank's device; on a CPU, all of this node.
     """
 
     device: str
@@ -157,7 +170,7 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rank this is: of `tp_size` that divide a replica of the model, of which there are `dp_size`."""
+    """The place of a rank. `tp_size` ranks share each replica of the model; there are `dp_size` replicas."""
 
     tp_size: int = 1
     dp_size: int = 1
@@ -166,25 +179,25 @@ class Place:
 
     @property
     def num_ranks(self) -> int:
-        """How many there are in all replicas."""
+        """The number of ranks in all replicas."""
         return self.tp_size * self.dp_size
 
     @property
     def rank(self) -> int:
-        """This one's number among all, replica by replica."""
+        """The rank's number among all ranks, replica by replica."""
         return self.dp_rank * self.tp_size + self.tp_rank
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig(Place):
-    """The place of this process, 0 and 0 in the API process, and how all ranks are laid out and meet.
+    """The place of this process (ranks 0 and 0 in the API process), and the layout of all ranks.
 
     Attributes:
-        nnodes: machines. Ranks are numbered replica by replica and dealt out to them in equal runs.
-        dist_init_addr: `host:port` at which the nodes meet; None on one node.
+        nnodes: number of machines. Each has an equal number of ranks, which are numbered replica by replica.
+        dist_init_addr: `host:port` of node 0, where the nodes meet; None: there is one node.
         rendezvous_port: where the ranks of replica 0 meet if they are on several nodes; None: a free one.
         base_gpu_id, gpu_id_step: the device of local rank i is `base_gpu_id + i * gpu_id_step`.
-        load_balance_method: which replica takes a generation, `round_robin` or `shortest_queue`.
+        load_balance_method: how the replica of a request is chosen: `round_robin` or `shortest_queue`.
     """
 
     nnodes: int = 1
@@ -206,9 +219,9 @@ ONE_RANK: Final = Place()
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything, resolved. Picklable: it goes to the engine's processes.
+    """The whole configuration, resolved. It is pickled for the engine's processes.
 
-    `server_args`: as settled; what no other argument decides is there alone.
+    `server_args`: as `settled` returns them. Values that need no resolving are only there.
     """
 
     model: ModelConfig
@@ -220,14 +233,14 @@ class EngineConfig:
 
     @property
     def precision(self) -> dict[str, str]:
-        """The dtypes of products and of the KV cache: a trainer must know what its rollouts came from."""
+        """The precision of weights and KV cache, for trainers, which must know how rollouts were computed."""
         return {"weights": self.model.quantization or self.model.dtype, "kv_cache": self.cache.dtype}
 
 
 def resolve(args: ServerArgs) -> EngineConfig:
-    """Check the arguments, read the model's config, choose what was left open.
+    """Check the arguments, read the model's config, and choose the values that were left open.
 
-    Raises ConfigurationError: names the argument or file, what was expected and what was found.
+    Raises ConfigurationError: with the argument or file, what was expected and what was found.
     """
     args = settled(args)
     check_arguments(args)
@@ -235,7 +248,7 @@ def resolve(args: ServerArgs) -> EngineConfig:
 
 
 def resolve_for(args: ServerArgs, model: ModelConfig) -> EngineConfig:
-    """Choose what was left open, for a model that is known already. The arguments are settled."""
+    """Choose the values that were left open, for a known model. `args`: as `settled` returns them."""
     device = _resolve_device(args)
     if args.memory_saver_backend == "torch_memory_saver" and not _is_cuda(device):
         raise ConfigurationError("memory_saver_backend=torch_memory_saver needs device=cuda")
@@ -310,13 +323,13 @@ def _adapter_limits(args: ServerArgs) -> AdapterLimits | None:
     targets = tuple(args.lora_target_modules or ("all",))
     if not args.enable_lora and not args.lora_paths and args.lora_folder is None:
         return None
-    # One is loaded while a batch reads the others.
+    # One more, to load an adapter while a batch uses the others.
     num_slots = args.max_loras_per_batch + 1
     return AdapterLimits(num_slots, rank, None if ALL_TARGETS & set(targets) else targets)
 
 
 def _resolve_device(args: ServerArgs) -> str:
-    """The device's name; cuda only where torch sees one."""
+    """The device's name. Raises ConfigurationError: it is cuda, and torch sees no CUDA device."""
     if args.device == "cpu":
         return "cpu"
     has_cuda = sees_cuda()
@@ -408,7 +421,7 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
     if attention_backend in ("fa3", "fa4", "aiter"):
         logger.warning("attention_backend=%s is not in Ebbtide: the default is used", attention_backend)
         attention_backend = None
-    # Checked on every device: what is wrong on a GPU is found out where there is none.
+    # Checked on CPUs too, so that errors show up before a GPU is needed.
     cuda_graph_bs = _cuda_graph_bs(args, schedule)
     return RuntimeConfig(
         device=device,
@@ -419,7 +432,7 @@ def _resolve_runtime(args: ServerArgs, device: str, schedule: ScheduleConfig) ->
     )
 
 
-# What SGLang calls them, and which of ours that is.
+# SGLang's name → ours.
 _LOAD_BALANCE_METHODS = {
     "auto": "round_robin",
     "round_robin": "round_robin",
@@ -462,7 +475,7 @@ def _check_devices(parallel: ParallelConfig) -> None:
 
 
 def _cuda_graph_bs(args: ServerArgs, schedule: ScheduleConfig) -> tuple[int, ...]:
-    """Close together: a step runs at the next captured size, and pays for the rows between."""
+    """The batch sizes to capture. They are close together, since a step is padded to the next one."""
     if args.disable_cuda_graph:
         return ()
     if args.cuda_graph_bs is not None:

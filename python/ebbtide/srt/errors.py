@@ -1,14 +1,14 @@
-"""The error tree: the caller's fault (refused, nothing changed), the device's limit, and our own failures."""
+"""The error classes: rejected requests (nothing was changed), lack of memory, and failures of the engine."""
 
 import traceback
 from collections.abc import Sequence
 from typing import Any, Final
 
-# What a process that its watchdog ended exits with: the others are asked where they stand before they end.
+# Exit status of a process that its watchdog has ended. The launcher then logs the stacks of the others.
 HUNG_EXIT_STATUS: Final = 70
-# What of an error's body, a gateway's too, is the error itself.
+# Keys in the body of an error, ours or a gateway's, that are not further fields.
 _NOT_FIELDS: Final = ("success", "message", "error", "status")
-# How many of many things a message names.
+# How many items of a list a message names.
 MAX_NAMED: Final = 10
 
 
@@ -21,7 +21,7 @@ class ConfigurationError(EbbtideError):
 
 
 class _Told(EbbtideError):
-    """What a request is answered with in the place of a reply."""
+    """Base of the errors that answer a request. `fields`: further fields of the error body."""
 
     status: int = 500
 
@@ -65,13 +65,13 @@ class EngineError(_Told):
 
 
 class EngineDown(EngineError):
-    """A process of the engine died, or it ends: what waits for it ends too, and what comes is refused."""
+    """A process of the engine died, or the engine ends. All waiting and later requests get this error."""
 
     status = 503
 
 
 class OutOfDeviceMemory(EbbtideError):
-    """Physical memory could not be had. Whatever had been taken by the failing call was given back."""
+    """There is not enough device memory. The failed call has given back what it had taken."""
 
     def __init__(self, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(f"needed {needed_bytes} bytes of device memory, {free_bytes} are free")
@@ -79,7 +79,7 @@ class OutOfDeviceMemory(EbbtideError):
         self.free_bytes = free_bytes
 
     def refusal(self, message: str) -> RequestRejected:
-        """The refusal of the request that needed it: 409, with both figures."""
+        """Make the error for the request that needed the memory: 409, with both figures."""
         return RequestRejected(message, 409, needed_bytes=self.needed_bytes, free_bytes=self.free_bytes)
 
 
@@ -99,11 +99,11 @@ ERROR_TYPES = {
 def error_body(
     message: str, status: int, param: str | None = None, kind: str | None = None, **fields: Any
 ) -> dict[str, Any]:
-    """The one shape of an error: for clients that read `message` and for those that read `error.message`.
+    """Make the body of an error. It suits clients that read `message` and those that read `error.message`.
 
     Args:
-        param: which parameter was wrong, as `query.mode` or `body.update_info`.
-        kind: what a dialect calls this error; None: what all call errors of this status.
+        param: the wrong parameter, such as `query.mode` or `body.update_info`; None: no particular one.
+        kind: the error's type; None: the usual one of the status.
     """
     kind = kind or ERROR_TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     return {
@@ -115,7 +115,7 @@ def error_body(
 
 
 def read_error(body: Any, status: int, otherwise: str, *, is_refusal: bool) -> RequestRejected | EngineError:
-    """The error that a body of `error_body` tells. The message of any other body is `otherwise`."""
+    """Make an error from the body of an answer. `otherwise`: its message if the body has none."""
     message, fields = otherwise, dict[str, Any]()
     match body:
         case {"message": str(message)} | {"error": {"message": str(message)}}:
@@ -126,13 +126,13 @@ def read_error(body: Any, status: int, otherwise: str, *, is_refusal: bool) -> R
 
 
 def first_few(names: Sequence[str], separator: str = ", ") -> str:
-    """What a message says of many things: the first few, and how many more there are."""
+    """Join the first few names for a message, and say how many more there are."""
     more = len(names) - MAX_NAMED
     return separator.join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def drop_frames(error: BaseException | None) -> None:
-    """Let an error go on without what it holds: the frames that failed may hold tensors of a sender."""
+    """Clear the stack frames of an error and its contexts, which may keep a sender's tensors alive."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

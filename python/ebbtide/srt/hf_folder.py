@@ -1,6 +1,6 @@
-"""What a Hugging Face folder says of itself in its JSON files: of a checkpoint, or of a LoRA adapter.
+"""Reads the JSON files of a Hugging Face folder: of a checkpoint, or of a LoRA adapter.
 
-The weights are the loader's.
+`model_executor.loader` reads the weights.
 """
 
 from __future__ import annotations
@@ -23,35 +23,38 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # Models that come with Ebbtide.
 _OWN_MODELS = SOURCE_ROOT / "ebbtide" / "models"
 _SIZE = re.compile(r"_(dim|experts|groups?|heads|layers|rank|replace|size|step)$")
-# Other numbers are divided by these.
+# Fields that other numbers are divided by, so they must not be 0.
 _DIVISOR = re.compile(
     r"(head_dim|num_key_value_heads|linear_num_key_heads|n_groups?|topk_group|decoder_sparse_step)$"
 )
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 _WEIGHT_FILES = ["*.safetensors", "*.bin"]
-# Types of configs that mean the same as one that transformers has.
+# Model type that transformers does not have → the equivalent one that it has.
 _CONFIGS_ALIKE = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
-# Of a model for more than text, what its own config says; the rest is the text model's.
+# Fields that are taken from a multimodal model's whole config; the others are those of its text model.
 _OF_THE_WHOLE = ("architectures", "model_type", "dtype", "quantization_config", "tie_word_embeddings")
 
 
 def folder_of(given: str) -> Path:
-    """The folder of a path; of a model that comes with Ebbtide, such as `tiny`, by its name."""
-    # Unlike Path.expanduser, it takes a user that there is not.
+    """The folder of a path, or of the name of a model that comes with Ebbtide, such as `tiny`."""
+    # Unlike Path.expanduser, this does not raise for unknown users.
     folder = Path(os.path.expanduser(given))
     own = _OWN_MODELS / given
     return own if _HUB_ID.fullmatch(given) and not folder.exists() and own.is_dir() else folder
 
 
 def local_folder(argument: str, given: str, revision: str | None, *, with_weights: bool) -> Path:
-    """The folder that a path or hub id stands for; what the hub's cache lacks of a hub id is fetched.
+    """The folder of a path or hub id. Files of a hub id that are not in the hub's cache are downloaded.
 
     Args:
-        argument: name of the argument, for the error.
-        with_weights: whether the weight files are wanted too.
+        argument: name of the argument, for errors.
+        revision: of a hub id; None: the default branch.
+        with_weights: whether to download weight files too.
+
+    Raises ConfigurationError: there is no such folder, and it cannot be downloaded.
     """
     folder = folder_of(given)
-    # Path("") is the working directory: an unset variable of a shell would serve that.
+    # Path("") would be the working directory, for instance from an unset shell variable.
     if given and folder.is_dir():
         return folder
     if folder.exists() or not _HUB_ID.fullmatch(given):
@@ -59,7 +62,7 @@ def local_folder(argument: str, given: str, revision: str | None, *, with_weight
             f"{argument}: expected a checkpoint folder or a hub id, got {given!r} "
             f"({'a file' if folder.is_file() else 'no such folder'})"
         )
-    from huggingface_hub import snapshot_download  # not for those who keep their models in folders
+    from huggingface_hub import snapshot_download  # not needed for local folders
 
     patterns = _SMALL_FILES + (_WEIGHT_FILES if with_weights else [])
     try:
@@ -72,7 +75,10 @@ def local_folder(argument: str, given: str, revision: str | None, *, with_weight
 
 @contextmanager
 def read_json(file: Path) -> Iterator[Any]:
-    """What a file of JSON says; refused where it cannot be read, or does not say what is asked for within."""
+    """Read a JSON file for the block.
+
+    Raises RequestRejected: 400; the file cannot be read, or the block misses a key or finds a wrong type.
+    """
     try:
         yield json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -82,7 +88,7 @@ def read_json(file: Path) -> Iterator[Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json of a checkpoint folder says. ConfigurationError: it has none, or no JSON object."""
+    """Read config.json of a checkpoint folder. Raises ConfigurationError: none, or not a JSON object."""
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigurationError(
@@ -102,16 +108,18 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are weight files in a folder."""
+    """Whether a folder has weight files."""
     return any(True for pattern in _WEIGHT_FILES for _ in folder.glob(pattern))
 
 
 def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str) -> SimpleNamespace:
-    """The fields of transformers' config of the folder, with the overrides merged into config.json's.
+    """The fields of transformers' config of a folder, with the overrides merged into config.json.
 
-    `changed_fields` are the names of those with another value than transformers' default, and `other_names`
-    leads from further names of fields to these. All are values of JSON: a rank that is sent them imports no
+    In addition, `changed_fields` has the names of fields that differ from transformers' defaults, and
+    `other_names` maps further names of fields to these. All are JSON values, so ranks do not need to import
     transformers, which takes a second.
+
+    Raises ConfigurationError: config.json or the overrides are wrong.
     """
     overrides = _parse_overrides(overrides_json)
     read_config(folder)
@@ -125,13 +133,13 @@ def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if overrides:
-            # Built anew, since building derives fields from one another (rope, layer types).
+            # Build it again, since some fields are derived from others (rope, layer types).
             config = type(config).from_dict({**raw, **overrides})
         text = config.get_text_config(decoder=True)
         fields, defaults = text.to_dict(), type(text)().to_dict()
-    except Exception as error:  # transformers answers a bad config with exceptions of many kinds
+    except Exception as error:  # transformers raises many kinds of errors for a bad config
         raise ConfigurationError(f"{folder}/config.json: {_first_line(error)}") from error
-    # Some configs derive it from a list of layers.
+    # Some configs derive it from a list of layers, so to_dict lacks it.
     fields.setdefault("num_hidden_layers", getattr(text, "num_hidden_layers", None))
     changed = [name for name, value in fields.items() if name in defaults and defaults[name] != value]
     other_names = {name: getattr(text, name, None) for name in text.attribute_map}
@@ -143,7 +151,7 @@ def load_hf_config(folder: Path, *, trust_remote_code: bool, overrides_json: str
 
 
 def architectures(folder: Path, hf_config: SimpleNamespace) -> list[str]:
-    """The model classes that config.json names; at least one."""
+    """The model classes that config.json names, at least one. Raises ConfigurationError: there is none."""
     names = getattr(hf_config, "architectures", None)
     if not names:
         raise ConfigurationError(
@@ -161,7 +169,7 @@ def _names(folder: Path, field: str, given: Any) -> tuple[str, ...]:
 
 
 def positive_int(folder: Path, hf_config: SimpleNamespace, name: str) -> int:
-    """A field of config.json that must be there."""
+    """A required field of config.json. Raises ConfigurationError: it is no integer from 1 on."""
     value = getattr(hf_config, name, None)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{folder}/config.json: expected {name} to be an integer ≥ 1, got {value!r}")
@@ -169,7 +177,10 @@ def positive_int(folder: Path, hf_config: SimpleNamespace, name: str) -> int:
 
 
 def require_sizes(folder: Path, hf_config: SimpleNamespace) -> None:
-    """Refuse numbers of heads and layers, and sizes, that cannot be. Which of them a model has is its own."""
+    """Reject impossible sizes and numbers of heads and layers, whichever of them the config has.
+
+    Raises ConfigurationError.
+    """
     for name, value in vars(hf_config).items():
         least = 1 if _DIVISOR.match(name) else 0
         if _SIZE.search(name) and isinstance(value, int) and value < least:
@@ -179,9 +190,9 @@ def require_sizes(folder: Path, hf_config: SimpleNamespace) -> None:
 
 
 def declared_dtype(folder: Path, hf_config: SimpleNamespace) -> str:
-    """The dtype of the checkpoint by its config.json.
+    """The dtype of the checkpoint by its config.json. Raises ConfigurationError: it is not a supported one.
 
-    Where it has none that is transformers' default, float32, and what MXFP4 is widened to.
+    Without one it is float32, transformers' default; for MXFP4 bfloat16, to which its weights are widened.
     """
     declared = getattr(hf_config, "dtype", None)
     if declared is None and _is_mxfp4(hf_config):
@@ -198,13 +209,14 @@ def declared_dtype(folder: Path, hf_config: SimpleNamespace) -> str:
 def quantization(
     folder: Path, hf_config: SimpleNamespace, wanted: str | None
 ) -> tuple[str | None, tuple[str, ...]]:
-    """How weights are kept, as `--quantization` calls it, and the modules that a checkpoint keeps otherwise.
+    """The quantization of the weights, as `--quantization` names it, and the modules that are excluded.
 
-    MXFP4 is widened as it is read. `wanted`: what was asked for: it is done with weights that are not
-    quantised yet.
+    None: weights keep their dtype. MXFP4 counts as not quantized, since it is widened when read.
 
-    Raises ConfigurationError for a checkpoint in anything but e4m3 with a scale for each block of 128 × 128
-    or each row, and activations that are quantised as they come; or where another form was asked for.
+    `wanted`: the argument; it applies to checkpoints that are not quantized.
+
+    Raises ConfigurationError: the checkpoint is quantized in another way than to e4m3 with a scale for each
+    block of 128 × 128 or each row, and dynamic activations; or in another way than `wanted`.
     """
     stored = _stored_quantization(folder, hf_config)
     if stored is None:
@@ -250,7 +262,7 @@ def _is_mxfp4(hf_config: SimpleNamespace) -> bool:
 
 
 def _compressed_tensors(folder: Path, fields: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """One group of all `Linear`, with a scale for each row of weights and each token."""
+    """Read compressed-tensors' config: one group of all `Linear`, with a scale per row and per token."""
     expected = {
         "targets": ["Linear"],
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False},
@@ -268,14 +280,14 @@ def _compressed_tensors(folder: Path, fields: dict[str, Any]) -> tuple[str, tupl
 
 
 def _fields_of(given: Any, expected: Any) -> Any:
-    """What is given, cut down to what something is expected of."""
+    """Reduce given fields to the keys that are expected, at every level."""
     if not isinstance(given, dict) or not isinstance(expected, dict):
         return given
     return {key: _fields_of(given.get(key), value) for key, value in expected.items()}
 
 
 def eos_token_ids(folder: Path, hf_config: SimpleNamespace) -> frozenset[int]:
-    """The ids that end a text, by config.json and generation_config.json together."""
+    """The ids that end a text, from config.json and generation_config.json. Raises ConfigurationError."""
     in_config = _ids(folder / "config.json", getattr(hf_config, "eos_token_id", None))
     path = folder / "generation_config.json"
     if not path.is_file():
@@ -303,7 +315,7 @@ def _parse_overrides(text: str) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """What the error says first; what a line announces by a colon with it."""
+    """The first line of an error's message. Lines after one that ends with a colon belong to it."""
     said = ""
     for line in str(error).splitlines():
         said = f"{said} {line.strip()}".strip()
@@ -312,12 +324,12 @@ def _first_line(error: Exception) -> str:
     return said or type(error).__name__
 
 
-# PEFT's.
+# PEFT's default.
 DEFAULT_ALPHA = 8
 MAX_ALPHA = 1e6
 MAX_TEXT, MAX_PATTERNS = 200, 1024
 _NAME = re.compile(r"[\w.]+")
-# So few things that can be long take a bounded time; PEFT itself writes patterns such as .*\.gate_up_proj.
+# With so few repetitions, matching takes a bounded time. PEFT itself writes patterns like .*\.gate_up_proj.
 _LITERAL = r"(?:\w|\.(?!\*)|\\\.)*"
 _PATTERN = re.compile(rf"\^?{_LITERAL}(?:(?:\.\*|\\d\+|\([\w.|]+\)){_LITERAL}){{0,4}}\$?")
 # Fields of adapter_config.json that change what an adapter computes, and the values that change nothing.
@@ -342,12 +354,13 @@ PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What an adapter_config.json of PEFT says.
+    """PEFT's adapter_config.json.
 
     Attributes:
-        rank: r, where no pattern says otherwise.
+        rank: r, for modules that match no pattern.
         alpha, is_rank_stabilized: lora_alpha, and whether it is divided by √r instead of r.
-        ranks, alphas: rank_pattern and alpha_pattern: regular expressions for the end of a module's name.
+        ranks, alphas: rank_pattern and alpha_pattern: regular expressions for the end of a module's name,
+            with the rank or alpha of modules that match.
     """
 
     rank: int
@@ -367,9 +380,9 @@ class AdapterConfig:
 
 
 def adapter_config(fields: Mapping[str, object]) -> AdapterConfig:
-    """Read the fields of an adapter_config.json. Which modules it targets, its tensors show.
+    """Read the fields of an adapter_config.json, except its target modules, which its tensors show.
 
-    Raises RequestRejected, naming the field and what was expected.
+    Raises RequestRejected: 400, with the field and what was expected.
     """
     for name, plain in PLAIN_VALUES.items():
         if (value := fields.get(name)) not in plain:
@@ -420,7 +433,7 @@ def _patterns(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
 
 
 def _ends_in(module: str, pattern: str) -> bool:
-    """As PEFT has it: a regular expression for whole parts of a name at its end."""
+    """Whether a pattern matches whole parts at the end of a module's name, as in PEFT."""
     if _NAME.fullmatch(pattern):
         return f".{module}".endswith(f".{pattern}")
     return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None

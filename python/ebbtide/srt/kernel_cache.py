@@ -1,4 +1,4 @@
-"""Kernels that are compiled at first use: whether they can be, and where the results are kept."""
+"""Kernels that are compiled at first use: whether that is possible here, and where they are cached."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from threading import Lock
 from typing import Any
 
 _PRECOMPILED = "flashinfer_jit_cache"
-# Threads that load modules take turns.
+# Held while `JitSpec.build` is replaced.
 _LOADING = Lock()
 
 
 def flashinfer_problem() -> str | None:
-    """Why FlashInfer cannot be used here, and what would help; None if nothing is in the way."""
+    """Why FlashInfer cannot be used here, and what would help; None: it can be used."""
     if importlib.util.find_spec("flashinfer") is None:
         return 'FlashInfer is not installed (pip install "ebbtide[cuda]")'
     if importlib.util.find_spec(_PRECOMPILED) is not None:
@@ -36,7 +36,7 @@ def flashinfer_problem() -> str | None:
 
 
 def nvcc() -> Path | None:
-    """The compiler that FlashInfer would call."""
+    """The CUDA compiler that FlashInfer would call; None: there is none."""
     if (given := os.environ.get("FLASHINFER_NVCC")) is not None:
         return Path(given)
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -47,7 +47,7 @@ def nvcc() -> Path | None:
 
 
 def add_scripts_to_path() -> None:
-    """Let FlashInfer find the ninja that pip installed with it where the environment is not activated."""
+    """Let FlashInfer find the ninja that pip installed, even if the environment is not activated."""
     os.environ["PATH"] = _path_with_scripts()
 
 
@@ -57,15 +57,15 @@ def _path_with_scripts() -> str:
 
 
 def keep_kernels_in(folder: str | None) -> None:
-    """Have every library of this process and its children keep its kernels below a folder; None: no change.
+    """Make all libraries of this process and its children cache kernels in a folder; None: do nothing.
 
-    To be called before FlashInfer is imported, which looks once.
+    Call it before FlashInfer is imported, which reads the variable only then.
     """
     os.environ.update(kernel_variables(folder))
 
 
 def kernel_variables(folder: str | None) -> dict[str, str]:
-    """Variables of the environment that have a process keep its kernels below a folder; None: none."""
+    """Environment variables that make libraries cache their kernels in a folder; None: no variables."""
     if folder is None:
         return {}
     path = Path(folder).expanduser().resolve()
@@ -78,10 +78,11 @@ def kernel_variables(folder: str | None) -> dict[str, str]:
 
 @contextmanager
 def compiled_as_they_are() -> Iterator[None]:
-    """FlashInfer's modules that are loaded within are not looked at by ninja where they are compiled.
+    """Within, FlashInfer's modules that are already compiled are loaded without asking ninja.
 
-    Ninja compiles again what is older than its sources, as it is where a folder of kernels was copied to a
-    machine and FlashInfer installed later. The folder's name has FlashInfer's version and the GPU's kind.
+    Ninja would compile them again if they are older than their sources, as when a folder of kernels was
+    copied to a machine before FlashInfer was installed there. The folder's name has FlashInfer's version and
+    the kind of GPU, so the kernels fit anyway.
     """
     from flashinfer.jit.core import JitSpec
 
@@ -100,5 +101,5 @@ def compiled_as_they_are() -> Iterator[None]:
 
 
 def flashinfer_cache_dir() -> Path:
-    """Where FlashInfer keeps compiled kernels; the variable FLASHINFER_WORKSPACE_BASE moves it."""
+    """The folder of FlashInfer's compiled kernels. The variable FLASHINFER_WORKSPACE_BASE moves it."""
     return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home()), ".cache", "flashinfer")

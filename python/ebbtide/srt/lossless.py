@@ -1,8 +1,8 @@
-"""Values of another JSON type that can mean one thing only, as clients of other servers send them.
+"""Converts values of a wrong JSON type that have only one possible meaning.
 
-pydantic takes `true` and `"2"` for numbers, and 1 and "true" for booleans: what servers built on it accept is
-accepted here, by every reader of requests. What would lose something, such as 2.5 for an integer, stays as it
-is, and is refused by whoever checks the type.
+Clients send such values because servers that use pydantic accept them: `true` and `"2"` as numbers, 1 and
+"true" as booleans. A value whose conversion would lose something, such as 2.5 for an integer, stays as it is;
+the check of types then rejects it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BOOLEANS: Final = {
 
 
 def as_int(value: Any) -> Any:
-    """An integer where the value stands for one."""
+    """Convert a value to an integer if it means one; else return it."""
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 63:
@@ -39,21 +39,21 @@ def as_int(value: Any) -> Any:
 
 
 def as_float(value: Any) -> Any:
-    """A number where the text stands for one; a time or a probability is no boolean."""
+    """Convert a text to a float if it means a number; else return it. Booleans stay: they mean no number."""
     if isinstance(value, str) and _NUMBER.fullmatch(value) and math.isfinite(number := float(value)):
         return number
     return value
 
 
 def as_bool(value: Any) -> Any:
-    """A boolean where the value stands for one."""
+    """Convert a value to a boolean if it means one; else return it."""
     if isinstance(value, str):
         return _BOOLEANS.get(value.lower(), value)
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
 
 
 def reader_of(annotation: Any) -> Callable[[Any], Any] | None:
-    """Which of these suits a field of this type; None: it takes text, or nothing that is a single value."""
+    """The converter for a field of this type; None: its type allows text, or has no bool, int or float."""
     kinds = set(_kinds(annotation))
     if str in kinds or Any in kinds:
         return None
@@ -66,9 +66,9 @@ K = TypeVar("K", bound=Struct)
 
 
 def read(kind: type[K], fields: Mapping[str, Any], param: str | None = None) -> K:
-    """A request of this type, of its fields.
+    """Build a request from its fields.
 
-    Raises RequestRejected: 400, with the field's path and what was expected; `param` is what that calls it.
+    `param`: the error's `param`. Raises RequestRejected: 400, with the field's path and what was expected.
     """
     try:
         return msgspec.convert(read_losslessly(fields, kind), kind)
@@ -77,7 +77,7 @@ def read(kind: type[K], fields: Mapping[str, Any], param: str | None = None) -> 
 
 
 def read_losslessly(fields: Mapping[str, Any], kind: type[Struct]) -> dict[str, Any]:
-    """The fields of a request, with single values in the types that its struct has for them."""
+    """Convert the fields of a request to the types of its struct, as far as that is lossless."""
     readers = _readers(kind)
     return {name: readers[name](value) if name in readers else value for name, value in fields.items()}
 
@@ -89,7 +89,7 @@ def _readers(kind: type[Struct]) -> dict[str, Callable[[Any], Any]]:
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """The members of a union, without what they contain."""
+    """The members of a union, without the types of their items."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     origin = get_origin(annotation)
@@ -100,7 +100,7 @@ def _kinds(annotation: Any) -> list[Any]:
 
 
 def _explained(error: msgspec.ValidationError, kind: type[Struct]) -> str:
-    """The validation message, with the valid values where an enumeration was expected."""
+    """The validation message; if an enumeration was expected, with the valid values."""
     message = str(error)
     if message.startswith("Invalid base64"):
         return f"{message}; expected the standard alphabet, with padding"
@@ -112,7 +112,7 @@ def _explained(error: msgspec.ValidationError, kind: type[Struct]) -> str:
 
 
 def valid_values(annotation: Any) -> list[str]:
-    """What a type of a field has a list of: members of an enumeration, words, numbers."""
+    """The valid values in a field's type: members of enumerations and literals."""
     if isinstance(annotation, enum.EnumType):
         return list(map(str, annotation.__members__.values()))
     if isinstance(annotation, str | int):

@@ -1,4 +1,4 @@
-"""Sampling parameters of one request: exactly the keys of the wire, checked when built. No torch here."""
+"""Sampling parameters of one request: the keys of `sampling_params`, checked when built. No torch here."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ebbtide.srt.errors import RequestRejected, first_few
 from ebbtide.srt.lossless import as_bool, as_float, as_int
 
 GREEDY_BELOW_TEMPERATURE = 1e-6
-# A key of `custom_params`.
+# The key of `custom_params` that is read.
 TOP_P_IDS = "return_top_p_token_ids"
 MAX_STOP_STRINGS = 32
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARACTERS = 1 << 16
 MAX_STOP_TOKEN_IDS = 4096
-# As large as vocabularies are.
+# At least as large as vocabularies.
 MAX_TOKEN_IDS = 1 << 18
 MAX_SAMPLES = 4096
 _INT64_MAX = 2**63 - 1
@@ -33,20 +33,24 @@ GRAMMAR_KINDS: Final = ("json_schema", "regex", "ebnf", "structural_tag", "choic
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """A grammar as a client gives it: of one of `GRAMMAR_KINDS`."""
+    """A grammar as a client gives it. `kind`: one of `GRAMMAR_KINDS`."""
 
     kind: str
     text: str
 
     @property
     def key(self) -> str:
-        """Stands for it."""
+        """A digest that identifies the grammar."""
         return hashlib.sha256(f"{self.kind}:{self.text}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a field takes: `read` normalises its value or refuses it; `schema` says so in OpenAPI."""
+    """How a field's value is checked.
+
+    `read`: normalizes a value, given the field's name and the value, or raises RequestRejected. `schema`: the
+    same rule as JSON schema, for OpenAPI.
+    """
 
     read: Callable[[str, Any], Any]
     schema: Schema = dataclasses.field(default_factory=dict)
@@ -54,12 +58,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Field:
-    """A sampling parameter, declared once, from which every dialect is read.
+    """A sampling parameter, declared once for all APIs.
 
     Attributes:
-        when_null: what null means.
-        openai, vllm: its name there; None: that dialect does not have it.
-        zero: what 0 means in those dialects, where it is no value of this one.
+        when_null: the value that null means.
+        openai, vllm: its name in OpenAI's and vLLM's requests; None: they do not have it.
+        zero: the value that 0 means in their requests, if 0 is not a valid value; None: 0 means 0.
         type: of its value in OpenAI's requests.
     """
 
@@ -74,7 +78,7 @@ class Field:
 
     @property
     def openai_schema(self) -> Schema:
-        """The keywords that go with its type in the document of OpenAI's requests."""
+        """The JSON schema keywords of the field in OpenAI's requests, besides its type."""
         dropped = ("not",) if self.zero is not None else ()
         return {name: value for name, value in self.check.schema.items() if name not in dropped}
 
@@ -103,12 +107,12 @@ def _grammar(check: Callable[[str, Any], Any], openai: str | None = _SAME, **sch
 
 
 def _unsupported(check: Callable[[str, Any], Any], also: Sequence[Any] = ()) -> Any:
-    """Refused unless it asks for nothing, so it is None once built."""
+    """Declare an unsupported parameter. Values that ask for something are rejected; others become None."""
     return _field(None, Check(check, {"enum": [*also, None, "", []]}), openai=None, vllm=None)
 
 
 def _shown(value: Any) -> str:
-    # Not the text of a million entries, of which next to nothing is shown.
+    # Shorten long values first, since formatting a million entries would take long.
     if isinstance(value, str | list | tuple):
         value = value[:80]
     elif isinstance(value, Mapping):
@@ -144,7 +148,7 @@ def _number(low: float, high: float, expected: str, *, above_low: bool = False) 
     def check(name: str, value: Any) -> float:
         number = as_float(value)
         is_number = _is_int(number) or isinstance(number, float)
-        # NaN fails both comparisons, so it is refused without a case of its own.
+        # NaN fails both comparisons, so it is rejected too.
         if not is_number or not (low <= number <= high) or (above_low and number == low):
             raise _rejected(name, expected, value)
         return number if type(number) is float else float(number)
@@ -214,7 +218,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _custom_params(name: str, value: Any) -> dict[str, bool] | None:
-    """What something reads of it. Source: wire_vllm section 6.2."""
+    """Keep only the key that is read, if it is true. Source: wire_vllm section 6.2."""
     if not isinstance(value, Mapping):
         raise _rejected(name, "an object", value)
     return {TOP_P_IDS: True} if value.get(TOP_P_IDS) else None
@@ -229,7 +233,7 @@ def _text(name: str, value: Any) -> str | None:
 
 
 def _json_text(name: str, value: Any) -> str | None:
-    """JSON as text, or as the object itself. An empty one is "not given"."""
+    """Read JSON, given as text or as an object, as text. Empty means "not given"."""
     if isinstance(value, Mapping):
         try:
             return json.dumps(value) if value else None
@@ -267,9 +271,9 @@ _NOT_EMPTY: Final[Schema] = {"minLength": 1}
 class SamplingParams:
     """How one request's tokens are sampled, and when it ends. The keys are those of `sampling_params`.
 
-    `None` means a key's default. Values are normalised: numbers are plain `int` and `float`, `stop` and
-    `stop_token_ids` are tuples, `logit_bias` has int keys. What depends on the model (vocabulary, context,
-    tokenizer) is checked when a request is made.
+    `None` means a key's default. Values are normalized: numbers are plain `int` and `float`, `stop` and
+    `stop_token_ids` are tuples, `logit_bias` has int keys. Checks that need the model (vocabulary, context,
+    tokenizer) are made when a request is sent.
 
     Attributes:
         max_new_tokens: most output tokens; None: to the end of the context.
@@ -287,10 +291,10 @@ class SamplingParams:
         logit_bias: token id → number added to its logit.
         allowed_token_ids: only these tokens are sampled.
         bad_words: texts whose tokens never appear in a row.
-        sampling_seed: the noise then depends on the seed and the position alone; None: drawn per request.
+        sampling_seed: sampling noise depends only on the seed and the position; None: drawn per request.
         custom_params: only `return_top_p_token_ids` is read.
-        json_schema, regex, ebnf, structural_tag, choice: what the output must match; one of them at most.
-        stop_regex, beam_width, watermark: not supported; anything but None is refused.
+        json_schema, regex, ebnf, structural_tag, choice: what the output must match; at most one of them.
+        stop_regex, beam_width, watermark: not supported; values that ask for something are rejected.
 
     Raises:
         RequestRejected: status 400; names the key, what was expected and what was given.
@@ -329,11 +333,11 @@ class SamplingParams:
     sampling_seed: int | None = _field(
         None, _integer(-(2**63), "a signed 64-bit integer"), openai="seed", vllm="seed"
     )
-    # What nothing reads of it is dropped: that may not be fit to travel.
+    # Keys that are not read are dropped, since they may not be serializable.
     custom_params: Mapping[str, Any] | None = _field(
         None, Check(_custom_params, {"type": ["object", "null"]}), openai=None, vllm=None
     )
-    # What the output keeps to: one of these at most. A schema or a structural tag may be given as an object.
+    # Constraints of the output, at most one. A schema or a structural tag may be given as an object.
     json_schema: str | Mapping[str, Any] | None = _grammar(_json_text)
     regex: str | None = _grammar(_text)
     ebnf: str | None = _grammar(_text)
@@ -368,7 +372,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Self:
-        """Build from a JSON object, refusing unknown keys: a misspelt one would change a rollout silently.
+        """Build from a JSON object. Unknown keys are errors: a misspelt one would change a rollout silently.
 
         Raises RequestRejected: status 400; an unknown key (the message lists the valid ones) or a bad value.
         """
@@ -389,12 +393,12 @@ class SamplingParams:
 
     @property
     def returns_top_p_ids(self) -> bool:
-        """Whether the answer lists which tokens could have been sampled, as slime asks for it."""
+        """Whether the answer lists the tokens that could have been sampled, in slime's form."""
         return self.custom_params is not None and TOP_P_IDS in self.custom_params
 
     @property
     def grammar(self) -> GrammarSpec | None:
-        """What the output keeps to; None: nothing."""
+        """The grammar that constrains the output; None: there is none."""
         for kind in GRAMMAR_KINDS:
             value = getattr(self, kind)
             if value is not None:
@@ -405,19 +409,19 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings; empty when there are none."""
+        """The stop strings; empty: there are none."""
         return tuple(self.stop or ())
 
     @property
     def num_entries(self) -> int:
-        """Ids and characters of the lists and texts that go with each output; a grammar goes by its key."""
+        """Number of ids and characters that are sent with each output. Of a grammar only its key is sent."""
         ids = self.allowed_token_ids, self.logit_bias, self.stop_token_ids
         texts = *self.stop_strings, *(self.bad_words or ())
         return sum(len(one or ()) for one in ids) + sum(map(len, texts))
 
     @property
     def stop_token_id_set(self) -> frozenset[int]:
-        """The request's own stop ids, EOS not included."""
+        """The request's own stop token ids, without EOS."""
         return frozenset(token_id for token_id in self.stop_token_ids or () if token_id is not None)
 
 
@@ -438,7 +442,10 @@ _READERS: Final = tuple((field.name, field.default, field.when_null, field.check
 
 
 def params_of(given: Mapping[str, Any], dialect: Mapping[str, Field]) -> dict[str, Any]:
-    """The sampling parameters among the fields of a request of another dialect; null is not given."""
+    """The sampling parameters among the fields of another API's request. Null means "not given".
+
+    `dialect`: `OPENAI_FIELDS` or `VLLM_FIELDS`.
+    """
     params: dict[str, Any] = {}
     for name, field in dialect.items():
         value = given.get(name)

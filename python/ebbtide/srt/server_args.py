@@ -1,4 +1,4 @@
-"""The arguments of a server or an Engine, and their command line. Nothing is checked or looked at here."""
+"""The arguments of a server or an Engine, and their command line. They are checked elsewhere."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from ebbtide.srt.arguments import (
 _DTYPES = ("auto", "float32", "float", "float16", "half", "bfloat16", "bf16")
 OWN_SCHEDULE_POLICIES = ("fcfs", "lpm", "lof", "priority")
 _OTHER_SCHEDULE_POLICIES = ("dfs-weight", "random", "routing-key", "hrrn", "shortest-prefill-first")
-# Spelled out, since this module imports nothing that parses: the keys of `TOOL_CALL_FORMATS`, and of
-# `REASONING_FORMATS`.
+# The keys of `TOOL_CALL_FORMATS` and `REASONING_FORMATS`, repeated here to avoid their imports.
 TOOL_CALL_PARSERS = (
     *("qwen", "qwen25", "hermes", "qwen3_coder", "llama3", "mistral", "deepseekv3", "deepseekv31", "glm45"),
     *("kimi_k2", "pythonic"),
@@ -427,10 +426,10 @@ class ServerArgs(SglangArguments):
     )
 
     def __post_init__(self) -> None:
-        """Nothing: frameworks patch this method, and build arguments on machines that never run them."""
+        """Do nothing: frameworks patch this method, and build arguments on machines that never run them."""
 
     def url(self) -> str:
-        """Where a client on this machine reaches the server: `http://host:port`."""
+        """The server's URL for clients on this machine: `http://host:port`."""
         host = bare_host(self.host)
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
@@ -444,7 +443,7 @@ class ServerArgs(SglangArguments):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Build from those attributes of a namespace that are fields."""
+        """Build from the attributes of a namespace that are fields; others are ignored."""
         names = [entry.name for entry in dataclasses.fields(cls)]
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
@@ -455,7 +454,7 @@ def bare_host(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the host; a name other than localhost is taken to be reachable."""
+    """Whether only this machine can reach the host. Of names, only localhost counts as loopback."""
     try:
         return ipaddress.ip_address(bare_host(host)).is_loopback
     except ValueError:
@@ -474,7 +473,7 @@ def argument_specs() -> tuple[ArgumentSpec, ...]:
     )
 
 
-# The argument that each section begins with.
+# First argument of a section of `--help` → title.
 SECTIONS = {
     "model_path": "Model",
     "host": "Address and access",
@@ -490,7 +489,7 @@ SECTIONS = {
 
 
 class ServeParser(argparse.ArgumentParser):
-    """Knows all server arguments. The keywords are those of `argparse.ArgumentParser`."""
+    """A parser of all server arguments. `options`: those of `argparse.ArgumentParser`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -502,10 +501,7 @@ class ServeParser(argparse.ArgumentParser):
             self.add_argument(*argument.flags, **argument.argparse_options())
 
     def read(self, argv: Sequence[str]) -> ServerArgs:
-        """The arguments of a command line; leaves the process with status 2 where it is wrong.
-
-        The first may be the model.
-        """
+        """Read a command line, which may begin with the model. If it is wrong, exit with status 2."""
         has_model = argv and not argv[0].startswith("-")
         args, unknown = self.parse_known_args(["--model-path", *argv] if has_model else argv)
         if unknown:
@@ -514,7 +510,7 @@ class ServeParser(argparse.ArgumentParser):
 
 
 def _with_nearest(text: str) -> str:
-    """What was not understood, with the flag that it may be a misspelling of."""
+    """An unknown argument, with the most similar flag, if there is one."""
     flags = [flag for spec in argument_specs() for flag in spec.flags]
     name = text.partition("=")[0] if text.startswith("--") else ""
     near = difflib.get_close_matches(name, flags, n=1, cutoff=0.75)

@@ -1,4 +1,4 @@
-"""Long work, cut into slices: generators that yield the bytes of each slice when it is done."""
+"""Long work in slices: generators that yield the number of bytes of each slice when it is done."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 
-# Work that returns a T. It yields the bytes of each slice that it has just done, and 0 if it can do no more
-# before the loop has turned. `managers.control.pace.Pace` makes turns of the loop of it.
+# Work that returns a T. After each slice it yields the slice's bytes, and 0 if it can only go on after the
+# scheduler's loop has run. `managers.control.pace.Pace` does the slices between the steps of that loop.
 Slices: TypeAlias = Generator[int, None, T]
 
 
 def finish(work: Slices[T]) -> T:
-    """Do all of it at once; returns its result."""
+    """Do all of the work at once. Returns its result."""
     while True:
         try:
             next(work)

@@ -1,4 +1,4 @@
-"""What an engine process is to the system: its open files, its heap, and whether it sees torch."""
+"""Settings of an engine process: its limit of open files, garbage collection, and hiding torch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-# More than the interpreter freezes by itself: Python 3.12 some hundreds of objects that never die.
+# More than Python 3.12 itself freezes, which is some hundreds of objects.
 NUM_FROZEN_BY_OWNER: Final = 10_000
 
 
 def freeze_heap() -> None:
-    """Take what the process has built so far out of the collector's sight.
+    """Hide all existing objects from the garbage collector. Call it when a process has started.
 
-    To be called when a process has started. A full collection would walk all of it, modules included, for
-    tens of milliseconds, in the middle of a step or of everybody's streams.
+    Else a full collection would scan all of them, modules included, for tens of milliseconds, which delays a
+    step or all streams.
     """
     gc.collect()
     gc.freeze()
 
 
 class HeapHold:
-    """Freezes the older objects of a process, so that garbage collections skip them, while anybody is inside.
+    """Freezes the older objects of a process, so that garbage collections skip them, while it has users.
 
     It is for a process that is not ours, so it thaws afterwards: cycles among those objects that were dropped
     in the meantime are collected then. Freezing takes no time. If the process's owner has frozen the heap
@@ -39,7 +39,7 @@ class HeapHold:
         self._is_frozen = False
 
     def enter(self) -> None:
-        """Somebody comes in, who calls `leave`."""
+        """Add a user, which must call `leave`."""
         self._num_in += 1
         if self._num_in == 1 and gc.get_freeze_count() < NUM_FROZEN_BY_OWNER:
             self._is_frozen = True
@@ -51,16 +51,16 @@ class HeapHold:
             self.thaw()
 
     def thaw(self) -> None:
-        """Give the heap back, whoever is in. Idempotent."""
+        """Unfreeze the heap, even if there are users. Idempotent."""
         if self._is_frozen:
             self._is_frozen = False
             gc.unfreeze()
 
 
 class GcClock:
-    """How long the collector stops this process, from `start` to `stop`. No two collections run at once.
+    """Measures the pauses of this process by the garbage collector, from `start` to `stop`.
 
-    `paused_s`: in seconds, all pauses together.
+    `paused_s`: sum of all pauses.
     """
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class GcClock:
         gc.callbacks.append(self._note)
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stop measuring. Idempotent."""
         if self._note in gc.callbacks:
             gc.callbacks.remove(self._note)
 
     def add(self, generation: int, pause_s: float) -> None:
-        """A collection is over. It may have run wherever something is allocated: this must take no lock."""
+        """Add the pause of a collection. It must take no lock, since collections run at any allocation."""
         self.paused_s += pause_s
 
     def _note(self, phase: str, info: dict[str, int]) -> None:
@@ -86,15 +86,15 @@ class GcClock:
             self.add(info["generation"], time.perf_counter() - self._began_s)
 
 
-# The kernel refuses any limit above this one, also a hard limit from before it was lowered.
+# The kernel's limit of limits. A hard limit may be larger, if it was set before this one was lowered.
 SYSTEM_LIMIT = Path("/proc/sys/fs/nr_open")
 
 
 def raise_file_limit() -> None:
-    """Raise it to what the system allows.
+    """Raise the limit of open files to what the system allows.
 
-    Every client of a server, and every block of shared memory of a payload, is a file that is held open.
-    What is usual, 1024, is less than the streams of a rollout.
+    Every client of a server, and every shared memory block of a payload, is an open file. The usual limit,
+    1024, is less than the streams of a rollout.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     system = int(SYSTEM_LIMIT.read_text())
@@ -104,10 +104,10 @@ def raise_file_limit() -> None:
 
 @contextmanager
 def torch_hidden(trust_remote_code: bool) -> Iterator[None]:
-    """Within, torch counts as not installed; transformers, if it is imported here, does without for good.
+    """Within, torch counts as not installed. If transformers is imported here, it stays without torch.
 
-    To be used in processes of the engine's own. Nothing is hidden where either is imported already, nor from
-    code that comes with a model.
+    Use it only in the engine's own processes. Does nothing if either is already imported, or if code that
+    comes with the model may run.
     """
     if trust_remote_code or not sys.modules.keys().isdisjoint({"torch", "transformers"}):
         yield
