@@ -769,6 +769,32 @@ def test_a_fleet_that_ends_while_no_replica_lives_ends_the_requests_that_wait_fo
         ending.join()
 
 
+def test_a_fleet_that_ends_ends_the_requests_that_its_replicas_hold(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As paused replicas do: their engines end first, and nothing is asked for again."""
+    is_held, is_stopped, num_asked = threading.Event(), threading.Event(), 0
+
+    async def hold(*_: Any) -> AsyncGenerator[dict[str, Any], None]:
+        nonlocal num_asked
+        num_asked += 1
+        is_held.set()
+        await asyncio.to_thread(is_stopped.wait, HANG_S)
+        raise EngineError("the engine has been shut down")
+        yield {}
+
+    for engine, _ in fleet.started:
+        monkeypatch.setattr(engine, "stream", hold)
+    monkeypatch.setattr("ebbtide.ray.fleet.shut_down", lambda engines: is_stopped.set())
+    with ThreadPoolExecutor(1) as thread:
+        request = thread.submit(generate, fleet)
+        is_held.wait(HANG_S)
+        fleet.shutdown()
+        with pytest.raises(EngineError, match="the fleet has been shut down"):
+            request.result(HANG_S)
+    assert (is_stopped.is_set(), num_asked) == (True, 1)
+
+
 def test_a_replica_that_does_not_come_back_stays_out(fleet: ScriptedFleet) -> None:
     fleet.start_faults = [EngineError("the node is gone")] * supervisor.MAX_ATTEMPTS
     first_engine(fleet).dies_after = 1

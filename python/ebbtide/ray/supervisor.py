@@ -65,6 +65,9 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for replica in self._controller.living:
+            # Its engine ends next: its requests then go nowhere else.
+            replica.die(self.failure)
         await self._controller.end()
 
     async def next_change(self) -> None:

@@ -76,6 +76,17 @@ def test_streams_that_nobody_reads_to_their_end_are_closed_with_the_loop() -> No
     assert closed == [6, 5, 4, 3, 2, 1, 0]
 
 
+def test_the_end_waits_for_tasks_behind_what_ends_them() -> None:
+    runner, is_over = LoopThread(), threading.Event()
+
+    async def wait() -> bool:
+        return await asyncio.to_thread(is_over.wait, HANG_S)
+
+    waiting = runner.submit(wait())
+    runner.close(nothing(), is_over.set)
+    assert waiting.result(0)
+
+
 def test_a_reader_that_is_cancelled_ends_a_stream_in_silence(runner: LoopThread) -> None:
     stream = Stream(runner)
 

@@ -107,11 +107,16 @@ class LoopThread:
             if self._is_open:
                 self._loop.call_soon_threadsafe(function)
 
-    def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Refuse new work, run `last`, wait for all running tasks, and end the thread."""
+    def close(self, last: Coroutine[Any, Any, None], then: Callable[[], None] = lambda: None) -> None:
+        """Refuse new work, run `last`, call `then`, wait for all running tasks, and end the thread.
+
+        `then`: called in this thread. It may end what tasks wait for.
+        """
         with self._lock:
             self._is_open = False
-        asyncio.run_coroutine_threadsafe(_run_last(last), self._loop).result()
+        asyncio.run_coroutine_threadsafe(last, self._loop).result()
+        then()
+        asyncio.run_coroutine_threadsafe(_finish(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -119,7 +124,7 @@ class LoopThread:
     def end(self, last: Callable[[], Coroutine[Any, Any, None]], then: Callable[[], None]) -> None:
         """Like `close`, but callable where the garbage collector runs, even in the loop's thread.
 
-        Does nothing in a fork. `last`: makes the last coroutine. `then`: called after the end.
+        Does nothing in a fork. `last`: makes the last coroutine.
         """
         if not self._is_ours:
             return
@@ -127,12 +132,10 @@ class LoopThread:
             # The loop's thread cannot wait for its own end.
             threading.Thread(target=self.end, args=(last, then)).start()
             return
-        self.close(last())
-        then()
+        self.close(last(), then)
 
 
-async def _run_last(last: Coroutine[Any, Any, None]) -> None:
-    await last
+async def _finish() -> None:
     await _finish_tasks()
     # Closing generators that were not read to their end starts more tasks.
     await asyncio.get_running_loop().shutdown_asyncgens()
