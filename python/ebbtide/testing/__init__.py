@@ -1,8 +1,9 @@
-"""Ebbtide without a model, to test what drives it: the scheduler and its state machines are the real ones.
+"""Ebbtide without a model, for tests of programs that control it.
 
-`SchedulerHarness` is one scheduler, turned by hand: milliseconds, no process, no torch.
-`ebbtide.testing.null_engine` has the same inside a whole engine, with real processes and channels:
-`NullEngine` in Python, and a server to be started with `python -m`.
+The scheduler and the control plane are the real ones. `SchedulerHarness` is a scheduler that a test turns
+step by step: it takes milliseconds, and needs no process and no torch. `ebbtide.testing.null_engine` is a
+whole engine around the same parts, with real processes and channels: `NullEngine` in Python, or a server to
+start with `python -m`.
 """
 
 from ebbtide.testing.harness import Output, SchedulerHarness, default_schedule

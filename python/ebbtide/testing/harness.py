@@ -1,4 +1,4 @@
-"""A scheduler on null parts, turned by hand: every state of the control plane within reach of a test."""
+"""A scheduler on null parts that tests turn step by step, so that they can reach every state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Body = TypeVar("Body")
 
 @dataclass
 class Output:
-    """What has come back for one request so far."""
+    """The output of a request so far."""
 
     token_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -138,7 +138,7 @@ class _FollowerLink:
         return [self.ticks.popleft()] if self.ticks else []
 
     def send(self, message: Tick | RankMessage) -> None:
-        # Through the wire format: ranks share nothing, and what cannot travel fails here too.
+        # Through the wire format: ranks share no objects, and what cannot be encoded must fail here too.
         data = msgspec.msgpack.encode(message)
         if isinstance(message, Tick):
             self.num_sent += 1
@@ -150,21 +150,20 @@ class _FollowerLink:
 
 
 class SchedulerHarness:
-    """A scheduler on null parts, turned by hand: send messages, turn the loop, look at what came back.
+    """A scheduler on null parts: send it messages, turn its loop, and look at the replies and outputs.
 
     Args:
-        windows: of the groups of layers, each of which has pages of its own in the pool.
-        num_checkpoints: of states, for prefixes that are cached; None: layers keep no states.
-        num_ranks: with several, a scheduler each. `turn` turns the leader, and then the others until they
-            have caught up; `turn_rank` turns one of them.
-        device: of rank 0; every other rank has one of its own of that size.
+        device: of rank 0; every other rank has its own device of the same size. None: a new one.
+        num_ranks: number of schedulers. `turn` turns the leader, and then the others until they have caught
+            up; `turn_rank` turns one of them.
+        windows: sliding windows of the groups of layers, which have pages of their own in the pool.
+        num_checkpoints: slots for recurrent states of cached prefixes; None: no layer has a state.
 
     Attributes:
-        replies: by call id.
+        replies: to control requests, by call id.
         outputs: by rid.
-        state: the state report that came last.
-        ranks: all of them; `runner`, `weights`, `device`, `table`, `page_store`, `scheduler` are the
-            leader's.
+        state: the latest state report.
+        ranks: all ranks. `runner`, `weights`, `device`, `table`, `page_store`, `scheduler` are the leader's.
     """
 
     def __init__(
@@ -268,7 +267,7 @@ class SchedulerHarness:
         return rid
 
     def abort(self, rid: str) -> None:
-        """End a request as the API process does when its client is gone."""
+        """Abort a request as the API process does when its client has disconnected."""
         self._incoming.append(AbortGeneration(rid=rid, message="Aborted: the client went away"))
 
     def deliver(self, message: SchedulerInput) -> None:
@@ -280,7 +279,7 @@ class SchedulerHarness:
         return call_id
 
     def apply(self, request: AnyControlRequest, kind: type[Body]) -> Body:
-        """Carry a control request out; the reply, which must be of this kind."""
+        """Carry out a control request; returns its reply, which must be of this kind."""
         call_id = self.call(request)
         self.turn_until(lambda: call_id in self.replies)
         reply = self.replies[call_id]
@@ -288,7 +287,7 @@ class SchedulerHarness:
         return reply
 
     def refuse(self, request: AnyControlRequest) -> Refusal:
-        """Carry out a control request that must be refused."""
+        """Carry out a control request that must be refused; returns the refusal."""
         return self.apply(request, Refusal)
 
     @property
@@ -296,7 +295,7 @@ class SchedulerHarness:
         return len(self._incoming)
 
     def turn(self, count: int = 1) -> None:
-        """Turn the loop; a turn with nothing to do is one too."""
+        """Turn the loop `count` times; turns without work count too."""
         for _ in range(count):
             self.scheduler.turn()
             for index in range(1, len(self.ranks)):
@@ -305,25 +304,25 @@ class SchedulerHarness:
                     self.turn_rank(index)
 
     def turn_rank(self, index: int) -> None:
-        """Turn one rank, unless it would sleep for the tick of a turn that the leader is yet to make."""
+        """Turn one rank, unless it would wait for a turn that the leader has not made yet."""
         scheduler = self.ranks[index].scheduler
         if index == 0 or self._links[index - 1].ticks or scheduler.demand is not Demand.TURN:
             scheduler.turn()
 
     def num_turns(self, index: int) -> int:
-        """Turns that this one of several ranks has made together with the others, now or later."""
+        """Number of turns that a rank has made of those that all ranks make together. Needs several ranks."""
         link = self._links[max(index - 1, 0)]
         return link.num_sent - (len(link.ticks) if index > 0 else 0)
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is anything left to do, for any rank."""
+        """Whether any rank has anything left to do."""
         has_ticks = any(link.ticks for link in self._links)
         is_runnable = any(rank.scheduler.is_runnable for rank in self.ranks)
         return bool(self._incoming or self._from_ranks) or self._inbox.is_due or has_ticks or is_runnable
 
     def turn_until(self, condition: Callable[[], bool], limit: int = 10_000) -> None:
-        """Turn until the condition holds; it must before the scheduler has nothing left to do."""
+        """Turn until the condition is true. AssertionError: nothing is left to do, or `limit` is reached."""
         for _ in range(limit):
             self.turn()
             if condition():
@@ -336,15 +335,15 @@ class SchedulerHarness:
         self.turn_until(lambda: not self.is_busy)
 
     def receive(self, timeout_s: float | None) -> list[Any]:
-        """The leader's end: what was queued since its last turn. Never sleeps."""
+        """Called by the leader: the messages since its last turn. Does not wait."""
         messages = [*self._from_ranks, *self._incoming]
         self._incoming.clear()
         self._from_ranks.clear()
         return messages
 
     def send(self, message: ManagerInput) -> None:
-        """The scheduler's end: a message for the API process."""
-        # Through the wire format, so that what cannot travel fails here too.
+        """Called by the scheduler: a message to the API process."""
+        # Through the wire format, so that what cannot be encoded fails here too.
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ManagerInput)
         match message:
             case ControlReply():
@@ -359,7 +358,7 @@ class SchedulerHarness:
 
 
 def collect(outputs: Mapping[str, Output], message: TokenOutput) -> None:
-    """Add what a message brings to what has come back so far, by rid."""
+    """Add a message to the outputs so far, by rid."""
     for output in message.outputs:
         known = outputs[output.rid]
         assert known.finish is None, f"{output.rid} goes on after its end"
@@ -378,12 +377,12 @@ def collect(outputs: Mapping[str, Output], message: TokenOutput) -> None:
             outputs[rid].token_ids.append(token_id)
 
 
-# Whether `default_schedule` overlaps steps; tests that must hold either way set it.
+# Whether `default_schedule` overlaps steps. Tests that must pass either way set it.
 OVERLAP = False
 
 
 def default_schedule(**changes: Any) -> ScheduleConfig:
-    """Limits that are small enough to be reached."""
+    """A schedule with limits that are small enough for tests to reach. `changes`: other fields."""
     limits: dict[str, Any] = {
         "max_running_requests": 8,
         "max_queued_requests": None,
@@ -396,12 +395,12 @@ def default_schedule(**changes: Any) -> ScheduleConfig:
 
 
 class NullAdapters:
-    """Adapters that are one integer; a load has it as its `lora_path`.
+    """Adapters that are an integer each, given as the `lora_path` of a load.
 
     Attributes:
-        faults: what this rank fails with, once, at "open", "write", "save" or "restore".
-        slowness: slices without bytes ahead of each that copies.
-        num_restored, num_saved: copies from and to host memory.
+        faults: exceptions to raise, once each, at "open", "write", "save" or "restore".
+        slowness: number of empty slices before each slice that copies.
+        num_restored, num_saved: number of copies from and to host memory.
     """
 
     def __init__(self, runner: NullRunner, num_slots: int) -> None:
@@ -430,7 +429,7 @@ class NullAdapters:
         return _NullPlan(self, int(given), given if with_digest else "")
 
     def write(self, slot: int, value: int) -> Slices[None]:
-        """Nothing may read it from the first slice to the last."""
+        """Write a slot. No pass may read it from the first slice to the last."""
         self.runner.adapters[slot] = None
         for _ in range(self.slowness):
             yield 0
@@ -468,4 +467,4 @@ class _NullPlan:
         yield 1
 
     def close(self) -> None:
-        """Nobody's memory was borrowed."""
+        """Does nothing: no memory was borrowed."""

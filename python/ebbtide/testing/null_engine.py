@@ -1,8 +1,8 @@
 """An engine and a server without a model: real processes, channels and HTTP around null parts.
 
-Prompts are token ids below `NullRunner.VOCAB_SIZE`. Weights come by `update_weights_from_disk`, whose
+Prompts are token ids below `NullRunner.VOCAB_SIZE`. Weights are updated by `update_weights_from_disk`, whose
 `model_path` is the integer to write, see `NullWeights`. `python -m ebbtide.testing.null_engine --port 30000`
-serves one.
+starts a server.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ TARGETS = {"scheduler": "ebbtide.testing.null_engine:run_null_scheduler"}
 
 
 class NullEngine(Engine):
-    """An `Engine` without a model. Starts in about a second.
+    """An `Engine` without a model. It starts in about a second.
 
-    `**kwargs`: fields of `ServerArgs`; those about the model and its tokenizer have no effect.
+    Args:
+        **kwargs: fields of `ServerArgs`; those about the model and its tokenizer have no effect.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -47,7 +48,7 @@ class NullEngine(Engine):
 
 
 def null_parts(config: EngineConfig, weights: NullWeights) -> RankParts:
-    """What a rank without a model brings along."""
+    """Make the parts of a rank without a model."""
     page_size = config.cache.page_size
     num_pages = (config.cache.max_total_tokens or POOL_TOKENS) // page_size
     device = NullDevice(DEVICE_BYTES)
@@ -68,7 +69,12 @@ def null_parts(config: EngineConfig, weights: NullWeights) -> RankParts:
 def run_null_scheduler(
     config: EngineConfig, addresses: ChannelAddresses, ready: Connection, runner: NullRunner | None = None
 ) -> None:
-    """The scheduler's process, with null parts in the place of a rank's. Does not return."""
+    """Run a scheduler process on null parts. Does not return.
+
+    Args:
+        ready: gets the message that the scheduler is ready.
+        runner: None: a new one.
+    """
     inbox, outputs = open_rank_channels(config, addresses)
     parts = null_parts(config, NullWeights(NullRunner() if runner is None else runner))
     max_total_tokens = parts.num_pages * config.cache.page_size

@@ -1,4 +1,4 @@
-"""Device memory that is only counted, and a KV cache on it whose pages hold the tokens themselves."""
+"""Device memory that is only counted, and a KV cache whose pages contain token ids instead of KV."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from ebbtide.srt.mem_cache import WHOLE, Windows, first_needed
 from ebbtide.srt.mem_cache.page_allocator import PageIds, PageTable
 from ebbtide.srt.mem_cache.state_slots import StateSlots
 
-# What pages are called: as in a pool of which each chunk has a block that no page fills.
+# Page ids with gaps: every fifth id is unused, as in a pool whose chunks are not filled by whole pages.
 PAGE_IDS = PageIds(per_chunk=4, stride=5)
-# What a second copy of the weights takes.
+# Chunks that a second copy of the weights takes.
 NUM_WEIGHT_CHUNKS = 2
 CHUNK_BYTES = 300
 _NOTHING = -1
-# What distinguishes the groups of layers.
+# Added to token ids once per group of layers, so that the groups' pages differ.
 _GROUP = 1 << 32
 
 
 class NullKV:
-    """What pages hold: the group of layers and the tokens whose KV it would be.
+    """A KV cache whose pages contain the tokens of which they would have the KV, for each group of layers.
 
-    A pass over tokens that attend to others is an AssertionError, and so is one behind another state.
-    `states`: what the pages of slots hold: the tokens behind which the state would be; None: nothing.
+    `compute` asserts that pages and states are those of the request's own tokens.
+
+    Attributes:
+        tokens: contents of pages, int64 [page ids, page_size].
+        states: contents of the states' pages: the tokens before the state; None: lost.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class NullKV:
         self._table, self._windows = table, windows
 
     def compute(self, row: int, tokens: Sequence[int], start: int, end: int) -> None:
-        """A pass over the tokens from `start` to `end` of this row's request."""
+        """Run a pass over tokens `start` to `end` of the request in a row of the page table."""
         page_size = self.tokens.shape[1]
         for group, window in enumerate(self._windows):
             first = first_needed(start, window, page_size)
@@ -65,14 +68,14 @@ class NullKV:
             self.states[page] = tuple(tokens[:end])
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy states, one pair of slots after the other."""
+        """Copy states, for each pair of source and target slot."""
         for source, target in pairs:
             assert self.slots is not None
             for page, copy in zip(self.slots.pages(source), self.slots.pages(target), strict=True):
                 self.states[copy] = self.states.get(page)
 
     def lose(self, chunks: Sequence[int] | None = None) -> None:
-        """The memory of these chunks, or all of it, is gone."""
+        """Lose the contents of these chunks; None: of all memory."""
         if chunks is None:
             self.tokens[:] = _NOTHING
             self.states.clear()
@@ -81,7 +84,7 @@ class NullKV:
 
 
 class NullPageStore:
-    """Host memory for `max_pages`. `faults`: what saving and moving pages fails with, once."""
+    """Host memory for `max_pages`. `faults`: exceptions to raise, once each, at "save" or "move"."""
 
     num_bytes = 0
 
@@ -144,7 +147,13 @@ class NullPageStore:
 
 
 class NullChunks:
-    """Chunks that are lent, and spare until a second copy has taken them, or given up."""
+    """Chunks of the KV pool that are lent for a second copy of the weights, or removed.
+
+    Attributes:
+        lent: chunks that are lent.
+        num_spare: number of lent chunks that the copy has not taken.
+        removed: chunks that are removed from the pool.
+    """
 
     chunk_bytes = CHUNK_BYTES
 
@@ -194,18 +203,18 @@ class NullChunks:
         self._memory.wanted_bytes += len(chunks) * CHUNK_BYTES
 
     def take_spare(self) -> int:
-        """Take what is there for a second copy; returns how many chunks there were."""
+        """Take spare chunks for a second copy; returns how many."""
         taken = min(self.num_spare, NUM_WEIGHT_CHUNKS)
         self.num_spare -= taken
         return taken
 
     def return_spare(self, num_chunks: int) -> None:
-        """A second copy does not have them any more."""
+        """Give back chunks of a second copy."""
         self.num_spare += num_chunks
 
 
 class NullDevice:
-    """Device memory that is only counted; shared by all tags of one engine, or of several."""
+    """Device memory that is only counted. All memory tags of one or more engines share it."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -223,7 +232,7 @@ class NullDevice:
 
 @dataclass(eq=False)
 class NullMemory:
-    """The memory of one tag on a `NullDevice`; resident from the start."""
+    """Memory of a tag on a `NullDevice`. It is resident at the start."""
 
     _device: NullDevice
     virtual_bytes: int
@@ -236,7 +245,7 @@ class NullMemory:
 
     def __post_init__(self) -> None:
         self._device.take(self.virtual_bytes)
-        # What a resume takes.
+        # The bytes that are resident after a resume.
         self.wanted_bytes = self.resident_bytes = self.virtual_bytes
 
     def prepare_release(self, keep: bool) -> None:
@@ -258,14 +267,14 @@ class NullMemory:
         return mapped_bytes
 
     def give(self, num_bytes: int) -> int:
-        """So much of it goes to the device, and does not come with a resume."""
+        """Give bytes back to the device; a resume does not take them again. Returns them."""
         self._device.used_bytes -= num_bytes
         self.resident_bytes -= num_bytes
         self.wanted_bytes -= num_bytes
         return num_bytes
 
     def take(self, num_bytes: int) -> int:
-        """So much more of it."""
+        """Take more bytes from the device, for good; returns them."""
         self._device.take(num_bytes)
         self.resident_bytes += num_bytes
         self.wanted_bytes += num_bytes

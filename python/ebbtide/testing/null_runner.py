@@ -1,4 +1,4 @@
-"""A runner without a model, where misuse is an AssertionError, and the configuration of an engine of such."""
+"""A runner without a model that asserts its correct use, and the configuration of an engine around it."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ POOL_TOKENS = 65_536
 
 
 class NullRunner:
-    """Samples without a model: the next token is a function of the weights' value, the seed and the position.
+    """A runner without a model: the next token is a function of the weights, the seed and the position.
 
-    So an output shows which weights sampled which of its tokens, and does not depend on how it was batched.
+    So an output shows which weights sampled each token, and does not depend on how requests are batched.
 
-    A forward pass over memory that is not there, over weights that are not whole, or over other tokens than
-    the requests', is an AssertionError.
+    A forward pass asserts that its memory is resident, its weights are complete, and its tokens are those of
+    the requests.
 
     Attributes:
-        value: stands for the weights' contents, see `NullWeights`; None while they are not whole.
-        needed: the memory that a forward pass reads.
-        kv: what its pages hold is checked; None: it is not.
-        adapters: what the slots hold; None: nothing whole.
-        num_steps: forward passes so far.
-        under_way: those that nobody has waited for.
-        faults: what the next passes fail with, each once, when they have changed all that they may.
-        follows_passes: what is launched now runs after the passes under way, as copies on a stream do.
+        value: of the weights, see `NullWeights`; None: they are incomplete.
+        needed: memory that forward passes read.
+        kv: the KV cache to check; None: no checks.
+        adapters: value of each slot; None: incomplete.
+        num_steps: number of forward passes so far.
+        follows_passes: whether copies run after the passes under way, as on their stream.
+        under_way: passes whose results were not asked for yet.
+        faults: exceptions that the next passes raise, one each, after all their changes are made.
     """
 
     VOCAB_SIZE = 1000
@@ -62,14 +62,14 @@ class NullRunner:
         self._sampled_by_row: dict[int, int] = {}
 
     def change(self, value: int | None) -> None:
-        """Have other weights. Passes under way read the old ones where this runs after them."""
+        """Change the weights. If `follows_passes`, passes under way may still read the old ones."""
         self.value = value
         if self.follows_passes:
             for step in self.under_way:
                 step.value = value
 
     def ended(self, step: NullStep) -> None:
-        """It was waited for."""
+        """Note that the result of a pass was asked for."""
         self.under_way.remove(step)
 
     def token(self, seed: int, position: int, value: int) -> int:
@@ -99,7 +99,7 @@ class NullRunner:
         ]
         self._sampled_by_row.update(zip(plan.page_rows_R.tolist(), tokens, strict=True))
         wanted = [spec.logprobs for spec in plan.specs if spec.logprobs is not None]
-        # A prompt that comes in one piece has the logprobs that the value says.
+        # Right only for prompts that are computed in one chunk.
         input_logprobs = {
             index: self._logprobs(len(spec.prompt_ids) - 1, [spec.logprobs], values_R[index])
             for index, spec in enumerate(plan.specs)
@@ -114,7 +114,7 @@ class NullRunner:
 
     def forget_room(self) -> None: ...
     def _values(self, plan: BatchPlan, value: int) -> list[int]:
-        """What stands for the weights and the adapter of each request."""
+        """For each request the value of the weights with its adapter."""
         if plan.adapters_R is None:
             return [value] * len(plan.specs)
         values_R = []
@@ -126,11 +126,11 @@ class NullRunner:
 
     @staticmethod
     def adapted(value: int, adapter: int) -> int:
-        """What stands for weights with an adapter."""
+        """The value of weights with an adapter."""
         return value + 101 * adapter
 
     def _logprobs(self, num_positions: int, wanted: Sequence[LogprobSpec], value: int) -> LogprobArrays:
-        """The same number for every token that is asked for; the most likely ones are the first ids."""
+        """The same logprob for every token; the most likely tokens are those with the lowest ids."""
         num_top, num_chosen = max(spec.top for spec in wanted), max(len(spec.token_ids) for spec in wanted)
         wide_NC = np.full((num_positions, 1 + num_top + num_chosen), self.logprob(value), dtype=np.float32)
         tokens_N1, top_NK, chosen_NC = np.split(wide_NC, [1, 1 + num_top], axis=1)
@@ -143,7 +143,7 @@ class NullRunner:
         )
 
     def _choose(self, spec: SampleSpec, num_outputs: int, value: int) -> int:
-        """The first token that a mask allows, where there is one."""
+        """The token that `token` gives; with a mask, the first token that it allows."""
         if spec.mask is None:
             return self.token(spec.seed, num_outputs, value)
         words_W = np.empty(-(-self.VOCAB_SIZE // 32), dtype=np.int32)
@@ -151,11 +151,11 @@ class NullRunner:
         return int(np.flatnonzero(np.unpackbits(words_W.view(np.uint8), bitorder="little"))[0])
 
     def logprob(self, value: int) -> float:
-        """What weights of this value make of any token; of odd hundreds, nothing finite."""
+        """Logprob of any token: -value / 1024, or `LOWEST_LOGPROB`, as for NaN, if value // 100 is odd."""
         return LOWEST_LOGPROB if value // 100 % 2 else -value / 1024
 
     def _check_tokens(self, plan: BatchPlan, values_R: list[int]) -> None:
-        """Every request must be fed its own next tokens, and sampled behind its last."""
+        """Assert that each request gets its own next tokens, and samples only after its last one."""
         input_ids = plan.input_ids_T.tolist()
         first = 0
         rows = zip(
@@ -172,12 +172,12 @@ class NullRunner:
             tokens = [*spec.prompt_ids, *spec.output_ids]
             given = input_ids[first : first + num_new]
             if num_outputs > len(spec.output_ids):
-                # One token is in flight: it is known here, and to the scheduler by number only.
+                # The scheduler does not know the last sampled token yet, only that there is one.
                 assert num_outputs == len(spec.output_ids) + 1
                 assert given == [SAMPLED_BEFORE]
                 assert not spec.needs_output_ids, "a penalty was computed without the last token"
                 given = [self._sampled_by_row[row]]
-                # What a mask decided is not the request's own choice.
+                # With a mask, the token differs from what `token` gives.
                 tokens += given if spec.mask is not None else [self.token(spec.seed, num_outputs - 1, value)]
             end = start + num_new
             assert given == tokens[start:end]
@@ -190,11 +190,11 @@ class NullRunner:
 
 @dataclass(eq=False, slots=True)
 class NullStep:
-    """A step that counts as under way until its result is asked for: nothing of it may change meanwhile.
+    """A step that is under way until its result is asked for. What it reads must not change meanwhile.
 
     Attributes:
-        value: of the weights when it ends.
-        read: what the slots of adapters hold that it reads.
+        value: the value that the weights must have at its end.
+        read: the values of the adapter slots that it reads.
     """
 
     runner: NullRunner
@@ -219,7 +219,7 @@ def null_args(**fields: Any) -> ServerArgs:
 
 
 def null_config(args: ServerArgs) -> EngineConfig:
-    """The configuration of an engine whose model is no model."""
+    """The configuration of an engine without a model."""
     return resolve_for(
         settled(args),
         ModelConfig(

@@ -1,4 +1,4 @@
-"""Weights that are integers: what they hold is visible, misuse is an AssertionError."""
+"""Weights that are integers, so that their contents are visible. Asserts that they are used correctly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ebbtide.testing.null_runner import NullRunner
 
 
 class NullCopies:
-    """Copies that have run once they are launched: after the passes under way, unless beside them."""
+    """Copies that are done when they are launched. Without `beside`, they run after the passes under way."""
 
     def __init__(self, runner: NullRunner) -> None:
         self._runner = runner
@@ -52,24 +52,26 @@ class NullCopies:
 
 
 class NullWeights:
-    """Weights that are one integer per parameter; None where it was lost or is being overwritten.
+    """Weights with one integer per parameter; None: it was lost, or is being overwritten.
 
     An update is an `UpdateWeightFromDiskReqInput` whose `model_path` is the integer to write. Its `manifest`
-    may hold `names` (parameters to write, all by default), `fail_after` (raise after this many of them),
+    may have `names` (parameters to write; by default all), `fail_after` (raise after this many of them),
     `is_sent` (it arrives through a group), `near_bytes` (it may be written in a burst), `needs_copy` (the
-    integer is added to all parameters), and `nonfinite` (of the names, those that hold NaN).
+    integer is added to all parameters), and `nonfinite` (names of parameters with NaN).
 
-    An `UpdateWeightsFromIPCReqInput` may have any handles. What its sender says is put into `sender.says`.
-    `num_staged`: copies that there is room for; with 0 every update is in place.
+    An `UpdateWeightsFromIPCReqInput` may have any handles. Put its pieces into `sender.says`.
+
+    Args:
+        num_staged: number of second copies that there is memory for; 0: every update is in place.
 
     Attributes:
-        faults: what this rank fails with, once, at which steps of updates (`STEPS`).
-        slowness: slices without bytes ahead of each one with some, and looks before something arrives.
-        lateness: further looks before tensors arrive, or a group has been joined.
-        nonfinite: what an update holds NaN in on this rank, where its manifest does not say.
-        groups: that were joined.
-        sender: of the updates that come piece by piece.
-        take_chunks, return_chunks: a copy takes what was lent for it, and returns that.
+        faults: exceptions to raise, once each, by step of an update (`STEPS`).
+        slowness: number of empty slices before each slice with bytes, and of polls before something arrives.
+        lateness: number of further polls before tensors arrive, or a group has been joined.
+        nonfinite: names of parameters with NaN, in updates whose manifest does not say.
+        groups: names of joined groups.
+        sender: of updates that come piece by piece.
+        take_chunks, return_chunks: called when a second copy takes lent chunks, and gives them back.
     """
 
     STEPS = (
@@ -86,7 +88,7 @@ class NullWeights:
         "check",
     )
 
-    # More than a turn may launch beside any forward pass.
+    # More bytes than a turn may copy beside a forward pass.
     BYTES_PER_PARAMETER = 1 << 40
 
     requires_copy = refuses_nonfinite = False
@@ -107,14 +109,14 @@ class NullWeights:
         self.parameters = NullParameters(self)
 
     def fail_at(self, step: str) -> None:
-        """Raise what this rank is to fail with at this step, if anything."""
+        """Raise the fault for this step, if there is one."""
         assert step in self.STEPS
         error = self.faults.pop(step, None)
         if error is not None:
             raise error
 
     def slice(self) -> Slices[None]:
-        """The bytes of one parameter, when this rank gets to it."""
+        """Yield the bytes of one parameter, after `slowness` empty slices."""
         for _ in range(self.slowness):
             yield 0
         yield self.BYTES_PER_PARAMETER
@@ -176,7 +178,7 @@ class NullWeights:
         return lambda: [float(value)][:max_rows]
 
     def write(self, values: Mapping[str, int | None]) -> None:
-        """Change live weights, for the runner too."""
+        """Change live weights, and the runner's value."""
         self.parameters.generation += 1
         self.live.update(values)
         live = [value for value in self.live.values() if value is not None]
@@ -184,19 +186,19 @@ class NullWeights:
         self.runner.change(sum(value * (i + 1) for i, value in enumerate(live)) if is_whole else None)
 
     def lose(self) -> None:
-        """The memory behind them was released."""
+        """Lose all contents, as a release does."""
         self.write(dict.fromkeys(self.names, None))
 
 
 @dataclass
 class NullSender:
-    """Who brings the pieces of an update. The engine hears the next one when it has answered the last.
+    """The sender of an update in pieces. The engine gets a piece when it has answered the one before.
 
     Attributes:
-        says: what the engine is still to hear: a piece, as the integer to write and the names to write it
-            to; None, everything has come; a string, why the sender gives up.
-        answers: what the engine has answered, oldest first.
-        is_left: whether the engine has let go.
+        says: messages that the engine has not got yet: a piece (the integer, and the names of parameters to
+            write it to); None: that was all; a string: why the sender gives up.
+        answers: the engine's answers, oldest first; "" is success.
+        is_left: whether the engine has ended the conversation.
     """
 
     says: deque[tuple[int, Sequence[str]] | str | None] = field(default_factory=deque)
@@ -260,14 +262,14 @@ class _NullStaging:
             self._weights.write({name: None})
 
     def spoil(self, names: Iterable[str]) -> None:
-        """They are being received."""
+        """Note that these parameters are being received, so that their old contents are lost."""
         if self.is_staged:
             self.values |= dict.fromkeys(names, None)
         else:
             self._weights.write(dict.fromkeys(names, None))
 
     def require_complete(self) -> None:
-        """Every tensor is whole by itself."""
+        """Does nothing: a tensor is always complete."""
 
     def complete(self, written: frozenset[str]) -> Slices[None]:
         self._weights.fail_at("complete")
@@ -337,7 +339,7 @@ class _NullPlan:
         return self._num_looks < 0
 
     def abandon(self) -> None:
-        """There is no group to leave."""
+        """Does nothing: there is no group to leave."""
 
     def open(self, staging: Staging) -> Slices[None]:
         yield 0
@@ -351,7 +353,7 @@ class _NullPlan:
         yield 1
 
     def begin(self, staging: Staging) -> None:
-        """Nothing is kept of what was there."""
+        """Does nothing: old values need not be kept."""
 
     def end(self, staging: Staging) -> frozenset[str]:
         return frozenset()
@@ -366,19 +368,19 @@ class _NullPlan:
         self._weights.fail_at("write")
 
     def finish(self) -> None:
-        """Copies have run once they are launched."""
+        """Does nothing: copies are done when they are launched."""
 
     def nonfinite(self) -> list[str]:
         return self._nonfinite
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the plan holds no memory."""
 
 
 def null_memories(
     device: NullDevice, weights: NullWeights, *, keeps_weights: bool = False, kv: NullKV | None = None
 ) -> dict[MemoryTag, NullMemory]:
-    """Memory for every tag; the runner of these weights checks what it reads."""
+    """Make the memory of all tags, and let the weights' runner check it in forward passes."""
     lose_kv = kv.lose if kv is not None else lambda: None
     memories = {
         MemoryTag.WEIGHTS: NullMemory(device, 2000, keeps_contents=keeps_weights, lose_contents=weights.lose),
@@ -390,7 +392,7 @@ def null_memories(
 
 
 class NullParameters:
-    """The parameters of null weights; a checksum is the integer itself."""
+    """The parameters of null weights. A checksum is the integer itself."""
 
     def __init__(self, weights: NullWeights) -> None:
         self.generation = 0
@@ -404,7 +406,7 @@ class NullParameters:
         }
 
     def read(self, skipped: Sequence[str]) -> Slices[dict[str, int | None]]:
-        """Each integer in a slice of its own; None where it is not whole."""
+        """Read the integers, each in a slice of its own; None: it is incomplete."""
         values: dict[str, int | None] = {}
         for name in self.live(skipped):
             yield from self._weights.slice()
