@@ -1,4 +1,4 @@
-"""Refuses to build where a real SGLang is installed: pip would replace it without a word."""
+"""Refuses to build if a real SGLang is installed, since pip would replace it silently."""
 
 import sysconfig
 from importlib.metadata import distributions
@@ -9,7 +9,7 @@ OURS = "+ebbtide"
 
 
 def check_nothing_is_replaced() -> None:
-    """Look into the environment that is installed into; pip builds with its interpreter."""
+    """Check the target environment, whose interpreter pip builds with. Raises SystemExit."""
     folders = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     for found in distributions(name="sglang", path=folders):
         if not found.version.endswith(OURS):

@@ -17,7 +17,7 @@ refuse_real_sglang()
 NamesOnly.install()
 
 
-# Imported when first asked for: trainers import this package without wanting an engine.
+# Imported on first access: trainers import this package without needing an engine.
 _HOMES = {
     "Engine": "sglang.srt.entrypoints.engine",
     "Runtime": "sglang._runtime",

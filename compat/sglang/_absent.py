@@ -1,4 +1,4 @@
-"""What this package does not have: modules of names only, and a clear word for everything else."""
+"""Parts of SGLang that this package lacks: some modules have names only, others raise a clear error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 OURS = "+ebbtide"
 
-# Frameworks import these at their start, for features that Ebbtide does not have. Using one says so.
+# Frameworks import these at startup, for features that Ebbtide does not have. Calling one raises.
 NAMES_ONLY: Mapping[str, Sequence[str]] = {
     "sglang.srt.configs": (),
     "sglang.srt.configs.device_config": ("DeviceConfig",),
@@ -33,11 +33,11 @@ NAMES_ONLY: Mapping[str, Sequence[str]] = {
 
 
 class NamesOnly(MetaPathFinder, Loader):
-    """The last of the finders: it makes the modules of `NAMES_ONLY`, and refuses all others of sglang."""
+    """The last import finder: makes the modules of `NAMES_ONLY`, and refuses all others of sglang."""
 
     @classmethod
     def install(cls) -> None:
-        """Idempotent."""
+        """Append the finder to `sys.meta_path`. Idempotent."""
         if not any(isinstance(finder, cls) for finder in sys.meta_path):
             sys.meta_path.append(cls())
 
@@ -58,7 +58,7 @@ class NamesOnly(MetaPathFinder, Loader):
 
 
 def _absent(module: str, name: str) -> type[Any]:
-    """A class that can be named, and subclassed, but not called."""
+    """Make a class that can be imported and subclassed, but not instantiated."""
 
     def refuse(cls: type[Any], *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(f"{module}.{name} is not in Ebbtide")
@@ -67,10 +67,10 @@ def _absent(module: str, name: str) -> type[Any]:
 
 
 def refuse_real_sglang() -> None:
-    """Keep this package from hiding a real SGLang: what then runs would depend on the order of folders.
+    """Refuse to be imported beside a real SGLang: which one runs would depend on the order of folders.
 
     Raises:
-        ImportError: one is installed beside it.
+        ImportError: a real SGLang is installed.
     """
     for found in distributions(name="sglang"):
         if not found.version.endswith(OURS):

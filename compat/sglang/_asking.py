@@ -1,22 +1,22 @@
-"""Questions to servers that this package has started."""
+"""HTTP requests to servers that this package has started."""
 
 from __future__ import annotations
 
 import urllib.request
 from typing import Any
 
-# Straight to them: what the environment names as a proxy is for other traffic.
+# Without the proxies of the environment, since the servers are local.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def ask(url: str, api_key: str | None, body: bytes | None = None, timeout_s: float | None = None) -> bytes:
-    """GET, or POST a body of JSON; the body of the answer.
+    """Send a POST request with a JSON body, or a GET request without; returns the answer's body.
 
     Args:
-        timeout_s: for the connection, and for each wait after that; None: no limit.
+        timeout_s: limit of the connection, and of each wait for data; None: no limit.
 
     Raises:
-        OSError: nobody listens, nothing comes in time, or the status is not 200.
+        OSError: no connection, a timeout, or an HTTP error.
     """
     headers = {"Content-Type": "application/json"}
     if api_key is not None:

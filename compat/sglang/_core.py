@@ -1,4 +1,4 @@
-"""Ebbtide's engine in this process, with what SGLang's entry points ask of it beyond `Engine`'s methods."""
+"""Ebbtide's engine in this process, with what SGLang's entry points need beyond `Engine`'s methods."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ T = TypeVar("T")
 
 
 class EngineCore(ebbtide.Engine):
-    """An engine that can be asked by the names of requests, and can serve HTTP in its own loop."""
+    """An engine that takes control requests by name, and can serve HTTP from any event loop."""
 
     async def ask(self, name: str, fields: Mapping[str, Any]) -> Any:
-        """The body of the reply to a control request, named as its class is.
+        """Send a control request; returns the reply's body.
+
+        Args:
+            name: of the request's class.
 
         Raises:
             RequestRejected, EngineError: as the methods of `Engine`.
@@ -31,7 +34,14 @@ class EngineCore(ebbtide.Engine):
         return await self._runner.run(self._service.control(kind, fields))
 
     def wait(self, work: Coroutine[Any, Any, T], twin: str) -> T:
-        """Run a coroutine to its end; in a running event loop the error names `twin`, which works there."""
+        """Run a coroutine to its end; returns its result.
+
+        Args:
+            twin: name of the coroutine function to use in an event loop, for the error message.
+
+        Raises:
+            RuntimeError: an event loop runs in this thread.
+        """
         try:
             refuse_in_event_loop(twin)
         except RuntimeError:
@@ -44,18 +54,18 @@ class EngineCore(ebbtide.Engine):
         self._runner.submit(work)
 
     def sizes(self) -> dict[str, Any]:
-        """What SGLang's scheduler reports at its start."""
+        """What SGLang's scheduler reports when it starts: sizes of the KV pool and of prompts, in tokens."""
         info: dict[str, Any] = self._runner.wait(self._service.server_info())
         return {name: info[name] for name in ("max_total_num_tokens", "max_req_input_len") if name in info}
 
     @property
     def is_down(self) -> bool:
-        """Whether the engine has ended by itself."""
+        """Whether the engine has failed."""
         return self._service.is_down
 
     def application(self) -> ASGIApp:
-        """The endpoints of this engine, for any event loop."""
-        # Serving takes seconds of imports that an engine alone does without.
+        """An ASGI application with this engine's endpoints, for any event loop."""
+        # Imported here, since it takes seconds, and an engine alone does not need it.
         from ebbtide.srt.entrypoints.http_server import create_app
 
         inner = create_app(self._service)
@@ -64,7 +74,7 @@ class EngineCore(ebbtide.Engine):
             if self._runner.is_current:
                 await inner(scope, receive, send)
                 return
-            # What belongs to the engine runs in its loop, the connection stays in this one.
+            # The endpoints run in the engine's loop, the connection stays in this one.
             loop = asyncio.get_running_loop()
             await self._runner.run(
                 _run(inner, dict(scope), _elsewhere(receive, loop), _elsewhere(send, loop))
@@ -80,7 +90,7 @@ async def _run(application: ASGIApp, scope: Scope, receive: Receive, send: Send)
 def _elsewhere(
     function: Callable[..., Awaitable[Any]], loop: asyncio.AbstractEventLoop
 ) -> Callable[..., Awaitable[Any]]:
-    """The same coroutine function, run in a loop of another thread."""
+    """Wrap a coroutine function so that it runs in the loop of another thread."""
 
     async def there(*arguments: Any) -> Any:
         return await function(*arguments)

@@ -1,4 +1,4 @@
-"""Payloads back into objects: what `MultiprocessingSerializer.deserialize` does. wire_api section 4.4."""
+"""Deserializes payloads, for `MultiprocessingSerializer.deserialize`. Source: wire_api section 4.4."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype)
 
 
 def deserialize(data: bytes | str) -> Any:
-    """The object; its tensors are copies of host memory, and keep device memory mapped while they live."""
+    """Deserialize an object. CPU tensors are copied; CUDA tensors keep the sender's memory mapped.
+
+    Raises:
+        RequestRejected: the payload is broken, or the sender's memory cannot be opened.
+    """
     refs: list[AnyStorageRef] = []
     memory = BorrowedMemory()
     try:
         described = finish(decode_by_slices(raw_payload(data), refs.append))
         memory = BorrowedMemory(_ipc_of(refs))
-        # All that can be refused is, before the first tensor is made.
+        # A first pass, so that everything is checked before a tensor is made.
         _rebuild(described, lambda ref: memory.require(ref.storage))
         for _ in memory.open():
             pass
@@ -45,7 +49,7 @@ def deserialize(data: bytes | str) -> Any:
     finally:
         for ref in refs:
             memory.record(ref)
-        # The tensors hold what they need themselves; what was not opened is given back.
+        # Tensors keep the memory that they need. Other references are given back.
         memory.close()
 
 
@@ -75,7 +79,7 @@ def _record(value: Record) -> object:
 
 
 def _ipc_of(refs: Sequence[AnyStorageRef]) -> CudaIpc | None:
-    """What opens the references to device memory; all of them are on one device."""
+    """The opener of references to device memory, which are all on one device; None: there are none."""
     devices = {ref.device for ref in refs if isinstance(ref, CudaStorageRef)}
     if not devices:
         return None

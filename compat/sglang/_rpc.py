@@ -1,4 +1,4 @@
-"""What answers a launcher that asks a scheduler of its own, which does not run here."""
+"""Refuses the calls of launchers to a scheduler of their own, which does not run here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sglang.srt.utils.network import get_zmq_socket
 
 
 def refuse_rpc(endpoint: str, reason: str) -> None:
-    """Answer every request that comes from `endpoint` with a refusal, for as long as this process lives.
+    """Answer all requests from a ZeroMQ endpoint with a refusal, in a thread, while this process lives.
 
-    Nothing of a request is read: it is a pickle. Without an answer its sender would wait for ever.
+    Requests are not read, since they are pickles. Without an answer their senders would wait for ever.
     """
     answer = pickle.dumps(RpcReqOutput(success=False, message=reason))
     threading.Thread(target=_answer_all, args=(endpoint, answer), name="sglang-rpc", daemon=True).start()

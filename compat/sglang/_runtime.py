@@ -1,4 +1,4 @@
-"""SGLang's `Runtime`: a server in a process of its own, from Python."""
+"""SGLang's `Runtime`: a server in its own process, started from Python."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _POLL_S = 0.1
 
 
 class Runtime:
-    """A server that lives until `shutdown`, or until this process ends.
+    """A server that runs until `shutdown`, or until this process ends.
 
     Args:
-        launch_timeout: seconds in which it must answer.
-        **kwargs: the fields of `ServerArgs`; without `port` it takes a free one.
+        launch_timeout: seconds within which it must answer.
+        **kwargs: fields of `ServerArgs`; `port` is a free one by default.
 
     Raises:
         RuntimeError: the server ended while it started.
-        TimeoutError: it does not answer.
+        TimeoutError: it did not answer in time.
     """
 
     def __init__(self, log_level: str = "error", launch_timeout: float = 300.0, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ class Runtime:
             try:
                 self._ask("/health_generate", timeout_s=timeout_s)
                 return
-            except OSError:  # nobody listens yet
+            except OSError:  # Not ready yet.
                 time.sleep(_POLL_S)
         raise TimeoutError(f"the server did not answer within {timeout_s:g} s")
 
@@ -66,7 +66,7 @@ class Runtime:
         logprob_start_len: int | None = None,
         top_logprobs_num: int | None = None,
     ) -> str:
-        """The body of the answer, as JSON text."""
+        """Generate; returns the answer's body as JSON text."""
         fields = {
             "text": prompt,
             "sampling_params": sampling_params,
@@ -98,7 +98,7 @@ class Runtime:
             self.pid = None
 
     def _ask(self, path: str, fields: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """GET, or POST with a body; the reply's JSON, None when it is empty."""
+        """Send a POST request with these fields, or GET if None; returns the reply's JSON, None if empty."""
         body = None if fields is None else json.dumps(fields).encode()
         text = ask(self.url + path, self.server_args.api_key, body, timeout_s)
         return json.loads(text) if text else None

@@ -1,4 +1,4 @@
-"""The version of SGLang whose surface this is; some frameworks know only a list of their own."""
+"""The SGLang version that this package reports. Some frameworks accept certain versions only."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""SkyRL's Tinker server trains adapters, and samples from an engine: `make test-tinker`."""
+"""SkyRL's Tinker server trains adapters and samples with an engine. Run it by `make test-tinker`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MODEL = str(folder_of("tiny"))
 START_TIMEOUT_S = 300
 NUM_TOKENS = 8
 TEXTS = ("The tide comes in.", "The tide goes out.", "The moon pulls the sea.")
-# SkyRL's types have a TypedDict, which pydantic takes from typing_extensions alone before Python 3.12.
+# SkyRL uses typing.TypedDict, but before Python 3.12 pydantic accepts only that of typing_extensions.
 SHIM = "import typing, typing_extensions\ntyping.TypedDict = typing_extensions.TypedDict\n"
 
 
 @contextmanager
 def running(command: list[str], url: str, **environment: str) -> Iterator[str]:
-    """A server, from when it answers."""
+    """Run a server; yields its base URL when it answers."""
     process = subprocess.Popen(command, env={**os.environ, **environment})
     try:
         until_s = time.monotonic() + START_TIMEOUT_S
@@ -65,7 +65,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the Tinker server unpacks what it saves, and the engine finds it."""
+    """The folder where the Tinker server unpacks adapters, and the engine finds them."""
     return tmp_path_factory.mktemp("adapters")
 
 
@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path) -> Iterator[str]:
     port = free_port()
     flags = ["--dtype", "float32", "--max-total-tokens", "8192", "--log-level", "error", "--device", "cpu"]
-    # Fewer than paths: those that nobody has asked for leave, and come back from the folder.
+    # Fewer slots than adapters, so that unused ones are unloaded, and loaded again from the folder.
     lora = ["--lora-folder", str(folder), "--max-lora-rank", "8", "--max-loaded-loras", "2"]
     command = [sys.executable, "-m", "ebbtide", "serve", MODEL, "--port", str(port), *flags, *lora]
     with running(command, f"http://127.0.0.1:{port}/health") as url:
@@ -86,7 +86,7 @@ def service(
 ) -> Iterator[tinker.ServiceClient]:
     own, port = tmp_path_factory.mktemp("tinker"), free_port()
     (own / "sitecustomize.py").write_text(SHIM if sys.version_info < (3, 12) else "")
-    # It asks for uv, with which it starts the process that trains, too.
+    # The server needs uv, since it starts the training process by it.
     uv = shutil.which("uv", path=str(Path(sys.executable).parent))
     assert uv is not None, "uv is missing: make test-tinker installs it"
     command = [uv, "run", "--no-project", "--python", sys.executable, "-m", "skyrl.tinker.api"]
@@ -145,7 +145,7 @@ def sample(client: tinker.SamplingClient, prompt: list[int]) -> Said:
 
 
 def merged(adapter: Path | None) -> Any:
-    """The base with an adapter added to its weights, as transformers computes it."""
+    """The base model in transformers, with an adapter merged into its weights; None: no adapter."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     if adapter is None:
         return model
@@ -189,7 +189,7 @@ def test_every_sampling_client_stays_with_the_adapter_of_its_path(
     for one, reference in zip(said, references, strict=True):
         assert one.tokens == reference.tokens
         assert one.logprobs == pytest.approx(reference.logprobs, abs=1e-3)
-    # In an order that has each of them unloaded and brought back: the engine may hold two.
+    # In an order that makes the engine, which may hold two, unload and reload each adapter.
     assert [sample(client, prompt) for client in clients] == said
     cards = requests.get(f"{engine}/v1/models", timeout=60).json()["data"]
     assert len(cards) == 1 + 2

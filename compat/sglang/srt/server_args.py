@@ -1,4 +1,4 @@
-"""Ebbtide's `ServerArgs`, and what SGLang has beside it."""
+"""Ebbtide's `ServerArgs`, and the other names of SGLang's module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang.srt.utils.common import get_open_port
 
 @dataclass
 class PortArgs:
-    """Addresses in SGLang's terms. Nobody listens there: Ebbtide's processes agree on their own."""
+    """Addresses as SGLang has them. Nothing listens there: Ebbtide's processes have their own."""
 
     tokenizer_ipc_name: str
     scheduler_input_ipc_name: str
@@ -25,14 +25,14 @@ class PortArgs:
 
     @classmethod
     def init_new(cls, server_args: ServerArgs, dp_rank: int | None = None) -> Self:
-        """Addresses that are free now."""
+        """Make addresses that are free now."""
         first, second, third, fourth, fifth = (f"ipc:///tmp/{uuid.uuid4()}" for _ in range(5))
         port = server_args.nccl_port if server_args.nccl_port is not None else get_open_port()
         return cls(first, second, third, fourth, fifth, nccl_port=port)
 
 
 def prepare_server_args(argv: Sequence[str]) -> ServerArgs:
-    """The arguments of a command line; leaves the process on a usage error, as argparse does."""
+    """Parse a command line. SystemExit: a usage error."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     return ServerArgs.from_cli_args(parser.parse_args(argv))

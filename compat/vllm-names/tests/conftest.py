@@ -1,4 +1,4 @@
-"""A server, as it is started for any trainer."""
+"""A fixture that starts a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenRLHF's own rollout actor and executor over an engine, on a CPU: the rest of its package needs GPUs."""
+"""OpenRLHF's rollout actor and executor with an engine on a CPU. The rest of its package needs GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def actor_kind(monkeypatch: pytest.MonkeyPatch) -> Any:
         pytest.skip("openrlhf is not installed")
     [root] = found.submodule_search_locations
     for name in ("openrlhf", "openrlhf.utils", "openrlhf.trainer", "openrlhf.trainer.ray"):
-        # Their own contents import deepspeed and more.
+        # Empty packages, since the real ones import deepspeed and more.
         package = ModuleType(name)
         package.__path__ = [os.path.join(root, *name.split(".")[1:])]
         monkeypatch.setitem(sys.modules, name, package)
@@ -43,7 +43,7 @@ def actor_kind(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def start(kind: Any) -> Any:
-    """As `create_vllm_engines` makes one, with a CPU."""
+    """Make an actor as `create_vllm_engines` does, but on a CPU."""
     actor = kind.__new__(kind)
     await actor.__init__(
         model=str(MODEL),
@@ -70,7 +70,7 @@ async def start(kind: Any) -> Any:
 
 
 async def join(actor: Any) -> Any:
-    """The trainer's end of the group."""
+    """Let the actor join a group; returns the trainer's end of it."""
     from openrlhf.utils.distributed_util import stateless_init_process_group
 
     port = get_open_port()
@@ -83,7 +83,7 @@ async def join(actor: Any) -> Any:
 
 
 async def broadcast(actor: Any, group: Any) -> None:
-    """As the policy actor's `broadcast_to_vllm`."""
+    """Send weights as the policy actor's `broadcast_to_vllm` does."""
     resetting = asyncio.create_task(actor.reset_prefix_cache())
     weights = load_file(OTHER / "model.safetensors")
     for count, (name, weight) in enumerate(weights.items(), 1):

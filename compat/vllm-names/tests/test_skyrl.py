@@ -1,4 +1,4 @@
-"""SkyRL's own client and its sender of weights against `ebbtide serve`, on a CPU, without a vLLM wheel."""
+"""SkyRL's client and its weight sender with `ebbtide serve`, on a CPU, without a vLLM wheel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm.utils import get_open_port
 from ebbtide.srt.hf_folder import folder_of
 
 IDS = [50, 81, 72, 261, 90]
-# Their own contents import what needs a GPU.
+# Replaced by empty packages, since the real ones import modules that need a GPU.
 PACKAGES = (
     "skyrl",
     "skyrl.backends",
@@ -32,7 +32,7 @@ PACKAGES = (
 
 @pytest.fixture(scope="module")
 def skyrl() -> Iterator[None]:
-    """Its modules can be imported, and this process is the only one of a trainer."""
+    """Make SkyRL's modules importable, and this process a trainer of one rank."""
     found = importlib.util.find_spec("skyrl")
     if found is None or not found.submodule_search_locations:
         pytest.skip("skyrl is not installed")
@@ -49,7 +49,7 @@ def skyrl() -> Iterator[None]:
 
 
 class Trainer:
-    """The sender of a trainer's weights, which has met the server."""
+    """A trainer's weight sender, in a group with the server after `join`."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -112,7 +112,7 @@ async def play(url: str) -> None:
     assert not waiting.done()
     await client.resume_generation()
     assert await waiting != before
-    # As it does with a trainer on the same GPUs.
+    # The sequence for a trainer on the same GPUs.
     await client.sleep(level=2)
     await client.wake_up(tags=["weights"])
     await trainer.send("tiny")

@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer in server mode trains against `ebbtide serve`, on a CPU, without a vLLM wheel.
+"""TRL's GRPOTrainer in server mode trains with `ebbtide serve`, on a CPU, without a vLLM wheel.
 
-TRL refuses to send weights from a device that is not called "cuda"; that word is all that is changed here.
-Its AsyncGRPOTrainer needs FlashAttention to train: of it what talks to the server is tested.
+TRL sends weights only from a device called "cuda"; only this name is patched here. AsyncGRPOTrainer needs
+FlashAttention to train, so only its client of the server is tested.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_grpo_trains_and_the_server_samples_from_its_weights(url: str, tmp_path:
     trainer.train()
     steps = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/max" in row]
     assert len(steps) == 3
-    # At each step, what the server said of its samples is what the trainer's weights say of them.
+    # At each step, the server's logprobs of its samples are those of the trainer's weights.
     assert max(row["sampling/sampling_logp_difference/max"] for row in steps) < 1e-3
     trainer.vllm_generation.sync_weights()
     last = server_logprobs(url, ids)

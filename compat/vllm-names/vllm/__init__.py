@@ -1,4 +1,4 @@
-"""The names of vLLM that RL trainers use to talk to a server, or to an engine. Source: wire_vllm."""
+"""The names of vLLM that RL trainers use with a server or an engine. Source: wire_vllm."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from vllm.async_engine import AsyncEngineArgs as AsyncEngineArgs, AsyncLLMEngine as AsyncLLMEngine
 
-# Trainers ask by it which of vLLM's interfaces are there; TRL knows versions up to this one.
+# Trainers choose vLLM's interfaces by the version. TRL supports versions up to this one.
 __version__ = os.environ.get("EBBTIDE_VLLM_VERSION", "0.31.0")
 
 
 class LLM:
-    """A name that trainers import. An engine inside the trainer's process is not in this package."""
+    """A name that trainers import. Making an instance raises: this package has no such engine."""
 
     def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
@@ -33,7 +33,7 @@ class LLM:
 
 
 class _Rest(MetaPathFinder):
-    """The last of the finders: it says of any other module of vLLM that it is not here."""
+    """The last import finder: raises for all other modules of vLLM."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -47,7 +47,7 @@ class _Rest(MetaPathFinder):
 
 
 def _refuse_real_vllm() -> None:
-    """What then runs would depend on the order of folders."""
+    """Raise ImportError if a real vLLM is installed: which one runs would depend on the order of folders."""
     for found in distributions(name="vllm"):
         raise ImportError(
             f"vllm {found.version} is installed, and Ebbtide's package of that name would hide it: "
@@ -56,7 +56,7 @@ def _refuse_real_vllm() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # When first asked for: whoever talks to a server needs no engine.
+    # Imported on first access: clients of a server need no engine.
     if name in ("AsyncEngineArgs", "AsyncLLMEngine"):
         from vllm import async_engine
 

@@ -1,7 +1,7 @@
 """vLLM's engine in this process, with the methods and worker calls of OpenRLHF. Source: wire_vllm 3.7.
 
-The parameters of an update are staged one by one, and the last of them commits them all: requests that run
-meanwhile never see half of an update.
+The parameters of an update are staged one by one, and the last one commits them all, so that running requests
+never see half of an update.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
-# vLLM's argument → ours, where the value is the same.
+# Names of arguments, from vLLM's to Ebbtide's. Their values are the same.
 _RENAMED: Final = {
     "model": "model_path",
     "tokenizer": "tokenizer_path",
@@ -59,7 +59,7 @@ _RENAMED: Final = {
     "logprobs_mode": "logprobs_mode",
     "max_logprobs": "max_logprobs",
 }
-# Taken, and not used: memory can always be given back, and the worker calls are those of `collective_rpc`.
+# Accepted and ignored: sleep mode is always possible, and worker calls are those of `collective_rpc`.
 _UNUSED: Final = ("enable_sleep_mode", "worker_extension_cls", "disable_log_stats", "disable_log_requests")
 
 
@@ -67,11 +67,11 @@ class AsyncEngineArgs:
     """vLLM's arguments of an engine.
 
     Args:
-        additional_config: `{"ebbtide": {...}}` has arguments of `ebbtide.Engine` by their own names.
-        **given: vLLM's; None is not given.
+        additional_config: `{"ebbtide": {...}}` has arguments of `ebbtide.Engine` by Ebbtide's names.
+        **given: vLLM's arguments; None counts as not given.
 
     Raises:
-        ValueError: names what is not here, and the remedy.
+        ValueError: an argument is not supported. The message says what to do instead.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class AsyncEngineArgs:
 
 
 class _Core(ebbtide.Engine):
-    """An engine whose parts can be asked directly."""
+    """An engine that gives access to its service and its event loop."""
 
     @property
     def service(self) -> EngineService:
         return self._service
 
     async def there(self, work: Awaitable[T]) -> T:
-        """Await something in the engine's own loop."""
+        """Await something in the engine's event loop."""
 
         async def run() -> T:
             return await work
@@ -116,15 +116,15 @@ class _Core(ebbtide.Engine):
         return await self._runner.run(run())
 
     async def answer(self, fields: Mapping[str, Any]) -> Any:
-        """What `POST /generate` answers to these fields."""
+        """Generate with the fields of `POST /generate`; returns the answer's body."""
         return await self._generate(fields)
 
 
 class AsyncLLMEngine:
-    """An engine, with its processes.
+    """An engine with its processes.
 
     Attributes:
-        output_processor: has `get_num_unfinished_requests`.
+        output_processor: an object with the method `get_num_unfinished_requests`.
     """
 
     def __init__(self, core: _Core) -> None:
@@ -136,7 +136,7 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLMEngine:
-        """Start; returns when it is ready."""
+        """Start an engine; returns when it is ready."""
         return cls(_Core(**engine_args.arguments))
 
     def shutdown(self) -> None:
@@ -151,10 +151,10 @@ class AsyncLLMEngine:
         sampling_params: SamplingParams,
         request_id: str,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt. There is one output, at the end.
+        """Continue a prompt; yields one output, at the end.
 
         Raises:
-            RequestRejected: what the engine refuses.
+            RequestRejected: the engine refuses the request.
         """
         call = _call(prompt, sampling_params, request_id, self._core.service.config.model.served_model_name)
         self._num_unfinished += 1
@@ -177,7 +177,7 @@ class AsyncLLMEngine:
         clear_cache: bool = True,
         wait_for_inflight_requests: bool = False,
     ) -> None:
-        """Stop forward passes; with "keep" running requests wait, and go on after `resume_generation`."""
+        """Stop forward passes. With "keep", running requests wait for `resume_generation`, and then go on."""
         asked = PauseParameters(
             mode=mode, clear_cache=clear_cache, wait_for_inflight_requests=wait_for_inflight_requests
         )
@@ -190,13 +190,13 @@ class AsyncLLMEngine:
         return self._core.service.state.paused is not None
 
     async def sleep(self, level: int = 1, mode: VllmPauseMode = "abort") -> None:
-        """Give memory back. Level 1 keeps the weights on the host, 2 drops them, 0 only pauses."""
+        """Give memory back. Level 1 keeps the weights in host memory, 2 drops them, 0 only pauses."""
         await self._core.there(self._occupation.sleep(SleepParameters(level=level, mode=mode)))
 
     async def wake_up(
         self, tags: list[Literal["weights", "kv_cache", "cuda_graph", "scheduling"]] | None = None
     ) -> None:
-        """Take memory again; with the last of it generation goes on."""
+        """Take memory again. When all of it is there, generation goes on."""
         await self._core.there(self._occupation.wake_up(WakeUpParameters(tags=tags)))
 
     async def is_sleeping(self) -> bool:
@@ -219,10 +219,13 @@ class AsyncLLMEngine:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[None]:
-        """One of OpenRLHF's worker calls, by its name; nothing is looked up or imported.
+        """Do one of OpenRLHF's worker calls: "init_process_group", "update_weight", "update_weight_cuda_ipc".
+
+        Args:
+            timeout: ignored.
 
         Raises:
-            NotImplementedError: another name.
+            NotImplementedError: another method.
             RequestRejected: the update is refused, and the old weights serve.
         """
         call = self._updates.calls.get(method)
@@ -236,13 +239,13 @@ class AsyncLLMEngine:
 
 
 class _Updates:
-    """Updates parameter by parameter. The one that says `empty_cache` is the last of its update."""
+    """Updates that come parameter by parameter. The last one of an update has `empty_cache`."""
 
     def __init__(self, core: _Core) -> None:
         self._core = core
         self._transfer = VllmWeightTransfer(core.service)
         self._is_open = False
-        # Why nothing more of the update that is under way is taken.
+        # Why the rest of the current update is refused.
         self._failure: EbbtideError | None = None
         self.calls: dict[str, Callable[..., Awaitable[None]]] = {
             "init_process_group": self._join,
@@ -299,7 +302,7 @@ class _Updates:
                 await self._core.there(self._transfer.finish(FinishParameters()))
                 self._is_open = False
         except EbbtideError as error:
-            # What comes after it must not be taken for an update of its own.
+            # The rest of this update must not be taken for a new one.
             self._is_open, self._failure = False, None if is_last else error
             raise
 
@@ -384,7 +387,7 @@ def _prompt_logprobs(meta: Mapping[str, Any], num_top: int | None) -> list[dict[
 def _logprobs(
     own: Sequence[Sequence[Any]], top: Sequence[Any] | None, num_top: int
 ) -> list[dict[int, Logprob]]:
-    """For each token it and the most likely ones, by their ids."""
+    """For each token the logprobs of itself and of the most likely tokens, by token id."""
     rows = []
     for place, (logprob, token_id, text) in enumerate(own):
         listed = (top[place] or [])[:num_top] if top is not None else []

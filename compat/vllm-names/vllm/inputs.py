@@ -1,4 +1,4 @@
-"""Prompts, in vLLM's words."""
+"""vLLM's types of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine answers, in vLLM's words."""
+"""vLLM's types of outputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Logprob:
-    """Of a token. `rank`: 1 is the most likely; None where that is not known."""
+    """Logprob of a token. `rank`: 1 is the most likely token; None: unknown."""
 
     logprob: float
     rank: int | None = None
@@ -16,7 +16,7 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """A sample. `logprobs`: for each token, by token id, the token itself first."""
+    """A sample. `logprobs`: for each output token a dictionary by token id; the sampled token is first."""
 
     index: int
     text: str

@@ -1,4 +1,4 @@
-"""How to sample, in vLLM's words."""
+"""vLLM's sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class StructuredOutputsParams:
-    """What an output must look like: one of these."""
+    """The structure that an output must have. Give one of these."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -20,11 +20,12 @@ class StructuredOutputsParams:
 
 @dataclass
 class SamplingParams:
-    """As the fields of `POST /inference/v1/generate`; what the engine does not do is refused there by name.
+    """Fields as of `POST /inference/v1/generate`. The engine refuses those that it does not support.
 
     Attributes:
-        max_tokens: None: to the end of the context.
-        logprobs, prompt_logprobs: how many of the most likely tokens; 0: the token itself; None: none.
+        max_tokens: None: up to the end of the context.
+        logprobs, prompt_logprobs: number of most likely tokens to return, besides the token itself; None: no
+            logprobs.
     """
 
     n: int = 1
@@ -56,7 +57,7 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Those that say something, as JSON has them."""
+        """The fields that are not None, as JSON objects."""
         return _given(asdict(self))
 
 

@@ -1,4 +1,4 @@
-"""A dumper that dumps nothing: frameworks call it all over their own code."""
+"""SGLang's debug dumper, which does nothing here. Frameworks call it throughout their code."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 
 class DumperConfig:
-    """Takes any settings."""
+    """Accepts any settings, and ignores them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
 class _Dumper:
-    """Takes any call of any method."""
+    """Accepts calls of any method, which do nothing."""
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask for methods by such names, and take their absence for an answer.
+        # Copying and pickling look for optional methods with such names.
         if name.startswith("__"):
             raise AttributeError(name)
         return _do_nothing

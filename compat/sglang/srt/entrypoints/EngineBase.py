@@ -1,4 +1,4 @@
-"""What every engine can do, for adapters of frameworks that speak to one somewhere else."""
+"""SGLang's base class of engines, for frameworks that implement one over a network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class EngineBase(ABC):
-    """An engine in this process or behind a network."""
+    """An engine, in this process or elsewhere."""
 
     @abstractmethod
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -19,15 +19,15 @@ class EngineBase(ABC):
 
     @abstractmethod
     def update_weights_from_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        """Take new weights."""
+        """Update the weights."""
 
     @abstractmethod
     def release_memory_occupation(self, *args: Any, **kwargs: Any) -> Any:
-        """Give memory back."""
+        """Give memory back to the system."""
 
     @abstractmethod
     def resume_memory_occupation(self, *args: Any, **kwargs: Any) -> Any:
-        """Take memory again."""
+        """Take released memory again."""
 
     @abstractmethod
     def shutdown(self) -> Any:

@@ -1,4 +1,4 @@
-"""SGLang's `Engine`, whose control methods answer with tuples. Source: wire_api section 8."""
+"""SGLang's `Engine`, whose control methods return tuples. Source: wire_api section 8."""
 
 from __future__ import annotations
 
@@ -37,48 +37,48 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerInitResult(dict[str, Any]):
-    """What the scheduler reports at its start, by name; newer launchers read it as `scheduler_infos[0]`."""
+    """What the scheduler reports when it starts. Newer launchers read it as `scheduler_infos[0]`."""
 
     @property
     def scheduler_infos(self) -> list[dict[str, Any]]:
         return [self]
 
 
-# A tokenizer manager, a template manager, the ports, the sizes of the scheduler, a watchdog (Ebbtide's engine
-# has one of its own).
+# Tokenizer manager, template manager, ports, the scheduler's report, and a watchdog: None, since Ebbtide's
+# engine has its own.
 Started = tuple[TokenizerManager, Any, PortArgs, SchedulerInitResult, None]
 
 
 def _set_envs_and_config(server_args: ServerArgs) -> None:
-    """Called before an engine starts; clients put another function in its place."""
+    """Does nothing. Called before an engine starts; clients may replace it."""
 
 
 def init_tokenizer_manager(*args: Any, **kwargs: Any) -> NoReturn:
-    """A name that clients pass on. Ebbtide starts what it needs by itself."""
+    """Raises. Clients pass this function on, but Ebbtide starts its processes itself."""
     raise NotImplementedError("init_tokenizer_manager: an engine is started by Engine._launch_subprocesses")
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> NoReturn:
-    """As `init_tokenizer_manager`."""
+    """Raises, as `init_tokenizer_manager`."""
     raise NotImplementedError("run_scheduler_process: an engine is started by Engine._launch_subprocesses")
 
 
 def _launch_subprocesses(
     server_args: ServerArgs, port_args: PortArgs | None = None, **hooks: Any
 ) -> tuple[TokenizerManager, Any, dict[str, Any], PortArgs]:
-    """Start an engine, in the older order: tokenizer manager, template manager, sizes, ports."""
+    """Start an engine; returns its parts in an older order: scheduler's report before ports, no watchdog."""
     manager, templates, ports, sizes, _ = Engine._launch_subprocesses(server_args, port_args=port_args)
     return manager, templates, sizes, ports
 
 
 class Engine(EngineBase):
-    """An engine of this process.
+    """An engine in this process.
 
-    Updates, and release and resume, answer with `(success, message)`; see `TokenizerManager`. The plain
-    methods work where no event loop runs; elsewhere the coroutines of `tokenizer_manager` do.
+    Updates, release and resume return `(success, message)`, see `TokenizerManager`. Methods block, and raise
+    RuntimeError in an event loop: there, use the coroutines of `tokenizer_manager`.
 
     Args:
-        **kwargs: `server_args`, or the fields of `ServerArgs`.
+        **kwargs: `server_args`, or fields of `ServerArgs`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -103,9 +103,9 @@ class Engine(EngineBase):
         run_detokenizer_process_func: Any = None,
         port_args: PortArgs | None = None,
     ) -> Started:
-        """Start an engine. The functions are accepted and not used: its processes are Ebbtide's own.
+        """Start an engine. The functions are ignored, since its processes are Ebbtide's own.
 
-        A client's own scheduler would answer at `rpc_ipc_name`: there every call is refused.
+        A client's own scheduler would answer at `rpc_ipc_name`, so all calls there are refused.
         """
         _set_envs_and_config(server_args)
         core = EngineCore(server_args=server_args)
@@ -150,7 +150,7 @@ class Engine(EngineBase):
         return self._run(self.tokenizer_manager.resume_memory_occupation(obj))
 
     def update_weights_from_tensor(self, *args: Any, **fields: Any) -> Outcome:
-        """As `ebbtide.Engine.update_weights_from_tensor`: pairs (name, tensor), or serialized entries."""
+        """As `ebbtide.Engine.update_weights_from_tensor`: of (name, tensor) pairs, or serialized entries."""
         update = partial(self._core.async_update_weights_from_tensor, *args, **fields)
         return self._run(self.tokenizer_manager.outcome_of("update_weights_from_tensor", update))
 
@@ -169,7 +169,7 @@ class Engine(EngineBase):
         flush_cache: bool = True,
         **fields: Any,
     ) -> Outcome:
-        if isinstance(names, str):  # Older senders broadcast one tensor a call: its name, type and shape.
+        if isinstance(names, str):  # Older senders broadcast one tensor per call: its name, dtype and shape.
             names, dtypes, shapes = [names], [dtypes], [shapes]
         obj = UpdateWeightsFromDistributedReqInput(
             names=list(names),
@@ -210,7 +210,7 @@ class Engine(EngineBase):
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         return self._core.get_weights_by_name(name, truncate_size)
 
-    # ----------------------------------------------------------------------------------------- and the rest
+    # ------------------------------------------------------------------------------------------------ others
 
     def get_server_info(self) -> dict[str, Any]:
         return self._core.server_info()
@@ -230,5 +230,5 @@ class Engine(EngineBase):
         return self.tokenizer_manager.core
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        # The error names what the caller asked for; a coroutine has a name, whatever its type says.
+        # The name is for the error message. Coroutines have `__name__`, though their type does not say so.
         return self._core.wait(work, f"tokenizer_manager.{getattr(work, '__name__', '')}")

@@ -1,7 +1,7 @@
-"""The server, and `app`: Ebbtide's endpoints, for an engine that is started later. wire_api section 8.
+"""SGLang's server, and `app`, an application with Ebbtide's endpoints. Source: wire_api section 8.
 
-`app` has its routes from the start, so that frameworks can add to them and take some away. What is left of
-them leads to the engine that `launch_server` or `set_global_state` binds it to.
+`app` has its routes from the start, so that frameworks can add and remove some. Requests go to the engine to
+which `launch_server` or `set_global_state` binds it later.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs as ServerArgs
 
 logger = logging.getLogger(__name__)
 
-# What is still being answered when the server stops has that long.
+# The time that running requests get when the server stops.
 _STOP_TIMEOUT_S = 2
 _WARMUP_TIMEOUT_S = 120.0
 _POLL_S = 0.1
@@ -63,7 +63,7 @@ class _Endpoints:
 
 @dataclass
 class _GlobalState:
-    """An engine of this process, as `_launch_subprocesses` returns it in parts."""
+    """An engine in this process, in parts as `_launch_subprocesses` returns them."""
 
     tokenizer_manager: TokenizerManager
     template_manager: Any
@@ -71,7 +71,7 @@ class _GlobalState:
 
 
 def _make_app() -> FastAPI:
-    # Only the paths are read: no engine is asked for anything before the first request.
+    # Without a service, since only the routes are read here.
     known = create_app(cast(EngineService, object()))
     made = FastAPI(openapi_url=None)
     for route in known.routes:
@@ -82,7 +82,7 @@ def _make_app() -> FastAPI:
 
 
 class _Route(APIRoute):
-    """A route of `app`, of the class by which frameworks find the ones that they remove."""
+    """A route of `app`. Frameworks look for this class, `APIRoute`, to find routes to remove."""
 
     def __init__(self, known: Route) -> None:
         super().__init__(
@@ -92,7 +92,7 @@ class _Route(APIRoute):
 
 
 async def _endpoint(request: Request) -> Response:
-    """Stands for every endpoint in the list of routes; `_Route` calls `_endpoints` in its place."""
+    """Placeholder in the list of routes. It is never called: `_Route` calls `_endpoints` instead."""
     raise NotImplementedError
 
 
@@ -110,12 +110,12 @@ app = _make_app()
 
 
 def set_global_state(state: _GlobalState) -> None:
-    """Bind `app` to an engine of this process; it may then be served from any event loop."""
+    """Bind `app` to an engine in this process. It may then be served from any event loop."""
     _endpoints.bind(state.tokenizer_manager.core.application())
 
 
 def launch_server(server_args: ServerArgs) -> None:
-    """Serve `app` until SIGINT or SIGTERM; on the further nodes of an engine, lend it their ranks.
+    """Serve `app` until SIGINT or SIGTERM; on other nodes of an engine, run their ranks.
 
     Raises:
         ConfigurationError, EngineError: as Ebbtide's own `launch_server`.
@@ -128,14 +128,14 @@ def launch_server(server_args: ServerArgs) -> None:
 
 
 def _execute_server_warmup(server_args: ServerArgs) -> bool:
-    """Wait until the server answers and has generated a token; whether it has."""
+    """Wait until the server has generated a token; returns whether it has within `_WARMUP_TIMEOUT_S`."""
     url = f"{server_args.url()}/health_generate"
     deadline_s = time.monotonic() + _WARMUP_TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:
             ask(url, server_args.api_key, timeout_s=_WARMUP_TIMEOUT_S)
             return True
-        except OSError as error:  # nobody listens yet, or a status that is not 200
+        except OSError as error:  # No connection yet, or an HTTP error.
             failure = error
             time.sleep(_POLL_S)
     logger.error("%s did not answer: %s", url, failure)
@@ -152,13 +152,11 @@ def _setup_and_run_http_server(
     execute_warmup_func: Callable[[ServerArgs], bool] = _execute_server_warmup,
     launch_callback: Callable[[], None] | None = None,
 ) -> None:
-    """Serve `app` over an engine that `Engine._launch_subprocesses` has started, until SIGINT or SIGTERM.
-
-    The engine has ended when it returns.
+    """Serve `app` for an engine of `Engine._launch_subprocesses` until SIGINT or SIGTERM; then end it.
 
     Args:
-        execute_warmup_func: called in a thread once the server listens, unless `skip_server_warmup`.
-        launch_callback: called after that.
+        execute_warmup_func: called in a thread unless `skip_server_warmup`; returns whether the server is up.
+        launch_callback: called in that thread when the server is up.
 
     Raises:
         EngineError: a process of the engine died.
@@ -185,7 +183,7 @@ def _setup_and_run_http_server(
 
 
 class _Server(uvicorn.Server):
-    """Stops as well when the engine has died."""
+    """A server that also stops when the engine has failed."""
 
     def __init__(self, server_args: ServerArgs, core: EngineCore) -> None:
         super().__init__(
@@ -206,7 +204,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn would raise a signal again once it has stopped, and the engine would not be shut down.
+        # uvicorn's own would raise the signal again at its end, before the engine is shut down.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -220,7 +218,7 @@ class _Server(uvicorn.Server):
 
 
 async def health_generate(request: Request) -> Response:
-    """The endpoint of `/health_generate`, for routes of the client's own."""
+    """The endpoint of `/health_generate`, for the client's own routes."""
     return _Forwarded("/health_generate")
 
 
@@ -230,7 +228,7 @@ def _bound_to(service: EngineService) -> ASGIApp:
 
 
 class _Forwarded(Response):
-    """The answer of another path."""
+    """A response that another path of `app` gives."""
 
     def __init__(self, path: str) -> None:
         super().__init__()

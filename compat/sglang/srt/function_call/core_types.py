@@ -1,4 +1,4 @@
-"""What calls of tools are told in."""
+"""The type of tool calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 
 class ToolCallItem(BaseModel):
-    """A call. `tool_index`: its place among those of its text; `parameters`: the JSON text of an object."""
+    """A tool call. `tool_index`: its number in the text; `parameters`: a JSON object, as text."""
 
     tool_index: int
     name: str | None = None

@@ -1,4 +1,4 @@
-"""Tool calls, as frameworks find them in what the model has written."""
+"""SGLang's parser of tool calls in a model's output."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from sglang.srt.function_call.core_types import ToolCallItem
 
 
 class FunctionCallParser:
-    """Finds calls in one text: whole, or as it grows.
+    """Finds tool calls, in a whole text or in a stream.
 
     Args:
-        tools: `Tool`s, or as JSON.
-        tool_call_parser: a name of `ToolCallParserEnum`.
+        tools: `Tool`s, or the same as dictionaries.
+        tool_call_parser: a key of `ToolCallParserEnum`.
 
-    Raises ValueError for another name, with those that there are.
+    Raises:
+        ValueError: `tool_call_parser` is unknown. The message lists the known ones.
     """
 
     ToolCallParserEnum: ClassVar[dict[str, Any]] = dict(TOOL_CALL_FORMATS)
@@ -29,27 +30,27 @@ class FunctionCallParser:
         self._num_calls = 0
 
     def has_tool_call(self, text: str) -> bool:
-        """Whether it looks as if there were one."""
+        """Whether a text may have a tool call."""
         return may_have_calls(text, self._name)
 
     def parse_non_stream(self, full_text: str) -> tuple[str, list[ToolCallItem]]:
-        """The text without its calls, and these."""
+        """The text without its tool calls, and the calls."""
         parts = AnswerScanner(self._tools, self._name).push(full_text, is_last=True)
         return parts.text, _items(parts.calls, 0)
 
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, list[ToolCallItem]]:
-        """What a chunk adds. A call comes whole, with the chunk that ends it."""
+        """What a chunk of the stream adds to text and calls. A call is returned when it is complete."""
         return self._push(chunk_text, is_last=False)
 
     def finish(self) -> tuple[str, list[ToolCallItem]]:
-        """What the end of the text adds: what could have become a call, and a call without its end."""
+        """What the end of the stream adds: text that could have become a call, and an unfinished call."""
         return self._push("", is_last=True)
 
     def get_structure_constraint(self, tool_choice: Any) -> tuple[str, dict[str, Any]] | None:
-        """The sampling parameter that enforces calls: its name and value; None for "auto" and "none".
+        """Name and value of the sampling parameter that enforces calls; None for "auto" and "none".
 
         Args:
-            tool_choice: "required", or a function by its name, as an object or as JSON.
+            tool_choice: "auto", "none", "required", or an object or dictionary that names a function.
         """
         if isinstance(tool_choice, str):
             chosen, most = (self._tools if tool_choice == "required" else []), None

@@ -1,1 +1,1 @@
-"""What there is of the paths of layers."""
+"""Parts of SGLang's `layers` that frameworks import."""

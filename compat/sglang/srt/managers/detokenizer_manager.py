@@ -1,4 +1,4 @@
-"""A name that launchers pass on."""
+"""A function that launchers pass on, and that only raises."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any, NoReturn
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> NoReturn:
-    """Ebbtide starts what it needs by itself."""
+    """Raises: Ebbtide starts its processes itself."""
     raise NotImplementedError("run_detokenizer_process: an engine is started by Engine._launch_subprocesses")

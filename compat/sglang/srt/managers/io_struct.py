@@ -1,4 +1,4 @@
-"""Requests as SGLang has them: mutable, built by keyword. Their fields are those of Ebbtide's.
+"""Requests as SGLang has them: mutable dataclasses, with the fields of Ebbtide's requests.
 
 Source: wire_api sections 2, 3 and 8.
 """
@@ -34,7 +34,7 @@ _IGNORED_FIELDS = (
 
 
 def _mutable(request: type[msgspec.Struct], also: tuple[str, ...] = ()) -> Any:
-    """A mutable twin of a request. `also`: further fields, None unless given."""
+    """Make a mutable dataclass with the fields of a request. `also`: further fields, None by default."""
     required, optional = [], []
     for known in msgspec.structs.fields(request):
         if known.required:
@@ -57,7 +57,7 @@ ContinueGenerationReqInput = _mutable(io_struct.ContinueGenerationReqInput)
 ReleaseMemoryOccupationReqInput = _mutable(io_struct.ReleaseMemoryOccupationReqInput)
 ResumeMemoryOccupationReqInput = _mutable(io_struct.ResumeMemoryOccupationReqInput)
 UpdateWeightFromDiskReqInput = _mutable(io_struct.UpdateWeightFromDiskReqInput)
-# There is no draft model to leave out.
+# `disable_draft_model` is accepted and ignored: there is no draft model.
 UpdateWeightsFromTensorReqInput = _mutable(
     io_struct.UpdateWeightsFromTensorReqInput, ("disable_draft_model",)
 )
@@ -77,7 +77,7 @@ UnloadLoRAAdapterReqInput = _mutable(io_struct.UnloadLoRAAdapterReqInput)
 
 @dataclass(kw_only=True)
 class LoRAUpdateOutput:
-    """What has become of a load or an unload; `loaded_adapters` are versions by name."""
+    """Outcome of loading or unloading an adapter. `loaded_adapters`: versions by name."""
 
     success: bool
     error_message: str | None = None
@@ -86,7 +86,7 @@ class LoRAUpdateOutput:
 
 @dataclass(kw_only=True)
 class RpcReqInput:
-    """A call of a method of a client's own scheduler, which Ebbtide refuses."""
+    """A call of a method of the client's own scheduler, which Ebbtide refuses."""
 
     method: str
     parameters: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ class RpcReqInput:
 
 @dataclass(kw_only=True)
 class RpcReqOutput:
-    """What has become of it."""
+    """Outcome of an `RpcReqInput`."""
 
     success: bool
     message: str
@@ -111,7 +111,7 @@ class Function:
 
 @dataclass
 class Tool:
-    """A tool of the one kind there is."""
+    """A tool. Functions are the only type."""
 
     function: Function
     type: str | None = "function"

@@ -1,4 +1,7 @@
-"""SGLang's `TokenizerManager` as frameworks use it in their own process. Source: wire_api section 8."""
+"""SGLang's `TokenizerManager`, for frameworks that have the engine in their process.
+
+Source: wire_api section 8.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Whether it was done, and the message.
+# Whether the request succeeded, and the message.
 Outcome = tuple[bool, str]
 
 
 class ServerStatus(enum.Enum):
-    """Set by whoever starts the server; Ebbtide's own answer is `/health`."""
+    """Set by the code that starts the server. Ebbtide's own `/health` does not use it."""
 
     Up = "Up"
     Starting = "Starting"
@@ -31,14 +34,14 @@ class ServerStatus(enum.Enum):
 
 
 class TokenizerManager:
-    """Requests to an engine of this process, from any event loop.
+    """Sends requests to an engine in this process, from any event loop.
 
-    What SGLang answers with a tuple does not raise when it is refused: it returns False and the reason, and
-    logs it, since some callers do not look. An engine that failed raises `EngineError`.
+    Methods that return a tuple do not raise on a refusal: they return False and the reason, and log it, since
+    some callers ignore the result. If the engine has failed, they raise `EngineError`.
 
     Attributes:
-        rid_to_state: the requests that `generate_request` is answering, by their rids.
-        server_status: as set.
+        rid_to_state: requests that `generate_request` is answering, by rid.
+        server_status: set by the code that starts the server, for clients to read.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -48,15 +51,15 @@ class TokenizerManager:
         self.rid_to_state: dict[str, Any] = {}
 
     def auto_create_handle_loop(self) -> None:
-        """Nothing to do: the engine's messages are read from its start."""
+        """Does nothing: the engine's messages are read from its start."""
 
     # ------------------------------------------------------------------------------------------ generation
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncGenerator[Any, None]:
-        """Yield the chunks of a stream, or once the whole answer.
+        """Yield the chunks of a stream; without `stream`, yield the whole answer once.
 
         Raises:
-            RequestRejected: a field that is wrong, or that asks for what Ebbtide does not have.
+            RequestRejected: a field is wrong, or asks for something that Ebbtide does not have.
         """
         fields = {name: value for name, value in vars(obj).items() if value is not None}
         prompt = fields.pop("text", None)
@@ -66,30 +69,30 @@ class TokenizerManager:
                 async for chunk in answer:
                     yield chunk
                 return
-        # Out of the scope: callers take this one with `anext`, and never come back for the end.
+        # Outside the `with` block: callers get this with `anext`, and never resume the generator.
         yield answer
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """End one request, or all; they answer with the tokens they have. Does not wait for that."""
+        """Abort one request, or all; they answer with the tokens so far. Does not wait for that."""
         self.core.start(self.core.async_abort_request(rid, abort_all))
 
     async def pause_generation(self, obj: Any, request: Any = None) -> dict[str, Any]:
-        """Run no forward pass until `continue_generation`. Raises `RequestRejected` where that is refused."""
+        """Stop forward passes until `continue_generation`. Raises `RequestRejected`."""
         reply: dict[str, Any] = await self.core.ask("PauseGenerationReqInput", vars(obj))
         return reply
 
     async def continue_generation(self, obj: Any, request: Any = None) -> dict[str, Any]:
-        """End a pause."""
+        """End a pause. Raises `RequestRejected`."""
         reply: dict[str, Any] = await self.core.ask("ContinueGenerationReqInput", vars(obj))
         return reply
 
     async def flush_cache(self) -> FlushCacheReqOutput:
-        """Empty the prefix cache; `success` is false where running requests hold on to some of it."""
+        """Empty the prefix cache. `success` is false if running requests still use some of it."""
         reply = await self.core.async_flush_cache()
         return FlushCacheReqOutput(success=reply["fully_flushed"], message=reply["message"])
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
-        """What `/server_info` says of each replica."""
+        """The state of each replica, as in `/server_info`."""
         states: list[dict[str, Any]] = (await self.core.async_server_info())["internal_states"]
         return states
 
@@ -102,7 +105,7 @@ class TokenizerManager:
         return await self._attempt("ResumeMemoryOccupationReqInput", obj)
 
     async def update_weights_from_disk(self, obj: Any, request: Any = None) -> tuple[bool, str, int]:
-        """As the others; the third is how many requests were held up."""
+        """As the other updates, but also returns the number of requests that were paused."""
         name = "UpdateWeightFromDiskReqInput"
         done, reply = await self._reply_to(name, self._asking(name, obj))
         return done, reply["message"], reply.get("num_paused_requests", 0)
@@ -154,7 +157,7 @@ class TokenizerManager:
     # -------------------------------------------------------------------------------------------- internals
 
     async def outcome_of(self, name: str, call: Callable[[], Awaitable[dict[str, Any]]]) -> Outcome:
-        """What has become of a control request, told SGLang's way."""
+        """Await a control request; returns its outcome as SGLang does."""
         done, reply = await self._reply_to(name, call)
         return done, reply["message"]
 
@@ -175,7 +178,7 @@ class TokenizerManager:
 
     @contextmanager
     def _listed(self, obj: Any, fields: dict[str, Any]) -> Iterator[None]:
-        """Have a request in `rid_to_state` while it is answered, under an id made here if it brings none."""
+        """Keep a request in `rid_to_state` while it is answered. Gives it a rid if it has none."""
         posted = fields.setdefault("rid", uuid.uuid4().hex)
         rids = [posted] if isinstance(posted, str) else list(posted)
         self.rid_to_state.update(dict.fromkeys(rids, obj))

@@ -1,4 +1,4 @@
-"""What trainers take from here: the forms in which weights travel."""
+"""SGLang's path of two formats for weights, which trainers import from here."""
 
 from sglang.srt.model_executor.model_runner_components.weight_updater import (
     LocalSerializedTensor as LocalSerializedTensor,

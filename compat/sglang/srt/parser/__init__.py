@@ -1,1 +1,1 @@
-"""Parsers of what models say."""
+"""Parsers of models' outputs."""

@@ -1,4 +1,4 @@
-"""Reasoning, as frameworks find it in what the model has said."""
+"""SGLang's parser that separates a model's reasoning from its answer."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from ebbtide.srt.managers.text.answer_scanner import REASONING_FORMATS, AnswerSc
 
 @dataclass(frozen=True)
 class Detector:
-    """The marks of a family of models."""
+    """The markers of reasoning of a family of models."""
 
     think_start_token: str
     think_end_token: str
 
 
 class ReasoningParser:
-    """Separates reasoning from answer in one text: whole, or as it grows.
+    """Separates reasoning from the answer, in a whole text or in a stream.
 
     Args:
-        stream_reasoning: ignored: reasoning comes as it is written.
-        force_reasoning: whether a text begins in the middle of reasoning; None: as its family's do.
+        model_type: a key of `DetectorMap`.
+        stream_reasoning: ignored; reasoning is always streamed.
+        force_reasoning: whether texts begin within reasoning; None: as usual for the family of models.
 
-    Raises ValueError for a name that is not known, with those that there are.
+    Raises:
+        ValueError: `model_type` is unknown. The message lists the known ones.
     """
 
     DetectorMap: ClassVar[dict[str, Any]] = dict(REASONING_FORMATS)
@@ -42,17 +44,17 @@ class ReasoningParser:
         self.detector = Detector(form.begin, form.end)
 
     def parse_non_stream(self, full_text: str) -> tuple[str, str]:
-        """The reasoning of a text, and the answer."""
+        """The reasoning and the answer of a whole text."""
         parts = self._scanner().push(full_text, is_last=True)
         return parts.reasoning, parts.text
 
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, str]:
-        """What a chunk adds to either."""
+        """What a chunk of the stream adds to the reasoning and to the answer."""
         parts = self._stream.push(chunk_text)
         return parts.reasoning, parts.text
 
     def finish(self) -> tuple[str, str]:
-        """What the end of the text adds to either: what could have become a marker."""
+        """What the end of the stream adds: text that was held back since a marker could begin there."""
         parts = self._stream.push("", is_last=True)
         return parts.reasoning, parts.text
 

@@ -1,3 +1,3 @@
-"""Ebbtide's sampling parameters: one attribute per key of the wire."""
+"""Ebbtide's sampling parameters, with one attribute per key of a request."""
 
 from ebbtide.srt.sampling_params import SamplingParams as SamplingParams

@@ -1,4 +1,4 @@
-"""Helpers that trainers import: serialized tensors, process trees, ports. torch is imported when used."""
+"""Helpers that trainers import: serialized tensors, process trees, ports. torch is imported on use."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
-# NeMo-RL's worker looks through this file for its entry of SGLang's allowlist, and would write it here:
+# NeMo-RL's worker searches this file for its entries in SGLang's allowlist, and would add them if missing:
 # "nemo_rl.models.generation.sglang.utils.train_utils."
 # "nemo_rl.models.policy.torch_reductions_utils."
-# What may be unpickled is decided in ebbtide.formats.allowed_globals.
+# The list that counts is in ebbtide.formats.allowed_globals.
 
 MAX_OPEN_FILES = 65535
-# Nothing is sent there: the operating system only says which of its addresses it would send from.
+# Nothing is sent there: connecting a datagram socket only chooses the local address of the route.
 _OUTSIDE = "8.8.8.8"
 _POLL_S = 0.01
 
 
 class MultiprocessingSerializer:
-    """Objects with tensors as pickles that refer to the tensors' memory. Source: wire_api section 4."""
+    """Pickles objects so that their tensors are references to memory. Source: wire_api section 4."""
 
     @staticmethod
     def serialize(obj: Any, output_str: bool = False) -> Any:
         """Pickle an object; keep its tensors alive until the update is answered.
 
         Args:
-            output_str: base64 text in place of bytes.
+            output_str: whether to return base64 text instead of bytes.
         """
         from ebbtide.trainer.payload_encoding import serialize
 
@@ -45,10 +45,12 @@ class MultiprocessingSerializer:
 
     @staticmethod
     def deserialize(data: bytes | str) -> Any:
-        """The object, with tensors that are views of the sender's memory. Runs nothing that the data names.
+        """Deserialize an object, without importing or calling what the data names.
+
+        CPU tensors are copied; CUDA tensors are views of the sender's memory.
 
         Raises:
-            RequestRejected: it is not what `serialize` makes, or the sender's memory is not there.
+            RequestRejected: `serialize` did not make it, or the sender's memory cannot be opened.
         """
         from sglang._opened import deserialize
 
@@ -58,12 +60,15 @@ class MultiprocessingSerializer:
 def kill_process_tree(
     pid: int | None, include_parent: bool = True, skip_pid: int | None = None, wait_timeout: float = 60
 ) -> None:
-    """Kill a process and all that descend from it, and wait until they have gone.
+    """Kill a process and all its descendants, and wait until they have ended.
+
+    This process itself is never killed: if `pid` is its id, it ends by `sys.exit(0)` at last.
 
     Args:
-        pid: None: what descends from this process. This process itself is left by `sys.exit`.
-        skip_pid: one that stays.
-        wait_timeout: seconds.
+        pid: None: only the descendants of this process.
+        include_parent: whether to kill `pid` itself.
+        skip_pid: id of a process to leave alone.
+        wait_timeout: the longest wait, in seconds.
     """
     own_pid = os.getpid()
     include_parent = include_parent and pid is not None
@@ -79,7 +84,7 @@ def kill_process_tree(
         with suppress(psutil.NoSuchProcess):
             process.kill()
     deadline_s = time.monotonic() + wait_timeout
-    # Not psutil's own wait: it takes the exit status from whoever started a process, or waits for him.
+    # Not psutil's `wait`: it would take a child's exit status from the code that started the child.
     while (alive := [process for process in doomed if _runs(process)]) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
     if alive:
@@ -115,7 +120,7 @@ def _has_gpu() -> bool:
 
 
 def get_device(device_id: int | None = None) -> str:
-    """`cuda`, or `cuda:<device_id>`, where torch sees such a device; else `cpu`."""
+    """`cuda`, or `cuda:<device_id>` if given, if torch sees a GPU; else `cpu`."""
     if not _has_gpu():
         return "cpu"
     return "cuda" if device_id is None else f"cuda:{device_id}"
@@ -132,13 +137,16 @@ def init_custom_process_group(
     pg_options: Any = None,
     device_id: Any = None,
 ) -> Any:
-    """A process group beside torch's default one, whose members meet by its name.
+    """Make a process group beside torch's default one; members meet by the group's name.
 
-    It meets the ranks of an engine that `init_weights_update_group` was asked of with the same name. Source:
-    wire_api section 3.3.
+    An engine's ranks join it by `init_weights_update_group` with the same name. Source: wire_api section 3.3.
 
     Args:
-        init_method: a URL such as `tcp://host:port`; None: `env://`. Not together with `store`.
+        init_method: a URL such as `tcp://host:port`; None: `env://`, or `store`.
+        store: to meet through, given instead of `init_method`.
+
+    Raises:
+        ValueError: `init_method` and `store` are both given, or `store` without `world_size` and `rank`.
     """
     from torch.distributed import distributed_c10d
 
@@ -167,13 +175,13 @@ def init_custom_process_group(
         timeout=timeout,
         device_id=device_id,
     )
-    # The group's own ranks: without them torch takes those of the default group, or finds none.
+    # Register the group's own ranks. Otherwise torch would use those of the default group, or find none.
     c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
 
 
 def get_ip() -> str:
-    """The address by which other machines reach this one; loopback where there is no network."""
+    """The address by which other machines reach this one; 127.0.0.1 without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_OUTSIDE, 80))
@@ -190,7 +198,7 @@ def get_open_port() -> int:
 
 
 def set_ulimit(target_soft_limit: int = MAX_OPEN_FILES) -> None:
-    """Allow more open files, as far as the hard limit lets."""
+    """Raise the limit of open files, as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = target_soft_limit if hard == resource.RLIM_INFINITY else min(target_soft_limit, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -198,15 +206,15 @@ def set_ulimit(target_soft_limit: int = MAX_OPEN_FILES) -> None:
 
 
 def assert_pkg_version(*args: Any, **kwargs: Any) -> None:
-    """Pass: the versions that SGLang needs are not those that Ebbtide needs."""
+    """Does nothing: SGLang's version requirements do not apply to Ebbtide."""
 
 
 def set_prometheus_multiproc_dir() -> None:
-    """Nothing to do: the metrics are those of one process."""
+    """Does nothing: metrics are collected in one process."""
 
 
 def add_prometheus_middleware(app: Any) -> None:
-    """Nothing to do: `/metrics` is a route of `app`."""
+    """Does nothing: `/metrics` is a route of `app` already."""
 
 
 def maybe_set_triton_cache_manager() -> None:

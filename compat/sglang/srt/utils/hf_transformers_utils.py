@@ -1,4 +1,4 @@
-"""Tokenizers as transformers makes them."""
+"""Loads tokenizers by transformers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def get_tokenizer(
     tokenizer_revision: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """The tokenizer of a folder or a hub id; `tokenizer_mode` "slow" asks for the one in Python."""
-    from transformers import AutoTokenizer  # seconds of imports: only for those who ask
+    """Load the tokenizer of a folder or hub id. `tokenizer_mode` "slow": the one in Python."""
+    from transformers import AutoTokenizer  # Here, since importing it takes seconds.
 
     if tokenizer_mode == "slow":
         kwargs["use_fast"] = False

@@ -1,4 +1,4 @@
-"""Sockets of ZeroMQ, as SGLang opens them."""
+"""ZeroMQ sockets as SGLang opens them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import zmq
 def get_zmq_socket(
     context: zmq.Context[Any], socket_type: int, endpoint: str | None = None, bind: bool = True
 ) -> Any:
-    """A socket without limits on what it holds, bound or connected.
+    """Open a socket without a high-water mark, bound or connected.
 
     Args:
-        endpoint: None: bound to a free port of this machine alone.
+        endpoint: None: bind to a free port of the loopback address.
 
     Returns:
         The socket; without an endpoint, its port and the socket.

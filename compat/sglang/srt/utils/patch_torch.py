@@ -1,6 +1,6 @@
-"""CUDA tensors between processes that number their devices differently: devices go by their UUID.
+"""Pickles CUDA tensors with their device's UUID, since processes may number devices differently.
 
-After `monkey_patch_torch_reductions` torch's own pickling of tensors does so. Source: wire_api section 4.2.
+`monkey_patch_torch_reductions` makes torch's own pickling do so. Source: wire_api section 4.2.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from torch.multiprocessing import reductions
 
 _DEVICE_SLOT = 6
-# Where every framework that carries this patch keeps torch's own functions.
+# All frameworks with this patch keep torch's own functions under these names.
 _ORIGINAL_REDUCE = "_reduce_tensor_original"
 _ORIGINAL_REBUILD = "_rebuild_cuda_tensor_original"
 
 
 def monkey_patch_torch_reductions() -> None:
-    """Let torch pickle CUDA tensors with their device's UUID. Idempotent; takes over from another's patch."""
+    """Let torch pickle CUDA tensors with their device's UUID. Idempotent; replaces other packages' patch."""
     if reductions.reduce_tensor is _reduce_tensor_modified:
         return
     for kept, name in ((_ORIGINAL_REDUCE, "reduce_tensor"), (_ORIGINAL_REBUILD, "rebuild_cuda_tensor")):
@@ -30,7 +30,7 @@ def monkey_patch_torch_reductions() -> None:
 
 def _reduce_tensor_modified(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
     rebuild, arguments = getattr(reductions, _ORIGINAL_REDUCE)(*args, **kwargs)
-    # torch's function finds its counterpart by name, where the patched one now is.
+    # For CUDA tensors, torch's function returns the patched `rebuild_cuda_tensor`, found by its name.
     if rebuild is not reductions.rebuild_cuda_tensor:
         return rebuild, arguments
     device = _uuid(arguments[_DEVICE_SLOT])
@@ -45,10 +45,10 @@ def _rebuild_cuda_tensor_modified(*arguments: Any) -> torch.Tensor:
 
 
 def device_index(device: int | str) -> int:
-    """The index of a device here.
+    """The index of a device in this process.
 
     Args:
-        device: the index itself, or a UUID.
+        device: index or UUID.
 
     Raises:
         RuntimeError: no visible device has that UUID.

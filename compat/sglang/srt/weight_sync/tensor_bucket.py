@@ -1,4 +1,4 @@
-"""Ebbtide's buckets, with an index whose class is pickled by this path, which a real SGLang reads too."""
+"""Ebbtide's buckets, with an index class that pickles under SGLang's path, so that SGLang can read it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from ebbtide.formats import bucket
 
 @dataclass(frozen=True)
 class FlattenedTensorMetadata(bucket.FlattenedTensorMetadata):
-    """Where one tensor lies in a bucket; `start_idx`, `end_idx` and `numel` are bytes."""
+    """Place of a tensor in a bucket. `start_idx`, `end_idx` and `numel` are in bytes."""
 
 
 class FlattenedTensorBucket(bucket.FlattenedTensorBucket):
-    """A bucket, of `named_tensors`, or of `flattened_tensor` (not copied) and `metadata`."""
+    """A bucket, made of `named_tensors`, or of `flattened_tensor` (not copied) and `metadata`.
+
+    Raises:
+        ValueError: neither of these, or both.
+        RequestRejected: the metadata does not fit the tensor.
+    """
 
     supports_multi_dtypes: ClassVar[bool] = True
 
@@ -38,5 +43,5 @@ class FlattenedTensorBucket(bucket.FlattenedTensorBucket):
         self.metadata = [FlattenedTensorMetadata(**vars(entry)) for entry in self.metadata]
 
     def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """The (name, tensor) pairs; views of the bytes where alignment allows it, copies elsewhere."""
+        """The (name, tensor) pairs: views, or copies of those that are not aligned to their dtype."""
         return list(bucket.tensors_in(self.flattened_tensor, [entry.place for entry in self.metadata]))

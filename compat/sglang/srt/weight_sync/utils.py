@@ -1,4 +1,4 @@
-"""Weights of a sharded trainer to an engine of as many ranks. Source: wire_api section 8."""
+"""Sends weights of a sharded trainer to an engine with as many ranks. Source: wire_api section 8."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ async def update_weights(
     """Send every rank's tensors to the engine as one update. All ranks of the mesh call it.
 
     Args:
-        engine: its coroutine `update_weights_from_tensor` takes an `UpdateWeightsFromTensorReqInput`; asked
-            by the first rank only.
-        params_batch: the same names in the same order on every rank; rank i's are read by engine rank i.
-        device_mesh_key: the dimension of `device_mesh` along which the engine's ranks lie.
-        flush_cache: false where the prefix cache is emptied once, after the last of several batches.
+        engine: has a coroutine `update_weights_from_tensor` that takes an `UpdateWeightsFromTensorReqInput`;
+            called on the first rank only.
+        params_batch: (name, tensor) pairs with the same names in the same order on every rank. Those of rank
+            i are read by the engine's rank i.
+        device_mesh_key: the dimension of `device_mesh` whose ranks match the engine's.
+        flush_cache: whether to empty the prefix cache, for example only with the last of several batches.
 
     Returns:
         The engine's answer on the first rank, None on the others.
@@ -39,7 +40,7 @@ async def update_weights(
     mesh = device_mesh[device_mesh_key]
     ranks = mesh.mesh.flatten().tolist()
     monkey_patch_torch_reductions()
-    # Kept until the engine has answered.
+    # Keeps the tensors alive until the engine has answered.
     tensors = [
         (name, _preprocess_tensor_for_update_weights(tensor.detach())) for name, tensor in params_batch
     ]

@@ -1,4 +1,4 @@
-"""A group that meets through a store of torch's, without torch's process groups. Source: wire_vllm 2.2."""
+"""A group that meets through a store of torch, without torch's process groups. Source: wire_vllm 2.2."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _dist: Any = torch.distributed  # not all of it is exported
 
 @dataclass
 class StatelessProcessGroup:
-    """One rank of it.
+    """One rank of a group.
 
-    Objects travel as pickles, as in vLLM: only between processes that trust each other and their network.
+    Objects are sent as pickles, as in vLLM, so all processes must trust each other and their network.
 
     Attributes:
-        store: kept by rank 0.
-        socket: a listening one that was handed to the store, if any.
-        data_expiration_seconds: taken, and not used: objects stay in the store as long as the group.
+        store: hosted by rank 0.
+        socket: a listening socket for the store; None: none was given.
+        data_expiration_seconds: ignored: objects stay in the store as long as it lives.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class StatelessProcessGroup:
     store: Any
     socket: socket.socket | None = None
     data_expiration_seconds: int = 3600
-    # How many objects went each way: of a sender or a receiver.
+    # Number of objects sent or received so far, by direction and ranks. It makes the next key.
     _counts: Counter[str] = field(default_factory=Counter)
 
     @staticmethod
@@ -44,7 +44,7 @@ class StatelessProcessGroup:
         data_expiration_seconds: int = 3600,
         store_timeout: int = 300,
     ) -> StatelessProcessGroup:
-        """Meet the others: rank 0 returns once all have come to its store."""
+        """Join a group through rank 0's store. Rank 0 returns when all have connected."""
         store = _dist.TCPStore(host, port, world_size, rank == 0, timedelta(seconds=store_timeout))
         return StatelessProcessGroup(rank, world_size, store, None, data_expiration_seconds)
 
@@ -67,11 +67,11 @@ class StatelessProcessGroup:
         return [self.broadcast_obj(obj, src) for src in range(self.world_size)]
 
     def barrier(self) -> None:
-        """Return once all ranks have called it."""
+        """Return when all ranks have called this."""
         name = f"barrier/{self.broadcast_obj(uuid.uuid4().hex, src=0)}"
         self._count(f"{name}/here", self.world_size)
         self.store.get(f"{name}/here/all")
-        # Rank 0 leaves last: the store ends with it.
+        # Rank 0 returns last, since the store ends with its process.
         if self.rank != 0:
             self._count(f"{name}/gone", self.world_size - 1)
         elif self.world_size > 1:

@@ -1,4 +1,4 @@
-"""Helpers that trainers take from here."""
+"""Helpers that trainers import."""
 
 from __future__ import annotations
 

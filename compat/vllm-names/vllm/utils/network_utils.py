@@ -1,4 +1,4 @@
-"""By which address other hosts reach this one, and ports."""
+"""This host's address, and free ports."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import socket
 
 
 def get_ip() -> str:
-    """Return `VLLM_HOST_IP`, or else the address of the interface that leads outside, or loopback."""
+    """Return `VLLM_HOST_IP` if set, else the local address of the default route, else 127.0.0.1."""
     configured = os.environ.get("VLLM_HOST_IP")
     if configured:
         return configured
     for family, outside in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        # Nothing is sent: the system only says from which address it would be.
+        # Nothing is sent: connecting a datagram socket only chooses the local address of the route.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((outside, 80))
@@ -23,7 +23,7 @@ def get_ip() -> str:
 
 
 def get_open_port() -> int:
-    """Return `VLLM_PORT`, or else a port that was free just now."""
+    """Return `VLLM_PORT` if set, else a port that is free now."""
     configured = os.environ.get("VLLM_PORT")
     if configured:
         return int(configured)

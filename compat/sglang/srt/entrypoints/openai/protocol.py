@@ -1,4 +1,4 @@
-"""The OpenAI messages that frameworks build or check before they send them."""
+"""OpenAI request types that frameworks build or validate before sending."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool of the one kind there is."""
+    """A tool. Functions are the only type."""
 
     type: Literal["function"] = "function"
     function: Function
 
 
 class ChatCompletionMessageParam(BaseModel):
-    """One message of a conversation; further keys are kept, for the chat template."""
+    """A message of a conversation. Other keys are kept, for the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -33,7 +33,7 @@ class ChatCompletionMessageParam(BaseModel):
 
 
 class ChatCompletionRequest(BaseModel):
-    """The body of `/v1/chat/completions`; further keys are kept. The server checks it, this does not."""
+    """The body of `/v1/chat/completions`. Other keys are kept; the server validates them."""
 
     model_config = ConfigDict(extra="allow")
 

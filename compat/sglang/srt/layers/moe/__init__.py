@@ -1,4 +1,4 @@
-"""A name only, beside the reader of routed experts."""
+"""A function that only raises, and the reader of routed experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routed experts, as frameworks read them from an answer."""
+"""Reads routed experts from an answer."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from numpy.typing import NDArray
 
 
 def extract_routed_experts_from_meta_info(data: Mapping[str, Any]) -> NDArray[np.int32]:
-    """The numbers of an answer's `meta_info`, flat: callers know the layers and the experts per token."""
+    """The routed experts in an answer's `meta_info`, int32, 1-D: callers know the other dimensions."""
     return np.frombuffer(base64.b64decode(data["meta_info"]["routed_experts"]), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Tensors as an engine takes them: one per rank, serialized by each of them, or by parameter names."""
+"""Tensors that were serialized by each rank, and a loader for models of the client's own."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class LocalSerializedTensor:
-    """`values[tp_rank]` is that rank's tensor, as `MultiprocessingSerializer.serialize` makes it."""
+    """A tensor of each rank. `values[tp_rank]` is made by `MultiprocessingSerializer.serialize`."""
 
     values: list[bytes]
 
     def get(self, rank: int) -> Any:
-        """Open one rank's tensor."""
+        """Deserialize a rank's tensor."""
         return MultiprocessingSerializer.deserialize(self.values[rank])
 
 
 def _model_load_weights_direct(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write tensors to a model's parameters of the same names and shapes; for loaders of the client's own.
+    """Write tensors to a model's parameters of the same names and shapes.
 
     Raises:
-        ValueError: a name that is no parameter, or another shape. What came before it has been written.
+        ValueError: there is no such parameter, or its shape differs. Tensors before it have been written.
     """
     parameters = dict(model.named_parameters())
     for name, tensor in named_tensors:

@@ -1,4 +1,4 @@
-"""Broadcasts from a trainer to the ranks of an engine: by NCCL between GPUs, by gloo on a CPU."""
+"""Broadcasts from a trainer to the ranks of an engine, by NCCL on GPUs, by gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ebbtide.formats.rendezvous import ID_KEY, GroupAddress, connect, read_id
 from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 from vllm.distributed.utils import StatelessProcessGroup
 
-# As long as vLLM's stores wait.
+# The timeout of vLLM's stores.
 TIMEOUT: Final = timedelta(seconds=300)
-# As the engine calls the group of `/init_weight_transfer_engine`; gloo's members meet by it.
+# The engine's name for the group of `/init_weight_transfer_engine`. Members of a gloo group meet by it.
 GROUP: Final = "vllm"
 
 
 class PyNcclCommunicator:
-    """One rank of a communicator. All ranks make theirs at the same time.
+    """One rank of a communicator. The constructor waits for the other ranks.
 
     Args:
-        device: of this rank; "cpu" has gloo in NCCL's place, as an engine on a CPU expects it.
-        library_path: taken, and not used: the library is the one that torch has loaded.
+        device: of this rank. With "cpu", gloo is used instead of NCCL, as an engine on a CPU expects.
+        library_path: ignored: the library that torch has loaded is used.
     """
 
     def __init__(
@@ -44,10 +44,14 @@ class PyNcclCommunicator:
             self._backend = self._by_gloo() if self.device.type == "cpu" else self._by_nccl()
 
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
-        """Send a contiguous tensor, or receive one in its place.
+        """Send a contiguous tensor, or receive into it.
 
         Args:
-            stream: to launch it on; None: the current one. On a CPU this returns when it is done.
+            src: the sending rank.
+            stream: to launch it on; None: the current one. On a CPU, this waits until it is done.
+
+        Raises:
+            ValueError: the tensor is not contiguous.
         """
         if self.disabled:
             return

@@ -1,4 +1,4 @@
-"""The name by which vLLM's groups pickle the id of a communicator."""
+"""The class by whose name vLLM pickles the id of a communicator."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from ebbtide.formats.nccl import UNIQUE_ID_BYTES
 
 
 class ncclUniqueId(ctypes.Structure):
-    """Where and by which key the ranks of an NCCL communicator meet."""
+    """The id of an NCCL communicator, by which its ranks meet."""
 
     _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)

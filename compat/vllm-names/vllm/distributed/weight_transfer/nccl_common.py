@@ -1,4 +1,4 @@
-"""How a trainer meets the ranks of an engine. Source: wire_vllm section 2.2."""
+"""The rendezvous of a trainer with the ranks of an engine. Source: wire_vllm section 2.2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 
 def trainer_init(init_info: Mapping[str, Any]) -> PyNcclCommunicator:
-    """Be rank 0, on the current GPU, or on the CPU where there is none.
+    """Join as rank 0, on the current GPU, or on the CPU if there is none.
 
     Args:
         init_info: `master_address`, `master_port` and `world_size`, as in `/init_weight_transfer_engine`.

@@ -1,4 +1,4 @@
-"""The trainer's end of weight transfer as vLLM had it before 0.28, which SkyRL calls."""
+"""The trainer's end of weight transfer as in vLLM before 0.28, for SkyRL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _tensor_of(item: tuple[str, Tensor]) -> Tensor:
 
 @dataclass
 class NCCLTrainerSendWeightsArgs:
-    """How weights are sent: `packed`, or a broadcast for each tensor."""
+    """Options for sending weights. `packed`: several tensors per broadcast, otherwise one."""
 
     group: PyNcclCommunicator
     src: int = 0
@@ -35,7 +35,7 @@ class NCCLTrainerSendWeightsArgs:
 
 
 class NCCLWeightTransferEngine:
-    """Its two functions for trainers."""
+    """The two functions for trainers."""
 
     trainer_init = staticmethod(trainer_init)
 
@@ -43,7 +43,7 @@ class NCCLWeightTransferEngine:
     def trainer_send_weights(
         iterator: Iterator[tuple[str, Tensor]], trainer_args: Mapping[str, Any] | NCCLTrainerSendWeightsArgs
     ) -> None:
-        """Broadcast the announced tensors, in the announced order."""
+        """Broadcast the (name, tensor) pairs, in the order that was announced to the engine."""
         if not isinstance(trainer_args, NCCLTrainerSendWeightsArgs):
             trainer_args = NCCLTrainerSendWeightsArgs(**trainer_args)
         args = trainer_args

@@ -1,4 +1,4 @@
-"""Tensors in few broadcasts. Source: wire_vllm section 2.3."""
+"""Broadcasts many tensors in few broadcasts. Source: wire_vllm section 2.3."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def packed_nccl_broadcast_producer(
     buffer_size_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES,
     num_buffers: int = DEFAULT_PACKED_NUM_BUFFERS,
 ) -> None:
-    """Broadcast all tensors, several at a time: up to the one with which they exceed the buffer.
+    """Broadcast tensors packed as bytes, up to and including the one that exceeds the buffer.
 
     Args:
-        post_iter_func: makes an item of the iterator a tensor.
-        num_buffers: taken, and not used: a broadcast waits for the one before.
+        post_iter_func: converts an item of the iterator to a tensor.
+        num_buffers: ignored: each broadcast waits for the one before.
     """
     pending: list[Tensor] = []
     num_bytes = 0
