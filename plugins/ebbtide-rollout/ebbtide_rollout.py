@@ -1,10 +1,11 @@
-"""An external rollout service over one server, as miles talks to one: versions in a folder, requests by HTTP.
+"""An external rollout service for miles, in front of one server: versions from a folder, requests by HTTP.
 
     python -m ebbtide_rollout --engine http://127.0.0.1:30000 --versions /shared/weight-updates --port 8000
 
-It brings the server to the newest version that the trainer has published, and answers requests that say which
-versions they accept: `"weight_version": {"min_version": 3}` or `{"exact_version": 3}`. While no such version
-serves the answer is 409, and the client tries again. Source: miles, docs/advanced/disaggregated-rollout.md.
+It updates the server to the newest version that the trainer has published, and answers requests that say
+which versions they accept: `"weight_version": {"min_version": 3}` or `{"exact_version": 3}`. If another
+version serves, the answer is 409, and the client tries again.
+Source: miles, docs/advanced/disaggregated-rollout.md.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LOOK_S: Final = 1.0
 
 @dataclass(frozen=True)
 class Version:
-    """One that a trainer has published."""
+    """A version that a trainer has published."""
 
     version: int
 
@@ -53,14 +54,14 @@ class _Manifest:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Which versions a request accepts."""
+    """The versions that a request accepts. None: no such limit."""
 
     min_version: int | None = None
     exact_version: int | None = None
 
     @classmethod
     def read(cls, given: object) -> Accepted:
-        """Raises ValueError: it is not of the form."""
+        """Read a request's `weight_version`; None: any version is accepted. ValueError: it is malformed."""
         fields = {} if given is None else given
         if not isinstance(fields, dict) or fields.keys() - {"min_version", "exact_version"}:
             raise ValueError(f"weight_version: expected min_version or exact_version, got {given!r}"[:300])
@@ -74,28 +75,28 @@ class Accepted:
         return self.min_version is None or version >= self.min_version
 
     def fields(self) -> dict[str, int]:
-        """What the engine is asked, which may have another version by then."""
+        """Fields of the request to the engine, which may serve another version by then."""
         if self.exact_version is not None:
             return {"exact_weight_version": self.exact_version}
         return {} if self.min_version is None else {"min_weight_version": self.min_version}
 
 
 class RolloutService:
-    """Brings an engine to the newest published version, and lets in the requests that accept it.
+    """Updates an engine to the newest published version, and forwards requests that accept it.
 
     Args:
-        versions: the folder in which a trainer publishes `weight_vNNNNNN/`, whose index comes last.
+        versions: folder in which a trainer publishes `weight_vNNNNNN/`, each with its index written last.
 
     Attributes:
-        applied: the version that serves; None until the first look.
-        error: why a newer one does not.
+        applied: the serving version; None: not known yet.
+        error: why a newer version was not applied; None: no error.
     """
 
     def __init__(self, engine: VersionedEngine, versions: Path) -> None:
         self._engine, self._versions = engine, versions
         self._http = httpx.AsyncClient(base_url=engine.base_url(), timeout=None, trust_env=False)
         self._wake = asyncio.Event()
-        # Of the indices of versions that were applied: what was published once stays.
+        # Digests of the indices of versions, to notice if a version changes after it was published.
         self._published: dict[int, bytes] = {}
         self.applied: int | None = None
         self.error: str | None = None
@@ -124,7 +125,7 @@ class RolloutService:
                 await self.catch_up()
                 self.error = None
             except (RuntimeError, OSError, ValueError) as error:
-                # The old weights serve; the trainer may still be writing, or publish another version.
+                # The old weights keep serving. Try again: the trainer may still write, or publish more.
                 if self.error != str(error):
                     logger.warning("version not applied: %s", error)
                 self.error = str(error)
@@ -133,10 +134,10 @@ class RolloutService:
             self._wake.clear()
 
     async def catch_up(self) -> None:
-        """Stage and commit the newest version, if it is not the one that serves.
+        """Stage and commit the newest version, if it is newer than the serving one.
 
         Raises:
-            RuntimeError: it does not follow what serves, or a version has changed since it was published.
+            RuntimeError: it cannot be applied to the serving version, or has changed since it was published.
         """
         serving, (newest, index) = await self._engine.served(), self._newest()
         known = self._published.setdefault(newest, index)
@@ -151,7 +152,7 @@ class RolloutService:
         self.applied = serving
 
     def _newest(self) -> tuple[int, bytes]:
-        """The newest version that is complete, and a digest of its index; 0, if there is none."""
+        """The newest complete version, and a digest of its index; (0, b"") if there is none."""
         names = [folder.name for folder in self._versions.glob("weight_v*") if (folder / INDEX).is_file()]
         numbers = [int(name.removeprefix("weight_v")) for name in names if name[8:].isdecimal()]
         if not numbers:
@@ -180,7 +181,7 @@ class RolloutService:
             request.url.path, json={**body, **accepted.fields()}, headers=_forwarded(request.headers)
         )
         if sent.status_code == 409 or (accepted.exact_version is not None and b'"stale"' in sent.content):
-            # Another version came in between: nothing was sampled, or not all of it by that one.
+            # Another version was committed meanwhile: nothing was sampled, or a part by another version.
             return self._not_ready(accepted)
         if not sent.is_success:
             return Response(sent.content, sent.status_code, media_type=sent.headers.get("content-type"))

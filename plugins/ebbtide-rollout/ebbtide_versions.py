@@ -1,7 +1,7 @@
-"""Published versions brought to one server of `ebbtide serve`.
+"""Updates a server of `ebbtide serve` to published versions.
 
-A version is staged whole, checksums included, while the old one serves. A commit only swaps it in, so a pause
-around it is one of milliseconds.
+A version is staged and its checksums are verified while the old one serves. The commit only swaps it in, so
+that generation pauses for milliseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ebbtide.srt.managers.io_struct import CONTROL_REQUESTS
 from ebbtide.srt.weight_sync.published import INDEX, version_folder
 
 SESSION: Final = "rollout"
-# Beside the paths of control requests: those that change an engine in other words.
+# Other paths that change an engine, besides those of control requests.
 _OTHER_ROUTES: Final = (
     *("transition", "pull_weights", "fetch_weights", "collective_rpc"),
     *("pause", "resume", "sleep", "wake_up", "release_kv_cache_memory", "reset_prefix_cache"),
@@ -28,14 +28,14 @@ _OTHER_ROUTES: Final = (
 
 
 class VersionedEngine:
-    """One server, and the versions of a run that it is brought to.
+    """A server that is updated to the versions of a run.
 
     Args:
         base_url: of the server.
-        local_checkpoint_dir: a folder on the server's host for notes of what was pulled; no second checkpoint
-            is kept there.
-        model_path: what the server was started with, to go back to at another run; None: as it says itself.
-        admin_api_key: if the server has one.
+        local_checkpoint_dir: folder on the server's host for notes about pulled versions. No checkpoint is
+            written there.
+        model_path: the checkpoint of version 0, for `reset`; None: the one that the server was started with.
+        admin_api_key: the server's key for control requests; None: it has none.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class VersionedEngine:
     ) -> None:
         self._client = Client(base_url, admin_api_key=admin_api_key)
         self._local, self._model_path = local_checkpoint_dir, model_path
-        # Deltas on top of a whole checkpoint that is staged: the folder of versions, and the last of them.
+        # Deltas to apply after a staged whole checkpoint: the folder of versions, and the last version.
         self._on_top: tuple[Path, int] | None = None
         self._staged = 0
 
@@ -63,15 +63,15 @@ class VersionedEngine:
     # ---------------------------------------------------------------------------------------------- versions
 
     async def stage(self, manifest: Any, source_dir: str) -> None:
-        """Bring the weights of a version into a second copy, and check them.
+        """Stage a version: load its weights beside the serving ones, and verify their checksums.
 
         Args:
             manifest: its `ref` has `version`, a number, and `identity`, a name.
-            source_dir: the folder of the version; those before it are next to it.
+            source_dir: folder of the version; those of earlier versions are beside it.
 
         Raises:
-            RuntimeError: a version is missing, follows another one than what serves, or has other checksums;
-                the old weights serve.
+            RuntimeError: a version is missing, does not apply to the serving one, or has wrong checksums. The
+                old weights keep serving.
         """
         await self._client.async_abort_weight_update()
         folder, target = Path(source_dir), manifest.ref.version
@@ -90,10 +90,14 @@ class VersionedEngine:
                 raise
 
     async def commit(self, ref: Any, *, flush_cache: bool = False, weight_names: object = None) -> None:
-        """Have the staged version serve. When this returns it does, on every rank.
+        """Commit the staged version. When this returns, every rank serves it.
 
         Args:
-            weight_names: taken, and not used: what was staged is known.
+            flush_cache: whether to empty the prefix cache.
+            weight_names: ignored: the engine knows what was staged.
+
+        Raises:
+            RuntimeError: the engine refused or failed.
         """
         with _explained(f"commit {ref.identity}"):
             await self._client.async_end_weight_update(
@@ -110,24 +114,24 @@ class VersionedEngine:
                 self._on_top = None
 
     async def reset(self) -> None:
-        """Go back to the checkpoint that the server was started with, as version 0."""
+        """Go back to the first checkpoint, as version 0. RuntimeError: the engine refused or failed."""
         with _explained("reset"):
             await self._client.async_abort_weight_update()
             path = self._model_path or (await self._client.async_server_info())["model_path"]
             await self._client.async_update_weights_from_disk(path, weight_version="0", flush_cache=True)
 
     async def prefetch(self) -> None:
-        """There is no second checkpoint that would have to be made."""
+        """Does nothing: no second checkpoint is needed."""
 
     async def flush(self) -> None:
         with _explained("flush"):
             await self._client.async_flush_cache()
 
-    # Its name in newer versions of the port.
+    # The name in newer versions of Stitch.
     flush_cache = flush
 
     async def pause(self) -> None:
-        """Running requests keep their KV, and go on after `resume`."""
+        """Pause generation. Running requests keep their KV, and go on after `resume`."""
         with _explained("pause"):
             await self._client.async_pause_generation("in_place")
 
@@ -135,10 +139,10 @@ class VersionedEngine:
         with _explained("resume"):
             await self._client.async_continue_generation()
 
-    # ---------------------------------------------------------------------------------------------- and below
+    # ---------------------------------------------------------------------------------------------- internals
 
     async def served(self) -> int:
-        """The version that serves; 0, what the server was started with.
+        """The serving version; 0: the first checkpoint.
 
         Raises:
             RuntimeError: the server does not answer.
@@ -152,7 +156,7 @@ class VersionedEngine:
 
     @staticmethod
     def _last_whole(source_dir: Path, served: int, target: int) -> int | None:
-        """The last version after `served` that is a whole checkpoint; None: all of them are deltas."""
+        """The last version from `served` + 1 to `target` that is a whole checkpoint; None: all are deltas."""
         for version in range(target, served, -1):
             index = version_folder(source_dir, version) / INDEX
             if index.is_file() and not _metadata(index).get("delta_encoding"):
@@ -161,7 +165,11 @@ class VersionedEngine:
 
 
 def say_versions(response: dict[str, Any], otherwise: tuple[int, int] | None = None) -> None:
-    """Write into a response which versions sampled it first and last; `otherwise`: where it does not say."""
+    """Write the first and last version that sampled a response into it.
+
+    Args:
+        otherwise: these versions, if the response does not say; None: write nothing then.
+    """
     meta = response.get("meta_info")
     outputs = [meta, *(response.get("choices") or ())]
     spans = [
@@ -181,7 +189,7 @@ def _metadata(index: Path) -> Mapping[str, Any]:
 
 @contextmanager
 def _explained(action: str) -> Iterator[None]:
-    """What the engine refuses or fails at is a RuntimeError: it may be tried again later."""
+    """Raise refusals and failures of the engine as RuntimeError, which callers may retry."""
     try:
         yield
     except EbbtideError as error:

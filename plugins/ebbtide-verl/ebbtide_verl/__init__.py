@@ -1,4 +1,4 @@
-"""Ebbtide as a rollout engine of verl, whose own import imports this by its entry point."""
+"""Ebbtide as a rollout engine of verl. Importing verl imports this package by its entry point."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _load_replica() -> type[Any]:
 
 
 def register() -> None:
-    """Have `rollout.name=ebbtide` mean this package."""
+    """Register this package with verl as `rollout.name=ebbtide`."""
     from verl.workers.rollout import base, replica
 
     replica.RolloutReplicaRegistry.register(NAME, _load_replica)

@@ -1,4 +1,4 @@
-"""A replica as verl's trainer sees it: a Ray actor with an engine, on the GPUs of verl's workers."""
+"""A rollout replica of verl: a Ray actor with an engine, on the GPUs of verl's workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ebbtide_verl.settings import refuse
 
 
 def server_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
-    """The name by which the trainer's workers find the actor."""
+    """The Ray name of a replica's actor, by which the trainer's workers find it."""
     return f"ebbtide_server_{kind}{replica_rank}{suffix}"
 
 
@@ -24,7 +24,7 @@ class EbbtideReplica(RolloutReplica):  # type: ignore[misc]
     """One engine of `tensor_model_parallel_size` × `data_parallel_size` ranks.
 
     Raises:
-        ValueError: settings that it does not honour, before anything is started for it.
+        ValueError: settings that are not supported. Nothing was started.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -32,7 +32,7 @@ class EbbtideReplica(RolloutReplica):  # type: ignore[misc]
         refuse(self.config, self.model_config, self.nnodes)
 
     async def launch_servers(self) -> None:
-        """Start the actor where the workers are, with the GPUs that they see."""
+        """Start the actor on the workers' node, with the GPUs that they see."""
         visible = get_visible_devices_keyword()
         placed = await asyncio.gather(
             *(worker.__ray_call__.remote(_place, visible) for worker in self.workers)
@@ -56,5 +56,5 @@ class EbbtideReplica(RolloutReplica):  # type: ignore[misc]
 
 
 def _place(worker: Any, visible: str) -> tuple[str, str]:
-    """The node and the GPUs of a worker."""
+    """The node of a worker, and its value of the environment variable `visible`. Runs in the worker."""
     return ray.get_runtime_context().get_node_id(), os.environ.get(visible, "")

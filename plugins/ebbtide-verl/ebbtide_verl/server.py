@@ -1,4 +1,4 @@
-"""The engine of a replica in its Ray actor, with the methods that verl's agent loops and trainers call."""
+"""The Ray actor of a replica, with the methods that verl's agent loops and trainers call."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 
 class EbbtideServer:
-    """One engine, and the HTTP server over it.
+    """An engine and its HTTP server.
 
     Args:
         config: verl's RolloutConfig.
-        model_config: verl's HFModelConfig, or the node of the configuration that is one.
-        mode: whether the trainer shares the engine's GPUs, and brings it weights.
-        replica_rank: which of the replicas this is.
+        model_config: verl's HFModelConfig, or the same as an OmegaConf node.
+        mode: says whether the trainer shares the engine's GPUs.
+        replica_rank: number of this replica.
     """
 
     def __init__(self, config: Any, model_config: Any, mode: RolloutMode, replica_rank: int = 0) -> None:
@@ -39,7 +39,7 @@ class EbbtideServer:
         self._address = ""
 
     async def launch_server(self) -> str:
-        """Start; returns host:port of the HTTP server."""
+        """Start the engine; returns host:port of its HTTP server."""
         host = ray.util.get_node_ip_address()
         self._engine = await asyncio.to_thread(Engine, host=host, **self._arguments)
         self._address = urlsplit(await asyncio.to_thread(self._engine.serve_http)).netloc
@@ -61,14 +61,14 @@ class EbbtideServer:
         video_data: Any = None,
         **_: Any,
     ) -> TokenOutput:
-        """Continue token ids.
+        """Continue a prompt of token ids.
 
         Args:
-            sampling_params: of SGLang's or vLLM's names for what differs: `max_tokens`, `logprobs`.
+            sampling_params: the engine's, or with vLLM's names `max_tokens`, `logprobs`, `prompt_logprobs`.
 
         Raises:
-            ValueError: images or videos, or a prompt that leaves no room.
-            RequestRejected: what the engine refuses.
+            ValueError: images or videos are given, or the prompt does not fit `max_model_len`.
+            RequestRejected: the engine refuses the request.
         """
         if image_data or video_data:
             raise ValueError("rollout.name=ebbtide takes text alone: got images or videos")
@@ -106,7 +106,7 @@ class EbbtideServer:
         )
 
     def _room(self, prompt_len: int, wanted: int | None) -> int:
-        """How many tokens an output may have."""
+        """The most tokens that an output may have. ValueError: the prompt is too long."""
         config = self._config
         if wanted is None:
             wanted = min(config.response_length, config.prompt_length + config.response_length - prompt_len)
@@ -120,7 +120,7 @@ class EbbtideServer:
     # ----------------------------------------------------------------------------------------------- control
 
     async def wake_up(self) -> None:
-        """Take memory again. In hybrid mode the trainer does, with new weights."""
+        """Take released memory again. ValueError: in hybrid mode, the trainer does that itself."""
         if self._mode is RolloutMode.HYBRID:
             raise ValueError(
                 "wake_up: in hybrid mode the trainer resumes weights and KV cache, and updates them"
@@ -128,7 +128,7 @@ class EbbtideServer:
         await self.engine.async_resume_memory_occupation(self._slept_tags)
 
     async def sleep(self) -> None:
-        """Give memory to the trainer, if `free_cache_engine` says so."""
+        """Release memory for the trainer, if `free_cache_engine` is set."""
         await self.release(self._slept_tags)
 
     @property
@@ -153,7 +153,7 @@ class EbbtideServer:
         await self.engine.async_flush_cache()
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End running requests with the tokens that they have; new ones wait for `resume_generation`."""
+        """End running requests with their tokens so far; new ones wait for `resume_generation`."""
         await self.engine.async_pause_generation("abort")
 
     async def resume_generation(self) -> None:
@@ -163,11 +163,11 @@ class EbbtideServer:
         await self.engine.async_begin_weight_update()
 
     async def stage(self, entries: list[bytes]) -> None:
-        """Take a bucket, an entry for each rank; it serves once the update has ended."""
+        """Stage a bucket, given as an entry for each rank. It is served after `end_update`."""
         await self.engine.async_update_weights_from_tensor(entries, load_format="flattened_bucket")
 
     async def end_update(self, global_steps: int | None) -> None:
-        """Commit all buckets at once, as the weights of this step."""
+        """Commit all buckets, as the weights of this step; None: the version stays."""
         version = None if global_steps is None else str(global_steps)
         await self.engine.async_end_weight_update(weight_version=version, flush_cache=True)
 
@@ -175,18 +175,21 @@ class EbbtideServer:
         await self.engine.async_abort_weight_update()
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Name the weights that serve."""
+        """Set the version of the serving weights."""
         await self.engine.async_update_weight_version(str(global_steps))
 
     async def start_profile(self, **_: Any) -> None:
-        """There is no profiler of the engine's own; `ebbtide top` and traces show what it does."""
+        """Does nothing: the engine has no profiler. Use `ebbtide top` or traces."""
 
     async def stop_profile(self) -> None:
-        """As `start_profile`."""
+        """Does nothing, as `start_profile`."""
 
 
 def steps_of(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Which steps' weights sampled an output: verl's fields, from the engine's spans."""
+    """verl's fields about the steps whose weights sampled an output.
+
+    Versions that are not numbers are left out.
+    """
     named = [span["version"] for span in meta["weight_versions"]] or [meta["weight_version"]]
     steps = [int(version) for version in named if version.isdecimal()]
     if not steps:
@@ -195,9 +198,12 @@ def steps_of(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompt_logprobs(meta: Mapping[str, Any], num_top: int) -> dict[str, Any]:
-    """Logprobs of prompt tokens as verl's distillation reads them: a row for each token, the last of zeros.
+    """Logprobs of prompt tokens in the format of verl's distillation: one row for each token.
 
-    Row i is of token i + 1: the first token has no probability.
+    Row i is about token i + 1, since the first token has no logprob. The last row is zeros.
+
+    Args:
+        num_top: number of most likely tokens in a row; 0: the prompt's own token.
     """
     if num_top:
         rows = [[entry[:2] for entry in entries] for entries in meta["input_top_logprobs"][1:]]

@@ -1,4 +1,4 @@
-"""What verl's rollout settings mean as arguments of an engine, and which of them it cannot honour."""
+"""Converts verl's rollout settings to arguments of an engine, and refuses unsupported ones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def refuse(config: Any, model_config: Any, num_nodes: int) -> None:
     Args:
         config: verl's RolloutConfig.
         model_config: verl's HFModelConfig.
-        num_nodes: that a replica would be on.
+        num_nodes: number of nodes of a replica.
 
     Raises:
-        ValueError: names the setting, and what does.
+        ValueError: a setting is not supported. The message says what is expected.
     """
     lora_rank = getattr(model_config, "lora_rank", 0) or 0
     merges = bool((getattr(model_config, "lora", None) or {}).get("merge", False))
@@ -58,13 +58,13 @@ def refuse(config: Any, model_config: Any, num_nodes: int) -> None:
 def engine_arguments(
     config: Any, model_config: Any, *, shares_gpus: bool, replica_rank: int = 0
 ) -> dict[str, Any]:
-    """The fields of `ebbtide.ServerArgs`.
+    """Fields of `ebbtide.ServerArgs` from verl's settings.
 
     Args:
         config: verl's RolloutConfig.
         model_config: verl's HFModelConfig.
-        shares_gpus: with the trainer, which then brings the first weights.
-        replica_rank: replicas draw different samples.
+        shares_gpus: whether the engine shares its GPUs with the trainer.
+        replica_rank: added to the seed, so that replicas sample differently.
     """
     given = dict((config.engine_kwargs or {}).get("ebbtide") or {})
     fraction = None if shares_gpus else config.standalone_gpu_memory_utilization
@@ -87,7 +87,7 @@ def engine_arguments(
         "enable_return_routed_experts": config.enable_rollout_routing_replay or None,
         "enable_weights_cpu_backup": shares_gpus or None,
         "log_level": "error",
-        # verl's workers of other nodes ask it too; its network is that of the Ray cluster.
+        # verl's workers on other nodes send requests too. The network is that of the Ray cluster.
         "allow_unauthenticated_control": True,
     }
     return {name: value for name, value in {**arguments, **given}.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What runs in verl's training workers: it hands the engine of their replica memory and weights."""
+"""The rollout in verl's training workers, which controls the memory and weights of their replica's engine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ebbtide_verl.replica import server_name
 
 
 class TrainerSide(BaseRollout):  # type: ignore[misc]
-    """The rollout of one training worker. The first worker of each replica speaks for all of them.
+    """The rollout of a training worker. Only the first worker of each replica sends requests.
 
-    Every worker has to walk through `weights`: a sharded trainer gathers tensors as it yields them.
+    Every worker must read all of `weights`, since a sharded trainer gathers tensors while they are read.
     """
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
@@ -32,12 +32,12 @@ class TrainerSide(BaseRollout):  # type: ignore[misc]
         self._server: Any = None
 
     async def resume(self, tags: list[str]) -> None:
-        """Take memory of the engine again: `weights`, `kv_cache`."""
+        """Let the engine take memory of these tags again: "weights", "kv_cache"."""
         if self._leads:
             await self._actor.resume.remote(tags)
 
     async def release(self) -> None:
-        """Have the engine give the memory of weights and KV cache to the trainer."""
+        """Let the engine release the memory of weights and KV cache for the trainer."""
         if self._leads:
             await self._actor.release.remote(["kv_cache", "weights"])
 
@@ -48,16 +48,17 @@ class TrainerSide(BaseRollout):  # type: ignore[misc]
         global_steps: int | None = None,
         **_: Any,
     ) -> None:
-        """Send all weights, bucket by bucket; the engine serves them once it has all.
+        """Send all weights in buckets; the engine serves them when it has all of them.
 
         Args:
             weights: (checkpoint name, whole tensor) pairs.
-            wire_format: only "named_tensors".
-            global_steps: the version of the weights.
+            wire_format: must be "named_tensors".
+            global_steps: version of the weights; None: the version stays.
 
         Raises:
             NotImplementedError: another wire format.
-            RequestRejected: they do not fit the engine's model; what served before goes on.
+            RequestRejected: the weights do not fit the engine's model, which keeps serving the old ones. On
+                workers other than the first: RuntimeError.
         """
         if wire_format != "named_tensors":
             raise NotImplementedError(f"wire_format={wire_format}: rollout.name=ebbtide takes named_tensors")
@@ -66,7 +67,7 @@ class TrainerSide(BaseRollout):  # type: ignore[misc]
         try:
             async for bucket in _buckets(weights, bucket_bytes):
                 entries = self._gather(serialize_bucket(bucket))
-                # When this returns the engine has read what lies behind the entries: it may be freed.
+                # When this returns, the engine has read the bucket, so that it may be freed.
                 await self._together(lambda: self._actor.stage.remote(entries))  # noqa: B023
         except BaseException:
             if self._leads:
@@ -75,7 +76,7 @@ class TrainerSide(BaseRollout):  # type: ignore[misc]
         await self._together(lambda: self._actor.end_update.remote(global_steps))
 
     async def _together(self, ask: Callable[[], Awaitable[Any]]) -> None:
-        """Have the first worker ask the engine, and all of them hear how it went: none waits for ever."""
+        """Call `ask` on the first worker; raise on all workers if it fails, so that none waits for ever."""
         error: Exception | None = None
         if self._leads:
             try:
@@ -90,7 +91,7 @@ class TrainerSide(BaseRollout):  # type: ignore[misc]
             raise RuntimeError(f"the first worker of this replica was refused: {outcome[0]}")
 
     def _gather(self, entry: bytes) -> list[bytes]:
-        """The entries of all workers of the replica, in the order of the ranks; for the first of them."""
+        """Gather all workers' entries on the first one, in the order of ranks; returns [] on the others."""
         size = self._mesh.size()
         entries: list[Any] | None = [None] * size if self._leads else None
         dist.gather_object(entry, entries, dst=self._first_rank, group=self._mesh.get_group())
@@ -98,7 +99,7 @@ class TrainerSide(BaseRollout):  # type: ignore[misc]
 
     @property
     def _mesh(self) -> Any:
-        """The workers of this replica."""
+        """The device mesh of this replica's workers."""
         if self.device_mesh is None:
             per_replica = self.config.tensor_model_parallel_size * self.config.data_parallel_size
             shape = (dist.get_world_size() // per_replica, per_replica)
@@ -123,7 +124,7 @@ class TrainerSide(BaseRollout):  # type: ignore[misc]
 async def _buckets(
     weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], bucket_bytes: int
 ) -> AsyncIterator[FlattenedTensorBucket]:
-    """Buckets of at most `bucket_bytes`; a larger tensor has its own. Holds one at a time."""
+    """Yield buckets of at most `bucket_bytes`; a larger tensor gets its own. One exists at a time."""
     pending: list[tuple[str, Tensor]] = []
     num_bytes = 0
     async for name, tensor in ensure_async_iterator(weights):

@@ -1,4 +1,4 @@
-"""A CPU as a platform of verl, which has none: its trainers then run without an accelerator.
+"""A platform for verl that runs its trainers on a CPU.
 
 verl imports it by VERL_USE_EXTERNAL_MODULES=cpu_platform, and chooses it by VERL_PLATFORM=cpu.
 """
@@ -16,7 +16,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 CPU = torch.device("cpu")
-# What verl asks of `torch.cuda` and torch.cpu does not have.
+# torch.cpu, with functions of torch.cuda that verl calls and torch.cpu lacks.
 DEVICE = ModuleType("torch.cpu")
 DEVICE.__dict__.update(vars(torch.cpu))
 for _name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
@@ -35,7 +35,7 @@ _join = torch.distributed.init_process_group
 
 
 def _join_once(backend: str | None = None, **options: Any) -> None:
-    """verl names a backend for the CPU and one for its device: here both are the same."""
+    """Join by gloo once: verl names a backend for the CPU and one for its device, here the same."""
     _join("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **options)
 
 
@@ -44,7 +44,7 @@ torch.distributed.init_process_group = _join_once
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """Collectives are gloo's."""
+    """A CPU, with gloo for collectives."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -54,7 +54,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self) -> Any:
-        return CPU  # a number would mean an accelerator
+        return CPU  # Not an index, which torch would take for an accelerator.
 
     def device_count(self) -> int:
         return 1

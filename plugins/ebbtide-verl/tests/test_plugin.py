@@ -1,4 +1,4 @@
-"""verl's own replica, configuration and training side drive an engine through the plugin: a CPU and Ray."""
+"""verl's replica, configuration and training side control an engine through the plugin, on a CPU with Ray."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def rollout_config(**changes: Any) -> RolloutConfig:
 
 
 class Trainer:
-    """A training worker of one rank, with the plugin's training side."""
+    """A training worker of one rank, with the plugin's `TrainerSide`."""
 
     def start(self, config: RolloutConfig, model_config: HFModelConfig) -> None:
         import torch.distributed as dist
@@ -60,7 +60,7 @@ class Trainer:
 
 
 class Setup:
-    """A replica of an engine, and the trainer that shares its device."""
+    """A replica, and a trainer that shares its device."""
 
     def __init__(self) -> None:
         config, model_config = rollout_config(), HFModelConfig(path=MODEL)
@@ -90,7 +90,7 @@ def setup() -> Iterator[Setup]:
 
 
 def test_a_step_sleeps_wakes_and_takes_the_weights_of_the_trainer(setup: Setup) -> None:
-    # Its first weights are random ones: the trainer brings others.
+    # The first weights are random, and have no step.
     assert setup.generate().extra_fields == {"global_steps": None}
     setup.send(MODEL, 2)
     before = setup.generate()

@@ -1,4 +1,4 @@
-"""verl's own trainer makes GRPO steps on a CPU: with this plugin, and with its SGLang rollout on compat/."""
+"""verl's trainer makes GRPO steps on a CPU, with this plugin, and with its SGLang rollout on compat/."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
 
 
 def make_model(folder: Path) -> Path:
-    """The tiny model, whose end of a turn has the name by which verl knows it in Qwen3's templates."""
+    """Copy the tiny model, with the end of a turn renamed to Qwen3's, by which verl knows it."""
     shutil.copytree(folder_of("tiny"), folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         file = folder / name
@@ -90,7 +90,7 @@ def settings(folder: Path, rollout: str) -> list[str]:
         "trainer.test_freq=-1",
         "trainer.val_before_train=False",
         "trainer.logger=[console]",
-        # A logical GPU: Ray does not look whether there is one.
+        # A logical GPU, which Ray accepts without a real one.
         "+ray_kwargs.ray_init.num_gpus=1",
         "ray_kwargs.ray_init.num_cpus=32",
         "+ray_kwargs.ray_init.include_dashboard=False",
@@ -104,7 +104,7 @@ def test_grpo_trains_and_the_engine_samples_from_its_weights(tmp_path: Path, rol
         **os.environ,
         "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
         "VERL_PLATFORM": "cpu",
-        # verl's training engines are listed by the devices of others; FSDP2 needs none.
+        # verl lists training engines by device, and none for "cpu". That of FSDP2 for "cuda" needs no GPU.
         "VERL_ENGINE_DEVICE": "cuda",
         "PYTHONPATH": os.pathsep.join([*paths, str(COMPAT)] if rollout == "sglang" else paths),
         "OMP_NUM_THREADS": "1",
@@ -117,6 +117,6 @@ def test_grpo_trains_and_the_engine_samples_from_its_weights(tmp_path: Path, rol
     assert done.returncode == 0, output[-5000:]
     differences = re.findall(r"training/rollout_probs_diff_max:([\d.e-]+)", output)
     assert len(differences) == NUM_STEPS
-    # What the engine sampled with at each step are the weights that the trainer had by then, but that verl
-    # sends them in bfloat16. Such a learning rate leaves nothing of what the model was a step before.
+    # At each step the engine sampled with the trainer's weights, except that verl sends them in bfloat16. The
+    # learning rate is so high that weights of the step before would differ much more.
     assert max(map(float, differences)) < 0.1
