@@ -51,7 +51,10 @@ class RemoteMethods(EngineMethods):
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
 
     def shutdown(self) -> None:
-        """End it: its processes, its actors, then the bundles that it created. Idempotent."""
+        """End its processes, its actors, and the bundles that it created. Waiting calls raise EngineError.
+
+        Idempotent.
+        """
         self._finalizer()
 
     async def async_shutdown(self) -> None:
