@@ -30,7 +30,7 @@ _KV_CACHE_DTYPES = {**_DTYPES, "fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3"}
 
 
 def settled(args: ServerArgs) -> ServerArgs:
-    """Copy values of aliases to the arguments that they stand for, and normalize all values.
+    """Copy values of aliases to the arguments that they stand for, and normalise all values.
 
     Raises ConfigurationError: an alias and its argument were given different values.
     """
@@ -217,7 +217,7 @@ def seconds_from(variable: str) -> float | None:
 
 
 def check_quantized_dtype(quantization: str | None, dtype: str, *, is_cuda: bool) -> None:
-    """Reject dtypes of activations that have no kernels for quantized weights.
+    """Reject dtypes of activations that have no kernels for quantised weights.
 
     A GPU's kernels write bfloat16; the emulation on a CPU can also write float32.
 

@@ -211,11 +211,11 @@ def quantization(
 ) -> tuple[str | None, tuple[str, ...]]:
     """The quantization of the weights, as `--quantization` names it, and the modules that are excluded.
 
-    None: weights keep their dtype. MXFP4 counts as not quantized, since it is widened when read.
+    None: weights keep their dtype. MXFP4 counts as not quantised, since it is widened when read.
 
-    `wanted`: the argument; it applies to checkpoints that are not quantized.
+    `wanted`: the argument; it applies to checkpoints that are not quantised.
 
-    Raises ConfigurationError: the checkpoint is quantized in another way than to e4m3 with a scale for each
+    Raises ConfigurationError: the checkpoint is quantised in another way than to e4m3 with a scale for each
     block of 128 × 128 or each row, and dynamic activations; or in another way than `wanted`.
     """
     stored = _stored_quantization(folder, hf_config)

@@ -48,7 +48,7 @@ class GrammarSpec:
 class Check:
     """How a field's value is checked.
 
-    `read`: normalizes a value, given the field's name and the value, or raises RequestRejected. `schema`: the
+    `read`: normalises a value, given the field's name and the value, or raises RequestRejected. `schema`: the
     same rule as JSON schema, for OpenAPI.
     """
 
@@ -271,7 +271,7 @@ _NOT_EMPTY: Final[Schema] = {"minLength": 1}
 class SamplingParams:
     """How one request's tokens are sampled, and when it ends. The keys are those of `sampling_params`.
 
-    `None` means a key's default. Values are normalized: numbers are plain `int` and `float`, `stop` and
+    `None` means a key's default. Values are normalised: numbers are plain `int` and `float`, `stop` and
     `stop_token_ids` are tuples, `logit_bias` has int keys. Checks that need the model (vocabulary, context,
     tokenizer) are made when a request is sent.
 

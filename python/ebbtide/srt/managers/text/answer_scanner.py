@@ -1,7 +1,8 @@
-"""The text of an answer, taken apart as it grows: reasoning, tool calls, and the rest.
+"""Splits the text of an answer, as it grows, into reasoning, tool calls and the remaining text.
 
-Each character is looked at once, in whatever pieces it comes: what may be the beginning of a marker waits for
-the next piece, and a block of calls is kept until it ends, within a bound.
+The result does not depend on the pieces in which the text comes: an end that may be the start of a marker is
+held back until the next piece, and a block of calls until its end, up to a limit. Each character is scanned
+about once.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from ebbtide.srt.managers.text.tool_calls import (
 
 Format = TypeVar("Format")
 
-# A longer block of calls is text: reading one takes the API's event loop.
+# A longer block of calls is left as text, since parsing it would block the API's event loop.
 MAX_BLOCK_CHARACTERS: Final = 1 << 17
-# No marker is longer, with the spaces and names that may stand in it.
+# Limit of a marker's length, with the spaces and names that it may contain.
 _MAX_MARKER_CHARACTERS: Final = 256
 _CLOSERS: Final = {"(": ")", "[": "]", "{": "}"}
 
@@ -36,7 +37,7 @@ _CLOSERS: Final = {"(": ")", "[": "]", "{": "}"}
 class ReasoningFormat:
     """How a family of models marks its reasoning.
 
-    `is_open`: answers begin in the middle of reasoning, unless the prompt says otherwise.
+    `is_open`: whether answers begin in the middle of reasoning, unless the prompt shows otherwise.
     """
 
     begin: str
@@ -48,7 +49,7 @@ _THINK: Final = ReasoningFormat("<think>", "</think>")
 _OPEN_THINK: Final = ReasoningFormat("<think>", "</think>", is_open=True)
 _NO_REASONING: Final = ReasoningFormat("", "")
 
-# The formats by the names that SGLang has for them.
+# SGLang's name → format.
 REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     "deepseek-r1": _OPEN_THINK,
     "deepseek-v3": _THINK,
@@ -71,18 +72,19 @@ def _any(patterns: Iterable[str]) -> re.Pattern[str]:
 
 
 def _start_of(marker: Atoms) -> str:
-    """Matches what may become the marker."""
+    """A pattern of all proper prefixes of a marker."""
     return functools.reduce(lambda rest, atom: f"{atom}(?:{rest})?" if rest else atom, marker[-2::-1], "")
 
 
 class _Markers:
-    """What is looked for in answers of two formats.
+    """The patterns to search for in answers with these formats of calls and reasoning.
 
     Attributes:
-        start: begins reasoning, at the beginning of an answer.
-        outside: what is of interest in either place; where a block begins, the match has a group.
-        inside: what may end a block, or its strings, by the place and by how the current string is quoted.
-        behind_reasoning, behind_calls: what is dropped there.
+        start: the begin of reasoning, at the start of an answer.
+        outside: outside of blocks, by place: the end of reasoning, or the start of a block, at the match's
+            group.
+        inside: within a block, by place and current quote: what may end the block or its string.
+        behind_reasoning, behind_calls: what is dropped after these.
     """
 
     def __init__(self, calls: ToolCallFormat, reasoning: ReasoningFormat) -> None:
@@ -102,14 +104,14 @@ class _Markers:
             self.inside[_Place.ANSWER, quote] = _any(ends)
             self.inside[_Place.REASONING, quote] = _any([*ends, think_end])
         self.behind_reasoning = re.compile(r"\n+")
-        # A call has ended the reasoning: an end of it that follows is no part of the answer.
+        # A call has ended the reasoning, so an end marker of reasoning that follows is dropped.
         self.behind_calls = _any([r"\s+" if end else r"[\s;,]+", think_end, re.escape(calls.behind)])
         markers = [*((*lead, *value) for lead, value in openings), *calls.bare]
         markers += map(atoms, (calls.begin, calls.end, calls.behind, reasoning.end))
         self._prefix = re.compile(f"(?:{_any(map(_start_of, markers)).pattern})\\Z")
 
     def num_certain(self, text: str, place: _Place) -> int:
-        """How many characters are certain: those that follow may become a marker."""
+        """The number of characters before the end of the text that may be the start of a marker."""
         if place is _Place.START and (not text or self._start_prefix.fullmatch(text)):
             return 0
         match = self._prefix.search(text, max(0, len(text) - _MAX_MARKER_CHARACTERS))
@@ -121,12 +123,13 @@ _markers = functools.cache(_Markers)
 
 @dataclass
 class _Block:
-    """What may be calls, as far as it has come.
+    """A block of text so far, which may be calls.
 
     Attributes:
-        closers: the brackets that close the value, innermost last.
-        quote: of the string that it is in.
-        is_escaped: the next character of the string stands for itself.
+        pieces, size: its text, and the number of its characters.
+        closers: the closing brackets that the value still needs, innermost last.
+        quote: the quote of the string that the text ends in; empty: it ends in none.
+        is_escaped: whether the next character of the string is escaped.
     """
 
     pieces: list[str] = field(default_factory=list)
@@ -141,7 +144,7 @@ class _Block:
         self.is_escaped = self.is_escaped and not text
 
     def ends_with(self, token: str) -> bool:
-        """Whether the value ends with this quote, backslash or bracket; a wrong bracket ends it too."""
+        """Take a quote, backslash or bracket. Returns whether it ends the value; a wrong bracket does too."""
         if self.quote:
             self.is_escaped = token == "\\"
             self.quote = "" if token == self.quote else self.quote
@@ -155,7 +158,7 @@ class _Block:
 
 
 class AnswerParts(NamedTuple):
-    """What a piece of an answer adds to its reasoning, its text and its calls."""
+    """The reasoning, the text and the calls that a piece of an answer adds."""
 
     reasoning: str
     text: str
@@ -163,16 +166,17 @@ class AnswerParts(NamedTuple):
 
 
 class AnswerScanner:
-    """Takes one answer apart, piece by piece.
+    """Splits one answer, piece by piece.
 
-    A block that is no call, or that calls what is not among the tools, stays in the text as it is. A call in
-    reasoning ends that.
+    A block that is not a call of one of the tools stays in the text. A call within reasoning ends the
+    reasoning.
 
     Args:
-        tool_calls, reasoning: formats by name; None: there is none of it.
-        is_open: whether the answer begins in the middle of reasoning; None: as its format does.
+        tools: those that may be called.
+        tool_calls, reasoning: names of the formats; None: calls or reasoning are not searched for.
+        is_open: whether the answer begins in the middle of reasoning; None: as is usual for its format.
 
-    Raises ValueError: a format is not known.
+    Raises ValueError: a format is unknown.
     """
 
     def __init__(
@@ -197,7 +201,7 @@ class AnswerScanner:
         self._found: list[ToolCall] = []
 
     def push(self, text: str, *, is_last: bool = False) -> AnswerParts:
-        """What is certain by now and was not before: all of it, once the answer has ended."""
+        """Add a piece of the answer. Returns the parts that are now certain; if it is the last, the rest."""
         text, place = self._rest + text, 0
         end = len(text) if is_last else self._markers.num_certain(text, self._place)
         self._reasoning, self._text, self._found = [], [], []
@@ -220,7 +224,7 @@ class AnswerScanner:
         return 0 if match is None else match.end()
 
     def _step(self, text: str, place: int, end: int) -> int:
-        """Goes on from a place outside of blocks."""
+        """Scan on from a place outside of blocks. Returns the next place."""
         dropped = None if self._dropped is None else self._dropped.match(text, place)
         if dropped is not None:
             return dropped.end()
@@ -239,7 +243,7 @@ class AnswerScanner:
         return begin
 
     def _step_inside(self, block: _Block, text: str, place: int, end: int) -> int:
-        """Goes on from a place in a block."""
+        """Scan on from a place in a block. Returns the next place."""
         full = place + MAX_BLOCK_CHARACTERS - block.size
         tokens = self._markers.inside[self._place, block.quote]
         match = tokens.search(text, place + block.is_escaped, full)
@@ -261,7 +265,7 @@ class AnswerScanner:
         text = "".join(block.pieces)
         calls, first = self._format.calls(text, self._tools), 0
         if not calls:
-            # It may be that only what stands behind a later marker is one.
+            # Perhaps only the text after a later begin marker is a call.
             first = max(0, text.rfind(self._format.begin))
             calls = self._format.calls(text[first:], self._tools) if first else []
         self._emit(text[:first] if calls else text)
@@ -274,7 +278,7 @@ class AnswerScanner:
 
 
 def may_have_calls(text: str, tool_calls: str) -> bool:
-    """Whether it looks as if there were calls in a text."""
+    """Whether a text seems to contain calls. `tool_calls`: name of their format."""
     outside = _markers(TOOL_CALL_FORMATS[tool_calls], _NO_REASONING).outside
     return outside[_Place.ANSWER].search(text) is not None
 

@@ -1,4 +1,4 @@
-"""Tool calls: how each family of models writes them, and the JSON schema of those that a grammar makes."""
+"""Tool calls: the format of each family of models, and the JSON schema for calls that a grammar makes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from msgspec import Struct
 
-# Deeper schemas of parameters are refused. No use of them is known, and each level costs a Python frame.
+# Deeper schemas of parameters are rejected. No use of them is known, and each level costs a Python frame.
 MAX_SCHEMA_DEPTH: Final = 100
 
 
@@ -24,18 +24,18 @@ class ToolSpec:
 
 
 class ToolCall(Struct, frozen=True):
-    """A call: `arguments` is the JSON text of an object."""
+    """A tool call. `arguments`: a JSON object as text."""
 
     name: str
     arguments: str
 
 
 Tools: TypeAlias = Mapping[str, ToolSpec]
-# Python's own parser is out of memory where its stack is.
+# Errors for a text that is not a call. Python's parser raises MemoryError if its stack is too small.
 _NO_CALL: Final = (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError)
-# The calls in a block, as (name, arguments). It raises one of `_NO_CALL` where there is none.
+# Yields the calls in a block, as (name, arguments). It raises one of `_NO_CALL` if a part is not a call.
 ReadBlock: TypeAlias = Callable[[str, Tools], Iterable[tuple[Any, Any]]]
-# A marker as regular expressions, one for each part that may arrive by itself; each has a bounded length.
+# A marker as a sequence of regular expressions of bounded length. A piece of text may end after any of them.
 Atoms: TypeAlias = tuple[str, ...]
 
 
@@ -44,12 +44,13 @@ class ToolCallFormat:
     """How a family of models writes calls.
 
     Attributes:
-        begin: what a block of calls begins with.
-        end: what it ends with; empty: it ends where the brackets of its value are closed.
-        values: what may follow `begin` where there is no `end`, as what stands before the value, and how that
-            begins.
-        bare: how a value begins that needs no `begin`.
-        quotes: what strings in a value are quoted with.
+        begin: the marker at the start of a block of calls.
+        end: the marker at its end; empty: the block ends when the brackets of its value are closed.
+        read: reads the calls in a block, without its markers.
+        values: without an `end`: what may follow `begin`, as pairs of what precedes the value and the value's
+            start.
+        bare: starts of values that need no `begin`.
+        quotes: the quotes of strings in a value.
         behind: a marker that may follow a call.
     """
 
@@ -62,7 +63,7 @@ class ToolCallFormat:
     behind: str = ""
 
     def calls(self, block: str, tools: Tools) -> list[ToolCall]:
-        """The calls of a block; none if any part of it is no call of these tools."""
+        """The calls in a block; none if any part of it is not a call of one of the tools."""
         body = block.strip().removeprefix(self.begin).removesuffix(self.end).strip()
         try:
             return [_call(name, given, tools) for name, given in self.read(body, tools)]
@@ -74,14 +75,14 @@ def _call(name: Any, given: Any, tools: Tools) -> ToolCall:
     if name not in tools or not isinstance(given, dict):
         raise ValueError("expected a call of one of the tools")
     arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
-    arguments.encode()  # Half of a surrogate pair is no text.
+    arguments.encode()  # raises for half of a surrogate pair, which is not valid text
     return ToolCall(name, arguments)
 
 
 def tool_specs(tools: Sequence[Any]) -> list[ToolSpec]:
-    """The functions among tools as OpenAI writes them: objects, or JSON.
+    """Read the functions among tools in OpenAI's form, as objects or mappings.
 
-    Raises ValueError: one has no name.
+    Raises ValueError: a function has no name.
     """
     specs = []
     for tool in tools:
@@ -99,14 +100,14 @@ def _member(holder: Any, name: str) -> Any:
 
 
 def json_calls(text: str, tools: Sequence[ToolSpec]) -> list[ToolCall]:
-    """The calls of a text that a grammar of `calls_schema` has made; none where it was cut short."""
+    """The calls in a text that a grammar of `calls_schema` has made; none if it was cut short."""
     return NO_CALLS.calls(text, {tool.name: tool for tool in tools})
 
 
 def calls_schema(tools: Sequence[ToolSpec], *, most: int | None) -> dict[str, Any]:
-    """The JSON schema of one call or more of these tools, as `json_calls` reads them.
+    """The JSON schema of a list of at least one call of these tools, in the form that `json_calls` reads.
 
-    Raises ValueError: parameters are nested too deeply.
+    `most`: the largest number of calls; None: no limit. Raises ValueError: parameters are nested too deeply.
     """
     kinds = [
         {
@@ -131,7 +132,7 @@ def calls_schema(tools: Sequence[ToolSpec], *, most: int | None) -> dict[str, An
 
 
 def _moved(schema: Any, place: str, depth: int = 0) -> Any:
-    """A schema whose root stands at another place: its references to itself point there."""
+    """Move a schema's root to another place in the document, by changing its references to itself."""
     if depth > MAX_SCHEMA_DEPTH:
         raise ValueError(f"tools: expected parameters at most {MAX_SCHEMA_DEPTH} levels deep")
     if isinstance(schema, list):
@@ -176,7 +177,7 @@ def _read_mistral(text: str, tools: Tools) -> Iterable[tuple[Any, Any]]:
 
 
 def _between(text: str, begin: str, end: str) -> Iterator[str]:
-    """What stands between one marker and the other, each time."""
+    """Yield the texts between a begin and an end marker."""
     place = text.find(begin)
     while place >= 0:
         stop = text.find(end, place + len(begin))
@@ -187,7 +188,7 @@ def _between(text: str, begin: str, end: str) -> Iterator[str]:
 
 
 def _pairs(begin: str, middle: str, end: str) -> ReadBlock:
-    """Reads calls whose name and arguments stand between markers."""
+    """Make a reader of calls whose name and JSON arguments are separated by `middle`."""
 
     def read(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
         for name, _, given in (call.partition(middle) for call in _between(text, begin, end)):
@@ -205,7 +206,7 @@ def _read_kimi(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
 
 
 def _read_qwen3_coder(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
-    # The last function of an answer that was cut off has no end.
+    # An answer that was cut off lacks the last end marker.
     for function in _between(text + "</function>", "<function=", "</function>"):
         name, _, given = function.partition(">")
         pairs = [pair.partition(">") for pair in _between(given, "<parameter=", "</parameter>")]
@@ -221,7 +222,7 @@ def _read_glm(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
 
 
 def _typed(values: Mapping[str, str], tool: ToolSpec) -> dict[str, Any]:
-    """Values that come as text, in the types of their schema. What is no JSON is text."""
+    """Convert arguments from text: strings by the schema stay, others are read as JSON if they are JSON."""
     properties = tool.parameters.get("properties")
     schemas = properties if isinstance(properties, Mapping) else {}
     return {name: _value(text, schemas.get(name)) for name, text in values.items()}
@@ -248,12 +249,12 @@ def _read_pythonic(text: str, tools: Tools) -> Iterator[tuple[Any, Any]]:
 
 
 def atoms(marker: str) -> Atoms:
-    """A marker, character by character."""
+    """Split a marker into its characters."""
     return tuple(map(re.escape, marker))
 
 
 def _mark(words: str) -> str:
-    """A token of DeepSeek's, in whose names stand a wide bar and a low block."""
+    """A special token of DeepSeek's. They contain a full-width bar, and "▁" for spaces."""
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -263,9 +264,9 @@ _HERMES: Final = ToolCallFormat("<tool_call>", "</tool_call>", _read_json)
 _CALL_BEGIN, _SEP, _CALL_END = map(_mark, ("tool call begin", "tool sep", "tool call end"))
 _DEEPSEEK: Final = (_mark("tool calls begin"), _mark("tool calls end"))
 
-# Of answers in which none are looked for.
+# The format of answers that are not searched for calls.
 NO_CALLS: Final = ToolCallFormat("", "", _read_json)
-# The formats by the names that SGLang has for them.
+# SGLang's name → format.
 TOOL_CALL_FORMATS: Final[Mapping[str, ToolCallFormat]] = {
     "qwen": _HERMES,
     "qwen25": _HERMES,
