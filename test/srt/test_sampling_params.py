@@ -147,7 +147,7 @@ def test_min_new_tokens_may_not_exceed_max_new_tokens() -> None:
 def test_what_the_output_is_to_match_excludes_other_ends_and_matches() -> None:
     with pytest.raises(RequestRejected, match="expected one of regex, ebnf, not all of them"):
         SamplingParams(regex="a", ebnf='root ::= "a"')
-    with pytest.raises(RequestRejected, match=r"sampling_params.ignore_eos: not with regex"):
+    with pytest.raises(RequestRejected, match=r"sampling_params.ignore_eos: cannot be combined with regex"):
         SamplingParams(regex="a", ignore_eos=True)
 
 

@@ -361,13 +361,13 @@ class SamplingParams:
             )
         given = [kind for kind in GRAMMAR_KINDS if getattr(self, kind) is not None]
         if given and self.bad_words:
-            raise RequestRejected(f"sampling_params.bad_words: not with {given[0]}, which says what may come")
+            raise RequestRejected(f"sampling_params.bad_words: cannot be combined with {given[0]}")
         if len(given) > 1:
             raise RequestRejected(f"sampling_params: expected one of {', '.join(given)}, not all of them")
         if given and (self.min_new_tokens or self.ignore_eos):
             name = "ignore_eos" if self.ignore_eos else "min_new_tokens"
             raise RequestRejected(
-                f"sampling_params.{name}: not with {given[0]}, which says where outputs end"
+                f"sampling_params.{name}: cannot be combined with {given[0]}, which decides where outputs end"
             )
 
     @classmethod

@@ -169,7 +169,7 @@ def said(role: str, **block: Any) -> dict[str, Any]:
             r"content\[0\].content\[0\]: not supported in this version: expected text, got 'image'",
         ),
         ({"system": [{"type": "image"}]}, r"system\[0\]: not supported"),
-        ({"stop": ["x"]}, "stop: not supported in this version: stop_sequences"),
+        ({"stop": ["x"]}, "stop: not supported in this version: use stop_sequences"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "got 'web_search_20250305'"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice: expected a type of auto"),
         ({"thinking": {"type": "much"}}, "thinking.type: expected enabled"),

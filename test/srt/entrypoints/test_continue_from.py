@@ -115,8 +115,8 @@ def test_an_output_is_nothing_to_those_who_do_not_bring_the_key_of_its_request(
     ("fields", "message"),
     [
         ({"continue_from": "nobody"}, "nothing is known of 'nobody'"),
-        ({"continue_from": "known", "input_ids": [1]}, "its prompt is that of the output"),
-        ({"continue_from": "known", "text": "a"}, "its prompt is that of the output"),
+        ({"continue_from": "known", "input_ids": [1]}, "expected no prompt"),
+        ({"continue_from": "known", "text": "a"}, "expected no prompt"),
         ({"continue_from": "known", "sampling_params": {"n": 2}}, "expected n = 1, got 2"),
         ({"continue_from": ["known"]}, "Expected `str | null`"),
     ],

@@ -41,8 +41,8 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
     "container": "tools are called by the client",
     "context_management": "messages hold the whole conversation",
     "mcp_servers": "tools are called by the client",
-    "output_format": "output_config.format takes its place",
-    "stop": "stop_sequences takes its place",
+    "output_format": "use output_config.format instead",
+    "stop": "use stop_sequences instead",
 }
 # Known fields that have no effect, and are not listed as ignored (the budget is, see `ignored_fields`).
 _WITHOUT_EFFECT: Final = frozenset(("cache_control", "service_tier", "thinking.budget_tokens"))

@@ -128,7 +128,7 @@ async def _not_implemented(request: Request) -> Response:
     path = request.url.path
     # NeMo-RL reads this field of all answers of its own routes.
     fields = {"ok": False} if path.startswith("/nemo-rl/") else {}
-    return error_answer(f"{path} is not in this version", 501, **fields)
+    return error_answer(f"{path} is not implemented in this version", 501, **fields)
 
 
 async def _answer_rejection(request: Request, error: Exception) -> Response:

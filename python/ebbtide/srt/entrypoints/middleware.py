@@ -140,16 +140,16 @@ def _browser_refusal(scope: Scope, args: ServerArgs) -> Json | None:
     allowed, host = [name.lower() for name in args.allowed_hosts or ()], headers.get("host", "")
     if _is_of_another_site(headers, allowed, is_asked_by_get=is_asked_by_get):
         return error_answer(
-            f"{path}: a browser asks this for the page of another site; --allowed-hosts names those that may "
-            "send a POST",
+            f"{path}: a browser sent this for a page of another site; --allowed-hosts can name sites "
+            "that may send POSTs",
             403,
         )
     # Off loopback, the server cannot know its own names. Without a key, its whole network is trusted anyway.
     is_any = "*" in allowed or (args.allowed_hosts is None and not is_loopback(args.host))
     if args.api_key is None and host and not is_any and not _is_own(host, [*allowed, args.host.lower()]):
         return error_answer(
-            f"{path}: this server has no key and is not known as {host[:200]!r}: give it an --api-key, or "
-            "its names by --allowed-hosts",
+            f"{path}: {host[:200]!r} is not a known name of this server, which has no key: start it with "
+            "--api-key, or with its names as --allowed-hosts",
             403,
         )
     return None

@@ -310,7 +310,7 @@ def test_what_cannot_be_kept_is_refused_by_name(kinds: list[str], fields: dict[s
         ),
         ("chat", {"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice: expected null, 'none'"),
         ("chat", {"tools": [{"type": "function"}]}, "a function that has a name"),
-        ("chat", {"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "leave no room"),
+        ("chat", {"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "cannot be combined with regex"),
         *(
             (kind, {"stream_options": {"include_usage": True}}, "stream_options: expected null, or stream")
             for kind in ("chat", "completion")
@@ -344,7 +344,7 @@ def test_each_conversation_of_a_batch_has_its_prompt_and_its_answer() -> None:
     ("fields", "message"),
     [
         *(
-            ({name: value}, f"{name}: not in a batch")
+            ({name: value}, f"{name}: not supported in a batch")
             for name, value in {"stream": True, "input_ids": [1], "prompt_logprobs": 0}.items()
         ),
         ({"messages": [USER]}, r"Expected `array`, got `object` - at `\$.messages\[0\]`"),

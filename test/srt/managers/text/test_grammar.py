@@ -167,5 +167,5 @@ def test_what_would_complete_a_banned_sequence_cannot_come_next(compiler: Gramma
         assert plain.accept(token_id)
         assert forbidden() == [banned, of_grammar, last]
     assert not plain.accept(3)
-    with pytest.raises(RequestRejected, match="bad_words: not with regex"):
+    with pytest.raises(RequestRejected, match="bad_words: cannot be combined with regex"):
         SamplingParams.from_dict({"regex": "a", "bad_words": ["b"]})

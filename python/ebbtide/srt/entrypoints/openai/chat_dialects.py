@@ -114,7 +114,7 @@ def shown(value: Any) -> str:
 def passed_on(fields: Mapping[str, Any]) -> Fields:
     """The fields that mean the same in a chat. Raises RequestRejected: 400; `n` is more than 1."""
     if fields.get("n") not in (None, 1):
-        raise RequestRejected(f"n: expected null or 1, got {shown(fields['n'])}: chats have several answers")
+        raise RequestRejected(f"n: expected null or 1, got {shown(fields['n'])}: only chats have several")
     return {name: fields[name] for name in PASSED_ON & fields.keys()}
 
 

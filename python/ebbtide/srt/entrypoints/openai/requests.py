@@ -129,7 +129,7 @@ def chat_call(
     refuse_unsupported(fields, is_chat=True)
     for name in _OF_ONE_CHAT if is_batch else ():
         if getattr(request, name) is not None and getattr(request, name) is not False:
-            raise RequestRejected(f"{name}: not in a batch")
+            raise RequestRejected(f"{name}: not supported in a batch")
     _check_stream_options(request)
     if template is None:
         raise RequestRejected("chat needs a tokenizer: the engine runs with skip_tokenizer_init")
@@ -268,7 +268,7 @@ def _check_stream_options(request: OpenAIRequest) -> None:
 def _refuse_other_grammar(params: Fields) -> None:
     given = next((kind for kind in GRAMMAR_KINDS if params.get(kind)), None)
     if given is not None:
-        raise RequestRejected(f"tool_choice: its calls leave no room for what {given} asks for")
+        raise RequestRejected(f"tool_choice: cannot be combined with {given}: the answer can only be calls")
 
 
 def _logprob_fields(request: OpenAIRequest, num_logprobs: int | None, *, with_prompt: bool = False) -> Fields:

@@ -31,12 +31,12 @@ from ebbtide.srt.entrypoints.openai.shared_fields import refuse_fields
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_fields import said
 
-_NOT_STORED: Final = "nothing is stored: input holds the whole conversation"
+_NOT_STORED: Final = "nothing is stored: send the whole conversation as input"
 _UNSUPPORTED: Final[Mapping[str, str]] = {
-    "background": "answers are given at once, or streamed",
+    "background": "answers are returned at once, or streamed",
     "conversation": _NOT_STORED,
     "previous_response_id": _NOT_STORED,
-    "prompt": "instructions and input say what is asked",
+    "prompt": "use instructions and input instead",
     "store": _NOT_STORED,
 }
 _TEXTS: Final = ("input_text", "output_text", "text")
@@ -154,7 +154,7 @@ def _tool_choice(choice: Any) -> Any:
 def _response_format(text: Mapping[str, Any]) -> Any:
     if text.get("verbosity") not in (None, "medium"):
         raise RequestRejected(
-            "text.verbosity: expected null or 'medium': instructions say how long answers are"
+            "text.verbosity: expected null or 'medium': ask for the length of answers in instructions"
         )
     match text.get("format"):
         case {"type": "json_schema", "schema": Mapping() as schema}:

@@ -10,9 +10,9 @@ from msgspec import Struct
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.managers.api.generate_fields import UNSUPPORTED_FIELDS, asks_for_nothing
 
-_OLDER: Final = "structured_outputs takes its place"
+_OLDER: Final = "use structured_outputs instead"
 _ONLY_TEXT: Final = "prompts are texts or token ids"
-_ONLY_BIAS: Final = "of single tokens, logit_bias changes the odds and allowed_token_ids says which may come"
+_ONLY_BIAS: Final = "logit_bias changes the odds of tokens, and allowed_token_ids restricts them"
 
 MAX_SALT_LENGTH: Final = 1024
 # Accepted if their values do not change anything.
@@ -21,9 +21,9 @@ _CHECKED: Final = frozenset(("function_call", "tool_choice"))
 # Field → what to use instead, or why not.
 _UNSUPPORTED: Final[Mapping[str, str]] = {
     "audio": "answers are text",
-    "documents": "chat_template_kwargs are variables of the template",
+    "documents": "use chat_template_kwargs, the variables of the template",
     "ec_transfer_params": "prompts are computed here",
-    "functions": "tools takes its place",
+    "functions": "use tools instead",
     "guided_choice": _OLDER,
     "guided_grammar": _OLDER,
     "guided_json": _OLDER,
@@ -33,19 +33,19 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
     "media_io_kwargs": _ONLY_TEXT,
     "mm_processor_kwargs": _ONLY_TEXT,
     "prompt_embeds": _ONLY_TEXT,
-    "repetition_detection": "there are stop strings, stop_token_ids and penalties",
-    "stop_regex": "stop takes strings",
-    "thinking_token_budget": "max_tokens counts all tokens",
-    "use_beam_search": "n samples are drawn",
+    "repetition_detection": "use stop, stop_token_ids or penalties",
+    "stop_regex": "use stop, which takes strings",
+    "thinking_token_budget": "max_tokens limits reasoning and answer together",
+    "use_beam_search": "use n for several samples",
     "vllm_xargs": "unknown arguments have no effect",
 }
 _OF_CHATS: Final[Mapping[str, str]] = {
     "chat_template": "the server's is used (--chat-template); chat_template_kwargs are its variables",
-    "echo": "completions have it",
+    "echo": "only completions have it",
 }
 _OF_COMPLETIONS: Final[Mapping[str, str]] = {
-    "required_prefix_token_ids": "prompt takes token ids",
-    "tools": "chats show them to the chat template",
+    "required_prefix_token_ids": "use token ids as prompt",
+    "tools": "only chats have tools",
 }
 
 
@@ -53,8 +53,8 @@ def refuse_unsupported(fields: Mapping[str, Any], *, is_chat: bool) -> None:
     """Reject unsupported fields. Raises RequestRejected: 400, with the field and what to use instead."""
     refuse_fields(fields, {**_UNSUPPORTED, **(_OF_CHATS if is_chat else _OF_COMPLETIONS)})
     if not is_chat:
-        _expect(fields, "tool_choice", ("none", "auto"), "chats have tools")
-    _expect(fields, "function_call", ("none", "auto"), "tool_choice takes its place")
+        _expect(fields, "tool_choice", ("none", "auto"), "only chats have tools")
+    _expect(fields, "function_call", ("none", "auto"), "use tool_choice instead")
     check_salt(fields.get("cache_salt"))
 
 
@@ -157,7 +157,7 @@ def _of_outputs(wanted: Any) -> dict[str, Any]:
         # An empty schema allows any JSON. Other constraints cannot be empty.
         if value in ("", [], {}) and (name, value) != ("json", {}):
             raise RequestRejected(
-                f"structured_outputs.{name}: expected what the output keeps to, got {value!r}"
+                f"structured_outputs.{name}: expected a constraint of the output, got {value!r}"
             )
     params = {
         _STRUCTURED_OUTPUTS[name]: value if value != {} else "{}"

@@ -104,7 +104,7 @@ def begin_with(
     if not 0 < num_ends <= len(places):
         raise RequestRejected(
             "required_prefix_token_ids, prompt_token_ids: cannot be kept: the chat template writes no token "
-            "that ends an answer behind these messages"
+            "that ends an answer after these messages"
         )
     # An answer that was cut off has no end token, so the template's is used.
     has_end = kept[-1] in ends
@@ -207,7 +207,7 @@ class ChatTemplate:
             )
         except Exception as error:  # templates raise any kind of error for messages that they do not expect
             raise RequestRejected(
-                f"the chat template does not take this: {type(error).__name__}: {error}"
+                f"the chat template fails on these messages: {type(error).__name__}: {error}"
             ) from None
         return rendered
 

@@ -54,7 +54,7 @@ class EndedOutput:
     def params_for(self, given: SamplingParams | None) -> SamplingParams:
         """The parameters of a request that continues it: the given ones or else its own, with its seed."""
         if given is not None and given.n != 1:
-            raise RequestRejected(f"continue_from: one output goes on, expected n = 1, got {given.n}")
+            raise RequestRejected(f"continue_from: it continues one output: expected n = 1, got {given.n}")
         return replace(self.params if given is None else given, n=1, sampling_seed=self.seed)
 
     @property

@@ -43,45 +43,45 @@ Int64: TypeAlias = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
 
 
 def said(description: str | None = None, **schema: Any) -> Meta:
-    """What the OpenAPI document says of a field besides its type."""
+    """Add a description and schema keywords to a field, for the OpenAPI document."""
     return Meta(description=description, extra_json_schema=schema)
 
 
 class CommonFields(msgspec.Struct, kw_only=True):
-    """Fields of generation that every dialect has under these names, sampling parameters apart.
+    """Fields of generation that all APIs share, besides sampling parameters. None means "not given".
 
-    None means "not given". What those of versions become: `VersionContract`.
+    For those about versions, see `VersionContract`.
     """
 
-    routed_dp_rank: Annotated[int | None, said("The replica that runs it.", minimum=0)] = None
+    routed_dp_rank: Annotated[int | None, said("The replica to run on.", minimum=0)] = None
     priority: Int64 | None = None
     max_version_lag: Annotated[
         Annotated[int, Meta(ge=0, le=INT64_MAX)] | None, said("Updates that may be committed while it runs.")
     ] = None
     min_weight_version: Annotated[
-        str | Int64 | None, said("It waits until this version serves, or a later one.")
+        str | Int64 | None, said("Wait until this version, or a later one, serves.")
     ] = None
-    exact_weight_version: Annotated[str | Int64 | None, said("It waits until this version serves.")] = None
+    exact_weight_version: Annotated[str | Int64 | None, said("Wait until this version serves.")] = None
     on_update: Annotated[
-        Literal["continue", "recompute", "abort"] | None, said("What a commit does to its KV.")
+        Literal["continue", "recompute", "abort"] | None, said("What happens to it at a commit.")
     ] = None
     replay_routed_experts: Annotated[
-        Any, said("The experts that the first tokens of the prompt take, in any form of answers.")
+        Any, said("The experts of the first tokens of the prompt, in any form that answers have.")
     ] = None
     return_sampling_mask: bool | None = None
 
 
 class PromptFields(CommonFields, kw_only=True):
-    """Those of the dialects that take texts and batches. In a batch, a list has one entry per prompt."""
+    """Fields of the APIs that take texts and batches. In a batch, a list has one entry per prompt."""
 
-    add_special_tokens: Annotated[bool | None, said("False for a text that has them already.")] = None
+    add_special_tokens: Annotated[bool | None, said("False if the text contains them.")] = None
     truncate_prompt_tokens: Annotated[
         Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None,
         said("How many tokens of a prompt are kept; -1: as many as fit; 0: all."),
     ] = None
     truncation_side: Annotated[
         Literal["left", "right"] | None,
-        said("Where a prompt is cut: left keeps its end, which is the default."),
+        said("The side on which a prompt is cut; left, the default, keeps its end."),
     ] = None
     stream: bool | None = None
     cache_salt: str | list[str | None] | None = None
@@ -95,14 +95,14 @@ class PromptFields(CommonFields, kw_only=True):
     routed_experts_start_len: int | None = None
     sampling_logprobs_mode: Annotated[
         Literal["selected"] | None,
-        said("Of the tokens that could have been sampled only the one that was has its logprob told."),
+        said("Of the sampling mask, return only the logprob of the sampled token."),
     ] = None
 
 
 class GenerateReqInput(PromptFields, kw_only=True):
     """The fields of `/generate`. In a batch, a list has one entry per prompt.
 
-    `continue_from`: the rid of an output that has ended, in the place of a prompt; see `EndedOutput`.
+    `continue_from`: the rid of an output that has ended, instead of a prompt; see `EndedOutput`.
     `return_flat_raw_output_top_logprobs`, `return_flat_raw_top_logprobs_b64`: see `flat_top_logprobs`.
     """
 
@@ -164,7 +164,7 @@ def asks_for_nothing(value: Any) -> bool:
 
 def split_ids(name: str, ids: list[int | list[int]]) -> tuple[list[list[int]], bool]:
     """The ids of each prompt, and whether they are a batch. The types of the entries have been checked."""
-    # There may be a million ids: no Python step for each.
+    # No Python loop, since there may be a million ids.
     kinds = set(map(type, ids))
     if len(kinds) > 1:
         raise RequestRejected(f"{name}: expected a list of ids or a list of such lists, got a mixture")
@@ -307,7 +307,7 @@ def _split_token_ids_logprob(
 
 
 def _namespace(**parts: str | None) -> tuple[str, ...]:
-    # Named, so that a cache_salt never meets an extra_key of the same text.
+    # With names, so that a cache_salt differs from an extra_key of the same text.
     return tuple(f"{name}={value}" for name, value in parts.items() if value is not None)
 
 

@@ -208,7 +208,7 @@ class RequestNormalizer:
 
     def _continued_prompt(self, request: GenerateReqInput, continued: EndedOutput) -> Sequence[Prompt]:
         if request.text is not None or request.input_ids or request.truncate_prompt_tokens:
-            raise RequestRejected("continue_from: its prompt is that of the output: none is given")
+            raise RequestRejected("continue_from: expected no prompt: it continues the output and its prompt")
         self._limits.check_prompt([*continued.prompt_ids, *continued.output_ids])
         return [list(continued.prompt_ids)]
 

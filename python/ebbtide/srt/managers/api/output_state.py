@@ -35,7 +35,7 @@ class ResponseStyle:
         flat_top: the flat form of the most likely tokens; None: lists of triples.
         routed_form: how routed experts are encoded.
         precision: what the engine computes with, see `MetaInfo`.
-        ignored_fields: of the request, that nothing is known of.
+        ignored_fields: names of the request's unknown fields.
     """
 
     is_incremental: bool
